@@ -1,0 +1,154 @@
+"""Between the model's parameter tree and the published tensor names.
+
+The tree carries the published names, so one rule covers all of it: prefix ``model.``, number an
+MTP layer after the last layer, and split stacked experts into one tensor an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dsv3_jax.checkpoint.names import copies
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.model import DeepSeekV3, abstract
+
+Path = tuple[Any, ...]
+
+
+class Names(NamedTuple):
+    """The published tensors behind one parameter: one, or one an expert, in order."""
+
+    names: tuple[str, ...]
+    stacked: bool
+
+
+def published_names(config: ModelConfig, path: Path) -> Names:
+    """Published names of the parameter at ``path`` in the tree of :class:`DeepSeekV3`."""
+    parts = [str(p) for p in path]
+    if parts[0] == "mtp":
+        parts[:2] = ["layers", str(config.num_hidden_layers + int(parts[1]))]
+    if parts[-1] == "weight_scale_inv" and config.quantization is not None:
+        parts[-1] = "weight" + config.quantization.scale_suffix
+    if parts[0] != "lm_head":
+        parts.insert(0, "model")
+    if "experts" not in parts:
+        return Names((".".join(parts),), stacked=False)
+    at = parts.index("experts") + 1
+    names = (
+        ".".join([*parts[:at], str(e), *parts[at:]]) for e in range(config.n_routed_experts)
+    )
+    return Names(tuple(names), stacked=True)
+
+
+def load_model(
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    dtype: DTypeLike,
+    quantization: BlockQuantization | None,
+) -> DeepSeekV3:
+    """The model with a checkpoint's weights.
+
+    Args:
+      tensors: the published tensors, float8 weights beside their scales.
+      dtype: of weights and activations; ``e_score_correction_bias`` and scales stay float32.
+      quantization: keeps float8 weights as published; None dequantises them to ``dtype``.
+
+    Raises:
+      ValueError: a tensor or a scale is missing, has the wrong shape or dtype, or nobody asks for
+        it; or an MTP layer's copy of the embedding or head differs from the original.
+    """
+    model = abstract(config, dtype=dtype, quantization=quantization)
+    graph, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    expected = {path: published_names(config, path) for path in flat}
+    _check_names(config, tensors, {n for names in expected.values() for n in names.names})
+    source = _Source(config, tensors)
+    for path, variable in flat.items():
+        names = expected[path]
+        want = variable.get_value()
+        shape = want.shape[1:] if names.stacked else want.shape
+        read = [source.read(name, shape, want.dtype) for name in names.names]
+        value = np.stack(read) if names.stacked else read[0]
+        flat[path] = variable.replace(jnp.asarray(value))
+    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+
+
+class _Source:
+    """Reads tensors in the dtype the model holds them in."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, np.ndarray]):
+        self.tensors = tensors
+        self.quantization = config.quantization or BlockQuantization()
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        tensor = self.tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tensor.shape}")
+        stored_float8 = tensor.dtype == jnp.float8_e4m3fn
+        if dtype == jnp.float8_e4m3fn:
+            if not stored_float8:
+                raise ValueError(f"{name}: expected float8_e4m3fn, got {tensor.dtype}")
+            return tensor
+        if stored_float8:
+            tensor = self._dequantized(name, tensor)
+        return tensor.astype(dtype)
+
+    def _dequantized(self, name: str, values: np.ndarray) -> np.ndarray:
+        scale_name = name + self.quantization.scale_suffix
+        if scale_name not in self.tensors:
+            raise ValueError(f"{name}: float8 weight without its scale {scale_name}")
+        scale = self.tensors[scale_name].astype(np.float32)
+        block = self.quantization.weight_block_size
+        rows, columns = values.shape
+        expected = (-(-rows // block[0]), -(-columns // block[1]))
+        if scale.shape != expected:
+            raise ValueError(f"{scale_name}: expected shape {expected}, got {scale.shape}")
+        spread = scale.repeat(block[0], axis=0)[:rows].repeat(block[1], axis=1)[:, :columns]
+        return values.astype(np.float32) * spread
+
+
+def _check_names(config: ModelConfig, tensors: Mapping[str, np.ndarray], used: set[str]) -> None:
+    """Everything needed is there, everything there is needed, copies are copies."""
+    if missing := sorted(used - set(tensors)):
+        kind = "scale" if missing[0].endswith(_suffix(config)) else "tensor"
+        raise ValueError(_listed(f"missing {kind}", missing))
+    duplicates = copies(config)
+    for name, original in duplicates.items():
+        if name in tensors and not _same(tensors[name], tensors[original]):
+            raise ValueError(f"{name} differs from {original}, which it should repeat")
+    suffix = _suffix(config)
+    scales = {name + suffix for name in used}
+    if unknown := sorted(set(tensors) - used - scales - set(duplicates)):
+        raise ValueError(_listed("unknown tensor", unknown))
+
+
+def _suffix(config: ModelConfig) -> str:
+    return (config.quantization or BlockQuantization()).scale_suffix
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"checkpoint: {what} {names[0]}{more}"
+
+
+def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
+    """The model's weights under their published names, experts apart, MTP copies included."""
+    config = model.config
+    out: dict[str, np.ndarray] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = np.asarray(jax.device_get(variable.get_value()))
+        names = published_names(config, path)
+        out |= dict(zip(names.names, value if names.stacked else [value], strict=True))
+    return out | {name: out[original] for name, original in copies(config).items()}

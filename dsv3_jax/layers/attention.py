@@ -1,0 +1,205 @@
+"""Multi-head Latent Attention, expanded and absorbed (DeepSeek-V2 report, section 2.1).
+
+Each token leaves one latent ``c = norm(W_DKV x)``, C wide, and one rope key ``k_R``, R wide, for all
+heads. Head h's key is ``[W_UK^h c | k_R]`` and its value ``W_UV^h c``. Two orders of the same sums:
+
+* expanded: form every head's keys and values. Fewest operations for many queries: prefill, training.
+* absorbed: fold W_UK into the query and W_UV into the output, and attend to the latents themselves.
+  Fewest bytes for few queries: decode.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.kv_cache import write
+from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.rope import Rotation, rotate
+from pallas_kernels import merge_attention, mla_decode, mla_prefill
+
+Form = Literal["expanded", "absorbed"]
+
+_CONTEXT_TOKENS = 512  # cached tokens expanded at a time by a prefill chunk; bounds its memory
+
+
+class LayerCache(NamedTuple):
+    """One layer's view of the cache while it is extended by T tokens a row."""
+
+    pages: Float[Array, "P page C+R"]
+    block_tables: Int[Array, "B max_pages"]
+    starts: Int[Array, " B"]
+    """Tokens held before these T."""
+    valid: Bool[Array, "B T"]
+    """Which of the T are tokens, the rest being padding at the right."""
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Parameters are named as in the checkpoint; ``q_lora_rank`` null has q_proj alone."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+        quantization: BlockQuantization | None,
+    ):
+        self.config = config
+        D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        eps = config.rms_norm_eps
+
+        def linear(n_in: int, n_out: int) -> Linear:
+            return Linear(
+                n_in,
+                n_out,
+                std=config.initializer_range,
+                rngs=rngs,
+                dtype=dtype,
+                quantization=quantization,
+            )
+
+        if (Q := config.q_lora_rank) is None:
+            self.q_proj = linear(D, H * config.qk_head_dim)
+        else:
+            self.q_a_proj = linear(D, Q)
+            self.q_a_layernorm = RMSNorm(Q, eps=eps, dtype=dtype)
+            self.q_b_proj = linear(Q, H * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = linear(D, config.latent_dim)
+        self.kv_a_layernorm = RMSNorm(C, eps=eps, dtype=dtype)
+        self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = linear(H * config.v_head_dim, D)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T C+R"]]:
+        """Causal self-attention of whole sequences; also the latents that a cache would hold."""
+        B, T, _ = x.shape
+        latent = self.latents(x, rotation)
+        keys, values = self.expand(latent)
+        out, _ = mla_prefill(
+            jnp.concatenate(self.queries(x, rotation), axis=-1),
+            keys,
+            values,
+            jnp.zeros((B,), jnp.int32),
+            jnp.full((B,), T, jnp.int32),
+            scale=self.config.softmax_scale,
+        )
+        return self.o_proj(out.reshape(B, T, -1)), latent
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page C+R"]]:
+        """Attention of T new tokens a row to the cached ones and themselves; the cache, extended."""
+        B, T, _ = x.shape
+        latent = self.latents(x, rotation)
+        positions = cache.starts[:, None] + jnp.arange(T)
+        pages = write(cache.pages, cache.block_tables, positions, cache.valid, latent)
+        cache = cache._replace(pages=pages)
+        if form == "absorbed":
+            out = self._attend_absorbed(*self.queries(x, rotation), cache)
+        else:
+            q = jnp.concatenate(self.queries(x, rotation), axis=-1)
+            out = self._attend_expanded(q, latent, cache)
+        return self.o_proj(out.reshape(B, T, -1)), pages
+
+    def queries(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
+        """The rope-free and the rotated part of every head's query."""
+        c = self.config
+        q = (
+            self.q_proj(x)
+            if c.q_lora_rank is None
+            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        )
+        q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
+        return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
+
+    def latents(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> Float[Array, "B T C+R"]:
+        """What the cache holds of a token: the normed latent, then the rotated rope key."""
+        C = self.config.kv_lora_rank
+        compressed = self.kv_a_proj_with_mqa(x)
+        return jnp.concatenate(
+            [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
+            axis=-1,
+        )
+
+    def up_projections(
+        self, dtype: DTypeLike
+    ) -> tuple[Float[Array, "H N C"], Float[Array, "H V C"]]:
+        """W_UK and W_UV: the rows of kv_b_proj, head by head."""
+        c = self.config
+        w = self.kv_b_proj.dense(dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        return w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :]
+
+    def expand(
+        self, latent: Float[Array, "B S C+R"]
+    ) -> tuple[Float[Array, "B S H N+R"], Float[Array, "B S H V"]]:
+        """Every head's keys and values of the tokens behind these latents."""
+        c = self.config
+        B, S, _ = latent.shape
+        kv = self.kv_b_proj(latent[..., : c.kv_lora_rank])
+        kv = kv.reshape(B, S, c.num_attention_heads, -1)
+        k_rope = latent[..., None, c.kv_lora_rank :]
+        k_rope = jnp.broadcast_to(k_rope, (*kv.shape[:3], c.qk_rope_head_dim))
+        keys = jnp.concatenate([kv[..., : c.qk_nope_head_dim], k_rope], axis=-1)
+        return keys, kv[..., c.qk_nope_head_dim :]
+
+    def _attend_absorbed(
+        self, q_nope: Float[Array, "B T H N"], q_rope: Float[Array, "B T H R"], cache: LayerCache
+    ) -> Float[Array, "B T H V"]:
+        f32 = jnp.float32
+        w_uk, w_uv = self.up_projections(q_nope.dtype)
+        q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
+        # Padded queries count too, so that query t sees exactly the t tokens before it.
+        lengths = cache.starts + q_nope.shape[1]
+        out, _ = mla_decode(
+            q_latent.astype(q_nope.dtype),
+            q_rope,
+            cache.pages,
+            cache.block_tables,
+            lengths,
+            scale=self.config.softmax_scale,
+        )
+        out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
+        return out.astype(q_nope.dtype)
+
+    def _attend_expanded(
+        self, q: Float[Array, "B T H K"], latent: Float[Array, "B T C+R"], cache: LayerCache
+    ) -> Float[Array, "B T H V"]:
+        """The new tokens among themselves, then block by block of what was cached before."""
+        B, T, _, _ = q.shape
+        scale = self.config.softmax_scale
+        page_size = cache.pages.shape[1]
+        block_pages = max(1, _CONTEXT_TOKENS // page_size)
+        block = block_pages * page_size
+        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages)))
+        everything = jnp.full((B,), block, jnp.int32)  # all queries stand behind the whole block
+
+        def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
+            table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
+            cached = cache.pages[table].reshape(B, block, -1).astype(q.dtype)
+            held = jnp.clip(cache.starts - i * block, 0, block)
+            out, lse = mla_prefill(q, *self.expand(cached), everything, held, scale=scale)
+            return merge_attention(*carry, out.astype(jnp.float32), lse)
+
+        out, lse = mla_prefill(
+            q,
+            *self.expand(latent),
+            jnp.zeros((B,), jnp.int32),
+            jnp.full((B,), T, jnp.int32),
+            scale=scale,
+        )
+        blocks = -(-jnp.max(cache.starts) // block)
+        out, _ = jax.lax.fori_loop(0, blocks, add_block, (out.astype(jnp.float32), lse))
+        return out.astype(q.dtype)

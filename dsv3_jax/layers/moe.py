@@ -1,0 +1,126 @@
+"""DeepSeekMoE: routed experts, of which a token visits a few, beside one that all visit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.layers.linear import Weight
+from dsv3_jax.layers.mlp import MLP, silu_and_multiply
+from dsv3_jax.layers.router import Router, Routing
+from pallas_kernels import grouped_matmul
+
+
+class RoutingStats(NamedTuple):
+    """What one MoE layer did, for balancing and inspection; padding does not count."""
+
+    counts: Int[Array, " E"]
+    """Tokens that chose each expert."""
+    scores: Float32[Array, "M E"]
+    """Every token's unbiased scores."""
+
+
+class Experts(nnx.Module):
+    """The routed experts' weights, one matrix an expert, stacked: [E, out, in]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+        quantization: BlockQuantization | None,
+    ):
+        E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        kwargs = {
+            "std": config.initializer_range,
+            "rngs": rngs,
+            "dtype": dtype,
+            "quantization": quantization,
+        }
+        self.gate_proj = Weight((E, F, D), **kwargs)
+        self.up_proj = Weight((E, F, D), **kwargs)
+        self.down_proj = Weight((E, D, F), **kwargs)
+
+    def __call__(
+        self, rows: Float[Array, "M D"], group_sizes: Int[Array, " E"]
+    ) -> Float[Array, "M D"]:
+        """Each expert's MLP on its rows, which come sorted by expert."""
+        gate = _product(rows, self.gate_proj, group_sizes)
+        up = _product(rows, self.up_proj, group_sizes)
+        return _product(silu_and_multiply(gate, up), self.down_proj, group_sizes)
+
+
+def _product(
+    rows: Float[Array, "M K"], experts: Weight, group_sizes: Int[Array, " E"]
+) -> Float[Array, "M N"]:
+    if experts.quantization is None:
+        return grouped_matmul(rows, experts.weight[...].astype(rows.dtype), group_sizes)
+    return grouped_matmul(
+        rows,
+        experts.weight[...],
+        group_sizes,
+        rhs_scale=experts.weight_scale_inv[...],
+        block_shape=experts.quantization.weight_block_size,
+    )
+
+
+class MoE(nnx.Module):
+    """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32. No token is ever dropped."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+        quantization: BlockQuantization | None,
+    ):
+        self.config = config
+        self.gate = Router(config, rngs=rngs, dtype=dtype)
+        self.experts = Experts(config, rngs=rngs, dtype=dtype, quantization=quantization)
+        if config.n_shared_experts:
+            # Several shared experts are published as one MLP of their summed width.
+            self.shared_experts = MLP(
+                config.hidden_size,
+                config.n_shared_experts * config.moe_intermediate_size,
+                std=config.initializer_range,
+                rngs=rngs,
+                dtype=dtype,
+                quantization=quantization,
+            )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T D"], RoutingStats]:
+        """Args: ``valid`` marks tokens; padding is sent to no expert and its output is undefined."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.gate(tokens)
+        mixed, counts = self._mix(tokens, routing, valid)
+        if self.config.n_shared_experts:
+            mixed += self.shared_experts(tokens, jnp.float32)
+        return mixed.astype(x.dtype).reshape(x.shape), RoutingStats(counts, routing.scores)
+
+    def _mix(
+        self, tokens: Float[Array, "M D"], routing: Routing, valid: Bool[Array, "B T"] | None
+    ) -> tuple[Float32[Array, "M D"], Int[Array, " E"]]:
+        """Sorts the (token, expert) pairs by expert, multiplies, and sums each token's K results."""
+        E, K = self.config.n_routed_experts, self.config.num_experts_per_tok
+        experts, weights = routing.experts, routing.weights
+        if valid is not None:
+            # E sorts behind every expert and is counted by none.
+            experts = jnp.where(valid.reshape(-1, 1), experts, E)
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        group_sizes = jnp.bincount(flat, length=E)
+        out = self.experts(tokens[order // K], group_sizes)
+        # Back in token order, so that every token sums its experts in the same order.
+        out = out[jnp.argsort(order)].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
+        if valid is not None:
+            out = jnp.where(valid.reshape(-1, 1, 1), out, 0.0)
+        return jnp.einsum("mkd,mk->md", out, weights), group_sizes

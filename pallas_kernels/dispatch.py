@@ -1,0 +1,63 @@
+"""The one rule that picks a back-end for an operation.
+
+``implementation=None`` tries an op's back-ends in their order and takes the first that accepts the
+arguments; a name takes that back-end or fails; a sequence of names is tried in its own order. A
+back-end refuses by raising NotImplementedError, so one that the caller named is never replaced
+silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Implementation = str | Sequence[str] | None
+
+_log = logging.getLogger("pallas_kernels")
+
+
+def dispatch(
+    op: str,
+    backends: Mapping[str, Callable[..., Any]],
+    implementation: Implementation,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls the back-end of ``op`` that ``implementation`` selects.
+
+    Args:
+      op: the operation's name, for messages.
+      backends: name -> function, in the order that ``None`` tries; all take the same arguments.
+      implementation: ``None``, a name, or a sequence of names.
+
+    Raises:
+      ValueError: a name is not among ``backends``.
+      NotImplementedError: no selected back-end takes the arguments; says why for each.
+    """
+    if implementation is None:
+        names = tuple(backends)
+    elif isinstance(implementation, str):
+        names = (implementation,)
+    else:
+        names = tuple(implementation)
+    if not names or (unknown := [n for n in names if n not in backends]):
+        wrong = ", ".join(map(repr, unknown)) if names else "an empty sequence"
+        raise ValueError(f"{op}: expected implementations among {', '.join(backends)}; got {wrong}")
+    refusals: list[str] = []
+    for name in names:
+        try:
+            result = backends[name](*args, **kwargs)
+        except NotImplementedError as refusal:
+            refusals.append(f"{name}: {refusal}")
+            continue
+        if refusals:
+            _say_once(op, name, "; ".join(refusals))
+        return result
+    raise NotImplementedError(f"{op}: no implementation takes these arguments ({'; '.join(refusals)})")
+
+
+@functools.cache
+def _say_once(op: str, chosen: str, refusals: str) -> None:
+    _log.info("%s runs on %s (%s)", op, chosen, refusals)

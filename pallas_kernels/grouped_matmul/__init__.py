@@ -1,0 +1,1 @@
+"""Matmul of rows sorted by group with one matrix a group."""

@@ -1,0 +1,69 @@
+"""The specification of grouped_matmul: dequantise, then multiply."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.block_quant.reference import FLOAT8, block_dequant, scale_shape
+
+
+def check_scales(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G N K"],
+    lhs_scale: Float32[Array, "M Kb"] | None,
+    rhs_scale: Float32[Array, "G Nb Kb"] | None,
+    block_shape: tuple[int, int],
+) -> None:
+    for name, x, scale, block in (
+        ("lhs", lhs, lhs_scale, (1, block_shape[1])),
+        ("rhs", rhs, rhs_scale, block_shape),
+    ):
+        if (x.dtype == FLOAT8) != (scale is not None):
+            given = "no scale" if scale is None else f"a scale {scale.shape}"
+            raise ValueError(f"{name}: float8 comes with a scale, got {x.dtype} with {given}")
+        if scale is not None and scale.shape != (expected := scale_shape(x.shape, block)):
+            raise ValueError(f"{name}_scale: expected shape {expected}, got {scale.shape}")
+
+
+def grouped_matmul(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G N K"],
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None = None,
+    rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+) -> Float[Array, "M N"]:
+    dtype = jnp.bfloat16 if lhs.dtype == FLOAT8 else lhs.dtype
+    if lhs_scale is not None:
+        # float32, not bfloat16: the scaled row carries more bits than bfloat16 holds.
+        lhs = block_dequant(lhs, lhs_scale, (1, block_shape[1]))
+    M, G = lhs.shape[0], rhs.shape[0]
+    if M <= G:
+        # Few rows: read only the matrices they need, at most one a row. A decode step at batch 1
+        # touches 8 experts of DeepSeek-V3's 256 this way.
+        group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="right")
+        group = jnp.minimum(group, G - 1)
+        weights = rhs[group]
+        if rhs_scale is not None:
+            weights = block_dequant(weights, rhs_scale[group], block_shape)
+        out = jnp.einsum(
+            "mk,mnk->mn", lhs, weights.astype(lhs.dtype), preferred_element_type=jnp.float32
+        )
+        return out.astype(dtype)
+    if rhs_scale is not None:
+        rhs = block_dequant(rhs, rhs_scale, block_shape)
+    out = jax.lax.ragged_dot_general(
+        lhs,
+        rhs.astype(lhs.dtype),
+        group_sizes.astype(jnp.int32),
+        jax.lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((1,), (2,)), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[0],
+        ),
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(dtype)

@@ -1,0 +1,1 @@
+"""Absorbed latent attention over a paged cache."""

@@ -1,0 +1,59 @@
+"""Latent attention of a few queries against a paged cache (absorbed form)."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.mla_decode import reference
+
+BACKENDS = {"reference": reference.mla_decode}
+
+
+def mla_decode(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page C+R"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
+    """Softmax attention of T queries a row over that row's cached latents.
+
+    A cached token is ``[c | k]``: the normed latent c, C wide, which is key and value to all heads,
+    and the rotated rope key k, R wide. With ``p = lengths - T + 1 + t`` tokens visible to query t::
+
+        score[t, h, s] = scale * (q_latent[t, h] . c[s] + q_rope[t, h] . k[s])      s < p
+        out[t, h]      = sum_s softmax(score)[t, h, s] c[s]
+
+    Args:
+      q_latent: the rope-free queries, already folded through W_UK.
+      q_rope: the rotated rope queries.
+      pages: the layer's cache. Token s of row b stands in page ``block_tables[b, s // page]`` at
+        slot ``s % page``.
+      block_tables: page numbers; entries past a row's length may be anything.
+      lengths: cached tokens a row, *including* its T queries. A query that sees no token
+        (``lengths < T - t``) gives zeros and an LSE of -inf.
+      scale: factor of the scores, ``(N + R)^-0.5`` times YaRN's correction.
+
+    Returns:
+      ``out`` in q_latent's dtype, still latent: the caller folds it through W_UV; and the scores'
+      log-sum-exp, natural logarithm, float32. Scores and softmax are float32.
+
+    Raises:
+      ValueError: ``implementation`` names no back-end.
+      NotImplementedError: the named back-end does not take these arguments.
+    """
+    return dispatch(
+        "mla_decode",
+        BACKENDS,
+        implementation,
+        q_latent,
+        q_rope,
+        pages,
+        block_tables,
+        lengths,
+        scale=scale,
+    )

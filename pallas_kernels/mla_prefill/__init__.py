@@ -1,0 +1,1 @@
+"""Expanded causal attention with distinct key and value widths."""

@@ -1,0 +1,45 @@
+"""The specification of mla_prefill: all scores at once, masked."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.softmax import masked_softmax
+
+
+def mla_prefill(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    scores = jnp.einsum("bthk,bshk->bths", q, k, preferred_element_type=jnp.float32)
+    s = jnp.arange(k.shape[1])
+    last = starts[:, None] + jnp.arange(q.shape[1])
+    mask = (s <= last[..., None]) & (s < lengths[:, None, None])
+    probabilities, lse = masked_softmax(scores * scale, mask[:, :, None])
+    out = jnp.einsum(
+        "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(q.dtype), lse
+
+
+def merge_attention(
+    out_a: Float[Array, "B T H V"],
+    lse_a: Float32[Array, "B T H"],
+    out_b: Float[Array, "B T H V"],
+    lse_b: Float32[Array, "B T H"],
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = sum_i exp(lse_i - lse) out_i``; a part that saw
+    no key (-inf) counts for nothing, and two such parts give zeros and -inf.
+    """
+    lse = jnp.logaddexp(lse_a, lse_b)
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+    out = out_a * jnp.exp(lse_a - finite)[..., None] + out_b * jnp.exp(lse_b - finite)[..., None]
+    return out.astype(out_a.dtype), lse
