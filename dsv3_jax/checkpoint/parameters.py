@@ -135,7 +135,8 @@ def _suffix(config: ModelConfig) -> str:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    # By bytes, so that equal NaNs are equal.
+    return a.shape == b.shape and np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
 def _listed(what: str, names: list[str]) -> str:

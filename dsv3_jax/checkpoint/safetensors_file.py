@@ -85,3 +85,4 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items()
     }
     serialize_file(specs, path, {"format": "pt"})
+    path.chmod(0o644)  # the package makes it readable by its owner alone

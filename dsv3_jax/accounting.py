@@ -1,0 +1,230 @@
+"""Parameters, bytes and floating-point operations of a model, from its configuration alone.
+
+Written apart from the tensor table in ``checkpoint/names.py``; a test holds the two against each
+other. D hidden, H heads, C latent rank, R rope, N nope, V value, L layers, M MTP layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv3_jax.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Elements by component. Scales of quantized weights are storage, not parameters."""
+
+    embed_tokens: int
+    attention: int  # of the L layers, with the norms of the two latents
+    layer_norms: int  # two of width D a layer
+    dense_mlp: int
+    router: int  # with the selection bias, where there is one
+    shared_experts: int
+    routed_experts: int
+    final_norm_and_head: int
+    indexer: int  # of the L layers; 0 without one
+    mtp: int  # of the M extra layers, their indexer too; not the copies
+    mtp_copies: int  # embedding and head, repeated by every MTP layer
+
+    @property
+    def checkpoint(self) -> int:
+        """Everything that the published files hold, copies included."""
+        return sum(vars(self).values())
+
+    @property
+    def main(self) -> int:
+        """The model without its MTP layers: the size in its name (671 B for V3)."""
+        return self.checkpoint - self.mtp - self.mtp_copies
+
+
+@dataclass(frozen=True)
+class ActiveParameters:
+    """Elements that one token meets: all but the routed experts that it did not choose."""
+
+    total: int  # of the main model, the whole embedding table included (37 B for V3)
+    matmul: int  # of those, what is multiplied: without embedding table, norms and biases
+    mtp: int  # what one MTP layer adds, embedding and head not counted again; 0 without one
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Floating-point operations of one token through the main model, a multiply-add being two."""
+
+    linear: int  # 2 x the matmul-active parameters
+    attention: float  # scores and weighted values
+    indexer: float  # scores of the indexer; 0 without one
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.indexer
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Elements of each part times the layers that have it (arXiv 2412.19437 sections 2.1, 2.2)."""
+    components = _components(config).items()
+    return ParameterCount(**{name: times * part.elements for name, (times, part) in components})
+
+
+def active_parameters(config: ModelConfig) -> ActiveParameters:
+    """``main`` less the experts not chosen, of every MoE layer (37 B in arXiv 2412.19437)."""
+    components, count = _components(config), count_parameters(config)
+    idle = config.n_routed_experts - config.num_experts_per_tok
+    idle *= _mlp(config, config.moe_intermediate_size).elements
+    total = count.main - config.num_moe_layers * idle
+    main = [components[name] for name in components if not name.startswith("mtp")]
+    added = sum(times * (part.norms + part.float32) for times, part in main)
+    mtp = components["mtp"][1].elements - idle if config.num_nextn_predict_layers else 0
+    return ActiveParameters(total=total, matmul=total - count.embed_tokens - added, mtp=mtp)
+
+
+def flops_per_token(
+    config: ModelConfig, context: int, phase: Literal["prefill", "decode"]
+) -> TokenFlops:
+    """Operations of one token (both forms of the attention: arXiv 2405.04434 section 2.1).
+
+    A query costs ``2 H (N + R + V)`` a key and layer in the expanded (multi-head) form, and
+    ``2 H (C + R + C)`` in the absorbed (one key head) form. Folding the up-projections into query
+    and output costs what applying kv_b to one token does: the linear term is the same in both.
+
+    - ``prefill`` of ``context`` tokens: expanded; the causal triangle averages context/2 keys.
+    - ``decode`` at ``context`` cached tokens: absorbed, ``context`` keys.
+    - With an indexer both phases are absorbed and a query meets at most ``index_topk`` keys, which
+      the indexer picks out of all of them for ``2 heads width`` a key (DeepSeek-V3.2-Exp report).
+
+    Raises:
+      ValueError: ``phase`` is neither, or ``context`` is negative.
+    """
+    if phase not in ("prefill", "decode"):
+        raise ValueError(f"phase: expected prefill or decode, got {phase!r}")
+    if context < 0:
+        raise ValueError(f"context: expected a number of tokens, got {context}")
+    H, L = config.num_attention_heads, config.num_hidden_layers
+    seen = keys = context / 2 if phase == "prefill" else float(context)
+    if (k := config.index_topk) is not None and context > k:
+        # The triangle's mean of min(t, k) over t in (0, context].
+        seen = k - k * k / (2 * context) if phase == "prefill" else float(k)
+    absorbed = phase == "decode" or config.has_indexer
+    key, value = config.latent_dim, config.kv_lora_rank
+    if not absorbed:
+        key, value = config.qk_head_dim, config.v_head_dim
+    return TokenFlops(
+        linear=2 * active_parameters(config).matmul,
+        attention=2 * H * (key + value) * L * seen,
+        indexer=2 * (config.index_n_heads or 0) * (config.index_head_dim or 0) * L * keys,
+    )
+
+
+def cache_bytes_per_token(
+    config: ModelConfig, dtype: Literal["bfloat16", "fp8"] = "bfloat16", *, mtp: bool = False
+) -> int:
+    """Bytes that one token leaves in the cache, all layers together (``mtp``: the MTP layers too).
+
+    ``bfloat16``: ``2 (C + R)`` a layer. ``fp8``: the layout of DeepSeek's FlashMLA, C values of one
+    byte, a float32 scale for each 128 of them, R rope values in bfloat16: 656 for V3. An indexer
+    adds its key in fp8 with one float32 scale in either case.
+
+    Raises:
+      ValueError: ``dtype`` is neither.
+    """
+    C, R = config.kv_lora_rank, config.qk_rope_head_dim
+    if dtype not in ("bfloat16", "fp8"):
+        raise ValueError(f"dtype: expected bfloat16 or fp8, got {dtype!r}")
+    entry = 2 * (C + R) if dtype == "bfloat16" else C + 4 * math.ceil(C / 128) + 2 * R
+    if config.index_head_dim is not None:
+        entry += config.index_head_dim + 4
+    return entry * (config.num_hidden_layers + mtp * config.num_nextn_predict_layers)
+
+
+def checkpoint_bytes(config: ModelConfig, *, mtp_copies: bool = True) -> int:
+    """Bytes of the tensors in the published files; ``mtp_copies=False`` leaves the repeats out.
+
+    Quantized matrices take a byte an element and 4 a block (ceil at the edges); the rest is stored
+    in ``config.dtype``, but selection biases and all of V3.2's norms in float32.
+    """
+    components = _components(config)
+    if not mtp_copies:
+        del components["mtp_copies"]
+    return sum(times * part.nbytes(config) for times, part in components.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of one layer: its matrices (out, in) that quantization covers, and elements apart."""
+
+    matrices: tuple[tuple[int, int], ...] = ()
+    plain: int = 0  # multiplied or looked up, never quantized
+    norms: int = 0
+    float32: int = 0  # float32 in every checkpoint
+
+    def __add__(self, other: _Part) -> _Part:
+        mine, theirs = vars(self), vars(other)
+        return _Part(**{name: mine[name] + theirs[name] for name in mine})
+
+    @property
+    def elements(self) -> int:
+        return sum(a * b for a, b in self.matrices) + self.plain + self.norms + self.float32
+
+    def nbytes(self, config: ModelConfig) -> int:
+        wide = 4 if config.dtype == "float32" else 2
+        norm = 4 if config.has_indexer else wide
+        total = wide * self.plain + norm * self.norms + 4 * self.float32
+        if config.quantization is None:
+            return total + wide * sum(a * b for a, b in self.matrices)
+        N, K = config.quantization.weight_block_size
+        return total + sum(
+            a * b + 4 * math.ceil(a / N) * math.ceil(b / K) for a, b in self.matrices
+        )
+
+
+def _components(config: ModelConfig) -> dict[str, tuple[int, _Part]]:
+    """By field of :class:`ParameterCount`: how many times the model has which part."""
+    D, E, L = config.hidden_size, config.n_routed_experts, config.num_hidden_layers
+    L_moe, M, F = (
+        config.num_moe_layers,
+        config.num_nextn_predict_layers,
+        config.moe_intermediate_size,
+    )
+    table = _Part(plain=config.vocab_size * D)
+    attention, indexer, layer_norms = _attention(config), _indexer(config), _Part(norms=2 * D)
+    router = _Part(plain=E * D, float32=E if config.topk_method == "noaux_tc" else 0)
+    experts, shared = _Part(_mlp(config, F).matrices * E), _mlp(config, config.n_shared_experts * F)
+    # enorm, hnorm and shared_head.norm; eh_proj reads two hidden states and gives one.
+    combine = _Part(plain=2 * D * D, norms=3 * D)
+    return {
+        "embed_tokens": (1, table),
+        "attention": (L, attention),
+        "layer_norms": (L, layer_norms),
+        "dense_mlp": (config.first_k_dense_replace, _mlp(config, config.intermediate_size)),
+        "router": (L_moe, router),
+        "shared_experts": (L_moe, shared),
+        "routed_experts": (L_moe, experts),
+        "final_norm_and_head": (1, table + _Part(norms=D)),
+        "indexer": (L, indexer),
+        "mtp": (M, attention + indexer + layer_norms + router + shared + experts + combine),
+        "mtp_copies": (M, table + table),
+    }
+
+
+def _mlp(config: ModelConfig, width: int) -> _Part:
+    D = config.hidden_size
+    return _Part(((width, D), (width, D), (D, width)))
+
+
+def _attention(config: ModelConfig) -> _Part:
+    D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    Q, queries = config.q_lora_rank, H * config.qk_head_dim
+    query = ((queries, D),) if Q is None else ((Q, D), (queries, Q))
+    key_value = (config.latent_dim, D), (H * (config.qk_nope_head_dim + config.v_head_dim), C)
+    return _Part((*query, *key_value, (D, H * config.v_head_dim)), norms=(Q or 0) + C)
+
+
+def _indexer(config: ModelConfig) -> _Part:
+    """Query and key projections, head weights, and the LayerNorm (weight, bias) of the key."""
+    heads, width, rank = config.index_n_heads, config.index_head_dim, config.q_lora_rank
+    if heads is None or width is None or rank is None:
+        return _Part()
+    D = config.hidden_size
+    return _Part(((heads * width, rank), (width, D)), plain=heads * D, float32=2 * width)

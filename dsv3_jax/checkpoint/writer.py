@@ -1,0 +1,95 @@
+"""A model as a Hugging Face directory in DeepSeek's published form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from dsv3_jax.checkpoint.names import tensor_table
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.checkpoint.reader import INDEX
+from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import block_quant
+
+_DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+
+
+def write_checkpoint(
+    model: DeepSeekV3,
+    directory: Path,
+    *,
+    quantization: BlockQuantization | None = None,
+    shard_bytes: int = 4_300_000_000,
+) -> None:
+    """Writes config.json, the shards and their index; nothing appears until all of it is written.
+
+    Args:
+      directory: must not exist.
+      quantization: float8 weights with block scales, as DeepSeek-V3 is published; None writes
+        bfloat16. Embedding, head, router, norms and eh_proj are bfloat16 either way.
+      shard_bytes: size past which a new shard begins.
+
+    Raises:
+      ValueError: the directory exists.
+    """
+    if directory.exists():
+        raise ValueError(f"expected a directory that does not exist yet, got {directory}")
+    config = dataclasses.replace(model.config, quantization=quantization, dtype="bfloat16")
+    tensors = _published(config, published_tensors(model))
+    partial = directory.with_name(directory.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    shards = _split(tensors, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file_name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        write_file(partial / file_name, shard)
+        weight_map |= dict.fromkeys(shard, file_name)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    _write_json(partial / "config.json", config.to_hf())
+    partial.rename(directory)
+
+
+def _published(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Casts every tensor to its published dtype, float8 ones with their scales."""
+    out: dict[str, np.ndarray] = {}
+    table = tensor_table(config)
+    for name, tensor in tensors.items():
+        if table[name].dtype != "F8_E4M3":
+            out[name] = tensor.astype(_DTYPES[table[name].dtype])
+            continue
+        assert config.quantization is not None
+        values, scale = block_quant(
+            jnp.asarray(tensor),
+            config.quantization.weight_block_size,
+            scale_fmt="ue8m0" if config.quantization.scale_fmt == "ue8m0" else "float32",
+        )
+        out[name] = np.asarray(values)
+        out[name + config.quantization.scale_suffix] = np.asarray(scale)
+    return out
+
+
+def _split(tensors: Mapping[str, np.ndarray], limit: int) -> list[dict[str, np.ndarray]]:
+    shards: list[dict[str, np.ndarray]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    return shards
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Text generation: sampling, the jitted loops, and the Generator that drives them."""

@@ -1,0 +1,1 @@
+"""Training: losses, expert balancing, and the step that applies them."""
