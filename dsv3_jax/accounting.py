@@ -72,7 +72,7 @@ def active_parameters(config: ModelConfig) -> ActiveParameters:
     """``main`` less the experts not chosen, of every MoE layer (37 B in arXiv 2412.19437)."""
     components, count = _components(config), count_parameters(config)
     idle = config.n_routed_experts - config.num_experts_per_tok
-    idle *= _mlp(config, config.moe_intermediate_size).elements
+    idle *= _mlp(config.hidden_size, config.moe_intermediate_size).elements
     total = count.main - config.num_moe_layers * idle
     main = [components[name] for name in components if not name.startswith("mtp")]
     added = sum(times * (part.norms + part.float32) for times, part in main)
@@ -85,14 +85,12 @@ def flops_per_token(
 ) -> TokenFlops:
     """Operations of one token (both forms of the attention: arXiv 2405.04434 section 2.1).
 
-    A query costs ``2 H (N + R + V)`` a key and layer in the expanded (multi-head) form, and
-    ``2 H (C + R + C)`` in the absorbed (one key head) form. Folding the up-projections into query
-    and output costs what applying kv_b to one token does: the linear term is the same in both.
-
-    - ``prefill`` of ``context`` tokens: expanded; the causal triangle averages context/2 keys.
-    - ``decode`` at ``context`` cached tokens: absorbed, ``context`` keys.
-    - With an indexer both phases are absorbed and a query meets at most ``index_topk`` keys, which
-      the indexer picks out of all of them for ``2 heads width`` a key (DeepSeek-V3.2-Exp report).
+    ``prefill`` of ``context`` tokens: the expanded (multi-head) form, ``2 H (N + R + V)`` a key and
+    layer; the causal triangle averages context/2 keys. ``decode`` at ``context`` cached tokens: the
+    absorbed (one key head) form, ``2 H (C + R + C)``. Folding the up-projections into query and
+    output costs what applying kv_b to one token does: the linear term is the same in both.
+    With an indexer both phases are absorbed and a query meets at most ``index_topk`` keys, which
+    the indexer picks out of all of them for ``2 heads width`` a key (DeepSeek-V3.2-Exp report).
 
     Raises:
       ValueError: ``phase`` is neither, or ``context`` is negative.
@@ -106,13 +104,12 @@ def flops_per_token(
     if (k := config.index_topk) is not None and context > k:
         # The triangle's mean of min(t, k) over t in (0, context].
         seen = k - k * k / (2 * context) if phase == "prefill" else float(k)
-    absorbed = phase == "decode" or config.has_indexer
-    key, value = config.latent_dim, config.kv_lora_rank
-    if not absorbed:
-        key, value = config.qk_head_dim, config.v_head_dim
+    width = config.latent_dim + config.kv_lora_rank
+    if phase == "prefill" and not config.has_indexer:
+        width = config.qk_head_dim + config.v_head_dim
     return TokenFlops(
         linear=2 * active_parameters(config).matmul,
-        attention=2 * H * (key + value) * L * seen,
+        attention=2 * H * width * L * seen,
         indexer=2 * (config.index_n_heads or 0) * (config.index_head_dim or 0) * L * keys,
     )
 
@@ -174,30 +171,26 @@ class _Part:
         if config.quantization is None:
             return total + wide * sum(a * b for a, b in self.matrices)
         N, K = config.quantization.weight_block_size
-        return total + sum(
-            a * b + 4 * math.ceil(a / N) * math.ceil(b / K) for a, b in self.matrices
-        )
+        blocks = sum(math.ceil(a / N) * math.ceil(b / K) for a, b in self.matrices)
+        return total + sum(a * b for a, b in self.matrices) + 4 * blocks
 
 
 def _components(config: ModelConfig) -> dict[str, tuple[int, _Part]]:
     """By field of :class:`ParameterCount`: how many times the model has which part."""
     D, E, L = config.hidden_size, config.n_routed_experts, config.num_hidden_layers
-    L_moe, M, F = (
-        config.num_moe_layers,
-        config.num_nextn_predict_layers,
-        config.moe_intermediate_size,
-    )
+    L_moe, M = config.num_moe_layers, config.num_nextn_predict_layers
     table = _Part(plain=config.vocab_size * D)
     attention, indexer, layer_norms = _attention(config), _indexer(config), _Part(norms=2 * D)
     router = _Part(plain=E * D, float32=E if config.topk_method == "noaux_tc" else 0)
-    experts, shared = _Part(_mlp(config, F).matrices * E), _mlp(config, config.n_shared_experts * F)
+    experts = _Part(_mlp(D, config.moe_intermediate_size).matrices * E)
+    shared = _mlp(D, config.moe_intermediate_size * config.n_shared_experts)
     # enorm, hnorm and shared_head.norm; eh_proj reads two hidden states and gives one.
     combine = _Part(plain=2 * D * D, norms=3 * D)
     return {
         "embed_tokens": (1, table),
         "attention": (L, attention),
         "layer_norms": (L, layer_norms),
-        "dense_mlp": (config.first_k_dense_replace, _mlp(config, config.intermediate_size)),
+        "dense_mlp": (config.first_k_dense_replace, _mlp(D, config.intermediate_size)),
         "router": (L_moe, router),
         "shared_experts": (L_moe, shared),
         "routed_experts": (L_moe, experts),
@@ -208,8 +201,7 @@ def _components(config: ModelConfig) -> dict[str, tuple[int, _Part]]:
     }
 
 
-def _mlp(config: ModelConfig, width: int) -> _Part:
-    D = config.hidden_size
+def _mlp(D: int, width: int) -> _Part:
     return _Part(((width, D), (width, D), (D, width)))
 
 
@@ -223,8 +215,6 @@ def _attention(config: ModelConfig) -> _Part:
 
 def _indexer(config: ModelConfig) -> _Part:
     """Query and key projections, head weights, and the LayerNorm (weight, bias) of the key."""
-    heads, width, rank = config.index_n_heads, config.index_head_dim, config.q_lora_rank
-    if heads is None or width is None or rank is None:
-        return _Part()
-    D = config.hidden_size
-    return _Part(((heads * width, rank), (width, D)), plain=heads * D, float32=2 * width)
+    heads, width = config.index_n_heads or 0, config.index_head_dim or 0
+    queries, D = (heads * width, config.q_lora_rank or 0), config.hidden_size
+    return _Part((queries, (width, D)), plain=heads * D, float32=2 * width)

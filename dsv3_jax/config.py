@@ -285,15 +285,16 @@ _MAY_BE_ZERO = (
 def _check_fields(config: Any, where: str = "") -> None:
     """Refuses a field whose value is not of its annotated kind, and numbers below their range."""
     for field in dataclasses.fields(config):
-        value, annotation = getattr(config, field.name), str(field.type)
+        annotation = str(field.type)
         kind = annotation.removesuffix(" | None")
-        if kind not in _KINDS or (value is None and kind != annotation):
+        left_out = kind != annotation and getattr(config, field.name) is None
+        if left_out or kind not in _KINDS:
             continue
+        value = getattr(config, field.name)
         accepts, words = _KINDS[kind]
         if not accepts(value):
             raise ValueError(f"{where}{field.name}: expected {words}, got {value!r}")
-        if kind not in ("int", "float") or value > 0 or (value == 0 and field.name in _MAY_BE_ZERO):
-            continue
-        least = "above 0" if kind == "float" else "at least 1"
-        least = "at least 0" if field.name in _MAY_BE_ZERO else least
-        raise ValueError(f"{where}{field.name}: expected {least}, got {value}")
+        may_be_zero = field.name in _MAY_BE_ZERO
+        if kind in ("int", "float") and not (value > 0 or (value == 0 and may_be_zero)):
+            least = "at least 0" if may_be_zero else "more than 0"
+            raise ValueError(f"{where}{field.name}: expected {least}, got {value}")

@@ -24,8 +24,7 @@ from dsv3_jax.config import (
 )
 
 # Keys that describe the file, its training run or transformers itself, and never the forward pass.
-BOILERPLATE = frozenset(
-    """
+_BOILERPLATE = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
     _experts_implementation _experts_implementation_internal _name_or_path add_cross_attention
     architectures auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens chunk_size_feed_forward
@@ -39,8 +38,8 @@ BOILERPLATE = frozenset(
     return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
     torchscript transformers_version typical_p use_bfloat16 use_cache
-    """.split()
-)
+"""
+BOILERPLATE = frozenset(_BOILERPLATE.split())
 
 # Keys that must say what this code computes: (accepted values, what the key would change).
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -166,9 +165,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {_show(parsed)}")
-    return parsed
+    return _object(str(path), parsed)
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"{name}: expected a JSON object, got {_show(value)}")
 
 
 def _show(value: Any) -> str:
@@ -213,9 +216,7 @@ def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
     for name in ("rope_parameters", "rope_scaling"):
         if (value := keys.pop(name, None)) is None:
             continue
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name}: expected an object or null, got {_show(value)}")
-        given = dict(value)
+        given = _object(name, value)
         thetas[f"{name}.rope_theta"] = given.pop("rope_theta", None)
         if given:
             scalings[name] = _yarn(name, given)
@@ -262,9 +263,7 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
     value = keys.pop("quantization_config", None)
     if value is None:
         return None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"quantization_config: expected an object or null, got {_show(value)}")
-    given = dict(value)
+    given = _object("quantization_config", value)
     for name, accepted in _FP8_ONLY.items():
         if (value := given.pop(name, None)) not in accepted:
             raise ValueError(
@@ -283,7 +282,7 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
             f"quantization_config has keys this code does not know: {', '.join(sorted(given))}"
         )
     block = tuple(block) if isinstance(block, (list, tuple)) else block
-    return BlockQuantization(block, _SCALE_FMT[scale_fmt])
+    return BlockQuantization(block, _SCALE_FMT[scale_fmt])  # which checks the block
 
 
 def _write_quantization(quantization: BlockQuantization) -> dict[str, Any]:

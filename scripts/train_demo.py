@@ -4,7 +4,7 @@
     python scripts/train_demo.py train --data runs/demo --out runs/demo/checkpoint
 
 `prepare` trains a byte-level BPE tokenizer and encodes every module (about a minute on a CPU);
-`train` needs an accelerator to be pleasant (four minutes on one H200). The result is a directory in
+`train` needs an accelerator to be pleasant (five minutes on one H200). The result is a directory in
 DeepSeek's published format; it is what `dsv3_jax/demo` holds.
 """
 
@@ -231,7 +231,7 @@ def main() -> None:
     command = commands.add_parser("train", help="train and write the checkpoint")
     command.add_argument("--data", type=Path, required=True)
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--steps", type=int, default=6000)
+    command.add_argument("--steps", type=int, default=2800)
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--length", type=int, default=1024)
     command.add_argument("--seed", type=int, default=0)

@@ -27,6 +27,10 @@ from pallas_kernels import merge_attention, mla_decode, mla_prefill
 
 Form = Literal["expanded", "absorbed"]
 
+# The published code gives these two norms its default and not the config's rms_norm_eps, which
+# differs in Moonlight (1e-5).
+_LATENT_NORM_EPS = 1e-6
+
 _CONTEXT_TOKENS = 512  # cached tokens expanded at a time by a prefill chunk; bounds its memory
 
 
@@ -54,7 +58,6 @@ class MultiHeadLatentAttention(nnx.Module):
     ):
         self.config = config
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-        eps = config.rms_norm_eps
 
         def linear(n_in: int, n_out: int) -> Linear:
             return Linear(
@@ -70,10 +73,10 @@ class MultiHeadLatentAttention(nnx.Module):
             self.q_proj = linear(D, H * config.qk_head_dim)
         else:
             self.q_a_proj = linear(D, Q)
-            self.q_a_layernorm = RMSNorm(Q, eps=eps, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(Q, eps=_LATENT_NORM_EPS, dtype=dtype)
             self.q_b_proj = linear(Q, H * config.qk_head_dim)
         self.kv_a_proj_with_mqa = linear(D, config.latent_dim)
-        self.kv_a_layernorm = RMSNorm(C, eps=eps, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=dtype)
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
 
