@@ -27,18 +27,19 @@ from dsv3_jax.config import (
 _BOILERPLATE = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
     _experts_implementation _experts_implementation_internal _name_or_path add_cross_attention
-    architectures auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size ep_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder
-    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
-    torchscript transformers_version typical_p use_bfloat16 use_cache
-"""
+    architectures auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size ep_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label is_decoder is_encoder_decoder label2id length_penalty
+    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    router_aux_loss_coef sep_token_id seq_aux suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
+    transformers_version typical_p use_bfloat16 use_cache
+    """
 BOILERPLATE = frozenset(_BOILERPLATE.split())
 
 # Keys that must say what this code computes: (accepted values, what the key would change).

@@ -2,14 +2,13 @@
 
 A token costs ``kv_lora_rank + qk_rope_head_dim`` numbers a layer (576 in DeepSeek-V3, 1,152 bytes
 in bfloat16), whatever the number of heads. Token s of a row stands in page
-``block_tables[row, s // page_size]`` at slot ``s % page_size``; a contiguous cache is the table that
-counts up. Taking tokens back only lowers ``lengths``.
+``block_tables[row, s // page_size]`` at slot ``s % page_size``; a contiguous cache is the table
+that counts up. Taking tokens back only lowers ``lengths``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ class LatentKVCache:
         *,
         dtype: DTypeLike,
         page_size: int = PAGE_SIZE,
-    ) -> Self:
+    ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
         max_pages = -(-max_len // page_size)
         shape = (batch * max_pages, page_size, config.latent_dim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple, overload
 
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -37,7 +36,7 @@ class Aux(NamedTuple):
 class DeepSeekV3(nnx.Module):
     """A model of the DeepSeek-V2/V3 family.
 
-    Modules carry the checkpoint's names; ``mtp[k]`` is published as layer ``num_hidden_layers + k``.
+    Modules carry the checkpoint's names; ``mtp[k]`` is its layer ``num_hidden_layers + k``.
 
     Args:
       config: the shape. Models with a sparse-attention indexer (V3.2) are refused.
@@ -182,5 +181,3 @@ def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:
         for path, leaf in state
         if (path[0] == "mtp") == mtp and path[-1] != "weight_scale_inv"
     )
-
-

@@ -33,7 +33,7 @@ class Tokenizer:
         self.eos_token = _content(config.get("eos_token"))
         self.bos_token_id = self._id(self.bos_token)
         self.eos_token_id = self._id(self.eos_token)
-        self._add_bos = bool(config.get("add_bos_token", False))
+        self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
         self._template = _chat_template(directory, config)
 
     def _id(self, token: str | None) -> int | None:
@@ -41,16 +41,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids in use, added tokens included. A model's embedding may have more rows than this."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        """One past the highest id in use. A model's embedding may have more rows than this."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token spelled so, if there is one."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((i for i, t in added.items() if t.special and t.content == text), None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text, behind BOS where the checkpoint asks for it."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and self._add_bos and self.bos_token_id is not None:
-            # The fast tokenizer's own post-processor may have put it there already.
-            if ids[:1] != [self.bos_token_id]:
-                ids = [self.bos_token_id, *ids]
+        # The library's own post-processor may have put BOS there already.
+        if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
+            ids = [self.bos_token_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -85,7 +89,9 @@ class Tokenizer:
     ) -> str:
         """The conversation as the text that :meth:`chat` encodes."""
         if self._template is None:
-            raise ValueError("this checkpoint has no chat template; expected one for a conversation")
+            raise ValueError(
+                "this checkpoint has no chat template; expected one for a conversation"
+            )
         try:
             return self._template.render(
                 messages=messages,

@@ -1,13 +1,15 @@
 """Array operations of the DeepSeek family. Each knows arrays, and neither a model nor a mesh.
 
-Every op is a folder with the same rooms: ``api.py`` (the public function and its dispatch) and
-``reference.py`` (plain jax.numpy: the specification, which runs everywhere).
+Every op is a folder with the same rooms: ``api.py`` (the public function and its dispatch),
+``reference.py`` (plain jax.numpy: the specification, which runs everywhere), and a file for each
+platform that has a faster way.
 """
 
 from pallas_kernels.block_quant.api import block_dequant, block_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_prefill.api import merge_attention, mla_prefill
+from pallas_kernels.mla_prefill.api import mla_prefill
+from pallas_kernels.softmax import merge_attention
 
 __all__ = [
     "block_dequant",

@@ -55,7 +55,9 @@ def dispatch(
         if refusals:
             _say_once(op, name, "; ".join(refusals))
         return result
-    raise NotImplementedError(f"{op}: no implementation takes these arguments ({'; '.join(refusals)})")
+    raise NotImplementedError(
+        f"{op}: no implementation takes these arguments ({'; '.join(refusals)})"
+    )
 
 
 @functools.cache

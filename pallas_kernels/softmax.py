@@ -1,9 +1,9 @@
-"""Masked softmax with its log-sum-exp, shared by the attention references."""
+"""Softmax attention over parts of the keys: its log-sum-exp, and the merge of two parts."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 
 def masked_softmax(
@@ -21,3 +21,20 @@ def masked_softmax(
     safe = jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, -jnp.inf, jnp.log(safe) + top)
     return weights / safe, lse[..., 0]
+
+
+def merge_attention(
+    out_a: Float[Array, "B T H V"],
+    lse_a: Float32[Array, "B T H"],
+    out_b: Float[Array, "B T H V"],
+    lse_b: Float32[Array, "B T H"],
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = sum_i exp(lse_i - lse) out_i``; a part that saw
+    no key (-inf) counts for nothing, and two such parts give zeros and -inf.
+    """
+    lse = jnp.logaddexp(lse_a, lse_b)
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+    out = out_a * jnp.exp(lse_a - finite)[..., None] + out_b * jnp.exp(lse_b - finite)[..., None]
+    return out.astype(out_a.dtype), lse

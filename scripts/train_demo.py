@@ -140,11 +140,14 @@ def prepare(stdlib: Path, out: Path) -> None:
         streams["held_out" if held_out(name) else "train"] += [BOS, *encoding.ids, EOS]
     arrays = {name: np.array(ids, np.uint16) for name, ids in streams.items()}
     np.savez_compressed(out / "tokens.npz", **arrays)
-    characters = sum(len(text) for _, text in texts)
-    print(
-        f"{len(texts)} modules of Python {sys.version.split()[0]}, {characters} characters, "
-        + ", ".join(f"{name}: {len(array)} tokens" for name, array in arrays.items())
-    )
+    corpus = {
+        "python": sys.version.split()[0],
+        "modules": len(texts),
+        "characters": sum(len(text) for _, text in texts),
+        "tokens": {name: len(array) for name, array in arrays.items()},
+    }
+    (out / "corpus.json").write_text(json.dumps(corpus, indent=1) + "\n")
+    print(json.dumps(corpus))
 
 
 def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np.ndarray]:
@@ -158,7 +161,7 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Iterator[
 def evaluate(
     trainer: Trainer, state: TrainingState, tokens: np.ndarray, batch: int, length: int
 ) -> dict[str, float]:
-    """Held-out losses over consecutive windows that cover the stream once."""
+    """Held-out losses over consecutive windows; what does not fill a batch at the end is left out."""
     count = len(tokens) // (batch * length) * batch
     windows = tokens[: count * length].reshape(-1, batch, length).astype(np.int32)
     found = [jax.device_get(trainer.evaluate(state, jnp.asarray(w))) for w in windows]
@@ -212,9 +215,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
         "seed": seed,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "train_tokens": len(tokens),
-        "held_out_tokens": len(held),
+        "corpus": json.loads((data / "corpus.json").read_text()),
         "held_out_float8": evaluate(quantized, quantized.init(), held, batch, length),
         "curve": curve,
     }

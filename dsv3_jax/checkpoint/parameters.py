@@ -6,6 +6,7 @@ MTP layer after the last layer, and split stacked experts into one tensor an exp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dsv3_jax.checkpoint.names import copies
+from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.model import DeepSeekV3, abstract
 
@@ -41,9 +42,7 @@ def published_names(config: ModelConfig, path: Path) -> Names:
     if "experts" not in parts:
         return Names((".".join(parts),), stacked=False)
     at = parts.index("experts") + 1
-    names = (
-        ".".join([*parts[:at], str(e), *parts[at:]]) for e in range(config.n_routed_experts)
-    )
+    names = (".".join([*parts[:at], str(e), *parts[at:]]) for e in range(config.n_routed_experts))
     return Names(tuple(names), stacked=True)
 
 
@@ -124,10 +123,21 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, np.ndarray], used: s
     for name, original in duplicates.items():
         if name in tensors and not _same(tensors[name], tensors[original]):
             raise ValueError(f"{name} differs from {original}, which it should repeat")
-    suffix = _suffix(config)
-    scales = {name + suffix for name in used}
-    if unknown := sorted(set(tensors) - used - scales - set(duplicates)):
+    scales = {name + _suffix(config) for name in used}
+    unknown = sorted(
+        name
+        for name in set(tensors) - used - scales - set(duplicates)
+        if not name.endswith(UNUSED_SUFFIXES) and not _is_later_layer(config, name)
+    )
+    if unknown:
         raise ValueError(_listed("unknown tensor", unknown))
+
+
+def _is_later_layer(config: ModelConfig, name: str) -> bool:
+    """Layers behind those asked for: MTP layers that are left out."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    last = config.num_hidden_layers + config.num_nextn_predict_layers
+    return match is not None and config.num_nextn_predict_layers == 0 and int(match[1]) >= last
 
 
 def _suffix(config: ModelConfig) -> str:

@@ -38,7 +38,7 @@ class CheckpointReader(Mapping[str, np.ndarray]):
             if missing := [s for s in shards if not (directory / s).is_file()]:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise ValueError(
-                    f"{directory}: the index names {len(shards)} shards; missing: {missing[0]}{more}"
+                    f"{directory}: {INDEX} names {len(shards)} shards; missing: {missing[0]}{more}"
                 )
         elif (directory / SINGLE).is_file():
             self._shard_of = dict.fromkeys(self._file(SINGLE), SINGLE)

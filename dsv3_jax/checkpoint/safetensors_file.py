@@ -27,7 +27,7 @@ _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "I32": (np.dtype(np.int32), "int32"),
     "U8": (np.dtype(np.uint8), "uint8"),
 }
-_SPELLINGS = {dtype: spelling for dtype, spelling in _DTYPES.values()}
+_SPELLINGS = dict(_DTYPES.values())
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 

@@ -58,9 +58,7 @@ def write_checkpoint(
     partial.rename(directory)
 
 
-def _published(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Casts every tensor to its published dtype, float8 ones with their scales."""
     out: dict[str, np.ndarray] = {}
     table = tensor_table(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ class Sampling:
     """Token ids that end a row; -1 fills."""
 
     @classmethod
-    def pack(cls, **columns: Shaped[np.ndarray, "B ..."]) -> Self:
+    def pack(cls, **columns: Shaped[np.ndarray, "B ..."]) -> Sampling:
         """From host arrays, in the dtypes the loop is compiled for."""
         dtypes = {"top_k": np.int32, "stop_tokens": np.int32, "seed": np.uint32}
         return cls(
@@ -63,8 +62,8 @@ def sample(
 ) -> Int[Array, " B"]:
     """The next token of every row.
 
-    A row's randomness comes from its own seed and the position it fills, so that a request gives the
-    same tokens alone or in any batch.
+    A row's randomness comes from its own seed and the position it fills, so that a request gives
+    the same tokens alone or in any batch.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -17,7 +17,7 @@ RUNNING, STOPPED, FULL = 0, 1, 2  # values of DecodeState.finished
 class DecodeState:
     """A batch of B rows with room for S tokens each. Donated to every dispatch and returned.
 
-    The cache holds a row's tokens except its last: a decode step feeds that one and appends the next.
+    The cache holds a row's tokens except its last: a decode step feeds that one and appends one.
     """
 
     cache: LatentKVCache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 INCOMPLETE = "\ufffd"  # how decoders show the bytes of an unfinished character
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """What is needed of a tokenizer."""
 
@@ -17,8 +18,8 @@ class Decoder(Protocol):
 class TextTracker:
     """Follows one request's text as its tokens arrive.
 
-    A stop string may span tokens, and a token may hold the end of one character and the start of the
-    next, so the text is always decoded from all tokens so far.
+    A stop string may span tokens, and a token may hold the end of one character and the start of
+    the next, so the text is always decoded from all tokens so far.
     """
 
     def __init__(self, decoder: Decoder | None, stop: Sequence[str]):

@@ -1,9 +1,10 @@
 """Multi-head Latent Attention, expanded and absorbed (DeepSeek-V2 report, section 2.1).
 
-Each token leaves one latent ``c = norm(W_DKV x)``, C wide, and one rope key ``k_R``, R wide, for all
-heads. Head h's key is ``[W_UK^h c | k_R]`` and its value ``W_UV^h c``. Two orders of the same sums:
+Each token leaves one latent ``c = norm(W_DKV x)``, C wide, and one rope key ``k_R``, R wide, for
+all heads. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The same sums in two orders:
 
-* expanded: form every head's keys and values. Fewest operations for many queries: prefill, training.
+* expanded: form every head's keys and values. Fewest operations for many queries: prefill and
+  training.
 * absorbed: fold W_UK into the query and W_UV into the output, and attend to the latents themselves.
   Fewest bytes for few queries: decode.
 """
@@ -100,7 +101,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page C+R"]]:
-        """Attention of T new tokens a row to the cached ones and themselves; the cache, extended."""
+        """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
         B, T, _ = x.shape
         latent = self.latents(x, rotation)
         positions = cache.starts[:, None] + jnp.arange(T)
@@ -126,9 +127,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
-    def latents(
-        self, x: Float[Array, "B T D"], rotation: Rotation
-    ) -> Float[Array, "B T C+R"]:
+    def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T C+R"]:
         """What the cache holds of a token: the normed latent, then the rotated rope key."""
         C = self.config.kv_lora_rank
         compressed = self.kv_a_proj_with_mqa(x)
@@ -186,7 +185,9 @@ class MultiHeadLatentAttention(nnx.Module):
         page_size = cache.pages.shape[1]
         block_pages = max(1, _CONTEXT_TOKENS // page_size)
         block = block_pages * page_size
-        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages)))
+        tables = jnp.pad(
+            cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages))
+        )
         everything = jnp.full((B,), block, jnp.int32)  # all queries stand behind the whole block
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):

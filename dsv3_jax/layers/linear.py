@@ -67,9 +67,7 @@ class Linear(Weight):
     def __call__(
         self, x: Float[Array, "*batch in"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch out"]:
-        y = jnp.einsum(
-            "...i,oi->...o", x, self.dense(x.dtype), preferred_element_type=jnp.float32
-        )
+        y = jnp.einsum("...i,oi->...o", x, self.dense(x.dtype), preferred_element_type=jnp.float32)
         return y.astype(out_dtype or x.dtype)
 
 

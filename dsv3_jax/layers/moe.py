@@ -71,7 +71,7 @@ def _product(
 
 
 class MoE(nnx.Module):
-    """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32. No token is ever dropped."""
+    """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32; no token is dropped."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], RoutingStats]:
-        """Args: ``valid`` marks tokens; padding is sent to no expert and its output is undefined."""
+        """``valid`` marks tokens: padding goes to no expert, and its output is undefined."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.gate(tokens)
         mixed, counts = self._mix(tokens, routing, valid)
@@ -109,7 +109,7 @@ class MoE(nnx.Module):
     def _mix(
         self, tokens: Float[Array, "M D"], routing: Routing, valid: Bool[Array, "B T"] | None
     ) -> tuple[Float32[Array, "M D"], Int[Array, " E"]]:
-        """Sorts the (token, expert) pairs by expert, multiplies, and sums each token's K results."""
+        """Sorts (token, expert) pairs by expert, multiplies, and sums each token's K results."""
         E, K = self.config.n_routed_experts, self.config.num_experts_per_tok
         experts, weights = routing.experts, routing.weights
         if valid is not None:

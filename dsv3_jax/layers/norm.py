@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, in float32, cast back at the end."""
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, in float32, then cast back."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike):
         self.eps = eps

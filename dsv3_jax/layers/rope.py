@@ -1,8 +1,8 @@
 """Rotary positions with YaRN, exact at any position.
 
 Angles reach 1e5 radians at the end of a 160k context, where a float32 product position * frequency
-is off by up to 0.01. So no angle is formed on the device: cos and sin of ``256 i`` and of ``j < 256``
-are tabulated in float64, and ``position = 256 i + j`` is rotated by the angle addition formulas.
+is off by up to 0.01. So no angle is formed on the device: cos and sin of positions ``256 i`` and
+``j < 256`` are tabulated in float64, and ``256 i + j`` follows by the angle addition formulas.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "M D"]) -> Routing:
         c = self.config
-        # HIGHEST: float32 matmuls may otherwise run in TF32 on a GPU, enough to flip a close choice.
+        # HIGHEST: a float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
         logits = jnp.einsum(
             "md,ed->me",
             x.astype(jnp.float32),

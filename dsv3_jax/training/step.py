@@ -115,7 +115,7 @@ class Trainer:
         return TrainingState(params, biases, optimizer, state.step + 1), metrics
 
     def _balanced(self, biases: nnx.State, counts: list[Int[Array, " E"]]) -> nnx.State:
-        """Moves each router's bias by the loads of its layer: the model's layers, then the MTP's."""
+        """Moves each router's bias by its layer's loads: the model's layers, then the MTP's."""
         flat = sorted(nnx.to_flat_state(biases), key=lambda item: (item[0][0] == "mtp", item[0][1]))
         speed = self.config.bias_update_speed
         moved = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_decode import reference
+from pallas_kernels.mla_decode import cpu, reference
 
-BACKENDS = {"reference": reference.mla_decode}
+BACKENDS = {"cpu": cpu.mla_decode, "reference": reference.mla_decode}
 
 
 def mla_decode(

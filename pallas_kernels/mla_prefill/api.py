@@ -23,7 +23,7 @@ def mla_prefill(
     """Softmax attention in which query t of row b sees keys ``s <= starts[b] + t, s < lengths[b]``.
 
     ``starts = 0`` is a plain causal prompt. A prefix that all queries see whole is a call with
-    ``starts >= S``; :func:`merge_attention` joins it to the rest.
+    ``starts >= S``; :func:`pallas_kernels.merge_attention` joins it to the rest.
 
     Args:
       q, k: K = N + R wide, the rotated rope part last.
@@ -40,9 +40,4 @@ def mla_prefill(
       ValueError: ``implementation`` names no back-end.
       NotImplementedError: the named back-end does not take these arguments.
     """
-    return dispatch(
-        "mla_prefill", BACKENDS, implementation, q, k, v, starts, lengths, scale=scale
-    )
-
-
-merge_attention = reference.merge_attention
+    return dispatch("mla_prefill", BACKENDS, implementation, q, k, v, starts, lengths, scale=scale)

@@ -26,20 +26,3 @@ def mla_prefill(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return out.astype(q.dtype), lse
-
-
-def merge_attention(
-    out_a: Float[Array, "B T H V"],
-    lse_a: Float32[Array, "B T H"],
-    out_b: Float[Array, "B T H V"],
-    lse_b: Float32[Array, "B T H"],
-) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
-
-    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = sum_i exp(lse_i - lse) out_i``; a part that saw
-    no key (-inf) counts for nothing, and two such parts give zeros and -inf.
-    """
-    lse = jnp.logaddexp(lse_a, lse_b)
-    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
-    out = out_a * jnp.exp(lse_a - finite)[..., None] + out_b * jnp.exp(lse_b - finite)[..., None]
-    return out.astype(out_a.dtype), lse

@@ -1,0 +1,52 @@
+"""mla_decode for CPUs: page by page, as far as the longest row reaches.
+
+The reference reads the whole table, which a generation loop makes as long as its longest possible
+row. Here the work follows the tokens that are there: a loop over blocks of pages with a dynamic
+end, merged by their log-sum-exp. It has no gradient; decoding needs none.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.mla_decode import reference
+from pallas_kernels.softmax import merge_attention
+
+_BLOCK_TOKENS = 256
+
+
+def mla_decode(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page C+R"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    if jax.default_backend() != "cpu":
+        raise NotImplementedError(f"runs on CPUs, this is {jax.default_backend()}")
+    page_size, width = pages.shape[1], block_tables.shape[1]
+    block_pages = min(width, max(1, _BLOCK_TOKENS // page_size))
+    block = block_pages * page_size
+    tables = jnp.pad(block_tables, ((0, 0), (0, -width % block_pages)))
+
+    def add_block(
+        i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
+        out, lse = reference.attend(
+            q_latent, q_rope, pages, table, lengths, first=i * block, scale=scale
+        )
+        return merge_attention(*carry, out, lse)
+
+    nothing = (
+        jnp.zeros(q_latent.shape, jnp.float32),
+        jnp.full(q_latent.shape[:-1], -jnp.inf, jnp.float32),
+    )
+    # A length may count queries past the table's end: padding, whose result is undefined.
+    blocks = jnp.minimum(-(-jnp.max(lengths) // block), tables.shape[1] // block_pages)
+    out, lse = jax.lax.fori_loop(0, blocks, add_block, nothing)
+    return out.astype(q_latent.dtype), lse

@@ -1,0 +1,15 @@
+"""Settings of the whole suite: eight simulated devices and a compilation cache between runs."""
+
+import os
+from pathlib import Path
+
+# Before anything imports jax: the number of host devices is read once.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
