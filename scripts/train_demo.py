@@ -161,7 +161,7 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Iterator[
 def evaluate(
     trainer: Trainer, state: TrainingState, tokens: np.ndarray, batch: int, length: int
 ) -> dict[str, float]:
-    """Held-out losses over consecutive windows; what does not fill a batch at the end is left out."""
+    """Held-out losses over consecutive windows, without a last batch that would not be full."""
     count = len(tokens) // (batch * length) * batch
     windows = tokens[: count * length].reshape(-1, batch, length).astype(np.int32)
     found = [jax.device_get(trainer.evaluate(state, jnp.asarray(w))) for w in windows]

@@ -1,7 +1,7 @@
 """Multi-head Latent Attention, expanded and absorbed (DeepSeek-V2 report, section 2.1).
 
 Each token leaves one latent ``c = norm(W_DKV x)``, C wide, and one rope key ``k_R``, R wide, for
-all heads. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The same sums in two orders:
+all heads. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The same sums, two orders:
 
 * expanded: form every head's keys and values. Fewest operations for many queries: prefill and
   training.
