@@ -16,7 +16,8 @@ class Tokenizer:
     """Text to token ids and back, as the checkpoint's tokenizer_config.json says.
 
     Raises:
-      ValueError: the directory holds no tokenizer.json, or one that cannot be read.
+      ValueError: the directory holds no tokenizer.json, or one or a chat template that cannot be
+        read.
     """
 
     def __init__(self, directory: Path):
@@ -55,6 +56,9 @@ class Tokenizer:
         # The library's own post-processor may have put BOS there already.
         if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
+        # And the text may spell it too, as a rendered conversation does.
+        if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
+            del ids[0]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -100,7 +104,7 @@ class Tokenizer:
                 eos_token=self.eos_token or "",
                 **template_arguments,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # such as text + None
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
 
@@ -127,4 +131,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> jinja2.Templat
     )
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-    return environment.from_string(source)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{directory}: not a chat template: {error}") from None

@@ -42,8 +42,9 @@ def dispatch(
         names = (implementation,)
     else:
         names = tuple(implementation)
-    if not names or (unknown := [n for n in names if n not in backends]):
-        wrong = ", ".join(map(repr, unknown)) if names else "an empty sequence"
+    unknown = [n for n in names if n not in backends]
+    if unknown or not names:
+        wrong = ", ".join(map(repr, unknown)) or "an empty sequence"
         raise ValueError(f"{op}: expected implementations among {', '.join(backends)}; got {wrong}")
     refusals: list[str] = []
     for name in names:

@@ -2,6 +2,7 @@
 
     python scripts/train_demo.py prepare --out runs/demo
     python scripts/train_demo.py train --data runs/demo --out runs/demo/checkpoint
+    python scripts/train_demo.py plot --checkpoint runs/demo/checkpoint
 
 `prepare` trains a byte-level BPE tokenizer and encodes every module (about a minute on a CPU);
 `train` needs an accelerator to be pleasant (five minutes on one H200). The result is a directory in
@@ -139,7 +140,7 @@ def prepare(stdlib: Path, out: Path) -> None:
     ):
         streams["held_out" if held_out(name) else "train"] += [BOS, *encoding.ids, EOS]
     arrays = {name: np.array(ids, np.uint16) for name, ids in streams.items()}
-    np.savez_compressed(out / "tokens.npz", **arrays)
+    np.savez_compressed(out / "tokens.npz", train=arrays["train"], held_out=arrays["held_out"])
     corpus = {
         "python": sys.version.split()[0],
         "modules": len(texts),
@@ -202,7 +203,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
         if i == steps:
             break
     write_checkpoint(trainer.model(state), out, quantization=BlockQuantization())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "corpus.json"):
         shutil.copy(data / name, out / name)
     published = load_model(
         ModelConfig.from_hf(out), CheckpointReader(out), dtype=jnp.float32, quantization=None
@@ -215,7 +216,9 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
         "seed": seed,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "corpus": json.loads((data / "corpus.json").read_text()),
+        "python": sys.version.split()[0],
+        "train_tokens": len(tokens),
+        "held_out_tokens": len(held),
         "held_out_float8": evaluate(quantized, quantized.init(), held, batch, length),
         "curve": curve,
     }
@@ -223,8 +226,32 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     print(json.dumps(result["held_out_float8"]))
 
 
+def plot(checkpoint: Path) -> None:
+    """Draws the curve in training.json as loss.png beside it."""
+    from matplotlib.figure import Figure  # of the dev extra
+
+    curve = json.loads((checkpoint / "training.json").read_text())["curve"]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    held = [row for row in curve if "held_out" in row]
+    for key, label in (("main_loss", "next token"), ("mtp_loss", "MTP, token after next")):
+        steps = [row["step"] for row in curve]
+        (line,) = axes.plot(steps, [row[key] for row in curve], label=f"training: {label}", lw=1)
+        axes.plot(
+            [row["step"] for row in held],
+            [row["held_out"][key] for row in held],
+            "o",
+            color=line.get_color(),
+            label=f"held out: {label}",
+        )
+    axes.set(xlabel="step", ylabel="nats a token", ylim=(0.9, 4), title="The demo's training")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(checkpoint / "loss.png", dpi=110)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train the demo checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("prepare", help="tokenizer and token arrays")
     command.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
@@ -236,8 +263,11 @@ def main() -> None:
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--length", type=int, default=1024)
     command.add_argument("--seed", type=int, default=0)
+    command = commands.add_parser("plot", help="draw the loss curve")
+    command.add_argument("--checkpoint", type=Path, required=True)
     arguments = vars(parser.parse_args())
-    {"prepare": prepare, "train": train}[arguments.pop("command")](**arguments)
+    run = {"prepare": prepare, "train": train, "plot": plot}[arguments.pop("command")]
+    run(**arguments)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,11 @@ def load(
     layers = published.num_nextn_predict_layers
     if not mtp or not _has_mtp(published, tensors):
         layers = 0
-    if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    default_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     model = load_model(
         dataclasses.replace(published, num_nextn_predict_layers=layers),
         tensors,
-        dtype=dtype,
+        dtype=default_dtype if dtype is None else dtype,
         quantization=published.quantization if quantization == "fp8" else None,
     )
     has_tokenizer = (directory / "tokenizer.json").is_file()

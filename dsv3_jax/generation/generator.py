@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import numbers
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from dsv3_jax.generation.request import (
     Prompt,
     Request,
     Stats,
+    check,
 )
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import RUNNING, STOPPED, DecodeState
@@ -55,7 +58,7 @@ class Generator:
       stride: decode steps between looks at the text, for stop strings and streaming.
 
     Raises:
-      ValueError: ``max_len`` exceeds what the model's positions reach.
+      ValueError: ``max_len`` exceeds what the model's positions reach, or a setting is wrong.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Generator:
             )
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(f"batch_sizes: expected sizes of at least 1, got {tuple(batch_sizes)}")
+        check("prefill_chunk", prefill_chunk, "an integer of at least 1", numbers.Integral, 1)
+        check("stride", stride, "an integer of at least 1", numbers.Integral, 1)
         self.config = model.config
         self.dtype = model.dtype
         self.tokenizer = tokenizer
@@ -137,10 +142,7 @@ class Generator:
           ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
         """
         began = time.perf_counter()
-        if draft is not None:
-            raise ValueError(
-                f"draft: expected None (speculation is not in this version), got {draft!r}"
-            )
+        _check_draft(draft)
         requests = self._requests(
             prompts,
             stop=stop,
@@ -189,11 +191,9 @@ class Generator:
         may become a stop string; joined, the pieces are generate's text. Settings are checked at
         the call, before the first piece.
         """
+        inspect.signature(self.generate).bind(prompt, **settings)  # TypeError for unknown settings
         logprobs = settings.pop("logprobs", 0)
-        if (draft := settings.pop("draft", None)) is not None:
-            raise ValueError(
-                f"draft: expected None (speculation is not in this version), got {draft!r}"
-            )
+        _check_draft(settings.pop("draft", None))
         requests = self._requests(prompt, **settings)
         if len(requests) != 1:
             raise ValueError(f"stream: expected one prompt, got {len(requests)}")
@@ -219,7 +219,7 @@ class Generator:
     def warm_up(self, batch_size: int = 1, *, logprobs: int = 0) -> float:
         """Compiles what a batch of that size needs; seconds it took."""
         began = time.perf_counter()
-        self.generate([[0, 0]] * batch_size, max_new_tokens=2, ignore_eos=True, logprobs=logprobs)
+        self.generate([[0]] * batch_size, max_new_tokens=2, ignore_eos=True, logprobs=logprobs)
         return time.perf_counter() - began
 
     # ---- checking --------------------------------------------------------------------------------
@@ -233,12 +233,16 @@ class Generator:
         ignore_eos: bool = False,
         **settings: Any,
     ) -> list[Request]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
-        several: list[Any] = [prompts] if one else list(prompts)
+        prompts = _plain(prompts)
+        several: list[Any] = list(prompts) if _several(prompts) else [prompts]
         if not several:
             raise ValueError("prompts: expected at least one, got none")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        ends = [*stop_tokens, *(() if ignore_eos else self._end_tokens())]
+        stop = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop, Collection) or not all(isinstance(s, str) for s in stop):
+            raise ValueError(f"stop: expected a string or several, got {stop!r}")
+        stop = tuple(stop)
+        ends = list(self._ids("stop_tokens", _plain(stop_tokens)))
+        ends += () if ignore_eos else self._end_tokens()
         if self.tokenizer is not None:
             # A stop string that is a special token never appears in text, where those are left out.
             ends += [i for s in stop if (i := self.tokenizer.special_token_id(s)) is not None]
@@ -246,7 +250,7 @@ class Generator:
             raise ValueError(
                 "stop: stop strings need a tokenizer; expected none, got " + repr(stop[0])
             )
-        ends = list(dict.fromkeys(int(i) for i in ends))
+        ends = list(dict.fromkeys(ends))
         if len(ends) > MAX_STOP_TOKENS:
             raise ValueError(
                 f"stop_tokens: expected at most {MAX_STOP_TOKENS}, the model's own among them; "
@@ -254,7 +258,9 @@ class Generator:
             )
         columns: dict[str, list[Any]] = {}
         for name, value in settings.items():
-            spread = [value] * len(several) if np.isscalar(value) or value is None else list(value)
+            value = _plain(value)
+            single = isinstance(value, str) or not isinstance(value, Sequence)
+            spread = [value] * len(several) if single else list(value)
             if len(spread) != len(several):
                 raise ValueError(
                     f"{name}: expected one value or {len(several)}, one a prompt; got {len(spread)}"
@@ -275,17 +281,13 @@ class Generator:
         return self.config.eos_token_id if own is None else (*self.config.eos_token_id, own)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if len(prompt) == 0:
-            raise ValueError("prompt: expected text or token ids, got an empty prompt")
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and prompt:
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, for there is no tokenizer; got text")
-            ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            ids = tuple(int(i) for i in prompt)
-        W = self.config.vocab_size
-        if wrong := [i for i in ids if not 0 <= i < W]:
-            raise ValueError(f"prompt: expected token ids from 0 to {W - 1}, got {wrong[0]}")
+            prompt = self.tokenizer.encode(prompt)
+        ids = self._ids("prompt", _plain(prompt))
+        if not ids:
+            raise ValueError("prompt: expected text or token ids, got an empty prompt")
         if len(ids) >= self.max_len:
             raise ValueError(
                 f"prompt: expected at most {self.max_len - 1} tokens (max_len {self.max_len}, "
@@ -293,9 +295,26 @@ class Generator:
             )
         return ids
 
+    def _ids(self, name: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, bytes) or not isinstance(value, Sequence):
+            raise ValueError(f"{name}: expected token ids, got {value!r}")
+        ids = tuple(_plain(i) for i in value)
+        last = self.config.vocab_size - 1
+        for i in ids:
+            check(name, i, f"token ids from 0 to {last}", numbers.Integral, 0, last)
+        return ids
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, (int, np.integer))
+
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's arrays as lists and numbers of Python; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _several(prompts: Any) -> bool:
+    """Whether these are prompts, and not one: text or token ids."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return False
+    return not prompts or isinstance(_plain(prompts[0]), Sequence)
 
 
 def _check_draft(draft: object) -> None:
@@ -304,8 +323,8 @@ def _check_draft(draft: object) -> None:
 
 
 def _check_logprobs(logprobs: int) -> None:
-    if not 0 <= logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"logprobs: expected 0 to {MAX_TOP_LOGPROBS}, got {logprobs}")
+    expected = f"an integer from 0 to {MAX_TOP_LOGPROBS}"
+    check("logprobs", logprobs, expected, numbers.Integral, 0, MAX_TOP_LOGPROBS)
 
 
 class _Batch:
@@ -332,7 +351,7 @@ class _Batch:
         for b, row in enumerate(rows):
             tokens[b, : len(row.prompt)] = row.prompt
         lengths = np.array([len(row.prompt) for row in rows], np.int32)
-        limits = np.minimum(lengths + [row.max_new_tokens for row in rows], S).astype(np.int32)
+        limits = np.array([min(len(row.prompt) + row.max_new_tokens, S) for row in rows], np.int32)
         top = MAX_TOP_LOGPROBS if self._logprobs else 0
         return DecodeState(
             cache=LatentKVCache.init(generator.config, B, S, dtype=generator.dtype),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, overload
+
+FLOAT32_MAX = 2.0**128 - 2.0**104
 
 FinishReason = Literal["stop", "length"]
 Prompt = str | Sequence[int]
@@ -30,24 +33,26 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("max_new_tokens", self.max_new_tokens, "an integer of at least 1", int, 1)
-        _check("temperature", self.temperature, "a number of at least 0", float, 0)
-        _check("top_p", self.top_p, "a number in (0, 1]", float, 0, 1)
+        integer, real = numbers.Integral, numbers.Real  # NumPy's are among them
+        check("max_new_tokens", self.max_new_tokens, "an integer of at least 1", integer, 1)
+        expected = "a number in [0, 3.4e38]"
+        check("temperature", self.temperature, expected, real, 0, FLOAT32_MAX)
+        check("top_p", self.top_p, "a number in (0, 1]", real, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p: expected a number in (0, 1], got 0")
-        _check("top_k", self.top_k, "an integer of at least 0", int, 0)
-        _check("min_p", self.min_p, "a number in [0, 1]", float, 0, 1)
-        _check("seed", self.seed, "an integer in [0, 2**32)", int, 0, 2**32 - 1)
+        check("top_k", self.top_k, "an integer in [0, 2**31)", integer, 0, 2**31 - 1)
+        check("min_p", self.min_p, "a number in [0, 1]", real, 0, 1)
+        check("seed", self.seed, "an integer in [0, 2**32)", integer, 0, 2**32 - 1)
         if "" in self.stop:
             raise ValueError("stop: expected strings that are not empty, got ''")
 
 
-def _check(
+def check(
     name: str, value: Any, expected: str, kind: type, least: float, most: float = math.inf
 ) -> None:
-    kinds = (int, float) if kind is float else (int,)
-    right = isinstance(value, kinds) and not isinstance(value, bool)
-    if not right or not math.isfinite(value) or not least <= value <= most:
+    """Raises ValueError unless the value is of that kind, no bool, and from least to most."""
+    right = isinstance(value, kind) and not isinstance(value, bool)
+    if not right or not least <= value <= most:  # NaN compares false
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 

@@ -68,8 +68,10 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def drawn(_: None) -> jax.Array:
-        cold = sampling.temperature == 0.0
-        scaled = logits / jnp.where(cold, 1.0, sampling.temperature)[:, None]
+        cold = sampling.temperature < jnp.finfo(jnp.float32).tiny
+        # Relative to the best, so that no temperature turns several logits into +inf.
+        relative = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = relative / jnp.where(cold, 1.0, sampling.temperature)[:, None]
         masked = jnp.where(kept(scaled, sampling), scaled, -jnp.inf)
 
         def noise(seed: jax.Array, position: jax.Array) -> jax.Array:

@@ -40,7 +40,9 @@ class TextTracker:
         while not self._stops(self._decode(self.tokens[: held + 1])):
             held += 1
         del self.tokens[held + 1 :]
-        self.text = self.text[: min(self._stops(self.text))]
+        # Decoded anew: tokens past the end may complete a stop string that begins further left.
+        text = self._decode(self.tokens)
+        self.text = text[: min(self._stops(text))]
         self.stopped = True
 
     def _stops(self, text: str) -> list[int]:

@@ -29,7 +29,6 @@ class DecoderLayer(nnx.Module):
         quantization: BlockQuantization | None,
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.dense = dense
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
         self.self_attn = MultiHeadLatentAttention(
             config, rngs=rngs, dtype=dtype, quantization=quantization
@@ -66,7 +65,7 @@ class DecoderLayer(nnx.Module):
         self, h: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         normed = self.post_attention_layernorm(h)
-        if self.dense:
+        if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None
         out, stats = self.mlp(normed, valid)
         return _add(h, out), stats

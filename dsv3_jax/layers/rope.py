@@ -71,8 +71,8 @@ def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
     """cos and sin of every position's angles; positions below ``max_position_embeddings``."""
     coarse, fine = _tables(config)
     i, j = positions // _STRIDE, positions % _STRIDE
-    cos_i, sin_i = jnp.asarray(coarse.real)[i], jnp.asarray(coarse.imag)[i]
-    cos_j, sin_j = jnp.asarray(fine.real)[j], jnp.asarray(fine.imag)[j]
+    cos_i, sin_i = jnp.asarray(np.real(coarse))[i], jnp.asarray(np.imag(coarse))[i]
+    cos_j, sin_j = jnp.asarray(np.real(fine))[j], jnp.asarray(np.imag(fine))[j]
     return Rotation(cos_i * cos_j - sin_i * sin_j, sin_i * cos_j + cos_i * sin_j)
 
 

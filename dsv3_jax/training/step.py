@@ -36,7 +36,7 @@ class TrainingConfig:
 class TrainingState(NamedTuple):
     """All that changes from step to step."""
 
-    params: nnx.State
+    params: optax.Params
     """float32 master weights."""
     biases: nnx.State
     """Every router's ``e_score_correction_bias``, float32."""
@@ -90,7 +90,7 @@ class Trainer:
         return nnx.merge(self._graph, state.params, state.biases)
 
     def _forward(
-        self, params: nnx.State, biases: nnx.State, tokens: Int[Array, "B T"]
+        self, params: optax.Params, biases: nnx.State, tokens: Int[Array, "B T"]
     ) -> tuple[Float32[Array, ""], tuple[Losses, Any]]:
         dtype = jnp.dtype(self.config.compute_dtype)
         cast = jax.tree.map(lambda p: p.astype(dtype), params)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.block_quant import reference
 from pallas_kernels.dispatch import Implementation, dispatch
 
-QUANT_BACKENDS = {"reference": reference.block_quant}
+BACKENDS = {"reference": reference.block_quant}
 DEQUANT_BACKENDS = {"reference": reference.block_dequant}
 
 
@@ -31,9 +31,7 @@ def block_quant(
     Returns:
       values float8_e4m3fn, shaped as x; scale float32 [..., ceil(N / block), ceil(K / block)].
     """
-    return dispatch(
-        "block_quant", QUANT_BACKENDS, implementation, x, block_shape, scale_fmt=scale_fmt
-    )
+    return dispatch("block_quant", BACKENDS, implementation, x, block_shape, scale_fmt=scale_fmt)
 
 
 def block_dequant(

@@ -8,6 +8,7 @@ with more groups. Gradients come from the reference.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +60,11 @@ def _grouped_matmul(
     return jax.lax.map(product, (lhs, group)).astype(dtype)
 
 
-def _forward(block_shape: tuple[int, int], *args: jax.Array | None):
+def _forward(block_shape: tuple[int, int], *args: Any):
     return _grouped_matmul(block_shape, *args), args
 
 
-def _backward(
-    block_shape: tuple[int, int], args: tuple[jax.Array | None, ...], cotangent: jax.Array
-):
+def _backward(block_shape: tuple[int, int], args: tuple[Any, ...], cotangent: jax.Array):
     lhs, rhs, group_sizes, lhs_scale, rhs_scale = args
     _, pull = jax.vjp(
         lambda lhs, rhs: reference.grouped_matmul(

@@ -1,0 +1,38 @@
+# Everything stands on `make setup`, which needs Python >= 3.11 and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test test-all lint bench clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "expected Python >= 3.11, got %d.%d; try make PYTHON=python3.12" % v[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/.tested: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,parity]'
+	@touch $@
+
+demo: setup
+	$(BIN)/dsv3 generate --model demo --stream --echo --temperature 0.5 --seed 7 \
+	  --max-new-tokens 200 --prompt 'class TestQueue(unittest.TestCase):'
+
+test: .venv/.tested
+	$(BIN)/pytest -m 'not slow'
+
+test-all: .venv/.tested
+	$(BIN)/pytest
+
+lint: .venv/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: .venv/.tested
+	$(BIN)/python scripts/bench_cpu.py
+
+clean:
+	rm -rf .venv .jax_cache

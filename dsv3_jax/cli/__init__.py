@@ -1,0 +1,1 @@
+"""The ``dsv3`` command."""

@@ -1,0 +1,37 @@
+"""Named axes of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax import Device
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "expert", "tensor")
+"""Requests, experts, and the columns of matrices: what each axis of a mesh may split."""
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    expert: int = 1,
+    tensor: int = 1,
+    devices: Sequence[Device] | None = None,
+) -> Mesh:
+    """A mesh of exactly ``data * expert * tensor`` devices.
+
+    All axes are Auto: ``ragged_dot`` has no sharding rule for Explicit ones.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    sizes = (data, expert, tensor)
+    devices = jax.devices() if devices is None else devices
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        stated = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
+        raise ValueError(
+            f"mesh: expected sizes that multiply to {len(devices)} devices, got {stated}"
+        )
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
