@@ -25,7 +25,7 @@ PAGE_SIZE = 64  # tokens; the page that Hopper's latent attention kernels work i
 class LatentKVCache:
     """All layers' latents of a batch. Written by ``DeepSeekV3.extend`` alone."""
 
-    pages: tuple[Float[Array, "P page C+R"], ...]
+    pages: tuple[Float[Array, "P page CR"], ...]
     """A layer each: normed latent, then rotated rope key. Unwritten slots hold zeros."""
 
     block_tables: Int[Array, "B max_pages"]
@@ -55,12 +55,12 @@ class LatentKVCache:
 
 
 def write(
-    pages: Float[Array, "P page C+R"],
+    pages: Float[Array, "P page CR"],
     block_tables: Int[Array, "B max_pages"],
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
-    latents: Float[Array, "B T C+R"],
-) -> Float[Array, "P page C+R"]:
+    latents: Float[Array, "B T CR"],
+) -> Float[Array, "P page CR"]:
     """Stores the latents of ``valid`` tokens at their positions; the others are dropped."""
     P, page_size, _ = pages.shape
     page = jnp.take_along_axis(block_tables, positions // page_size, axis=1, mode="clip")

@@ -16,8 +16,7 @@ class Tokenizer:
     """Text to token ids and back, as the checkpoint's tokenizer_config.json says.
 
     Raises:
-      ValueError: the directory holds no tokenizer.json, or one or a chat template that cannot be
-        read.
+      ValueError: the directory holds no tokenizer.json, or a file that cannot be read.
     """
 
     def __init__(self, directory: Path):
@@ -29,7 +28,10 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer: {error}") from None
         config_path = directory / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        try:
+            config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{config_path}: not JSON: {error}") from None
         self.bos_token = _content(config.get("bos_token"))
         self.eos_token = _content(config.get("eos_token"))
         self.bos_token_id = self._id(self.bos_token)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax import Device
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "expert", "tensor")
@@ -18,7 +17,7 @@ def make_mesh(
     data: int = 1,
     expert: int = 1,
     tensor: int = 1,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """A mesh of exactly ``data * expert * tensor`` devices.
 

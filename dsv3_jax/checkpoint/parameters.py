@@ -70,14 +70,28 @@ def load_model(
     expected = {path: published_names(config, path) for path in flat}
     _check_names(config, tensors, {n for names in expected.values() for n in names.names})
     source = _Source(config, tensors)
+    # Everything is looked at before anything is read, which may take an hour.
     for path, variable in flat.items():
-        names = expected[path]
+        names, stacked = expected[path]
         want = variable.get_value()
-        shape = want.shape[1:] if names.stacked else want.shape
-        read = [source.read(name, shape, want.dtype) for name in names.names]
-        value = np.stack(read) if names.stacked else read[0]
+        for name in names:
+            source.check(name, want.shape[1:] if stacked else want.shape, want.dtype)
+    _check_copies(config, tensors)
+    for path, variable in flat.items():
+        names, stacked = expected[path]
+        want = variable.get_value()
+        if stacked:
+            value = np.empty(want.shape, want.dtype)
+            for e, name in enumerate(names):
+                value[e] = source.read(name, want.dtype)
+        else:
+            value = source.read(names[0], want.dtype)
         flat[path] = variable.replace(jnp.asarray(value))
     return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+
+
+_STORED = tuple(map(np.dtype, (np.float64, np.float32, np.float16, jnp.bfloat16)))
+_STORED_SCALE = (*_STORED, np.dtype(jnp.float8_e8m0fnu))
 
 
 class _Source:
@@ -87,61 +101,83 @@ class _Source:
         self.tensors = tensors
         self.quantization = config.quantization or BlockQuantization()
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def check(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        """Refuses what :meth:`read` would misread; reads no values."""
         tensor = self.tensors[name]
         if tensor.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {tensor.shape}")
-        stored_float8 = tensor.dtype == jnp.float8_e4m3fn
+        scale_name = name + self.quantization.scale_suffix
         if dtype == jnp.float8_e4m3fn:
-            if not stored_float8:
-                raise ValueError(f"{name}: expected float8_e4m3fn, got {tensor.dtype}")
-            return tensor
-        if stored_float8:
+            _check_dtype(name, tensor, (np.dtype(dtype),))
+        elif tensor.dtype != jnp.float8_e4m3fn or len(shape) != 2:
+            is_scale = name.endswith(self.quantization.scale_suffix)
+            _check_dtype(name, tensor, _STORED_SCALE if is_scale else _STORED)
+            if scale_name in self.tensors:
+                raise ValueError(f"{scale_name}: a scale of {name}, which is {tensor.dtype}")
+        elif scale_name not in self.tensors:
+            raise ValueError(f"{name}: float8 weight without its scale {scale_name}")
+        else:
+            scale = self.tensors[scale_name]
+            _check_dtype(scale_name, scale, _STORED_SCALE)
+            N, K = self.quantization.weight_block_size
+            expected = (-(-shape[0] // N), -(-shape[1] // K))
+            if scale.shape != expected:
+                raise ValueError(f"{scale_name}: expected shape {expected}, got {scale.shape}")
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        tensor = self.tensors[name]
+        if tensor.dtype == jnp.float8_e4m3fn and dtype != tensor.dtype:
             tensor = self._dequantized(name, tensor)
-        return tensor.astype(dtype)
+        return tensor.astype(dtype, copy=False)
 
     def _dequantized(self, name: str, values: np.ndarray) -> np.ndarray:
-        scale_name = name + self.quantization.scale_suffix
-        if scale_name not in self.tensors:
-            raise ValueError(f"{name}: float8 weight without its scale {scale_name}")
-        scale = self.tensors[scale_name].astype(np.float32)
+        scale = self.tensors[name + self.quantization.scale_suffix].astype(np.float32)
         block = self.quantization.weight_block_size
         rows, columns = values.shape
-        expected = (-(-rows // block[0]), -(-columns // block[1]))
-        if scale.shape != expected:
-            raise ValueError(f"{scale_name}: expected shape {expected}, got {scale.shape}")
         spread = scale.repeat(block[0], axis=0)[:rows].repeat(block[1], axis=1)[:, :columns]
         return values.astype(np.float32) * spread
 
 
 def _check_names(config: ModelConfig, tensors: Mapping[str, np.ndarray], used: set[str]) -> None:
-    """Everything needed is there, everything there is needed, copies are copies."""
+    """Everything needed is there, and everything there is needed."""
     if missing := sorted(used - set(tensors)):
         kind = "scale" if missing[0].endswith(_suffix(config)) else "tensor"
         raise ValueError(_listed(f"missing {kind}", missing))
-    duplicates = copies(config)
-    for name, original in duplicates.items():
-        if name in tensors and not _same(tensors[name], tensors[original]):
-            raise ValueError(f"{name} differs from {original}, which it should repeat")
     scales = {name + _suffix(config) for name in used}
     unknown = sorted(
         name
-        for name in set(tensors) - used - scales - set(duplicates)
-        if not name.endswith(UNUSED_SUFFIXES) and not _is_later_layer(config, name)
+        for name in set(tensors) - used - scales - set(copies(config))
+        if not name.endswith(UNUSED_SUFFIXES) and not _is_left_out(config, tensors, name)
     )
     if unknown:
         raise ValueError(_listed("unknown tensor", unknown))
 
 
-def _is_later_layer(config: ModelConfig, name: str) -> bool:
-    """Layers behind those asked for: MTP layers that are left out."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    last = config.num_hidden_layers + config.num_nextn_predict_layers
-    return match is not None and config.num_nextn_predict_layers == 0 and int(match[1]) >= last
+def _check_copies(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:
+    """The MTP layers' copies, where there are any, repeat their originals."""
+    for name, original in copies(config).items():
+        if name in tensors and not _same(tensors[name], tensors[original]):
+            raise ValueError(f"{name} differs from {original}, which it should repeat")
+
+
+def _is_left_out(config: ModelConfig, tensors: Mapping[str, np.ndarray], name: str) -> bool:
+    """Tensors of an MTP layer that is left out; eh_proj tells it from a layer of the model."""
+    match = re.match(r"model\.layers\.([0-9]+)\.", name)
+    return (
+        match is not None
+        and config.num_nextn_predict_layers == 0
+        and int(match[1]) >= config.num_hidden_layers
+        and f"{match[0]}eh_proj.weight" in tensors
+    )
 
 
 def _suffix(config: ModelConfig) -> str:
     return (config.quantization or BlockQuantization()).scale_suffix
+
+
+def _check_dtype(name: str, tensor: np.ndarray, expected: tuple[np.dtype, ...]) -> None:
+    if tensor.dtype not in expected:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, expected))}, got {tensor.dtype}")
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,8 +18,8 @@ SINGLE = "model.safetensors"
 class CheckpointReader(Mapping[str, np.ndarray]):
     """The tensors of a directory, by published name.
 
-    With an index, every shard it names must be there before anything is read; a shard is mapped
-    when a tensor of it is first asked for. A weight and its scale may sit in different shards.
+    Every file is there and whole before this returns, and mapped, which costs no memory until a
+    tensor is read. A weight and its scale may sit in different shards.
 
     Raises:
       ValueError: no checkpoint, a shard that is missing, truncated or damaged, or a tensor that is
@@ -26,42 +27,53 @@ class CheckpointReader(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory
-        self._files: dict[str, dict[str, np.ndarray]] = {}
-        index = directory / INDEX
-        if index.is_file():
-            try:
-                self._shard_of: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{INDEX}: expected JSON with a weight_map") from None
-            shards = sorted(set(self._shard_of.values()))
-            if missing := [s for s in shards if not (directory / s).is_file()]:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise ValueError(
-                    f"{directory}: {INDEX} names {len(shards)} shards; missing: {missing[0]}{more}"
-                )
-        elif (directory / SINGLE).is_file():
-            self._shard_of = dict.fromkeys(self._file(SINGLE), SINGLE)
+        if (index := directory / INDEX).is_file():
+            self._tensors = _sharded(directory, _weight_map(index))
+        elif (single := directory / SINGLE).is_file():
+            self._tensors = read_file(single)
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
 
-    def _file(self, shard: str) -> dict[str, np.ndarray]:
-        if shard not in self._files:
-            self._files[shard] = read_file(self.directory / shard)
-        return self._files[shard]
-
     def __getitem__(self, name: str) -> np.ndarray:
-        shard = self._shard_of[name]
-        tensors = self._file(shard)
-        if name not in tensors:
-            raise ValueError(f"{shard}: lacks {name}, which the index places there")
-        return tensors[name]
+        return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shard_of
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shard_of)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._shard_of)
+        return len(self._tensors)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that holds it, beside the index."""
+    try:
+        content = json.loads(index.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        content = None
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(f"{INDEX}: expected JSON with a weight_map")
+    for name, shard in found.items():
+        # A plain name: an index from elsewhere must not lead out of its directory.
+        if not (isinstance(shard, str) and re.fullmatch(r"[^/\\]+\.safetensors", shard)):
+            raise ValueError(
+                f"{INDEX}: {name}: expected the name of a safetensors file, got {shard!r:.200}"
+            )
+    return found
+
+
+def _sharded(directory: Path, shard_of: Mapping[str, str]) -> dict[str, np.ndarray]:
+    shards = sorted(set(shard_of.values()))
+    if missing := [s for s in shards if not (directory / s).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{directory}: {INDEX} names {len(shards)} shards; missing: {missing[0]}{more}"
+        )
+    files = {shard: read_file(directory / shard) for shard in shards}
+    for name, shard in shard_of.items():
+        if name not in files[shard]:
+            raise ValueError(f"{shard}: lacks {name}, which the index places there")
+    return {name: files[shard][name] for name, shard in shard_of.items()}

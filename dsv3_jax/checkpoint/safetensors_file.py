@@ -107,7 +107,7 @@ def _view(entry: Mapping, data: np.ndarray) -> np.ndarray:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the tensors, in the order given, as transformers expects them."""
+    """Writes the tensors as transformers expects them; the package decides on their order."""
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,11 @@ from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import block_quant
 
-_DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+_DTYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
 
 
 def write_checkpoint(
@@ -34,18 +39,30 @@ def write_checkpoint(
     Args:
       directory: must not exist.
       quantization: float8 weights with block scales, as DeepSeek-V3 is published; None writes
-        bfloat16. Embedding, head, router, norms and eh_proj are bfloat16 either way.
+        bfloat16. Embedding, head, router, norms and eh_proj are bfloat16 either way. Weights that
+        the model holds in float8 are written as they are.
       shard_bytes: size past which a new shard begins.
 
     Raises:
-      ValueError: the directory exists.
+      ValueError: the directory exists, or the model holds float8 weights and ``quantization`` is
+        not theirs.
     """
     if directory.exists():
         raise ValueError(f"expected a directory that does not exist yet, got {directory}")
     config = dataclasses.replace(model.config, quantization=quantization, dtype="bfloat16")
-    tensors = _published(config, published_tensors(model))
+    held = published_tensors(model)
+    float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in held.values())
+    if float8 and quantization != model.config.quantization:
+        raise ValueError(
+            f"the model holds float8 weights; expected quantization={model.config.quantization}, "
+            f"got {quantization}"
+        )
+    tensors = _published(config, held)
     partial = directory.with_name(directory.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    if partial.exists():  # an interrupted run's, whose shards must not come along
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    _write_json(partial / "config.json", config.to_hf())
     shards = _split(tensors, shard_bytes)
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
@@ -54,7 +71,6 @@ def write_checkpoint(
         weight_map |= dict.fromkeys(shard, file_name)
     size = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_json(partial / "config.json", config.to_hf())
     partial.rename(directory)
 
 
@@ -63,7 +79,7 @@ def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[s
     out: dict[str, np.ndarray] = {}
     table = tensor_table(config)
     for name, tensor in tensors.items():
-        if table[name].dtype != "F8_E4M3":
+        if table[name].dtype != "F8_E4M3" or tensor.dtype == ml_dtypes.float8_e4m3fn:
             out[name] = tensor.astype(_DTYPES[table[name].dtype])
             continue
         assert config.quantization is not None

@@ -100,17 +100,15 @@ def _small_inputs() -> dict[str, tuple[tuple, dict[str, Any]]]:
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32)
 
+    qk = normal(1, 8, 4, 192)
+    zero, eight = jnp.zeros(1, jnp.int32), jnp.full(1, 8, jnp.int32)
     tables, lengths = jnp.arange(2, dtype=jnp.int32).reshape(1, 2), jnp.array([70], jnp.int32)
     return {
         "mla_decode": (
             (normal(1, 1, 16, 512), normal(1, 1, 16, 64), normal(2, 64, 576), tables, lengths),
             {"scale": 0.05},
         ),
-        "mla_prefill": (
-            (normal(1, 8, 4, 192), normal(1, 8, 4, 192), normal(1, 8, 4, 128))
-            + (jnp.zeros(1, jnp.int32), jnp.full(1, 8, jnp.int32)),
-            {"scale": 0.05},
-        ),
+        "mla_prefill": ((qk, qk, normal(1, 8, 4, 128), zero, eight), {"scale": 0.05}),
         "grouped_matmul": (
             (normal(64, 128), normal(4, 128, 128) * 0.1, jnp.full(4, 16, jnp.int32)),
             {},

@@ -72,14 +72,15 @@ class Generator:
         stride: int = 16,
     ):
         reach = model.config.max_position_embeddings
-        if not 2 <= max_len <= reach:
-            raise ValueError(
-                f"max_len: expected 2 to {reach} (max_position_embeddings), got {max_len}"
-            )
-        if not batch_sizes or min(batch_sizes) < 1:
-            raise ValueError(f"batch_sizes: expected sizes of at least 1, got {tuple(batch_sizes)}")
-        check("prefill_chunk", prefill_chunk, "an integer of at least 1", numbers.Integral, 1)
-        check("stride", stride, "an integer of at least 1", numbers.Integral, 1)
+        integer = numbers.Integral
+        expected = f"2 to {reach} (max_position_embeddings)"
+        check("max_len", max_len, expected, integer, 2, reach)
+        if not batch_sizes:
+            raise ValueError("batch_sizes: expected sizes of at least 1, got none")
+        for size in batch_sizes:
+            check("batch_sizes", size, "sizes of at least 1", integer, 1)
+        check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
+        check("stride", stride, "an integer of at least 1", integer, 1)
         self.config = model.config
         self.dtype = model.dtype
         self.tokenizer = tokenizer
@@ -247,9 +248,7 @@ class Generator:
             # A stop string that is a special token never appears in text, where those are left out.
             ends += [i for s in stop if (i := self.tokenizer.special_token_id(s)) is not None]
         elif stop:
-            raise ValueError(
-                "stop: stop strings need a tokenizer; expected none, got " + repr(stop[0])
-            )
+            raise ValueError(f"stop: expected none, for there is no tokenizer; got {stop[0]!r}")
         ends = list(dict.fromkeys(ends))
         if len(ends) > MAX_STOP_TOKENS:
             raise ValueError(

@@ -38,7 +38,7 @@ _CONTEXT_TOKENS = 512  # cached tokens expanded at a time by a prefill chunk; bo
 class LayerCache(NamedTuple):
     """One layer's view of the cache while it is extended by T tokens a row."""
 
-    pages: Float[Array, "P page C+R"]
+    pages: Float[Array, "P page CR"]
     block_tables: Int[Array, "B max_pages"]
     starts: Int[Array, " B"]
     """Tokens held before these T."""
@@ -83,7 +83,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T C+R"]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Causal self-attention of whole sequences; also the latents that a cache would hold."""
         B, T, _ = x.shape
         latent = self.latents(x, rotation)
@@ -100,7 +100,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page C+R"]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
         """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
         B, T, _ = x.shape
         latent = self.latents(x, rotation)
@@ -127,7 +127,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
-    def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T C+R"]:
+    def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
         """What the cache holds of a token: the normed latent, then the rotated rope key."""
         C = self.config.kv_lora_rank
         compressed = self.kv_a_proj_with_mqa(x)
@@ -145,8 +145,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :]
 
     def expand(
-        self, latent: Float[Array, "B S C+R"]
-    ) -> tuple[Float[Array, "B S H N+R"], Float[Array, "B S H V"]]:
+        self, latent: Float[Array, "B S CR"]
+    ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H V"]]:
         """Every head's keys and values of the tokens behind these latents."""
         c = self.config
         B, S, _ = latent.shape
@@ -177,7 +177,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return out.astype(q_nope.dtype)
 
     def _attend_expanded(
-        self, q: Float[Array, "B T H K"], latent: Float[Array, "B T C+R"], cache: LayerCache
+        self, q: Float[Array, "B T H K"], latent: Float[Array, "B T CR"], cache: LayerCache
     ) -> Float[Array, "B T H V"]:
         """The new tokens among themselves, then block by block of what was cached before."""
         B, T, _, _ = q.shape

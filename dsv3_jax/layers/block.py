@@ -55,7 +55,7 @@ class DecoderLayer(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page C+R"], RoutingStats | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
         """T new tokens a row behind those in the cache; also the extended cache."""
         attended, pages = self.self_attn.extend(self.input_layernorm(x), rotation, cache, form)
         y, stats = self._feed_forward(_add(x, attended), cache.valid)

@@ -16,6 +16,9 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.balance import imbalance, update_bias
 from dsv3_jax.training.losses import Losses, losses
 
+# An nnx.State. The type checker of the tests does not take that class, nor optax's name for it.
+Tree = Any
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
@@ -80,17 +83,16 @@ class Trainer:
         self.evaluate = jax.jit(self._evaluate)
 
     def init(self) -> TrainingState:
-        """The state before the first step, from the model's own weights."""
-        return TrainingState(
-            self._params, self._biases, self._optimizer.init(self._params), jnp.int32(0)
-        )
+        """The state before the first step: a copy of the model's weights, for steps donate it."""
+        params, biases = jax.tree.map(jnp.copy, (self._params, self._biases))
+        return TrainingState(params, biases, self._optimizer.init(params), jnp.int32(0))
 
     def model(self, state: TrainingState) -> DeepSeekV3:
         """The model with the state's weights, in float32."""
         return nnx.merge(self._graph, state.params, state.biases)
 
     def _forward(
-        self, params: optax.Params, biases: nnx.State, tokens: Int[Array, "B T"]
+        self, params: Tree, biases: Tree, tokens: Int[Array, "B T"]
     ) -> tuple[Float32[Array, ""], tuple[Losses, Any]]:
         dtype = jnp.dtype(self.config.compute_dtype)
         cast = jax.tree.map(lambda p: p.astype(dtype), params)
@@ -111,10 +113,10 @@ class Trainer:
         params = optax.apply_updates(state.params, updates)
         counts = [stats.counts for stats in routing]
         biases = self._balanced(state.biases, counts)
-        metrics = Metrics(found, optax.global_norm(grads), imbalance(jnp.stack(counts)))
+        metrics = Metrics(found, optax.tree.norm(grads), imbalance(jnp.stack(counts)))
         return TrainingState(params, biases, optimizer, state.step + 1), metrics
 
-    def _balanced(self, biases: nnx.State, counts: list[Int[Array, " E"]]) -> nnx.State:
+    def _balanced(self, biases: Tree, counts: list[Int[Array, " E"]]) -> Tree:
         """Moves each router's bias by its layer's loads: the model's layers, then the MTP's."""
         flat = sorted(nnx.to_flat_state(biases), key=lambda item: (item[0][0] == "mtp", item[0][1]))
         speed = self.config.bias_update_speed

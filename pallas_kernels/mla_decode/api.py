@@ -35,7 +35,8 @@ def mla_decode(
         slot ``s % page``.
       block_tables: page numbers; entries past a row's length may be anything.
       lengths: cached tokens a row, *including* its T queries. A query that sees no token
-        (``lengths < T - t``) gives zeros and an LSE of -inf.
+        (``lengths < T - t``) gives zeros and an LSE of -inf; one that would see past the table's
+        end is padding, and its result undefined.
       scale: factor of the scores, ``(N + R)^-0.5`` times YaRN's correction.
 
     Returns:

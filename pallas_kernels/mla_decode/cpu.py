@@ -30,7 +30,7 @@ def mla_decode(
         raise NotImplementedError(f"runs on CPUs, this is {jax.default_backend()}")
     page_size, width = pages.shape[1], block_tables.shape[1]
     block_pages = min(width, max(1, _BLOCK_TOKENS // page_size))
-    block = block_pages * page_size
+    block, end = block_pages * page_size, width * page_size
     tables = jnp.pad(block_tables, ((0, 0), (0, -width % block_pages)))
 
     def add_block(
@@ -38,7 +38,7 @@ def mla_decode(
     ) -> tuple[jax.Array, jax.Array]:
         table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
         out, lse = reference.attend(
-            q_latent, q_rope, pages, table, lengths, first=i * block, scale=scale
+            q_latent, q_rope, pages, table, lengths, first=i * block, end=end, scale=scale
         )
         return merge_attention(*carry, out, lse)
 
@@ -46,7 +46,7 @@ def mla_decode(
         jnp.zeros(q_latent.shape, jnp.float32),
         jnp.full(q_latent.shape[:-1], -jnp.inf, jnp.float32),
     )
-    # A length may count queries past the table's end: padding, whose result is undefined.
+    # A length may count padding past the table's end.
     blocks = jnp.minimum(-(-jnp.max(lengths) // block), tables.shape[1] // block_pages)
     out, lse = jax.lax.fori_loop(0, blocks, add_block, nothing)
     return out.astype(q_latent.dtype), lse

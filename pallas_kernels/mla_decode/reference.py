@@ -17,8 +17,9 @@ def mla_decode(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    first, end = jnp.int32(0), block_tables.shape[1] * pages.shape[1]
     out, lse = attend(
-        q_latent, q_rope, pages, block_tables, lengths, first=jnp.int32(0), scale=scale
+        q_latent, q_rope, pages, block_tables, lengths, first=first, end=end, scale=scale
     )
     return out.astype(q_latent.dtype), lse
 
@@ -31,22 +32,21 @@ def attend(
     lengths: Int[Array, " B"],
     *,
     first: Int[Array, ""],
+    end: int,
     scale: float,
 ) -> tuple[Float32[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Attention to the tokens of some of the pages, the earliest of which is token ``first``."""
+    """Attention to the tokens of some of the pages, from token ``first`` on and before ``end``."""
     B, T, _, C = q_latent.shape
     # mode="clip": entries past a row's length may be anything, and are masked below.
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
-    latent, k_rope = cached[..., :C], cached[..., C:]
-    f32 = jnp.float32
-    scores = jnp.einsum("bthc,bsc->bths", q_latent, latent, preferred_element_type=f32)
-    scores += jnp.einsum("bthr,bsr->bths", q_rope, k_rope, preferred_element_type=f32)
     s = first + jnp.arange(cached.shape[1])
-    visible = lengths[:, None] - T + 1 + jnp.arange(T)
-    probabilities, lse = masked_softmax(scores * scale, (s < visible[..., None])[:, :, None])
+    visible = jnp.minimum(lengths[:, None] - T + 1 + jnp.arange(T), end)
     # A masked slot may hold anything, NaN included: zero it, for 0 * NaN is NaN.
-    latent = jnp.where((s < lengths[:, None])[..., None], latent, 0)
-    out = jnp.einsum(
-        "bths,bsc->bthc", probabilities.astype(latent.dtype), latent, preferred_element_type=f32
-    )
-    return out, lse
+    cached = jnp.where((s < visible[:, -1:])[..., None], cached, 0)
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    # The cache goes first and whole, not cut into latent and rope: three times faster on a CPU.
+    scores = jnp.einsum("bsk,bthk->bths", cached, q, preferred_element_type=jnp.float32)
+    probabilities, lse = masked_softmax(scores * scale, (s < visible[..., None])[:, :, None])
+    probabilities = probabilities.astype(cached.dtype)
+    out = jnp.einsum("bths,bsk->bthk", probabilities, cached, preferred_element_type=jnp.float32)
+    return out[..., :C], lse

@@ -29,7 +29,7 @@ def mla_prefill(
       q, k: K = N + R wide, the rotated rope part last.
       v: V wide, V and K may differ (128 and 192 in DeepSeek-V3).
       starts: index, among the keys, of each row's first query.
-      lengths: valid keys a row.
+      lengths: valid keys a row; keys and values past them may be anything.
       scale: factor of the scores.
 
     Returns:

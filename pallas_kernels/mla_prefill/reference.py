@@ -22,6 +22,8 @@ def mla_prefill(
     last = starts[:, None] + jnp.arange(q.shape[1])
     mask = (s <= last[..., None]) & (s < lengths[:, None, None])
     probabilities, lse = masked_softmax(scores * scale, mask[:, :, None])
+    # A masked value may be anything, NaN included: zero it, for 0 * NaN is NaN.
+    v = jnp.where((s < lengths[:, None])[..., None, None], v, 0)
     out = jnp.einsum(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
     )

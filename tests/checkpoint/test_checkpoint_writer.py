@@ -1,0 +1,267 @@
+"""What the writer leaves on disk: whole or not at all, readable by others, and the same again."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import stat
+
+import numpy as np
+import pytest
+import safetensors
+
+import dsv3_jax
+from dsv3_jax.checkpoint import writer
+from dsv3_jax.checkpoint.names import tensor_table
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.checkpoint.writer import write_checkpoint
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from tests.checkpoint.files import CONFIG, INDEX, read, read_directory
+from tests.checkpoint.values import assert_holds, loaded, same_bytes, small_config
+from tests.support.checkpoints import is_fp8, quantize_blocks
+from tests.support.oracle import dequantize
+
+SCALE = "_scale_inv"
+BLOCKS = BlockQuantization((24, 40))  # partial in both directions, and several of them
+
+
+@pytest.fixture
+def model(checkpoint):
+    directory, _ = checkpoint()
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "not" / "yet" / "there"
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, BLOCKS])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_the_published_tensors_and_config(checkpoint, out, layers, quantization):
+    directory, _ = checkpoint(small_config(num_nextn_predict_layers=layers))
+    model, _ = dsv3_jax.load(directory)
+    write_checkpoint(model, out, quantization=quantization)
+    config = ModelConfig.from_hf(out)
+    assert config == dataclasses.replace(
+        model.config, quantization=quantization, dtype="bfloat16", num_nextn_predict_layers=layers
+    )
+    stored = {name: (t.shape, t.dtype) for name, t in read_directory(out).items()}
+    table = {name: (spec.shape, spec.dtype) for name, spec in tensor_table(config).items()}
+    assert stored == table
+
+
+def test_values_in_bfloat16(checkpoint, out):
+    """The correction bias stays exact."""
+    directory, want = checkpoint()
+    model, _ = dsv3_jax.load(directory)
+    write_checkpoint(model, out)
+    assert_holds(loaded(out, dtype="bfloat16"), want, "bfloat16")
+
+
+def test_a_model_without_its_mtp_layer(checkpoint, out):
+    directory, _ = checkpoint(dtype="bfloat16")
+    model, _ = dsv3_jax.load(directory, mtp=False)
+    write_checkpoint(model, out)
+    assert ModelConfig.from_hf(out).num_nextn_predict_layers == 0
+    assert same_bytes(loaded(out), loaded(directory, mtp=False))
+
+
+@pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
+def test_values_in_float8(checkpoint, out, scale_fmt):
+    directory, want = checkpoint()
+    model, _ = dsv3_jax.load(directory)
+    write_checkpoint(model, out, quantization=dataclasses.replace(BLOCKS, scale_fmt=scale_fmt))
+    keys = json.loads((out / CONFIG).read_text())["quantization_config"]
+    assert keys["weight_block_size"] == [24, 40]
+    assert keys.get("scale_fmt", "float32") == scale_fmt
+    stored = read_directory(out)
+    quantized = [name for name in want if is_fp8(name)]
+    assert len(quantized) > 30
+    for name in quantized:
+        scale = stored[name + SCALE].array
+        _, best = quantize_blocks(
+            want[name], BLOCKS.weight_block_size, power_of_two=scale_fmt == "ue8m0"
+        )
+        np.testing.assert_allclose(scale, best, rtol=1e-6 if scale_fmt == "float32" else 0)
+        got = dequantize(stored[name].array, scale, BLOCKS.weight_block_size)
+        # Half a unit in the last of three places behind the point, or of the smallest numbers.
+        step = np.repeat(np.repeat(scale, 24, 0), 40, 1)[: got.shape[0], : got.shape[1]]
+        bound = np.maximum(np.abs(want[name]) * 2**-4, step * 2**-10)
+        assert (np.abs(got - want[name]) <= bound * 1.0001).all(), name
+    others = {name: value for name, value in want.items() if name not in quantized}
+    got = loaded(out, dtype="bfloat16")
+    assert_holds({name: got[name] for name in others}, others, "bfloat16")
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "fp8"])
+def test_written_again_nothing_changes(checkpoint, out, source):
+    """A model in float32 that came from float8 is quantised to the very values it had.
+
+    If perhaps with other scales: a block's largest value may have been rounded down to a power of
+    two, which then is the largest of half the scale.
+    """
+    quantization, options = None, {}
+    if source == "fp8":
+        options = {"scale_fmt": "ue8m0", "block": BLOCKS.weight_block_size}
+        quantization = dataclasses.replace(BLOCKS, scale_fmt="ue8m0")
+    directory, _ = checkpoint(dtype=source, **options)
+    first, second = out / "first", out / "second"
+    write_checkpoint(dsv3_jax.load(directory)[0], first, quantization=quantization)
+    write_checkpoint(dsv3_jax.load(first)[0], second, quantization=quantization)
+    assert read_directory(first) == read_directory(second)
+    if source != "float32":
+        assert same_bytes(loaded(first), loaded(directory))
+
+
+@pytest.mark.parametrize(
+    ("scale_fmt", "dtype"), [(None, "float32"), (None, "bfloat16"), ("ue8m0", "bfloat16")]
+)
+def test_float8_weights_are_written_as_they_are(checkpoint, out, scale_fmt, dtype):
+    directory, _ = checkpoint(dtype="fp8", block=BLOCKS.weight_block_size, scale_fmt=scale_fmt)
+    model, _ = dsv3_jax.load(directory, quantization="fp8", dtype=dtype)
+    write_checkpoint(model, out, quantization=model.config.quantization)
+    assert read_directory(out) == read_directory(directory)
+
+
+@pytest.mark.parametrize(
+    "quantization", [None, BlockQuantization(), dataclasses.replace(BLOCKS, scale_fmt="ue8m0")]
+)
+def test_float8_weights_are_not_quantized_otherwise(checkpoint, out, quantization):
+    directory, _ = checkpoint(dtype="fp8", block=BLOCKS.weight_block_size)
+    model, _ = dsv3_jax.load(directory, quantization="fp8")
+    line = re.escape(
+        f"the model holds float8 weights; expected quantization={BLOCKS}, got {quantization}"
+    )
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        write_checkpoint(model, out, quantization=quantization)
+    assert not out.parent.exists()
+
+
+# ---- shards --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, BLOCKS])
+@pytest.mark.parametrize("limit", [1, 5_000, 20_000, 60_000])
+def test_shards(model, out, limit, quantization):
+    write_checkpoint(model, out, quantization=quantization, shard_bytes=limit)
+    index = json.loads((out / INDEX).read_text())
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert {path.name for path in out.iterdir()} == {CONFIG, INDEX, *shards}
+    count = len(shards)
+    assert count > 2
+    assert shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    place, sizes = {}, []
+    for shard in shards:
+        tensors = read(out / shard)
+        assert tensors
+        assert not place.keys() & tensors.keys()
+        place |= dict.fromkeys(tensors, shard)
+        in_order = [name for name, file in index["weight_map"].items() if file == shard]
+        sizes.append([len(tensors[name].data) for name in in_order])
+    assert index["weight_map"] == place
+    assert set(place) == set(tensor_table(ModelConfig.from_hf(out)))
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    for size, following in itertools.pairwise(sizes):
+        assert sum(size) <= limit or len(size) == 1
+        assert sum(size) + following[0] > limit  # one more would not have gone in
+    assert sum(sizes[-1]) <= limit or len(sizes[-1]) == 1
+    whole = out.with_name("whole")
+    write_checkpoint(model, whole, quantization=quantization)
+    assert len(list(whole.glob("*.safetensors"))) == 1
+    assert read_directory(whole) == read_directory(out)
+    assert same_bytes(loaded(out), loaded(whole))
+
+
+# ---- for others ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, BLOCKS])
+def test_the_safetensors_package_reads_it(model, out, quantization):
+    write_checkpoint(model, out, quantization=quantization, shard_bytes=60_000)
+    ours = read_directory(out)
+    theirs = {}
+    for path in out.glob("*.safetensors"):
+        with safetensors.safe_open(path, framework="numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118, the object is no mapping
+                assert tuple(file.get_slice(name).get_shape()) == ours[name].shape
+        for name, tensor in safetensors.deserialize(path.read_bytes()):
+            theirs[name] = (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
+    assert theirs == {name: (t.dtype, t.shape, t.data) for name, t in ours.items()}
+
+
+def test_everybody_may_read_it(model, out):
+    mask = os.umask(0o022)
+    try:
+        write_checkpoint(model, out, shard_bytes=60_000)
+    finally:
+        os.umask(mask)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert len(modes) > 4
+    assert set(modes.values()) == {0o644}
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755
+
+
+# ---- whole or not at all -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [None, "config.json"])
+def test_an_existing_directory_is_refused(model, tmp_path, content):
+    existing = tmp_path / "existing"
+    existing.mkdir()
+    if content:
+        (existing / content).write_text("precious")
+    line = re.escape(f"expected a directory that does not exist yet, got {existing}")
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        write_checkpoint(model, existing)
+    assert [path.read_text() for path in existing.iterdir()] == ["precious"] * bool(content)
+    assert not existing.with_name("existing.partial").exists()
+
+
+def test_an_existing_file_is_refused(model, tmp_path):
+    existing = tmp_path / "existing"
+    existing.write_text("precious")
+    with pytest.raises(
+        ValueError, match=r"^expected a directory that does not exist yet, got \S+$"
+    ):
+        write_checkpoint(model, existing)
+    assert existing.read_text() == "precious"
+
+
+class PowerCut(BaseException):
+    """No ordinary exception, so that nothing may catch it and go on."""
+
+
+@pytest.mark.parametrize("last", [CONFIG, "model-00001-of-", "model-00003-of-", INDEX, "rename"])
+def test_interrupted(model, out, monkeypatch, last):
+    """At any point there is no directory of that name; the next run leaves no trace of this one."""
+    with monkeypatch.context() as interrupted:
+        for name in ("write_file", "_write_json"):
+            interrupted.setattr(writer, name, until(last, getattr(writer, name)))
+        if last == "rename":
+            interrupted.setattr("pathlib.Path.rename", until("there.partial", lambda *_: None))
+        with pytest.raises(PowerCut):
+            write_checkpoint(model, out, shard_bytes=5_000)
+    assert not out.exists()
+    write_checkpoint(model, out, shard_bytes=60_000)
+    index = json.loads((out / INDEX).read_text())
+    written = {path.name for path in out.iterdir()}
+    assert written == {CONFIG, INDEX, *index["weight_map"].values()}
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert_holds(loaded(out, dtype="bfloat16"), published_tensors(model), "bfloat16")
+
+
+def until(last, write):
+    """`write`, until it has written the file whose name begins with `last`."""
+
+    def wrapped(path, *args):
+        write(path, *args)
+        if path.name.startswith(last):
+            raise PowerCut
+
+    return wrapped

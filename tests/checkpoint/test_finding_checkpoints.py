@@ -1,0 +1,156 @@
+"""From a name to a directory: paths, the Hub's local cache, and what is neither."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import dsv3_jax
+from tests.checkpoint.values import assert_holds, loaded
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(checkpoint, hub_cache):
+    """Puts a checkpoint into the Hub's cache as the Hub's client does: links to hashed blobs."""
+
+    def put(name, **options):
+        source, want = checkpoint(**options)
+        home = hub_cache / ("models--" + name.replace("/", "--"))
+        snapshot = home / "snapshots" / REVISION
+        for folder in (snapshot, home / "refs", home / "blobs"):
+            folder.mkdir(parents=True)
+        (home / "refs" / "main").write_text(REVISION)
+        for number, file in enumerate(sorted(source.iterdir())):
+            blob = home / "blobs" / f"{number:064x}"
+            file.rename(blob)
+            (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+        return snapshot, want
+
+    return put
+
+
+def refusal(name, **options):
+    """The message of the one clear line with which `name` is refused."""
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:
+        dsv3_jax.load(name, **options)
+    return str(caught.value)
+
+
+# ---- the Hub -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", ["org/name", "deepseek-ai/DeepSeek-V3.1_x"])
+def test_a_cached_name(cached, name, shards):
+    _, want = cached(name, dtype="bfloat16", shards=shards)
+    assert_holds(loaded(name), want)
+
+
+def test_a_directory_goes_before_the_hub(cached, tmp_path, monkeypatch):
+    snapshot, want = cached("org/name")
+    (tmp_path / "elsewhere" / "org").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "org" / "name").symlink_to(snapshot)
+    (snapshot.parents[1] / "refs" / "main").unlink()
+    assert "not to be had from the Hub" in refusal("org/name")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert_holds(loaded("org/name"), want)
+
+
+def test_a_name_that_is_not_cached(cached):
+    cached("org/name")
+    message = refusal("org/another")
+    assert message.startswith("model 'org/another': no such directory, and not to be had from the")
+
+
+def test_a_snapshot_that_lacks_a_shard(cached):
+    """An interrupted download leaves one; without the network nothing can complete it."""
+    snapshot, _ = cached("org/name", shards=3)
+    (snapshot / "model-00002-of-00003.safetensors").unlink()
+    assert refusal("org/name").endswith("missing: model-00002-of-00003.safetensors")
+
+
+def test_a_snapshot_whose_blob_is_gone(cached):
+    snapshot, _ = cached("org/name", shards=3)
+    (snapshot / "model-00003-of-00003.safetensors").resolve().unlink()
+    assert refusal("org/name").endswith("missing: model-00003-of-00003.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(), "OSError"),
+        (RuntimeError("first line\nsecond line"), "first line"),
+        (ConnectionError(" \n"), "ConnectionError"),
+    ],
+)
+def test_whatever_the_client_raises_is_one_line(monkeypatch, error, reason):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    assert refusal("org/name").endswith(f"from the Hub: {reason}")
+
+
+# ---- paths ---------------------------------------------------------------------------------------
+
+
+def test_a_path_in_every_spelling(checkpoint, monkeypatch):
+    directory, want = checkpoint()
+    monkeypatch.chdir(directory.parent)
+    for path in (directory, f"{directory}/", "checkpoint"):
+        assert_holds(loaded(path), want)
+    monkeypatch.chdir(directory)
+    for path in (Path(), "../checkpoint"):
+        assert_holds(loaded(path), want)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        "a",
+        "a/b/c",
+        "/nowhere/x",
+        "/x",
+        "./missing",
+        "../missing",
+        "~/model",
+        "org/",
+        "/org/name",
+        "org/name\n",
+        "org/na me",
+        "https://huggingface.co/org/name",
+        "org\\name",
+        "a\0b",
+        "\ud800/x",
+        "x" * 5000,
+        None,
+        3,
+        b"org/name",
+        ["org/name"],
+    ],
+)
+def test_no_name_at_all(checkpoint, monkeypatch, name):
+    """Also from within a checkpoint: an empty string is not the current directory."""
+    directory, _ = checkpoint()
+    monkeypatch.chdir(directory)
+    message = refusal(name)
+    assert message.startswith("model: expected 'demo', a directory, or a Hub name; got ")
+    assert message.endswith(repr(name))
+
+
+@pytest.mark.parametrize("name", ["org/..", "org/.", "org/a--b", "org/-name", "a" * 100 + "/x"])
+def test_names_that_the_hub_does_not_allow(name):
+    assert refusal(name).startswith(f"model {name!r}: no such directory, and not to be had from")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_is_not_its_directory(checkpoint, monkeypatch, file):
+    directory, _ = checkpoint()
+    monkeypatch.chdir(directory.parent)
+    # The second of them looks like a Hub name.
+    for path in (directory / file, f"checkpoint/{file}"):
+        assert refusal(path).endswith(f"got the file {str(path)!r}")

@@ -1,0 +1,174 @@
+"""The MTP layers of a checkpoint: loaded, left out, absent, in pieces, and their copies."""
+
+import re
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from tests.checkpoint.files import CONFIG, SINGLE, Stored, edit, edit_json, read
+from tests.checkpoint.values import assert_holds, loaded, same_bytes, small_config
+
+MTP = "model.layers.2."
+EMBEDDING = f"{MTP}embed_tokens.weight"
+HEAD = f"{MTP}shared_head.head.weight"
+ORIGINALS = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
+
+
+def of_model(tensors):
+    """The tensors of the main model."""
+    return {name: t for name, t in tensors.items() if not re.match(r"model\.layers\.[23]\.", name)}
+
+
+def keep(directory, wanted):
+    """Removes the tensors that `wanted` is false of, and gives their names."""
+    removed = [name for name in read(directory / SINGLE) if not wanted(name)]
+    edit(directory / SINGLE, lambda tensors: [tensors.pop(name) for name in removed])
+    return removed
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_with_and_without(checkpoint, dtype, layers):
+    directory, want = checkpoint(small_config(num_nextn_predict_layers=layers), dtype=dtype)
+    model, _ = dsv3_jax.load(directory)
+    assert len(model.mtp) == model.config.num_nextn_predict_layers == layers
+    assert_holds(loaded(directory, mtp=True), want)
+    model, _ = dsv3_jax.load(directory, mtp=False)
+    assert len(model.mtp) == model.config.num_nextn_predict_layers == 0
+    assert len(of_model(want)) < len(want)
+    assert_holds(loaded(directory, mtp=False), of_model(want))
+
+
+def test_left_out_with_float8_kept(checkpoint):
+    directory, _ = checkpoint(dtype="fp8")
+    whole = loaded(directory, quantization="fp8")
+    assert same_bytes(loaded(directory, quantization="fp8", mtp=False), of_model(whole))
+
+
+def test_embedding_and_head_are_held_once(checkpoint):
+    directory, _ = checkpoint()
+    model, _ = dsv3_jax.load(directory)
+    large = [path for path, leaf in nnx.to_flat_state(nnx.state(model)) if 160 in leaf.shape]
+    assert sorted(large) == [("embed_tokens", "weight"), ("lm_head", "weight")]
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_promised_and_absent(checkpoint, dtype, mtp):
+    """transformers drops the layer when it saves a model, and leaves the config's count."""
+    directory, want = checkpoint(dtype=dtype)
+    assert keep(directory, lambda name: not name.startswith(MTP))
+    model, _ = dsv3_jax.load(directory, mtp=mtp)
+    assert model.config.num_nextn_predict_layers == 0
+    assert_holds(loaded(directory, mtp=mtp), of_model(want))
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_present_and_not_promised(checkpoint, mtp):
+    directory, want = checkpoint()
+    edit_json(directory / CONFIG, lambda config: config.pop("num_nextn_predict_layers"))
+    assert_holds(loaded(directory, mtp=mtp), of_model(want))
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "eh_proj.weight",
+        "enorm.weight",
+        "hnorm.weight",
+        "shared_head.norm.weight",
+        "input_layernorm.weight",
+        "self_attn.kv_b_proj.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.experts.3.down_proj.weight",
+    ],
+)
+def test_one_tensor_short(checkpoint, lost):
+    directory, _ = checkpoint()
+    assert keep(directory, lambda name: name != MTP + lost) == [MTP + lost]
+    with pytest.raises(ValueError, match=rf"^checkpoint: missing tensor {re.escape(MTP + lost)}$"):
+        dsv3_jax.load(directory)
+
+
+@pytest.mark.parametrize("kept", [EMBEDDING, HEAD, f"{MTP}enorm.weight"])
+def test_one_tensor_left(checkpoint, kept):
+    directory, _ = checkpoint()
+    keep(directory, lambda name: name == kept or not name.startswith(MTP))
+    with pytest.raises(ValueError, match=rf"^checkpoint: missing tensor {MTP}\S+ and \d+ more$"):
+        dsv3_jax.load(directory)
+
+
+def test_one_layer_of_two(checkpoint):
+    directory, _ = checkpoint(small_config(num_nextn_predict_layers=2))
+    keep(directory, lambda name: not name.startswith("model.layers.3."))
+    with pytest.raises(ValueError, match=r"^checkpoint: missing tensor model\.layers\.3\.\S+ and"):
+        dsv3_jax.load(directory)
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_layer_of_the_model_is_not_taken_for_mtp(checkpoint, mtp):
+    """With too small a num_hidden_layers the last layer would silently be dropped."""
+    directory, _ = checkpoint(small_config(num_nextn_predict_layers=0))
+    edit_json(directory / CONFIG, lambda config: config.update(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"^checkpoint: unknown tensor model\.layers\.1\.\S+ and"):
+        dsv3_jax.load(directory, mtp=mtp)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("absent", [{EMBEDDING}, {HEAD}, {EMBEDDING, HEAD}])
+def test_copies_may_be_absent(checkpoint, absent, quantization):
+    directory, _ = checkpoint(dtype="fp8")
+    before = loaded(directory, quantization=quantization)
+    assert set(keep(directory, lambda name: name not in absent)) == absent
+    assert same_bytes(loaded(directory, quantization=quantization), before)
+
+
+def in_one_bit(tensor):
+    return Stored(tensor.dtype, tensor.shape, tensor.data[:-1] + bytes([tensor.data[-1] ^ 1]))
+
+
+def in_a_row(tensor):
+    return Stored(tensor.dtype, (159, 64), tensor.data[: -tensor.array[0].nbytes])
+
+
+def in_dtype(tensor):
+    return Stored.of(tensor.array.astype(np.float32))
+
+
+@pytest.mark.parametrize("differing", [in_one_bit, in_a_row, in_dtype])
+@pytest.mark.parametrize("copy", ORIGINALS)
+def test_copies_must_not_differ(checkpoint, copy, differing):
+    directory, _ = checkpoint(dtype="bfloat16")
+    edit(directory / SINGLE, lambda tensors: tensors.update({copy: differing(tensors[copy])}))
+    with pytest.raises(ValueError, match=r"^\S+ differs from \S+, which it should") as caught:
+        dsv3_jax.load(directory)
+    assert copy in str(caught.value)
+    assert ORIGINALS[copy] in str(caught.value)
+
+
+@pytest.mark.parametrize("copy", ORIGINALS)
+def test_copies_of_a_layer_that_is_left_out_may_differ(checkpoint, copy):
+    directory, want = checkpoint()
+    edit(directory / SINGLE, lambda tensors: tensors.update({copy: in_one_bit(tensors[copy])}))
+    assert_holds(loaded(directory, mtp=False), of_model(want))
+
+
+def test_copies_are_compared_by_bytes(checkpoint):
+    """Not a number equals itself here: a damaged value in both is still a copy."""
+    directory, _ = checkpoint()
+
+    def spoil(tensors):
+        for name in (EMBEDDING, ORIGINALS[EMBEDDING]):
+            array = tensors[name].array.copy()
+            array[3, 5] = np.nan
+            tensors[name] = Stored.of(array)
+
+    edit(directory / SINGLE, spoil)
+    got = loaded(directory)
+    assert np.isnan(got[EMBEDDING][3, 5])
+    assert np.isnan(got[EMBEDDING]).sum() == 1

@@ -1,0 +1,72 @@
+"""What the tests of generation share: one tiny random model, one tokenizer, few Generators."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.tokenizer import Tokenizer
+from tests.generation.fragments import MAX_LEN, write_tokenizer
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+Forward = Callable[[Sequence[int]], np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> DeepSeekV3:
+    """Random weights with activations of order one: what it writes is varied, unlike its text."""
+    directory = tmp_path_factory.mktemp("tiny")
+    config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)  # one dense, one MoE
+    write_checkpoint(directory, config, random_tensors(config))
+    model, tokenizer = dsv3_jax.load(directory)
+    assert tokenizer is None
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """152 tokens for the model's 160 rows; see fragments.py."""
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def generator(tiny, tokenizer) -> Generator:
+    """One program whatever the batch: 4 rows."""
+    return Generator(tiny, tokenizer, MAX_LEN, batch_sizes=(4,), prefill_chunk=4)
+
+
+@pytest.fixture(scope="session")
+def bare(tiny) -> Generator:
+    """Without a tokenizer."""
+    return Generator(tiny, None, MAX_LEN, batch_sizes=(4,), prefill_chunk=16)
+
+
+@pytest.fixture(scope="session")
+def ladder(tiny, tokenizer) -> Generator:
+    """Programs of one and of two rows; a chunk holds any prompt."""
+    return Generator(tiny, tokenizer, MAX_LEN, batch_sizes=(2, 1), prefill_chunk=2 * MAX_LEN)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Generator:
+    model, tokenizer = dsv3_jax.load("demo", mtp=False)
+    return Generator(model, tokenizer, 160, batch_sizes=(2,))
+
+
+@pytest.fixture(scope="session")
+def forward(tiny) -> Forward:
+    """Logits of whole sequences without a cache: [T, W] of T tokens."""
+    graph, weights = nnx.split(tiny)
+    run = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+
+    def logits(tokens: Sequence[int]) -> np.ndarray:
+        padded = np.zeros((1, MAX_LEN), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.array(run(weights, padded))[0, : len(tokens)]
+
+    return logits

@@ -1,0 +1,78 @@
+"""A byte-level tokenizer for a random model: whatever it writes is full of broken characters.
+
+Ids 0 to 2 are special, then come the letters and the space, then three kinds of longer tokens in
+turn: a word with its space; one that ends inside an "é" and begins inside another; one that ends
+after the first byte of a "€" and begins with the two others. So some neighbours complete each
+other's characters, and some leave bytes that are no UTF-8.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from dsv3_jax.tokenizer import Tokenizer
+
+MAX_LEN = 96  # of the Generators that all tests share: more than one page of the cache
+
+BOS, EOS, TURN = range(3)
+SPECIAL = ("<bos>", "<eos>", "<turn>")
+LETTERS = tuple(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz ")
+LONG = 122  # longer tokens, of all three kinds together
+
+
+def _long(i: int) -> bytes:
+    pair = list(product(b"klmnprst", b"aeiou"))[i // 3 % 40]
+    core = bytes(pair) + (b"n" if i >= 120 else b"")
+    return (core + b"s ", b"\xa9" + core + b"\xc3", b"\x82\xac" + core + b"\xe2")[i % 3]
+
+
+FRAGMENTS = (b"", b"", b"", *LETTERS, *(_long(i) for i in range(LONG)))
+"""The bytes of each id; of special ones, which text leaves out, none."""
+
+VOCAB_SIZE = len(FRAGMENTS)
+
+
+def as_text(tokens: Sequence[int]) -> str:
+    """What the tokens spell, by Python's own decoder."""
+    return b"".join(FRAGMENTS[i] for i in tokens).decode("utf-8", "replace")
+
+
+def stop_by_hand(tokens: Sequence[int], stop: Sequence[str]) -> tuple[str, list[int]]:
+    """Text and tokens of a request that looks for its stop strings after every token."""
+    for n in range(1, len(tokens) + 1):
+        text = as_text(tokens[:n])
+        if found := [text.index(s) for s in stop if s in text]:
+            return text[: min(found)], list(tokens[:n])
+    return as_text(tokens), list(tokens)
+
+
+def letters(text: str) -> list[int]:
+    """Lower-case text, one token a letter."""
+    return [3 + LETTERS.index(bytes([c])) for c in text.encode()]
+
+
+def write_tokenizer(directory: Path) -> Tokenizer:
+    """tokenizer.json and tokenizer_config.json in the directory, and what reads them."""
+    vocab = {text: i for i, text in enumerate(SPECIAL)}
+    vocab |= {_spelled(FRAGMENTS[i]): i for i in range(3, VOCAB_SIZE)}
+    assert len(vocab) == VOCAB_SIZE
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in SPECIAL])
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        '{"add_bos_token": true, "bos_token": "<bos>", "eos_token": "<eos>"}'
+    )
+    return Tokenizer(directory)
+
+
+def _spelled(fragment: bytes) -> str:
+    """Bytes as a byte-level vocabulary spells them: the printable ones of Latin-1 as themselves,
+    the others from U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [b for b in range(256) if b not in printable]
+    return "".join(chr(b) if b in printable else chr(0x100 + others.index(b)) for b in fragment)

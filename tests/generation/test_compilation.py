@@ -1,0 +1,98 @@
+"""After a warm-up nothing compiles, whatever is asked: measured by JAX's own compilation events."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3_jax.generation.generator import Generator
+from tests.generation.fragments import letters
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[float]]:
+    """Seconds of every compilation so far, also of those that a cache on disk made short."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if event == EVENT:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny, tokenizer) -> Generator:
+    """Shapes that no other test uses, so nothing of it is compiled yet."""
+    return Generator(tiny, tokenizer, 61, batch_sizes=(3,), prefill_chunk=8)
+
+
+def test_the_event_is_seen(compilations):
+    function = jax.jit(lambda x: x * 3 + 1)
+    x = np.arange(17, dtype=np.float32)
+    function(x)
+    assert len(compilations) == 1
+    function(x)
+    assert len(compilations) == 1
+    jnp.asarray(x) * 5  # an operation outside jit counts as well
+    assert len(compilations) > 1
+
+
+def test_nothing_compiles_after_the_warm_up(fresh, compilations):
+    seconds = fresh.warm_up(3)
+    assert len(compilations) >= 2  # prefill and decode
+    assert seconds > sum(compilations) > 0
+    compilations.clear()
+    fresh.warm_up()  # one row runs in the program of three
+    ask_for_all_sorts_of_things(fresh)
+    assert compilations == []
+
+    fresh.warm_up(3, logprobs=1)
+    assert len(compilations) >= 1  # the decode program that keeps the best tokens
+    compilations.clear()
+    for n in (1, 5, 20):
+        fresh.generate([letters("a"), letters("bcd")], logprobs=n)
+    ask_for_all_sorts_of_things(fresh)
+    assert compilations == []
+
+
+def ask_for_all_sorts_of_things(generator: Generator) -> None:
+    """Two or three prompts with every setting, scalar or by prompt."""
+    a, b, c = letters("one"), [9], letters("a much longer prompt than the others")
+    generator.generate([a, b])
+    generator.generate([c, c, a], max_new_tokens=[3, 50, 1])
+    generator.generate([[*c, *c[:20]], b, a], max_new_tokens=100)
+    generator.generate(["text", "more text"], temperature=[0.0, 1.3], seed=[4, 2**32 - 1])
+    generator.generate([a, b, c], temperature=0.7, top_k=7, top_p=0.9, min_p=0.02, seed=range(3))
+    generator.generate([a, b], stop=("a", "<turn>"), stop_tokens=[8, 9], ignore_eos=True)
+    generator.generate([a, b], stop="k", temperature=np.float32(2), seed=np.arange(2))
+    # More than a batch: three and two.
+    generator.generate([c, b, a, b, a], max_new_tokens=[1, 2, 3, 4, 5], stop="zz")
+    settings = {"max_new_tokens": 30, "temperature": 1.0}
+    assert list(generator.stream("abc", **settings))
+    assert list(generator.stream(c, stop=("e", "<turn>"), **settings))
+    next(generator.stream("closed early", **settings))
+
+
+def test_strides_share_a_program(generator, compilations, monkeypatch):
+    generator.warm_up(4)
+    compilations.clear()
+    for stride in (1, 2, 33):
+        monkeypatch.setattr(generator, "stride", stride)
+        list(generator.stream(letters("abc"), stop="k"))
+    assert compilations == []
+
+
+def test_a_checkpoint_with_a_tokenizer(demo, compilations):
+    demo.warm_up(2)
+    compilations.clear()
+    settings = {"max_new_tokens": 20, "temperature": 0.8, "stop": "\n\n"}
+    demo.generate(["def f(", "import os"], **settings)
+    assert list(demo.stream("class A:\n", **settings))
+    assert compilations == []

@@ -1,0 +1,294 @@
+"""Cached, chunked, batched generation against whole forward passes, and row against row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.generation.loop import decode
+from dsv3_jax.generation.sampling import Sampling, sample
+from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
+from dsv3_jax.kv_cache import LatentKVCache
+from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
+
+# One token, some, more than any chunk here, more than a page of the cache.
+PROMPTS = [
+    [7],
+    letters("what"),
+    letters("a prompt of some thirty letters"),
+    [(5 * i) % 160 for i in range(70)],
+]
+STEPS = 14
+
+# float32 sums of a few hundred terms in another order, through three layers and a softmax.
+LOGPROB_TOLERANCE = 1e-4
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def expected(forward):
+    """Greedy generation by hand: the whole forward pass again for every token."""
+    chosen = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + STEPS:
+            tokens.append(int(forward(tokens)[-1].argmax()))
+        chosen.append(tokens[len(prompt) :])
+    assert len({tuple(tokens) for tokens in chosen}) == len(PROMPTS)
+    return chosen
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("chunk", [1, 4, 16])
+    def test_equals_repeated_forward_passes(self, tiny, bare, expected, chunk):
+        generator = bare  # chunks of 16
+        if chunk != 16:
+            generator = Generator(tiny, None, MAX_LEN, batch_sizes=(4,), prefill_chunk=chunk)
+        out = generator.generate(PROMPTS, max_new_tokens=STEPS, ignore_eos=True)
+        assert [c.tokens for c in out] == expected
+        assert [c.prompt_tokens for c in out] == [len(p) for p in PROMPTS]
+        assert [c.finish_reason for c in out] == ["length"] * len(PROMPTS)
+
+    def test_padding_rows_of_the_embedding_are_left_out(self, generator, forward):
+        """The tokenizer has 152 tokens and the model 160 rows."""
+        prompt = PROMPTS[1]
+        out = generator.generate(prompt, max_new_tokens=60, ignore_eos=True)[0]
+        logits = forward([*prompt, *out.tokens])[len(prompt) - 1 : -1]
+        assert out.tokens == logits[:, :VOCAB_SIZE].argmax(axis=-1).tolist()
+        assert (logits.argmax(axis=-1) >= VOCAB_SIZE).any(), "padding would have been chosen"
+        drawn = generator.generate(prompt, max_new_tokens=60, temperature=50.0, ignore_eos=True)[0]
+        assert max(drawn.tokens) < VOCAB_SIZE
+
+    def test_the_longest_prompt_has_room_for_one_token(self, generator, forward):
+        prompt = [(7 * i) % 150 for i in range(MAX_LEN - 1)]
+        out = generator.generate([prompt, [5]], max_new_tokens=3, ignore_eos=True)
+        assert out[0].tokens == [int(forward(prompt)[-1, :VOCAB_SIZE].argmax())]
+        assert out[0].finish_reason == "length"
+        assert len(out[1].tokens) == 3
+
+
+REQUESTS = [
+    {"prompt": PROMPTS[0], "temperature": 1.0, "seed": 1},
+    {"prompt": PROMPTS[1], "temperature": 0.0, "seed": 2},
+    {"prompt": PROMPTS[2], "temperature": 1.5, "seed": 3, "top_k": 12},
+    {"prompt": PROMPTS[3], "temperature": 0.8, "seed": 2**32 - 1, "top_p": 0.7},
+    {"prompt": PROMPTS[1], "temperature": 2.0, "seed": 5, "min_p": 0.05},
+    {"prompt": PROMPTS[1], "temperature": 2.0, "seed": 6, "min_p": 0.05},
+    {
+        "prompt": PROMPTS[2],
+        "temperature": 1.2,
+        "seed": 7,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "max_new_tokens": 5,
+    },
+]
+DEFAULTS = {
+    "temperature": 0.0,
+    "seed": 0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "max_new_tokens": 20,
+}
+
+
+def run(generator, *numbers, **settings):
+    """Those of REQUESTS, in one call."""
+    rows = [DEFAULTS | REQUESTS[n] for n in numbers]
+    columns = {name: [row[name] for row in rows] for name in DEFAULTS}
+    return generator.generate([r["prompt"] for r in rows], ignore_eos=True, **columns, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(generator):
+    return [run(generator, n)[0] for n in range(len(REQUESTS))]
+
+
+class TestBatches:
+    @pytest.mark.parametrize(
+        "numbers", [(0, 1, 2), (2, 0, 1), (3, 4, 5), (6, 3, 2), (4, 4, 4), (5, 6, 1, 0)]
+    )
+    def test_company_and_order_change_nothing(self, generator, alone, numbers):
+        for n, got in zip(numbers, run(generator, *numbers), strict=True):
+            assert got == alone[n]  # tokens, text, and log-probabilities to the last bit
+
+    def test_all_at_once(self, generator, alone):
+        """More than the largest batch: several batches, in the order of the prompts."""
+        assert list(run(generator, *range(len(REQUESTS)))) == alone
+
+    def test_smaller_programs(self, ladder, alone):
+        """Other batch sizes may round otherwise, but not so that a token of these changes."""
+        out = run(ladder, *range(len(REQUESTS)))  # three batches of two and one of one
+        for got, expected in zip(out, alone, strict=True):
+            assert got.tokens == expected.tokens
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=LOGPROB_TOLERANCE)
+
+    def test_twice_the_same(self, generator, alone):
+        assert run(generator, 2)[0] == alone[2] == run(generator, 2)[0]
+
+    def test_seeds_and_prompts_matter(self, alone):
+        assert len({tuple(c.tokens) for c in alone}) == len(alone)
+
+    def test_one_seed_for_all_prompts(self, generator, alone):
+        settings = {"temperature": 1.0, "max_new_tokens": 20, "seed": 1, "ignore_eos": True}
+        out = generator.generate([PROMPTS[2], PROMPTS[0], PROMPTS[2]], **settings)
+        assert out[1] == alone[0]
+        assert out[0] == out[2]
+
+
+class TestSettingsReachTheSampler:
+    """No setting may be dropped, mixed up with another or given to another row."""
+
+    @pytest.mark.parametrize("number", range(len(REQUESTS)))
+    def test_against_sampling_from_whole_forward_passes(self, generator, forward, number):
+        row = DEFAULTS | REQUESTS[number]
+        others = [n for n in (0, 3, 6) if n != number][:2]
+        out = run(generator, others[0], number, others[1])[1]
+        assert len(out.tokens) == row["max_new_tokens"]
+        tokens = [*row["prompt"], *out.tokens]
+        begin = len(row["prompt"])
+        logits = forward(tokens)[begin - 1 : -1]
+        logits[:, VOCAB_SIZE:] = -np.inf
+        n = len(out.tokens)
+        names = ("temperature", "top_k", "top_p", "min_p", "seed")
+        settings = {name: np.full(n, row[name]) for name in names}
+        sampling = Sampling.pack(stop_tokens=np.full((n, 1), -1), **settings)
+        drawn = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
+        assert out.tokens == drawn.tolist()
+
+    @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+    def test_one_token_left_is_greedy(self, generator, narrow):
+        (name, value), *_ = narrow.items()
+        wide = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[name]
+        settings = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 3.0}
+        greedy = generator.generate(PROMPTS[2], **settings | {"temperature": 0.0})[0]
+        out = generator.generate([PROMPTS[2]] * 2, **settings, **{name: [wide, value]})
+        assert out[1] == greedy
+        assert out[0].tokens != greedy.tokens
+
+    def test_numbers_of_numpy(self, generator):
+        settings = {"max_new_tokens": 8, "ignore_eos": True}
+        plain = generator.generate(PROMPTS[:2], seed=[3, 4], temperature=0.5, top_k=9, **settings)
+        arrays = generator.generate(
+            [np.array(PROMPTS[0]), jnp.array(PROMPTS[1])],
+            seed=np.arange(3, 5),
+            temperature=np.float32(0.5),
+            top_k=np.int64(9),
+            **settings,
+        )
+        assert list(arrays) == list(plain)
+
+    def test_a_table_of_prompts(self, generator):
+        table = np.array([letters("abc"), letters("xyz")])
+        out = generator.generate(table, max_new_tokens=4)
+        assert list(out) == list(generator.generate(table.tolist(), max_new_tokens=4))
+        assert len(generator.generate(table[0], max_new_tokens=4)) == 1
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("temperature", [0.0, 1.7])
+    @pytest.mark.parametrize("n", [1, 5, 20])
+    def test_against_the_whole_forward_pass(self, generator, forward, n, temperature):
+        """They are the model's own, whatever the temperature and the filters."""
+        settings = {"temperature": temperature, "top_k": 40, "seed": 8, "ignore_eos": True}
+        out = generator.generate(PROMPTS, max_new_tokens=12, logprobs=n, **settings)
+        for prompt, got in zip(PROMPTS, out, strict=True):
+            logits = forward([*prompt, *got.tokens])[len(prompt) - 1 : -1, :VOCAB_SIZE]
+            expected = log_softmax(logits)
+            chosen = expected[np.arange(12), got.tokens]
+            np.testing.assert_allclose(got.logprobs, chosen, rtol=0, atol=LOGPROB_TOLERANCE)
+            assert len(got.top_logprobs) == 12
+            for place, top in enumerate(got.top_logprobs):
+                ids, values = zip(*top, strict=True)
+                assert len(set(ids)) == n
+                assert list(values) == sorted(values, reverse=True)
+                np.testing.assert_allclose(
+                    values, np.sort(expected[place])[::-1][:n], rtol=0, atol=LOGPROB_TOLERANCE
+                )
+                np.testing.assert_allclose(
+                    values, expected[place, list(ids)], rtol=0, atol=LOGPROB_TOLERANCE
+                )
+                assert ids[0] == expected[place].argmax()
+                if got.tokens[place] in ids:
+                    assert dict(top)[got.tokens[place]] == got.logprobs[place]
+
+    def test_asking_changes_nothing_else(self, generator):
+        settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "ignore_eos": True}
+        without = generator.generate(PROMPTS, **settings)
+        for a, b in zip(without, generator.generate(PROMPTS, logprobs=3, **settings), strict=True):
+            assert a.top_logprobs is None
+            assert (a.tokens, a.text) == (b.tokens, b.text)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+class TestFinishedRows:
+    S = 40
+    LENGTHS = (9, 5, 1, 3)
+    FINISHED = (STOPPED, FULL, RUNNING, RUNNING)
+
+    def state(self, model) -> DecodeState:
+        rng = np.random.default_rng(0)
+        B, S = len(self.LENGTHS), self.S
+        lengths = jnp.array(self.LENGTHS)
+        cache = LatentKVCache.init(model.config, B, S, dtype=model.dtype, page_size=8)
+        noise = [rng.standard_normal(p.shape, np.float32) for p in cache.pages]
+        return DecodeState(
+            cache=dataclasses.replace(
+                cache, pages=tuple(map(jnp.asarray, noise)), lengths=lengths - 1
+            ),
+            tokens=jnp.asarray(rng.integers(0, 160, (B, S)), jnp.int32),
+            lengths=lengths,
+            limits=jnp.array([30, 5, 30, 6]),
+            finished=jnp.array(self.FINISHED),
+            logprobs=jnp.asarray(rng.standard_normal((B, S), np.float32)),
+            top_tokens=jnp.asarray(rng.integers(0, 160, (B, S, 2)), jnp.int32),
+            top_logprobs=jnp.asarray(rng.standard_normal((B, S, 2), np.float32)),
+            steps=jnp.int32(0),
+        )
+
+    def test_never_change(self, tiny):
+        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+        sampling = Sampling.pack(
+            stop_tokens=np.full((4, 1), -1), **{n: np.full(4, v) for n, v in settings.items()}
+        )
+        graph, weights = nnx.split(tiny)
+
+        @jax.jit
+        def step(weights: nnx.State, state: DecodeState, steps: jax.Array) -> DecodeState:
+            return decode(nnx.merge(graph, weights), state, sampling, steps, vocab_size=160)
+
+        before = self.state(tiny)
+        after = step(weights, before, jnp.int32(7))
+        assert after.steps == 7
+        assert after.lengths.tolist() == [9, 5, 8, 6]
+        assert after.cache.lengths.tolist() == [8, 4, 7, 5]
+        assert after.finished.tolist() == [STOPPED, FULL, RUNNING, FULL]
+        self.check_unchanged(before, after, rows=(0, 1))
+        # Row 3 is full by now as well: nothing but row 2 goes on.
+        later = step(weights, after, jnp.int32(100))
+        assert later.steps == 7 + 22
+        assert later.lengths.tolist() == [9, 5, 30, 6]
+        self.check_unchanged(after, later, rows=(0, 1, 3))
+        last = step(weights, later, jnp.int32(100))
+        assert last.steps == later.steps, "no row is running, so nothing may run"
+        self.check_unchanged(later, last, rows=range(4))
+
+    def check_unchanged(self, before: DecodeState, after: DecodeState, rows) -> None:
+        for name in ("tokens", "lengths", "finished", "logprobs", "top_tokens", "top_logprobs"):
+            for b in rows:
+                old, new = getattr(before, name)[b], getattr(after, name)[b]
+                np.testing.assert_array_equal(new, old, err_msg=f"{name} of row {b}")
+        for old, new in zip(before.cache.pages, after.cache.pages, strict=True):
+            for page in before.cache.block_tables[jnp.array(rows)].ravel():
+                np.testing.assert_array_equal(new[page], old[page])

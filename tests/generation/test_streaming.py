@@ -1,0 +1,185 @@
+"""Streamed pieces against generate's text."""
+
+import pytest
+
+from tests.generation.fragments import MAX_LEN, as_text, letters
+
+PROMPT = letters("tell me")
+STRIDES = (1, 2, 7, 16, MAX_LEN)
+
+
+def check_pieces(pieces, expected):
+    """They are the completion, cut in pieces."""
+    assert "".join(pieces) == "".join(p.text for p in pieces) == expected.text
+    assert [t for piece in pieces for t in piece.tokens] == expected.tokens
+    assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [
+        expected.finish_reason
+    ]
+    assert all(pieces[:-1]), "a piece before the last must hold text"
+    assert not any(p.endswith("\ufffd") for p in pieces[:-1])
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 80},
+        {"max_new_tokens": 10**9, "temperature": 1.0, "ignore_eos": True, "seed": 1},
+        {"max_new_tokens": 60, "temperature": 2.0, "seed": 2},
+        {"max_new_tokens": 60, "temperature": 2.0, "seed": 3, "stop_tokens": range(30, 37)},
+    ],
+    ids=str,
+)
+def test_equals_generate(generator, monkeypatch, settings, stride):
+    expected = generator.generate(PROMPT, **settings)[0]
+    monkeypatch.setattr(generator, "stride", stride)
+    pieces = list(generator.stream(PROMPT, **settings))
+    check_pieces(pieces, expected)
+    # The first token comes alone, then as many as the stride.
+    assert len(pieces) <= 1 + -(-len(expected.tokens) // stride)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_stop_strings(generator, monkeypatch, stride):
+    settings = {"max_new_tokens": 70, "temperature": 1.0, "ignore_eos": True}
+    ends = set()
+    for seed in range(6):
+        text = generator.generate(PROMPT, seed=seed, **settings)[0].text
+        # One that appears, one that nearly does, one character that often does.
+        nearly = [text[at : at + 4] + "!" for at in range(0, 60, 9)]
+        stop = [text[40 + seed : 43 + seed], *nearly]
+        if any("\ufffd" in s for s in stop[:1]):
+            continue
+        expected = generator.generate(PROMPT, seed=seed, stop=stop, **settings)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(generator, "stride", stride)
+            pieces = list(generator.stream(PROMPT, seed=seed, stop=stop, **settings))
+        assert "".join(pieces) == expected.text
+        assert [t for piece in pieces for t in piece.tokens] == expected.tokens
+        assert pieces[-1].finish_reason == expected.finish_reason
+        ends.add(expected.finish_reason)
+        assert expected.text in text
+        # No piece gives away the beginning of what came to be the stop string.
+        for n in range(len(pieces)):
+            assert text.startswith("".join(pieces[:n]))
+            assert len("".join(pieces[:n])) <= len(expected.text)
+    assert "stop" in ends
+
+
+def test_pieces_come_while_it_goes_on(generator, monkeypatch):
+    monkeypatch.setattr(generator, "stride", 4)
+    pieces = list(generator.stream(PROMPT, max_new_tokens=60, ignore_eos=True, temperature=1.0))
+    assert len(pieces) > 10
+
+
+class TestLaziness:
+    @pytest.fixture
+    def dispatches(self, generator, monkeypatch) -> list[int]:
+        """The steps asked of every dispatch to the decode program so far."""
+        asked: list[int] = []
+        decode = generator._decode
+
+        def counted(state, sampling, steps):
+            asked.append(int(steps))
+            return decode(state, sampling, steps)
+
+        monkeypatch.setattr(generator, "_decode", counted)
+        monkeypatch.setattr(generator, "stride", 3)
+        return asked
+
+    def test_nothing_runs_before_it_is_asked_for(self, generator, dispatches):
+        stream = generator.stream(PROMPT, max_new_tokens=50, ignore_eos=True)
+        assert dispatches == []
+        assert next(stream).finish_reason is None
+        assert dispatches[0] == 1
+        asked = len(dispatches)
+        next(stream)
+        assert len(dispatches) > asked
+        assert set(dispatches[1:]) <= {3}
+
+    def test_nothing_runs_after_it_is_closed(self, generator, dispatches):
+        stream = generator.stream(PROMPT, max_new_tokens=50, ignore_eos=True)
+        next(stream)
+        asked = len(dispatches)
+        stream.close()
+        assert next(stream, None) is None
+        assert len(dispatches) == asked
+
+    def test_nor_after_the_last_piece(self, generator, dispatches):
+        pieces = list(generator.stream(PROMPT, max_new_tokens=8, ignore_eos=True))
+        assert pieces[-1].finish_reason == "length"
+        assert dispatches == [1, 3, 3, 3]
+
+    def test_settings_are_checked_at_the_call(self, generator, dispatches):
+        with pytest.raises(ValueError, match="temperature"):
+            generator.stream(PROMPT, temperature=-1.0)
+        assert dispatches == []
+
+
+def test_streams_side_by_side(generator, monkeypatch):
+    monkeypatch.setattr(generator, "stride", 2)
+    settings = {"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": True}
+    streams = [generator.stream(PROMPT, seed=seed, **settings) for seed in range(3)]
+    collected: list[list] = [[], [], []]
+    for _ in range(40):
+        for pieces, stream in zip(collected, streams, strict=True):
+            pieces += [piece for piece in [next(stream, None)] if piece is not None]
+        generator.generate(PROMPT, max_new_tokens=2)
+    for seed, pieces in enumerate(collected):
+        check_pieces(pieces, generator.generate(PROMPT, seed=seed, **settings)[0])
+
+
+def test_logprobs_are_allowed(generator):
+    pieces = list(generator.stream(PROMPT, max_new_tokens=9, logprobs=2, ignore_eos=True))
+    expected = generator.generate(PROMPT, max_new_tokens=9, ignore_eos=True)[0]
+    check_pieces(pieces, expected)
+
+
+def test_a_single_prompt_in_a_list(generator):
+    pieces = list(generator.stream([PROMPT], max_new_tokens=9, seed=[4], temperature=[1.0]))
+    expected = generator.generate(PROMPT, max_new_tokens=9, seed=4, temperature=1.0)[0]
+    check_pieces(pieces, expected)
+
+
+def test_without_a_tokenizer(bare):
+    pieces = list(bare.stream(PROMPT, max_new_tokens=9, ignore_eos=True))
+    assert [p.text for p in pieces] == [""]
+    expected = bare.generate(PROMPT, max_new_tokens=9, ignore_eos=True)[0]
+    assert pieces[-1].tokens == expected.tokens
+    assert len(expected.tokens) == 9
+    assert expected.text == ""
+
+
+class TestDemo:
+    """A trained model, text in and text out."""
+
+    PROMPTS = ("def fibonacci(n):\n", "# ½ café 日本 🎉\nimport ")
+
+    @pytest.mark.parametrize("stride", [1, 3, 16])
+    @pytest.mark.parametrize("stop", [(), ("\n\n", "return"), ("    r", "port")])
+    def test_equals_generate(self, demo, monkeypatch, stop, stride):
+        monkeypatch.setattr(demo, "stride", stride)
+        settings = {"max_new_tokens": 50, "stop": stop}
+        out = demo.generate(self.PROMPTS, **settings)
+        for prompt, expected in zip(self.PROMPTS, out, strict=True):
+            check_pieces(list(demo.stream(prompt, **settings)), expected)
+            assert expected.text == demo.tokenizer.decode(expected.tokens)[: len(expected.text)]
+            assert not any(s in expected.text for s in stop)
+
+    def test_characters_of_several_tokens(self, demo, monkeypatch):
+        """Hot enough to write loose bytes."""
+        monkeypatch.setattr(demo, "stride", 1)
+        settings = {"max_new_tokens": 120, "temperature": 5.0, "seed": 3, "ignore_eos": True}
+        expected = demo.generate("🎉", **settings)[0]
+        assert "\ufffd" in expected.text
+        check_pieces(list(demo.stream("🎉", **settings)), expected)
+
+
+def test_this_tokenizer_decodes_as_python_does(generator, tokenizer):
+    """So the other tests may take Python's decoder for a reference."""
+    settings = {"max_new_tokens": 80, "temperature": 3.0, "ignore_eos": True}
+    for run in generator.generate([PROMPT] * 8, seed=range(8), **settings):
+        assert tokenizer.decode(run.tokens) == as_text(run.tokens)
+        assert "\ufffd" in run.text
+        assert any(c in run.text for c in "é€")

@@ -1,0 +1,182 @@
+"""Text as tokens arrive: stop strings and characters that several tokens share."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from dsv3_jax.generation.text import TextTracker
+from tests.generation.fragments import FRAGMENTS, VOCAB_SIZE, as_text, stop_by_hand
+
+
+class Bytes:
+    """A decoder whose tokens are bytes: 0 to 255."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+class Words:
+    """A decoder whose tokens are the given strings."""
+
+    def __init__(self, *words: str):
+        self.words = words
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        return "".join(self.words[i] for i in ids)
+
+
+def feed(tracker: TextTracker, tokens: Sequence[int], stride: int) -> list[str]:
+    """The pieces that come out when tokens go in, so many at a time; as the Generator does it."""
+    pieces = []
+    for at in range(0, len(tokens), stride):
+        tracker.extend(list(tokens[at : at + stride]))
+        final = tracker.stopped or at + stride >= len(tokens)
+        pieces.append(tracker.piece(final=final))
+        if final:
+            break
+    return pieces
+
+
+STRIDES = (1, 2, 3, 7, 1000)
+
+
+class TestPieces:
+    @pytest.mark.parametrize("stride", STRIDES)
+    @pytest.mark.parametrize(
+        "text", ["plain", "naïve café", "日本語とEnglish", "👩‍👩‍👧 und 🎉🎉", "e\u0301\u200d", ""]
+    )
+    def test_characters_come_whole(self, text, stride):
+        tracker = TextTracker(Bytes(), ())
+        pieces = feed(tracker, text.encode(), stride)
+        assert "".join(pieces) == tracker.text == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+    def test_a_character_comes_with_its_last_byte(self):
+        tracker = TextTracker(Bytes(), ())
+        assert feed(tracker, "a€😀b".encode(), 1) == ["a", "", "", "€", "", "", "", "😀", "b"]
+
+    @pytest.mark.parametrize("stride", STRIDES)
+    def test_broken_bytes(self, stride):
+        """Bytes that are no UTF-8 come out as U+FFFD once it is clear that nothing completes them,
+        and no piece but the last ends with one."""
+        data = b"\xffa\xe2\x82b\xf0\x9f\x98\xc3\xa9\x80\x80c\xe2\x82"
+        tracker = TextTracker(Bytes(), ())
+        pieces = feed(tracker, data, stride)
+        assert "".join(pieces) == tracker.text == data.decode("utf-8", "replace")
+        assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
+
+    @pytest.mark.parametrize("stride", STRIDES)
+    def test_random_bytes(self, stride):
+        rng = np.random.default_rng(stride)
+        for _ in range(30):
+            data = bytes(rng.choice([*b"ab", *"é€😀".encode()], 40).astype(np.uint8))
+            tracker = TextTracker(Bytes(), ("ab", "é"))
+            pieces = feed(tracker, data, stride)
+            assert "".join(pieces) == tracker.text
+            assert "ab" not in tracker.text
+            assert "é" not in tracker.text
+            tracker = TextTracker(Bytes(), ())
+            pieces = feed(tracker, data, stride)
+            assert "".join(pieces) == tracker.text == data.decode("utf-8", "replace")
+            assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
+
+    def test_without_a_tokenizer(self):
+        tracker = TextTracker(None, ())
+        assert feed(tracker, [5, 6, 7], 2) == ["", ""]
+        assert tracker.tokens == [5, 6, 7]
+
+
+class TestHoldingBack:
+    def test_what_may_become_a_stop_string(self):
+        tracker = TextTracker(Bytes(), ("END",))
+        assert feed(tracker, b"the EN route ENDs", 1) == [
+            *("t", "h", "e", " ", "", "", "EN ", "r", "o", "u", "t", "e", " ", "", "", "")
+        ]
+        assert tracker.text == "the EN route "
+        assert tracker.stopped
+
+    def test_at_the_end_it_comes_out(self):
+        tracker = TextTracker(Bytes(), ("END",))
+        assert feed(tracker, b"the EN", 1) == ["t", "h", "e", " ", "", "EN"]
+        assert not tracker.stopped
+
+    def test_a_stop_string_that_repeats_its_own_beginning(self):
+        tracker = TextTracker(Bytes(), ("aab",))
+        assert feed(tracker, b"aaaabaab", 1) == ["", "", "a", "a", ""]
+        assert tracker.text == "aa"
+
+    def test_the_longest_of_several_beginnings(self):
+        tracker = TextTracker(Bytes(), ("xyz", "wxyq"))
+        assert feed(tracker, b"wxyv", 1) == ["", "", "", "wxyv"]
+
+    def test_inside_a_character_of_the_stop_string(self):
+        tracker = TextTracker(Bytes(), ("a€",))
+        assert feed(tracker, "a€b".encode(), 1) == ["", "", "", ""]
+        assert tracker.text == ""
+        tracker = TextTracker(Bytes(), ("a€",))
+        assert feed(tracker, "a₭".encode(), 1) == ["", "", "", "a₭"]
+
+
+class TestStopping:
+    @pytest.mark.parametrize("stride", STRIDES)
+    @pytest.mark.parametrize(
+        ("words", "stop", "text", "count"),
+        [
+            (("one", " two", " three"), ("tw",), "one ", 2),  # inside a token
+            (("one", " two", " three"), ("e tw",), "on", 2),  # across two
+            (("a", "b", "c", "d"), ("bcd",), "a", 4),  # across three
+            (("stop here", " and on"), ("stop",), "", 1),  # at the very first
+            (("ab", "cd", "ef"), ("cd", "ab"), "", 1),  # several: the one that comes first
+            (("xx", "abcd", "ef"), ("cd", "bc"), "xxa", 2),  # both in one token: the leftmost
+            (("xx", "abcd", "ef"), ("zz", "cde"), "xxab", 3),
+            (("x", "y"), ("xy", "x"), "", 1),  # one begins the other: the shorter is complete
+            # The second stop string is complete first, inside what may become the first one.
+            (("1", "abc", "d", "e"), ("abcde", "c"), "1ab", 2),
+            (("Fin", "\n", "\n", "more"), ("\n\n",), "Fin", 3),
+            (("no", "thing", " here"), ("nowhere",), "nothing here", 3),
+        ],
+    )
+    def test_cuts_text_and_tokens(self, words, stop, text, count, stride):
+        tracker = TextTracker(Words(*words), stop)
+        pieces = feed(tracker, range(len(words)), stride)
+        assert "".join(pieces) == tracker.text == text
+        assert tracker.tokens == list(range(count))
+        assert tracker.stopped == (count < len(words) or "nowhere" not in stop)
+
+    def test_random_tokens(self):
+        """All strides against stopping by hand, one token after the other."""
+        rng = np.random.default_rng(0)
+        stopped = 0
+        for _ in range(150):
+            tokens = rng.integers(3, VOCAB_SIZE, 25).tolist()
+            stop = _substrings(rng, as_text(rng.permutation(tokens).tolist()), as_text(tokens))
+            text, kept = stop_by_hand(tokens, stop)
+            stopped += len(kept) < len(tokens)
+            for stride in STRIDES:
+                tracker = TextTracker(Fragments(), stop)
+                pieces = feed(tracker, tokens, stride)
+                assert (tracker.text, tracker.tokens) == (text, kept), (tokens, stop, stride)
+                assert "".join(pieces) == text
+        assert 50 < stopped < 150
+
+
+class Fragments:
+    decode = staticmethod(as_text)
+
+
+def _substrings(rng: np.random.Generator, *texts: str) -> tuple[str, ...]:
+    """A few short pieces of the texts, without broken characters."""
+    stop = []
+    for text in texts:
+        at, n = int(rng.integers(len(text))), int(rng.integers(1, 7))
+        stop.append(text[at : at + n])
+    return tuple(s for s in stop if "\ufffd" not in s)
+
+
+def test_fragments_hold_what_these_tests_need():
+    whole = [f for f in FRAGMENTS[3:] if f.decode("utf-8", "replace").encode() == f]
+    assert len(whole) < len(FRAGMENTS) - 60
+    assert "é" in as_text([31, 31])
+    assert "€" in as_text([32, 32])
+    assert "\ufffd" in as_text([31, 32])

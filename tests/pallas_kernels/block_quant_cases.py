@@ -1,0 +1,259 @@
+"""What every back-end of block_quant and block_dequant must do; see the two classes."""
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pallas_kernels import block_dequant, block_quant
+from pallas_kernels.dispatch import Implementation
+from tests.pallas_kernels.numerics import (
+    BFLOAT16_ROUNDING,
+    E4M3_LEAST_ERROR,
+    E4M3_ROUNDING,
+    FLOAT32_ROUNDING,
+    Array,
+    device,
+    random_e4m3,
+    rounded,
+    spread,
+)
+
+FLOAT8_MAX = 448.0
+FLOOR = 1e-4  # of a block's largest magnitude
+
+SHAPES = [
+    ((4, 256), (1, 128)),
+    ((3, 200), (1, 128)),
+    ((576, 200), (128, 128)),  # kv_a_proj_with_mqa's 576 rows: four blocks and a half
+    ((100, 30), (128, 128)),
+    ((2, 3, 40, 72), (32, 64)),
+    ((5, 7), (1, 1)),
+]
+
+
+def activations(shape: tuple[int, ...], dtype: npt.DTypeLike = "float32") -> Array:
+    """Magnitudes from 1e-9 to 1e6, alike within a row and mixed within rows of blocks."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-9, 6, (*shape[:-1], 1)) * 4.0 ** rng.standard_normal(shape)
+    return rounded(rng.standard_normal(shape) * sizes, dtype)
+
+
+def largest(x: Array, block: tuple[int, int]) -> Array:
+    """Largest magnitude of each block [..., Nb, Kb], block after block."""
+    N, K = x.shape[-2:]
+    rows, columns = range(0, N, block[0]), range(0, K, block[1])
+    return np.stack(
+        [
+            np.stack(
+                [
+                    np.abs(x[..., n : n + block[0], k : k + block[1]]).max(axis=(-2, -1))
+                    for k in columns
+                ],
+                axis=-1,
+            )
+            for n in rows
+        ],
+        axis=-2,
+    )
+
+
+@functools.cache
+def compiled(
+    implementation: Implementation, block_shape: tuple[int, int], scale_fmt: str
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(
+        lambda x: block_quant(x, block_shape, scale_fmt=scale_fmt, implementation=implementation)
+    )
+
+
+class BlockQuantCases:
+    """Subclassed by each back-end, which sets ``implementation``."""
+
+    implementation: ClassVar[Implementation]
+
+    def quantise(
+        self, x: Array, block: tuple[int, int], scale_fmt: str, dtype: npt.DTypeLike = "float32"
+    ) -> tuple[Array, Array]:
+        """Values and scales in float64."""
+        N, K = x.shape[-2:]
+        values, scale = compiled(self.implementation, block, scale_fmt)(device(x, dtype))
+        assert values.dtype == jnp.float8_e4m3fn, f"values: got {values.dtype}"
+        assert scale.dtype == jnp.float32, f"scale: got {scale.dtype}"
+        expected = (*x.shape[:-2], -(-N // block[0]), -(-K // block[1]))
+        assert scale.shape == expected, f"scale: expected {expected}, got {scale.shape}"
+        assert values.shape == x.shape, f"values: expected {x.shape}, got {values.shape}"
+        return np.asarray(values, np.float64), np.asarray(scale, np.float64)
+
+    @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
+    @pytest.mark.parametrize(("shape", "block"), SHAPES)
+    def test_round_trip(self, shape, block, scale_fmt):
+        """Within half a step of float8_e4m3fn, element by element."""
+        x = activations(shape)
+        values, scale = self.quantise(x, block, scale_fmt)
+        assert np.isfinite(values).all()
+        every = spread(scale, block, shape)
+        allowed = np.maximum(E4M3_ROUNDING * np.abs(x), E4M3_LEAST_ERROR * every)
+        # x / scale is rounded to float32 before it is rounded to float8.
+        assert (np.abs(values * every - x) <= allowed * (1 + 8 * FLOAT32_ROUNDING)).all()
+
+    @pytest.mark.parametrize(("shape", "block"), SHAPES)
+    def test_scale(self, shape, block):
+        x = activations(shape)
+        _, scale = self.quantise(x, block, "float32")
+        want = np.maximum(largest(x, block), FLOOR) / FLOAT8_MAX
+        # A compiler may multiply by the rounded inverse of 448: one rounding more than a division.
+        assert (np.abs(scale / want - 1) <= 4 * FLOAT32_ROUNDING).all()
+
+    @pytest.mark.parametrize(("shape", "block"), SHAPES)
+    def test_ue8m0_scale_is_the_next_power_of_two(self, shape, block):
+        x = activations(shape)
+        _, scale = self.quantise(x, block, "ue8m0")
+        plain = np.maximum(largest(x, block), FLOOR) / FLOAT8_MAX
+        mantissa, _ = np.frexp(scale)
+        assert (mantissa == 0.5).all()
+        assert (scale >= plain * (1 - 4 * FLOAT32_ROUNDING)).all()
+        assert (scale < 2 * plain).all()
+
+    def test_ue8m0_keeps_a_power_of_two(self):
+        """A largest value of 448 * 2^e has the scale 2^e and no other, through all exponents."""
+        exponents = np.arange(-22, 119)
+        x = np.zeros((len(exponents), 8))
+        x[:, 3] = -FLOAT8_MAX * 2.0**exponents
+        values, scale = self.quantise(x, (1, 8), "ue8m0")
+        np.testing.assert_array_equal(scale[:, 0], 2.0**exponents)
+        np.testing.assert_array_equal(values[:, 3], -FLOAT8_MAX)
+
+    @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
+    def test_largest_values_stay_finite(self, scale_fmt):
+        """Blocks of +-amax, for amax of every mantissa pattern that rounds differently."""
+        amax = np.float32(np.random.default_rng(0).uniform(1, 2, 3000)).astype(np.float64)
+        x = np.stack([amax, -amax], axis=-1)
+        values, scale = self.quantise(x, (1, 2), scale_fmt)
+        assert np.isfinite(values).all()
+        np.testing.assert_array_equal(values[:, 0], -values[:, 1])
+        if scale_fmt == "float32":
+            assert (values[:, 0] == FLOAT8_MAX).all()
+        else:
+            assert (values[:, 0] >= FLOAT8_MAX / 2).all()
+        assert (np.abs(values * scale - x) <= E4M3_ROUNDING * np.abs(x)).all()
+
+    @pytest.mark.parametrize(("scale_fmt", "floor"), [("float32", None), ("ue8m0", 2.0**-22)])
+    def test_zeros_and_what_is_below_the_floor(self, scale_fmt, floor):
+        x = np.zeros((3, 8))
+        x[1], x[2] = 1e-30, 0.99e-4
+        values, scale = self.quantise(rounded(x, "float32"), (1, 8), scale_fmt)
+        want = floor or FLOOR / FLOAT8_MAX
+        np.testing.assert_allclose(scale, np.full((3, 1), want), rtol=4 * FLOAT32_ROUNDING)
+        np.testing.assert_array_equal(values[:2], np.zeros((2, 8)))
+        assert (values[2] > 0).all()
+
+    def test_rounds_to_nearest_even(self):
+        """Every float8 value, every midpoint between two, and their float32 neighbours."""
+        grid = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+        middle = (grid[1:] + grid[:-1]) / 2
+        down, up = np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(500))
+        even = np.where(np.arange(126) % 2 == 0, grid[:-1], grid[1:])
+        x = np.concatenate([grid, middle, down, up]).astype(np.float64)
+        want = np.concatenate([grid, even, grid[:-1], grid[1:]])
+        x, want = np.stack([x, -x]), np.stack([want, -want])
+        # The largest value is 448: the scale is one, so that x reaches the rounding as it is.
+        values, scale = self.quantise(x, (2, x.shape[1]), "float32")
+        assert scale.item() == 1.0
+        np.testing.assert_array_equal(values, want)
+
+    def test_bfloat16_is_quantised_as_its_float32(self):
+        x = activations((3, 200), "bfloat16")
+        for got, want in zip(
+            self.quantise(x, (1, 128), "float32", "bfloat16"),
+            self.quantise(x, (1, 128), "float32"),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(got, want)
+
+    def test_batch_axes_stand_for_themselves(self):
+        x = activations((2, 3, 40, 72))
+        values, scale = self.quantise(x, (32, 64), "float32")
+        for i in np.ndindex(2, 3):
+            alone_values, alone_scale = self.quantise(x[i], (32, 64), "float32")
+            np.testing.assert_array_equal(values[i], alone_values)
+            np.testing.assert_array_equal(scale[i], alone_scale)
+
+    def test_blocks_of_activations_are_the_default(self):
+        x = device(activations((3, 200)), "float32")
+        got = block_quant(x, implementation=self.implementation)
+        want = compiled(self.implementation, (1, 128), "float32")(x)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+class BlockDequantCases:
+    """Subclassed by each back-end, which sets ``implementation``."""
+
+    implementation: ClassVar[Implementation]
+
+    def dequantise(
+        self,
+        values: npt.NDArray,
+        scale: npt.NDArray[np.float32],
+        block: tuple[int, int],
+        dtype: npt.DTypeLike,
+    ) -> Array:
+        @jax.jit
+        def run(values, scale):
+            return block_dequant(values, scale, block, dtype, implementation=self.implementation)
+
+        out = run(jnp.asarray(values), jnp.asarray(scale))
+        assert out.dtype == dtype, f"expected {dtype}, got {out.dtype}"
+        assert out.shape == values.shape, f"expected {values.shape}, got {out.shape}"
+        return np.asarray(out, np.float64)
+
+    @pytest.mark.parametrize(("shape", "block"), SHAPES)
+    def test_powers_of_two_are_exact(self, shape, block):
+        rng = np.random.default_rng(0)
+        values, scale = random_e4m3(rng, shape), self.scales(shape, block)
+        scale = np.exp2(np.round(np.log2(scale)))
+        got = self.dequantise(values, scale, block, jnp.float32)
+        np.testing.assert_array_equal(got, values.astype(np.float64) * spread(scale, block, shape))
+
+    @pytest.mark.parametrize(
+        ("dtype", "rounding"),
+        [(jnp.float32, FLOAT32_ROUNDING), (jnp.bfloat16, BFLOAT16_ROUNDING + FLOAT32_ROUNDING)],
+    )
+    def test_products_are_rounded_once(self, dtype, rounding):
+        """Every float8 value that is finite, times scales of full precision."""
+        every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
+        values = np.resize(every[np.isfinite(every.astype(np.float32))], (70, 254))
+        scale = self.scales(values.shape, (32, 64))
+        got = self.dequantise(values, scale, (32, 64), dtype)
+        want = values.astype(np.float64) * spread(scale, (32, 64), values.shape)
+        assert (np.abs(got - want) <= rounding * np.abs(want)).all()
+
+    def test_nan_stays_where_it_is(self):
+        values = np.ones((4, 6), jnp.float8_e4m3fn)
+        values[1, 2] = np.nan
+        got = self.dequantise(values, np.ones((2, 2), np.float32), (2, 3), jnp.float32)
+        assert np.argwhere(np.isnan(got)).tolist() == [[1, 2]]
+
+    @pytest.mark.parametrize("blocks", [(4, 2), (5, 1), (6, 2)])
+    def test_scale_of_another_shape_is_refused(self, blocks):
+        """576 rows have five blocks of 128, not four."""
+        with pytest.raises(ValueError, match=r"scale: expected shape \(5, 2\), got \(\d, \d\)"):
+            block_dequant(
+                jnp.ones((576, 200), jnp.float8_e4m3fn),
+                jnp.ones(blocks),
+                (128, 128),
+                implementation=self.implementation,
+            )
+
+    @staticmethod
+    def scales(shape: tuple[int, ...], block: tuple[int, int]) -> npt.NDArray[np.float32]:
+        *batch, N, K = shape
+        blocks = (*batch, -(-N // block[0]), -(-K // block[1]))
+        return np.exp(np.random.default_rng(1).uniform(-9, 3, blocks)).astype(np.float32)

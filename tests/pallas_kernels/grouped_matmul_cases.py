@@ -1,0 +1,311 @@
+"""What every back-end of grouped_matmul must do; see GroupedMatmulCases."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.dispatch import Implementation
+from tests.pallas_kernels.numerics import (
+    TOLERANCES,
+    Array,
+    check,
+    device,
+    random_e4m3,
+    rounded,
+    spread,
+    tolerance,
+)
+
+FLOAT8 = "float8_e4m3fn"
+
+# A back-end may have a way for each: no more rows than groups, few rows a group, many rows a group.
+ROWS_OF_GROUPS = [(0, 2, 0), (3, 0, 4), (37, 0, 4)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """lhs rows past the groups' sum are NaN; scales differ by up to 16 between blocks."""
+
+    lhs: Array
+    rhs: Array
+    group_sizes: tuple[int, ...]
+    lhs_scale: npt.NDArray[np.float32] | None
+    rhs_scale: npt.NDArray[np.float32] | None
+    block_shape: tuple[int, int]
+    lhs_dtype: npt.DTypeLike
+    rhs_dtype: npt.DTypeLike
+
+    @classmethod
+    def random(
+        cls,
+        group_sizes: tuple[int, ...],
+        *,
+        M: int | None = None,
+        N: int = 16,
+        K: int = 24,
+        lhs_dtype: npt.DTypeLike = "float32",
+        rhs_dtype: npt.DTypeLike = "float32",
+        block_shape: tuple[int, int] = (128, 128),
+        seed: int = 0,
+    ) -> "Inputs":
+        rng = np.random.default_rng(seed)
+        M, G = M or sum(group_sizes), len(group_sizes)
+
+        def operand(shape, dtype, block):
+            """Values, and scales where the dtype asks for them."""
+            if dtype != FLOAT8:
+                return rounded(rng.standard_normal(shape), dtype), None
+            *batch, rows, columns = shape
+            blocks = (*batch, -(-rows // block[0]), -(-columns // block[1]))
+            scale = 2.0 ** rng.uniform(-2, 2, blocks)
+            return random_e4m3(rng, shape).astype(np.float64), scale.astype(np.float32)
+
+        lhs, lhs_scale = operand((M, K), lhs_dtype, (1, block_shape[1]))
+        rhs, rhs_scale = operand((G, N, K), rhs_dtype, block_shape)
+        lhs[sum(group_sizes) :] = np.nan
+        return cls(lhs, rhs, group_sizes, lhs_scale, rhs_scale, block_shape, lhs_dtype, rhs_dtype)
+
+    def arrays(self) -> tuple[jax.Array | None, ...]:
+        """The arguments of grouped_matmul."""
+        return (
+            device(self.lhs, self.lhs_dtype),
+            device(self.rhs, self.rhs_dtype),
+            jnp.asarray(self.group_sizes, jnp.int32),
+            None if self.lhs_scale is None else jnp.asarray(self.lhs_scale),
+            None if self.rhs_scale is None else jnp.asarray(self.rhs_scale),
+        )
+
+    def values(self) -> tuple[Array, Array]:
+        """lhs and rhs with their scales applied."""
+        lhs, rhs = self.lhs, self.rhs
+        if self.lhs_scale is not None:
+            lhs = lhs * spread(self.lhs_scale, (1, self.block_shape[1]), lhs.shape)
+        if self.rhs_scale is not None:
+            rhs = rhs * spread(self.rhs_scale, self.block_shape, rhs.shape)
+        return lhs, rhs
+
+    def group_of_rows(self) -> npt.NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.group_sizes)), self.group_sizes)
+
+    def expected(self) -> Array:
+        """The defined rows, one after the other."""
+        lhs, rhs = self.values()
+        return np.array([rhs[g] @ lhs[m] for m, g in enumerate(self.group_of_rows())])
+
+
+@functools.cache
+def compiled(
+    implementation: Implementation, block_shape: tuple[int, int]
+) -> Callable[..., jax.Array]:
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(
+        functools.partial(grouped_matmul, block_shape=block_shape, implementation=implementation)
+    )
+
+
+def run(x: Inputs, implementation: Implementation) -> jax.Array:
+    return compiled(implementation, x.block_shape)(*x.arrays())
+
+
+class GroupedMatmulCases:
+    """Subclassed by each back-end, which sets ``implementation``."""
+
+    implementation: ClassVar[Implementation]
+
+    def check(self, x: Inputs) -> None:
+        out = run(x, self.implementation)
+        dtype = "bfloat16" if x.lhs_dtype == FLOAT8 else x.lhs_dtype
+        assert out.dtype == dtype, f"out: expected {dtype}, got {out.dtype}"
+        M, N = len(x.lhs), x.rhs.shape[1]
+        assert out.shape == (M, N), f"out: expected {(M, N)}, got {out.shape}"
+        check(out[: sum(x.group_sizes)], x.expected(), tolerance(dtype))
+
+    @pytest.mark.parametrize(
+        ("sizes", "M"),
+        [
+            ((2, 2, 2, 2, 2, 2), 12),
+            ((0, 5, 0, 0, 7, 0), 12),
+            ((12, 0, 0, 0, 0, 0), 12),
+            ((0, 0, 0, 0, 0, 12), 12),
+            ((0, 3, 0, 2, 0, 0), 12),
+            ((0, 0, 0, 0, 0, 1), 12),
+            ((9,), 9),
+        ],
+    )
+    def test_more_rows_than_groups(self, sizes, M):
+        self.check(Inputs.random(sizes, M=M))
+
+    @pytest.mark.parametrize(
+        ("sizes", "M"),
+        [
+            ((1, 1, 1, 1, 1, 1), 6),
+            ((0, 3, 0, 1, 0, 2), 6),
+            ((6, 0, 0, 0, 0, 0), 6),
+            ((0, 0, 0, 0, 0, 6), 6),
+            ((0, 2, 0, 0, 1, 0), 6),
+            ((0, 0, 0, 0, 1, 0), 1),
+        ],
+    )
+    def test_at_most_as_many_rows_as_groups(self, sizes, M):
+        self.check(Inputs.random(sizes, M=M))
+
+    @pytest.mark.parametrize(
+        ("sizes", "M"),
+        [
+            ((33, 0, 1, 70), 104),
+            ((32, 64, 0, 8), 104),
+            ((0, 0, 0, 104), 104),
+            ((1, 1, 1, 101), 104),
+            ((40, 31, 0, 2), 104),
+        ],
+    )
+    def test_many_rows_a_group(self, sizes, M):
+        self.check(Inputs.random(sizes, M=M))
+
+    @pytest.mark.parametrize("M", [8, 400])
+    def test_many_groups(self, M):
+        sizes = np.bincount(np.random.default_rng(1).integers(0, 384, M), minlength=384)
+        self.check(Inputs.random(tuple(sizes.tolist()), N=8, K=16))
+
+    @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+    def test_bfloat16(self, sizes):
+        self.check(Inputs.random(sizes, K=200, lhs_dtype="bfloat16", rhs_dtype="bfloat16"))
+
+    # 576 and 200 leave partial blocks of 64 and 72; kv_a_proj_with_mqa is 576 wide.
+    @pytest.mark.parametrize(("N", "K"), [(128, 256), (576, 200), (72, 24)])
+    @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+    def test_float8_weights(self, sizes, N, K):
+        self.check(Inputs.random(sizes, N=N, K=K, rhs_dtype=FLOAT8))
+
+    @pytest.mark.parametrize("block_shape", [(32, 64), (1, 128), (64, 32)])
+    @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+    def test_block_shapes(self, sizes, block_shape):
+        x = Inputs.random(
+            sizes,
+            N=72,
+            K=200,
+            lhs_dtype=FLOAT8,
+            rhs_dtype=FLOAT8,
+            block_shape=block_shape,
+        )
+        self.check(x)
+
+    @pytest.mark.parametrize("rhs_dtype", ["float32", "bfloat16", FLOAT8])
+    @pytest.mark.parametrize("lhs_dtype", ["bfloat16", FLOAT8])
+    @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+    def test_mixed_dtypes(self, sizes, lhs_dtype, rhs_dtype):
+        self.check(Inputs.random(sizes, N=136, K=264, lhs_dtype=lhs_dtype, rhs_dtype=rhs_dtype))
+
+    def test_float8_extremes(self):
+        """Every finite float8 value times a scale of one, in both operands."""
+        every = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float64)
+        every = every[np.isfinite(every)]
+        K = len(every)
+        x = Inputs.random((2, 1), N=4, K=K, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+        ones = np.ones_like
+        x = dataclasses.replace(
+            x,
+            lhs=np.stack([every, ones(every), np.abs(every)]),
+            rhs=np.stack([np.stack([every, np.abs(every), ones(every), every[::-1]])] * 2),
+            lhs_scale=ones(x.lhs_scale),
+            rhs_scale=ones(x.rhs_scale),
+        )
+        self.check(x)
+
+    def test_scales_are_checked(self):
+        lhs, rhs, sizes, *_ = Inputs.random((3, 0, 4), N=160, K=200).arrays()
+        x = Inputs.random((3, 0, 4), N=160, K=200, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+        lhs8, rhs8, _, of_lhs, of_rhs = x.arrays()
+        for args, block_shape, message in (
+            ((lhs8, rhs, sizes), (128, 128), "lhs: float8 .* float8_e4m3fn with no scale"),
+            ((lhs, rhs8, sizes), (128, 128), "rhs: float8 .* float8_e4m3fn with no scale"),
+            ((lhs, rhs, sizes, of_lhs), (128, 128), r"lhs: float8 .* float32 .* scale \(7, 2\)"),
+            (
+                (lhs, rhs, sizes, None, of_rhs),
+                (128, 128),
+                r"rhs: float8 .* float32 .* scale \(3, 2, 2\)",
+            ),
+            (
+                (lhs8, rhs, sizes, jnp.ones((7, 1))),
+                (128, 128),
+                r"lhs_scale: expected shape \(7, 2\), got \(7, 1\)",
+            ),
+            (
+                (lhs, rhs8, sizes, None, jnp.ones((3, 1, 2))),
+                (128, 128),
+                r"rhs_scale: expected shape \(3, 2, 2\), got \(3, 1, 2\)",
+            ),
+            (
+                (lhs8, rhs8, sizes, of_lhs, of_rhs),
+                (64, 128),
+                r"rhs_scale: expected shape \(3, 3, 2\), got \(3, 2, 2\)",
+            ),
+            (
+                (lhs8, rhs8, sizes, of_lhs, of_rhs),
+                (128, 64),
+                r"lhs_scale: expected shape \(7, 4\), got \(7, 2\)",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                grouped_matmul(*args, block_shape=block_shape, implementation=self.implementation)
+
+
+class GroupedMatmulGradientCases:
+    """For back-ends that training uses."""
+
+    implementation: ClassVar[Implementation]
+
+    @pytest.mark.parametrize(("sizes", "M"), [((2, 0, 5), 7), ((0, 34, 1), 37), ((0, 1, 0, 2), 3)])
+    def test_gradients(self, sizes, M):
+        """Against sums in float64; rows past the groups' sum stay out of the weights' gradient."""
+        x = Inputs.random(sizes, M=M)
+        x = dataclasses.replace(x, lhs=np.where(np.isnan(x.lhs), 3.0, x.lhs))
+        of_lhs, of_rhs = self.gradients(x, (0, 1))
+        defined = sum(sizes)
+        cotangent, groups = cotangents(x)[:defined], x.group_of_rows()
+        want = np.zeros_like(x.rhs)
+        for m, g in enumerate(groups):
+            want[g] += np.outer(cotangent[m], x.lhs[m])
+        check(of_rhs, want, TOLERANCES["float32"])
+        rows = np.array([cotangent[m] @ x.rhs[g] for m, g in enumerate(groups)])
+        check(of_lhs[:defined], rows, TOLERANCES["float32"])
+
+    @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 0)])
+    def test_gradients_through_float8_weights(self, sizes):
+        """Of the rows, and of the scales."""
+        x = Inputs.random(sizes, N=40, K=72, rhs_dtype=FLOAT8, block_shape=(32, 64))
+        of_lhs, of_scale = self.gradients(x, (0, 4))
+        cotangent, groups = cotangents(x), x.group_of_rows()
+        weights = x.values()[1]
+        rows = np.array([cotangent[m] @ weights[g] for m, g in enumerate(groups)])
+        check(of_lhs, rows, TOLERANCES["float32"])
+        each = np.zeros_like(x.rhs)
+        for m, g in enumerate(groups):
+            each[g] += np.outer(cotangent[m], x.lhs[m]) * x.rhs[g]
+        want = np.add.reduceat(np.add.reduceat(each, [0, 32], axis=1), [0, 64], axis=2)
+        check(of_scale, want, TOLERANCES["float32"])
+
+    def gradients(self, x: Inputs, argnums: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """Of sum(out * cotangents), over the defined rows."""
+        defined = sum(x.group_sizes)
+        weights = cotangents(x)[:defined]
+
+        def loss(*args: jax.Array | None) -> jax.Array:
+            out = grouped_matmul(
+                *args, block_shape=x.block_shape, implementation=self.implementation
+            )
+            return jnp.sum(out[:defined] * weights)
+
+        return jax.jit(jax.grad(loss, argnums))(*x.arrays())
+
+
+def cotangents(x: Inputs) -> Array:
+    return np.random.default_rng(3).standard_normal((len(x.lhs), x.rhs.shape[1]))

@@ -1,0 +1,212 @@
+"""What every back-end of mla_prefill must do; see MlaPrefillCases."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pallas_kernels import merge_attention, mla_prefill
+from pallas_kernels.dispatch import Implementation
+from tests.pallas_kernels.numerics import (
+    TOLERANCES,
+    Array,
+    central_difference,
+    check,
+    check_slope,
+    device,
+    rounded,
+    tolerance,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Keys and values past a row's length are NaN."""
+
+    q: Array
+    k: Array
+    v: Array
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    scale: float
+    dtype: npt.DTypeLike
+
+    @classmethod
+    def random(
+        cls,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        *,
+        T: int,
+        S: int,
+        H: int = 2,
+        widths: tuple[int, int],
+        scale: float = 0.3,
+        dtype: npt.DTypeLike = "float32",
+        seed: int = 0,
+    ) -> "Inputs":
+        rng = np.random.default_rng(seed)
+        B, (K, V) = len(lengths), widths
+        k, v = rng.standard_normal((B, S, H, K)), rng.standard_normal((B, S, H, V))
+        for b, length in enumerate(lengths):
+            k[b, length:] = v[b, length:] = np.nan
+        q = rng.standard_normal((B, T, H, K))
+        return cls(
+            rounded(q, dtype), rounded(k, dtype), rounded(v, dtype), starts, lengths, scale, dtype
+        )
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arguments of mla_prefill."""
+        return (
+            *(device(a, self.dtype) for a in (self.q, self.k, self.v)),
+            jnp.asarray(self.starts, jnp.int32),
+            jnp.asarray(self.lengths, jnp.int32),
+        )
+
+    def keys(self, first: int, last: int | None = None) -> "Inputs":
+        """The same queries over the keys first, ..., last - 1 only."""
+        k, v = self.k[:, first:last], self.v[:, first:last]
+        lengths = tuple(min(max(n - first, 0), k.shape[1]) for n in self.lengths)
+        starts = tuple(start - first for start in self.starts)
+        return dataclasses.replace(self, k=k, v=v, starts=starts, lengths=lengths)
+
+    def expected(self) -> tuple[Array, Array]:
+        """out [B, T, H, V] and lse [B, T, H], one query of one head after the other."""
+        B, T, H, _ = self.q.shape
+        out, lse = np.zeros((B, T, H, self.v.shape[-1])), np.full((B, T, H), -np.inf)
+        for b, t, h in np.ndindex(B, T, H):
+            seen = min(self.starts[b] + t + 1, self.lengths[b])
+            if seen <= 0:
+                continue
+            scores = self.scale * (self.k[b, :seen, h] @ self.q[b, t, h])
+            lse[b, t, h] = np.logaddexp.reduce(scores)
+            out[b, t, h] = np.exp(scores - lse[b, t, h]) @ self.v[b, :seen, h]
+        return out, lse
+
+
+@functools.cache
+def compiled(implementation: Implementation, scale: float) -> Callable[..., tuple[jax.Array, ...]]:
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(functools.partial(mla_prefill, scale=scale, implementation=implementation))
+
+
+def run(x: Inputs, implementation: Implementation) -> tuple[jax.Array, jax.Array]:
+    return compiled(implementation, x.scale)(*x.arrays())
+
+
+class MlaPrefillCases:
+    """Subclassed by each back-end, which sets ``implementation`` and what else it asks for."""
+
+    implementation: ClassVar[Implementation]
+    widths: ClassVar[tuple[int, int]] = (24, 16)  # K, V
+
+    def check(self, x: Inputs, *, bound: float | None = None) -> None:
+        out, lse = run(x, self.implementation)
+        want_out, want_lse = x.expected()
+        assert out.dtype == x.dtype, f"out: expected {x.dtype}, got {out.dtype}"
+        assert lse.dtype == np.float32, f"lse: expected float32, got {lse.dtype}"
+        check(out, want_out, bound or tolerance(x.dtype))
+        # Products of bfloat16 are exact in float32: the log-sum-exp is as good from either.
+        check(np.ravel(lse), np.ravel(want_lse), bound or TOLERANCES["float32"])
+
+    @pytest.mark.parametrize("T", [1, 7, 130])
+    def test_causal_prompts(self, T):
+        self.check(Inputs.random((0, 0), (T, T // 2), T=T, S=T, widths=self.widths))
+
+    @pytest.mark.parametrize(
+        ("starts", "lengths"),
+        [
+            ((5, 0, 20), (14, 9, 29)),  # each row's last query sees its last key
+            ((5, 0, 20), (8, 3, 22)),  # later queries see no more than there is
+            ((29, 40, 99), (29, 11, 1)),  # a prefix that all see whole
+            ((0, 3, 0), (0, 29, 1)),  # a row without keys
+            ((-4, -1, -9), (29, 29, 29)),  # the first queries stand before all keys
+        ],
+        ids=["aligned", "short", "prefix", "empty", "before"],
+    )
+    def test_starts_and_lengths(self, starts, lengths):
+        self.check(Inputs.random(starts, lengths, T=9, S=29, widths=self.widths))
+
+    def test_query_that_sees_no_key(self):
+        x = Inputs.random((0, -2), (0, 5), T=3, S=5, widths=self.widths)
+        out, lse = run(x, self.implementation)
+        for blind in ((0, slice(None)), (1, slice(2))):
+            assert (np.asarray(out)[blind] == 0).all()
+            assert (np.asarray(lse)[blind] == -np.inf).all()
+        assert np.isfinite(lse[1, 2]).all()
+
+    @pytest.mark.parametrize("widths", [(8, 24), (16, 16), (192, 128)])
+    def test_widths_of_keys_and_values(self, widths):
+        self.check(Inputs.random((3, 0), (12, 8), T=9, S=12, widths=widths))
+
+    @pytest.mark.parametrize("H", [1, 16])
+    def test_heads(self, H):
+        self.check(Inputs.random((0, 2), (9, 6), T=9, S=9, H=H, widths=self.widths))
+
+    def test_bfloat16(self):
+        x = Inputs.random((0, 7), (33, 40), T=33, S=40, widths=self.widths, dtype="bfloat16")
+        self.check(x)
+
+    def test_large_scores(self):
+        """Scores of hundreds, whose exponentials float32 cannot hold."""
+        x = Inputs.random((0, 5), (20, 25), T=20, S=25, widths=self.widths, scale=40.0)
+        assert np.abs(x.expected()[1]).max() > 400
+        self.check(x, bound=TOLERANCES["large scores"])
+
+    @pytest.mark.parametrize("cut", [4, 16, 23])
+    def test_prefix_and_rest_merge_into_the_whole(self, cut):
+        x = Inputs.random((20, 12), (29, 14), T=9, S=29, widths=self.widths)
+        merged = merge_attention(
+            *run(x.keys(0, cut), self.implementation), *run(x.keys(cut), self.implementation)
+        )
+        out, lse = x.expected()
+        check(merged[0], out, TOLERANCES["float32"])
+        check(np.ravel(merged[1]), np.ravel(lse), TOLERANCES["float32"])
+
+
+class MlaPrefillGradientCases:
+    """For back-ends that training uses."""
+
+    implementation: ClassVar[Implementation]
+    widths: ClassVar[tuple[int, int]] = (24, 16)  # K, V
+
+    def test_gradients(self):
+        """Of out and lse, along a random direction, against central differences in float64."""
+        x = Inputs.random((0, 0, 0), (7, 4, 0), T=7, S=7, widths=self.widths)
+        x = dataclasses.replace(x, k=np.nan_to_num(x.k), v=np.nan_to_num(x.v))
+        rng = np.random.default_rng(2)
+        out, lse = x.expected()
+        seen = np.isfinite(lse)
+        of_out, of_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+
+        def loss(q, k, v):
+            out, lse = mla_prefill(
+                q,
+                k,
+                v,
+                jnp.asarray(x.starts, jnp.int32),
+                jnp.asarray(x.lengths, jnp.int32),
+                scale=x.scale,
+                implementation=self.implementation,
+            )
+            return jnp.sum(out * of_out) + jnp.sum(jnp.where(seen, lse, 0) * of_lse)
+
+        inputs = (x.q, x.k, x.v)
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(
+            *(jnp.asarray(a, jnp.float32) for a in inputs)
+        )
+        for i, gradient in enumerate(gradients):
+
+            def expected_loss(moved: Array, name: str = "qkv"[i]) -> float:
+                out, lse = dataclasses.replace(x, **{name: moved}).expected()
+                return np.sum(out * of_out) + np.sum(lse[seen] * of_lse[seen])
+
+            direction = rng.standard_normal(inputs[i].shape)
+            slope = central_difference(expected_loss, inputs[i], direction)
+            check_slope(gradient, direction, slope)

@@ -1,0 +1,24 @@
+"""The back-ends of block_quant and block_dequant, each through the public function."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import block_dequant, block_quant
+from tests.pallas_kernels.block_quant_cases import BlockDequantCases, BlockQuantCases, activations
+
+
+class TestReference(BlockQuantCases, BlockDequantCases):
+    implementation = "reference"
+
+
+def test_default():
+    """Bit for bit what the only back-end gives."""
+    x = jnp.asarray(activations((3, 200)), jnp.float32)
+    values, scale = block_quant(x, (2, 128), scale_fmt="ue8m0")
+    want = block_quant(x, (2, 128), scale_fmt="ue8m0", implementation="reference")
+    np.testing.assert_array_equal(np.float32(values), np.float32(want[0]))
+    np.testing.assert_array_equal(scale, want[1])
+    np.testing.assert_array_equal(
+        block_dequant(values, scale, (2, 128)),
+        block_dequant(values, scale, (2, 128), implementation="reference"),
+    )

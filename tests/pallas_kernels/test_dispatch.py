@@ -1,0 +1,146 @@
+"""The rule that picks a back-end, with back-ends that only say their names."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels.dispatch import dispatch
+
+
+def refusing(reason):
+    def backend(*args, **kwargs):
+        raise NotImplementedError(reason)
+
+    return backend
+
+
+class Recorder:
+    """A back-end that answers with its name and keeps the arguments it got."""
+
+    def __init__(self, name):
+        self.name, self.calls = name, []
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return self.name
+
+
+def test_none_takes_the_first_that_accepts():
+    first, second = Recorder("first"), Recorder("second")
+    assert dispatch("op", {"first": first, "second": second}, None, 1, k=2) == "first"
+    assert first.calls == [((1,), {"k": 2})]
+    assert second.calls == []
+
+
+def test_none_passes_over_refusals():
+    last = Recorder("last")
+    backends = {"a": refusing("no a"), "b": refusing("no b"), "last": last}
+    assert dispatch("op", backends, None, 1, k=2) == "last"
+    assert last.calls == [((1,), {"k": 2})]
+
+
+def test_a_name_takes_that_back_end():
+    backends = {name: Recorder(name) for name in "abc"}
+    assert dispatch("op", backends, "c") == "c"
+    assert not backends["a"].calls
+    assert not backends["b"].calls
+
+
+@pytest.mark.parametrize("implementation", ["a", ["a"], ("a",)])
+def test_a_named_back_end_is_never_replaced(implementation):
+    other = Recorder("b")
+    with pytest.raises(NotImplementedError, match=r"^op: .*\(a: needs a Hopper\)$"):
+        dispatch("op", {"a": refusing("needs a Hopper"), "b": other}, implementation)
+    assert other.calls == []
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_sequence_goes_in_its_own_order(kind):
+    backends = {"a": Recorder("a"), "b": Recorder("b"), "c": refusing("no c")}
+    assert dispatch("op", backends, kind("ba")) == "b"
+    assert dispatch("op", backends, kind("cba")) == "b"
+    assert backends["a"].calls == []
+
+
+@pytest.mark.parametrize("implementation", [None, "ab", ("a", "b")])
+def test_all_refusals_are_told(implementation):
+    backends = {"a": refusing("no rows"), "b": refusing("no columns")}
+    if implementation == "ab":  # one name, not a sequence of letters
+        with pytest.raises(ValueError, match="got 'ab'"):
+            dispatch("op", backends, implementation)
+        return
+    with pytest.raises(NotImplementedError, match=r"^op: .*\(a: no rows; b: no columns\)$"):
+        dispatch("op", backends, implementation)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "got"),
+    [
+        ("cuda", "'cuda'"),
+        ("", "''"),
+        (["a", "cuda"], "'cuda'"),
+        (["x", "b", "y"], "'x', 'y'"),
+        ([], "an empty sequence"),
+        ((), "an empty sequence"),
+    ],
+)
+def test_unknown_names_list_the_known(implementation, got):
+    backends = {"a": Recorder("a"), "b": Recorder("b")}
+    with pytest.raises(ValueError, match=rf"^op: expected .* among a, b; got {got}$"):
+        dispatch("op", backends, implementation)
+    assert not backends["a"].calls
+    assert not backends["b"].calls
+
+
+@pytest.mark.parametrize("implementation", [None, "a", ["a", "b"]])
+@pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError])
+def test_other_errors_pass_through(implementation, error):
+    def broken():
+        raise error("as it was")
+
+    other = Recorder("b")
+    with pytest.raises(error, match=r"^as it was$"):
+        dispatch("op", {"a": broken, "b": other}, implementation)
+    assert other.calls == []
+
+
+def test_a_replacement_is_told_once(caplog):
+    backends = {"a": refusing("not here"), "b": Recorder("b")}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(3):
+            dispatch("op of this test", backends, None)
+    assert caplog.messages == ["op of this test runs on b (a: not here)"]
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        dispatch("another op of this test", backends, None)
+    assert caplog.messages[1:] == ["another op of this test runs on b (a: not here)"]
+
+
+def test_the_first_choice_is_not_told(caplog):
+    with caplog.at_level(logging.DEBUG, logger="pallas_kernels"):
+        dispatch("quiet op", {"a": Recorder("a")}, None)
+        dispatch("quiet op", {"a": Recorder("a"), "b": Recorder("b")}, "b")
+    assert caplog.messages == []
+
+
+TABLE, COUNT = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+HEAD = jnp.ones((1, 1, 1, 4))
+ARGUMENTS = {
+    "mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, COUNT), {"scale": 1.0}),
+    "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
+    "grouped_matmul": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
+    "block_quant": ((jnp.ones((2, 2)),), {}),
+    "block_dequant": ((jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones((1, 1)), (2, 2)), {}),
+}
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_every_operation_follows_the_rule(op):
+    args, kwargs = ARGUMENTS[op]
+    with pytest.raises(ValueError, match=rf"^{op}: expected .*reference.*; got 'abacus'$"):
+        getattr(pallas_kernels, op)(*args, **kwargs, implementation=["reference", "abacus"])
+
+
+def test_every_operation_is_listed():
+    assert set(ARGUMENTS) == set(pallas_kernels.__all__) - {"merge_attention"}

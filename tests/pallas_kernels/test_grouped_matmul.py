@@ -1,0 +1,79 @@
+"""grouped_matmul's back-ends, each through the public function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped_matmul
+from tests.pallas_kernels.grouped_matmul_cases import (
+    FLOAT8,
+    ROWS_OF_GROUPS,
+    GroupedMatmulCases,
+    GroupedMatmulGradientCases,
+    Inputs,
+    compiled,
+    run,
+)
+from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check_slope
+
+
+class TestReference(GroupedMatmulCases, GroupedMatmulGradientCases):
+    implementation = "reference"
+
+
+class TestCpu(GroupedMatmulCases, GroupedMatmulGradientCases):
+    implementation = "cpu"
+
+    def test_elsewhere_it_refuses(self, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        x = Inputs.random((3, 4))
+        with pytest.raises(NotImplementedError, match="cpu: runs on CPUs, this is tpu"):
+            grouped_matmul(*x.arrays(), implementation="cpu")
+
+    @pytest.mark.parametrize("sizes", [(3, 0, 40), (0, 2, 0)])
+    def test_gradients_equal_the_reference_s(self, sizes):
+        """Bit for bit: they are the reference's."""
+        x = Inputs.random(sizes, N=40, K=72, lhs_dtype="bfloat16", rhs_dtype=FLOAT8)
+        got = self.gradients(x, (0, 4))
+        want = TestReference().gradients(x, (0, 4))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+    def test_gradients_against_differences_of_itself(self):
+        """The product is linear in each operand: a difference over any step is its slope."""
+        x = Inputs.random((2, 0, 5))
+        product = compiled("cpu", x.block_shape)
+        weights = np.random.default_rng(3).standard_normal((7, 16))
+        arrays = x.arrays()
+        for i, gradient in enumerate(self.gradients(x, (0, 1))):
+            direction = np.random.default_rng(i).standard_normal(arrays[i].shape)
+            ends = [
+                product(*arrays[:i], arrays[i] + sign * jnp.float32(direction), *arrays[i + 1 :])
+                for sign in (1, -1)
+            ]
+            slope = np.sum((np.float64(ends[0]) - np.float64(ends[1])) * weights) / 2
+            check_slope(gradient, direction, slope)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+def test_float8_rows_are_rounded_once(implementation, sizes):
+    """Only the result is bfloat16: a float8 value times its scale has more bits than that."""
+    x = Inputs.random(sizes, N=40, K=72, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8, block_shape=(32, 64))
+    got, want = np.float64(run(x, implementation)), x.expected()
+    sums = np.linalg.norm(want, axis=-1, keepdims=True) * TOLERANCES["float32"]
+    assert (np.abs(got - want) <= BFLOAT16_ROUNDING * np.abs(want) + sums).all()
+
+
+@pytest.mark.parametrize(("platform", "chosen"), [("cpu", "cpu"), ("gpu", "reference")])
+def test_default(monkeypatch, platform, chosen):
+    """Bit for bit what the platform's back-end gives."""
+    x = Inputs.random((3, 4, 2), rhs_dtype=FLOAT8)
+    want = run(x, chosen)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    # A function of its own: jit would take a trace of grouped_matmul from the other platform.
+    got = jax.jit(functools.partial(grouped_matmul))(*x.arrays())
+    np.testing.assert_array_equal(got, want)

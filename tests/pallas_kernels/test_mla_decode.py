@@ -1,0 +1,64 @@
+"""mla_decode's back-ends, each through the public function."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mla_decode
+from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, run
+from tests.pallas_kernels.numerics import central_difference, check_slope
+
+
+class TestReference(MlaDecodeCases):
+    implementation = "reference"
+
+    def test_gradient_of_the_queries(self):
+        """Against central differences of the float64 sums."""
+        x = Inputs.random((20,), T=2, widths=self.widths)
+        rng = np.random.default_rng(2)
+        weights, direction = rng.standard_normal((2, *x.q_latent.shape))
+
+        def loss(q_latent):
+            out, _ = mla_decode(
+                q_latent,
+                jnp.asarray(x.q_rope, jnp.float32),
+                jnp.asarray(x.pages, jnp.float32),
+                jnp.asarray(x.block_tables),
+                jnp.asarray(x.lengths, jnp.int32),
+                scale=x.scale,
+                implementation="reference",
+            )
+            return jnp.sum(out * weights)
+
+        def expected_loss(moved):
+            out, _ = dataclasses.replace(x, q_latent=moved).expected()
+            return np.sum(out * weights)
+
+        gradient = jax.jit(jax.grad(loss))(jnp.asarray(x.q_latent, jnp.float32))
+        slope = central_difference(expected_loss, x.q_latent, direction)
+        check_slope(gradient, direction, slope)
+
+
+class TestCpu(MlaDecodeCases):
+    implementation = "cpu"
+
+    def test_elsewhere_it_refuses(self, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        x = Inputs.random((20,), widths=self.widths)
+        with pytest.raises(NotImplementedError, match="cpu: runs on CPUs, this is gpu"):
+            run(x, self.implementation)
+
+
+@pytest.mark.parametrize(("platform", "chosen"), [("cpu", "cpu"), ("gpu", "reference")])
+def test_default(monkeypatch, platform, chosen):
+    """Bit for bit what the platform's back-end gives."""
+    x = Inputs.random((20, 33), T=2, widths=(24, 8), scale=0.2)
+    want = run(x, chosen)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    got = jax.jit(functools.partial(mla_decode, scale=x.scale))(*x.arrays())
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,222 @@
+"""Our float32 logits and tokens against transformers', on checkpoints that transformers saved.
+
+transformers' model is DeepSeek's computation by other hands: read by our loader from what
+`save_pretrained` wrote, our model must give the same numbers. torch and transformers come with the
+`parity` extra and are imported inside functions, so that this file can be collected without them.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax import Generator
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error
+from tests.support.running import forward
+
+pytestmark = pytest.mark.parity
+
+BOUND = 1e-5
+VOCAB = 160
+LENGTH = 44  # past the 32 positions of the original context
+TOKENS = np.random.default_rng(21).integers(0, VOCAB, (2, LENGTH))
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 50000.0}
+
+# What is varied, and its values. Every two values of different settings meet in some case below.
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "q_lora_rank": (40, None),
+    "n_group": (4, 1),
+    "first_k_dense_replace": (0, 1, 3),
+    "rope": ("yarn", "plain"),
+    "n_shared_experts": (1, 2),
+    "norm_topk_prob": (True, False),
+}
+CASES: tuple[tuple[Any, ...], ...] = (
+    (40, 4, 0, "yarn", 1, True),
+    (None, 1, 0, "plain", 2, False),
+    (40, 1, 1, "yarn", 2, False),
+    (None, 4, 1, "plain", 1, True),
+    (40, 4, 3, "plain", 2, True),
+    (None, 1, 3, "yarn", 1, False),
+    (40, 1, 1, "plain", 1, True),
+    (None, 4, 3, "yarn", 2, False),
+    (40, 4, 0, "plain", 1, False),
+    (None, 1, 0, "yarn", 2, True),
+)
+
+
+def test_cases_are_pairwise_complete():
+    for (one, ones), (other, others) in itertools.combinations(enumerate(SETTINGS.values()), 2):
+        met = {(case[one], case[other]) for case in CASES}
+        assert met == set(itertools.product(ones, others))
+
+
+def hugging_face_config(**settings: Any):
+    """A DeepseekV3Config of odd sizes: none is a multiple of 128, and few of 8."""
+    from transformers import DeepseekV3Config
+
+    rope = YARN if settings.pop("rope") == "yarn" else PLAIN
+    groups = settings["n_group"]
+    dense = settings["first_k_dense_replace"]
+    return DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=60,
+        intermediate_size=90,
+        moe_intermediate_size=42,
+        num_hidden_layers=dense + 1,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        topk_group=max(1, groups // 2),
+        routed_scaling_factor=2.5,
+        kv_lora_rank=33,
+        qk_nope_head_dim=18,
+        qk_rope_head_dim=10,
+        v_head_dim=14,
+        max_position_embeddings=128,
+        # A dense layer keeps the config's epsilon, the norms of the latents never do.
+        rms_norm_eps=1e-5,
+        rope_parameters=dict(rope),
+        attn_implementation="eager",
+        experts_implementation="eager",  # the default wants rows of whole 16 bytes
+        **settings,
+    )
+
+
+def random_model(config, seed: int = 0):
+    """transformers' model with activations of order one and biased, decided routing.
+
+    Its own initial weights are so small that all experts score alike, its biases zero.
+    """
+    import torch
+    from transformers import DeepseekV3ForCausalLM
+
+    model = DeepseekV3ForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.1 * normal(parameter.shape))
+            elif "embed_tokens" in name:
+                parameter.copy_(normal(parameter.shape))
+            else:
+                gain = 3.0 if name.endswith("mlp.gate.weight") else 1.0
+                parameter.copy_(gain * normal(parameter.shape) / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * normal(buffer.shape) - 0.4)
+    return model
+
+
+def their_logits(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
+
+
+def saved(settings: dict[str, Any], directory: Path):
+    """transformers' model, and ours from the directory it was saved to."""
+    theirs = random_model(hugging_face_config(**settings))
+    theirs.save_pretrained(directory)
+    ours, tokenizer = dsv3_jax.load(directory, dtype=jnp.float32)
+    assert tokenizer is None
+    return theirs, ours
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_logits(case, tmp_path):
+    settings = dict(zip(SETTINGS, case, strict=True))
+    theirs, ours = saved(settings, tmp_path)
+    # transformers announces one MTP layer, and saves none.
+    assert theirs.config.num_nextn_predict_layers == 1
+    assert len(ours.mtp) == 0
+    logits, aux = forward(ours, TOKENS)
+    assert relative_error(logits, their_logits(theirs, TOKENS)) < BOUND
+    for counts in aux.routing_counts:
+        assert (counts > 0).sum() > 8, "expected tokens to go to most experts"
+        assert counts.max() < TOKENS.size, "expected no expert that all tokens choose"
+
+
+def test_greedy_tokens(tmp_path):
+    """Cached decoding on both sides; no choice is so close that rounding could decide it."""
+    import torch
+
+    settings = dict(zip(SETTINGS, CASES[2], strict=True))
+    theirs, ours = saved(settings, tmp_path)
+    prompts = [TOKENS[0, :17].tolist(), TOKENS[1, :5].tolist()]
+    new = 24
+    want = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        theirs.generation_config.eos_token_id = None
+        with torch.no_grad():
+            out = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new,
+                pad_token_id=2,
+            )
+        best = np.sort(their_logits(theirs, out.numpy()[:, :-1])[0, len(prompt) - 1 :], axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 1e-4
+        want.append(out[0, len(prompt) :].tolist())
+    assert len({token for tokens in want for token in tokens}) > 10, "expected varied tokens"
+
+    generator = Generator(ours, None, max_len=64, batch_sizes=(2,), prefill_chunk=8)
+    got = generator.generate(prompts, max_new_tokens=new, ignore_eos=True)
+    assert [completion.tokens for completion in got] == want
+
+
+def test_mtp_logits(tmp_path):
+    """transformers' MtpModel, fed as it feeds itself: hidden states after the final norm."""
+    import torch
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    class Tiny(DeepseekV3ForCausalLM):
+        # As published: all but the number, which transformers has fixed to DeepSeek-V3's 61.
+        _keys_to_ignore_on_load_unexpected = (r"model\.layers\.3\..*", r"model\.layers\.4\..*")
+
+    config = tiny_config(num_nextn_predict_layers=2)
+    write_checkpoint(tmp_path, config, random_tensors(config))
+    ours, _ = dsv3_jax.load(tmp_path, dtype=jnp.float32)
+    _, aux = forward(ours, TOKENS)
+
+    theirs = Tiny.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    mtp = MtpModel.from_pretrained(theirs).eval()
+    ids = torch.from_numpy(TOKENS)
+    with torch.no_grad():
+        hidden = theirs.model(input_ids=ids, use_cache=False).last_hidden_state
+        for k in range(2):
+            length = LENGTH - 1 - k
+            hidden = mtp.forward_layer(
+                k,
+                hidden[:, :length],
+                torch.arange(length)[None],
+                None,
+                input_ids=ids[:, k + 1 :],
+            )
+            logits = theirs.lm_head(hidden).numpy()
+            assert relative_error(aux.mtp_logits[k], logits) < BOUND

@@ -1,0 +1,60 @@
+"""Compiled calls of a model: one program for all models of a config, whatever their weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.attention import Form
+from dsv3_jax.model import Aux, DeepSeekV3, MTPHidden
+
+
+def forward(
+    model: DeepSeekV3, tokens: npt.ArrayLike, mtp_hidden: MTPHidden = "post_norm"
+) -> tuple[jax.Array, Aux]:
+    """`model(tokens, return_aux=True)`."""
+    graph, state = nnx.split(model)
+    return _forward(graph, state, jnp.asarray(tokens), mtp_hidden)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _forward(
+    graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array, mtp_hidden: MTPHidden
+) -> tuple[jax.Array, Aux]:
+    return nnx.merge(graph, state)(tokens, return_aux=True, mtp_hidden=mtp_hidden)
+
+
+def extend(
+    model: DeepSeekV3,
+    tokens: npt.ArrayLike,
+    counts: npt.ArrayLike,
+    cache: LatentKVCache,
+    form: Form,
+) -> tuple[jax.Array, LatentKVCache]:
+    """`model.extend`, with logits in the place of hidden states."""
+    graph, state = nnx.split(model)
+    return _extend(graph, state, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32), cache, form)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _extend(
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    tokens: jax.Array,
+    counts: jax.Array,
+    cache: LatentKVCache,
+    form: Form,
+) -> tuple[jax.Array, LatentKVCache]:
+    model = nnx.merge(graph, state)
+    hidden, cache = model.extend(tokens, counts, cache, form)
+    return model.logits(hidden), cache
+
+
+def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np.float32]:
+    """The latents [length, C+R] that the cache holds of one row."""
+    pages = np.asarray(cache.pages[layer])[np.asarray(cache.block_tables)[row]]
+    return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[row])]

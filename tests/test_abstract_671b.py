@@ -1,0 +1,90 @@
+"""The published models at full size, without weights: what they would hold, name by name."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from dsv3_jax import presets
+from dsv3_jax.checkpoint.names import TensorSpec, copies, tensor_table
+from dsv3_jax.checkpoint.parameters import published_names
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+
+# deepseek-r1 is deepseek-v3's network.
+BUILT = (
+    "deepseek-v3",
+    "deepseek-v3.1",
+    "kimi-k2",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "moonlight-16b",
+)
+STORED_AS = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+
+
+def as_published(config: ModelConfig) -> DeepSeekV3:
+    return abstract(config, dtype=jnp.bfloat16, quantization=config.quantization)
+
+
+def held(model: DeepSeekV3) -> dict[str, TensorSpec]:
+    """Every published tensor that the model's tree stands for, and how it would be stored."""
+    found: dict[str, TensorSpec] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        leaf = variable.get_value()
+        names, stacked = published_names(model.config, path)
+        if stacked:
+            assert leaf.shape[0] == len(names)
+        spec = TensorSpec(leaf.shape[stacked:], STORED_AS[leaf.dtype.name])
+        assert not found.keys() & set(names)
+        found |= dict.fromkeys(names, spec)
+    return found
+
+
+@pytest.fixture(scope="module")
+def v3() -> DeepSeekV3:
+    return as_published(presets.DEEPSEEK_V3)
+
+
+def test_parameters_of_deepseek_v3(v3):
+    assert parameter_count(v3) == 671_026_419_200
+    assert parameter_count(v3, mtp=True) == 11_610_068_224
+
+
+def test_building_it_abstractly_takes_seconds():
+    """Processor time; the number of random draws once made it a minute."""
+    began = time.process_time()
+    as_published(presets.DEEPSEEK_V3)
+    assert time.process_time() - began < 15
+
+
+def test_tensors_of_deepseek_v3(v3):
+    tensors = held(v3)
+    duplicates = copies(presets.DEEPSEEK_V3)
+    assert len(tensors) + len(duplicates) == 91_991
+    of_copies = 2 * 129280 * 7168 * 2
+    assert sum(spec.nbytes for spec in tensors.values()) + of_copies == 688_574_839_360
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_tree_is_the_table_of_published_tensors(name):
+    config = presets.get(name)
+    table = tensor_table(config)
+    for copy in copies(config):
+        del table[copy]
+    assert held(as_published(config)) == table
+
+
+@pytest.mark.parametrize("quantization", [None, presets.DEEPSEEK_V3.quantization])
+def test_count_does_not_depend_on_storage(quantization):
+    """Scales are not parameters."""
+    model = abstract(presets.DEEPSEEK_V2_LITE, dtype=jnp.float32, quantization=quantization)
+    assert parameter_count(model) == 15_706_484_224
+    assert parameter_count(model, mtp=True) == 0
+
+
+def test_v3_2_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"deepseek_v32 .* sparse indexer") as caught:
+        abstract(presets.DEEPSEEK_V3_2)
+    assert "\n" not in str(caught.value)

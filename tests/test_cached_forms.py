@@ -1,0 +1,223 @@
+"""Every way to run a prompt gives one answer: whole, cached, in chunks, absorbed, expanded.
+
+Float32, compared with the whole forward pass (which test_model_oracle.py holds to the oracle) to
+1e-5. Rows have different lengths and are padded at the right, pages are scattered, positions go
+past the 32 of the tiny config's original context, and a prefix spans several context blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers import attention
+from dsv3_jax.layers.moe import MoE
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels.mla_decode import cpu as mla_decode_cpu
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error
+from tests.support.running import cached_latents, extend, forward
+
+BOUND = 1e-5
+PAGE, PAGES, SPARE = 8, 15, 5  # tokens a page, pages a row, pages that are nobody's
+LENGTHS = np.array([113, 38, 7])
+ROWS = len(LENGTHS)
+VOCAB = 160
+TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, LENGTHS.max()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_blocks():
+    """Blocks of two and of three pages, so that 113 tokens span several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE)
+        patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> DeepSeekV3:
+    directory = tmp_path_factory.mktemp("tiny")
+    config = tiny_config(num_nextn_predict_layers=0)
+    write_checkpoint(directory, config, random_tensors(config))
+    return dsv3_jax.load(directory, dtype=jnp.float32)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(model) -> np.ndarray:
+    """Logits [ROWS, 113, VOCAB] of one pass over all rows; causal, so the padding has no say."""
+    return np.asarray(forward(model, TOKENS)[0])
+
+
+@pytest.fixture
+def empty(model) -> LatentKVCache:
+    """A cache whose rows lie scattered over more pages than they need, the spare ones not empty."""
+    numbers = np.random.default_rng(5).permutation(ROWS * PAGES + SPARE).astype(np.int32)
+    tables, spare = numbers[SPARE:].reshape(ROWS, PAGES), numbers[:SPARE]
+    assert not (np.diff(tables) == 1).all()
+    pages = jnp.zeros((len(numbers), PAGE, model.config.latent_dim)).at[spare].set(1e4)
+    return LatentKVCache(
+        pages=(pages,) * model.config.num_hidden_layers,
+        block_tables=jnp.asarray(tables),
+        lengths=jnp.zeros(ROWS, jnp.int32),
+    )
+
+
+def feed(model, tokens, targets, cache, chunk, form):
+    """Extends each row up to its target length, `chunk` tokens at a time.
+
+    The answer is the logits [ROWS, max target, VOCAB], zero where nothing was fed, and the cache.
+    Padding is token 0, which the rows contain too.
+    """
+    logits = np.zeros((ROWS, max(targets), VOCAB), np.float32)
+    while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
+        starts = np.asarray(cache.lengths)
+        window = np.zeros((ROWS, chunk), np.int64)
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            window[row, :count] = tokens[row, start : start + count]
+        out, cache = extend(model, window, counts, cache, form)
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            logits[row, start : start + count] = out[row, :count]
+    return logits, cache
+
+
+def check(logits, whole, lengths=LENGTHS):
+    for row, length in enumerate(lengths):
+        assert relative_error(logits[row, :length], whole[row, :length]) < BOUND
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 113])
+def test_chunks_equal_the_whole(chunk, form, model, whole, empty):
+    logits, cache = feed(model, TOKENS, LENGTHS, empty, chunk, form)
+    assert cache.lengths.tolist() == LENGTHS.tolist()
+    check(logits, whole)
+
+
+def test_decode_behind_a_prefill(model, whole, empty):
+    """What a generator does: the prompt in expanded chunks, then token by token, absorbed."""
+    prompts = np.array([90, 20, 1])
+    before, cache = feed(model, TOKENS, prompts, empty, 7, "expanded")
+    after, _ = feed(model, TOKENS, LENGTHS, cache, 1, "absorbed")
+    after[:, : prompts.max()] += before
+    check(after, whole)
+
+
+def test_both_forms_leave_the_same_cache(model, empty):
+    caches = [feed(model, TOKENS, LENGTHS, empty, 7, form)[1] for form in ("expanded", "absorbed")]
+    for layer in range(model.config.num_hidden_layers):
+        for row in range(ROWS):
+            expanded, absorbed = (cached_latents(cache, layer, row) for cache in caches)
+            assert expanded.shape == (LENGTHS[row], model.config.latent_dim)
+            assert relative_error(absorbed, expanded) < BOUND
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_order_of_pages_is_nothing_to_the_result(form, model, empty):
+    plain = LatentKVCache.init(model.config, ROWS, PAGE * PAGES, dtype="float32", page_size=PAGE)
+    assert plain.block_tables.tolist() == np.arange(ROWS * PAGES).reshape(ROWS, PAGES).tolist()
+    padding = ((0, SPARE), (0, 0), (0, 0))  # the same shapes, hence the same program
+    plain = dataclasses.replace(plain, pages=tuple(jnp.pad(p, padding) for p in plain.pages))
+    one, _ = feed(model, TOKENS, LENGTHS, plain, 7, form)
+    other, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_table_entries_past_a_row_may_be_anything(form, model, empty):
+    """Somebody else's pages, and numbers of no page."""
+    clean, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    tables = np.array(empty.block_tables)
+    spare = np.setdiff1d(np.arange(ROWS * PAGES + SPARE), tables)
+    tables[1, 5:10], tables[1, 10:], tables[2, 1:] = spare, 10**6, -1
+    messy = dataclasses.replace(empty, block_tables=jnp.asarray(tables))
+    got, _ = feed(model, TOKENS, LENGTHS, messy, 7, form)
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_rewind_equals_a_fresh_run(form, model, empty):
+    """Lowering `lengths` takes tokens back; what lies behind them is overwritten."""
+    kept = np.array([61, 30, 0])
+    targets = np.array([80, 38, 12])
+    other = TOKENS.copy()
+    for row, count in enumerate(kept):
+        other[row, count:] = (other[row, count:] + 1) % VOCAB
+
+    _, cache = feed(model, TOKENS, LENGTHS, empty, 7, "expanded")
+    rewound = dataclasses.replace(cache, lengths=jnp.asarray(kept, jnp.int32))
+    again, _ = feed(model, other, targets, rewound, 3, form)
+    fresh, _ = feed(model, other, targets, empty, 3, form)
+    for row, (start, target) in enumerate(zip(kept, targets, strict=True)):
+        assert relative_error(again[row, start:target], fresh[row, start:target]) < BOUND
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_padding_changes_no_row(form, model, empty):
+    """Other padding tokens, other tokens in a finished row: the rest stays the same to the bit."""
+    _, cache = feed(model, TOKENS, np.array([50, 20, 7]), empty, 7, "expanded")
+    window = TOKENS[:, 50:57].copy()
+    counts = np.array([7, 4, 0])
+    out, longer = extend(model, window, counts, cache, form)
+    window[1, 4:] = (window[1, 4:] + 1) % VOCAB
+    window[2] = (window[2] + 1) % VOCAB
+    again, longer_again = extend(model, window, counts, cache, form)
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(out[row, :count], again[row, :count])
+    assert longer.lengths.tolist() == [57, 24, 7]
+    for one, other in zip(longer.pages, longer_again.pages, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for layer in range(model.config.num_hidden_layers):
+        np.testing.assert_array_equal(
+            cached_latents(longer, layer, 2), cached_latents(cache, layer, 2)
+        )
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_a_row_does_not_depend_on_its_neighbours(form, model, empty):
+    shared, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    changed = TOKENS.copy()
+    changed[[0, 2]] = (changed[[0, 2]] + 1) % VOCAB
+    other, _ = feed(model, changed, np.array([60, LENGTHS[1], 30]), empty, 7, form)
+    assert relative_error(other[1, : LENGTHS[1]], shared[1, : LENGTHS[1]]) < BOUND
+
+
+def test_a_prompt_of_many_blocks_really_has_them(model):
+    """The patched sizes are what the compiled programs saw."""
+    longest = LENGTHS.max()
+    assert longest > 5 * attention._CONTEXT_TOKENS
+    assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
+
+
+# ---- padding in the experts ----------------------------------------------------------------------
+
+
+def test_padding_goes_to_no_expert(model):
+    moe = model.layers[1].mlp
+    assert isinstance(moe, MoE)
+    x = jnp.asarray(np.random.default_rng(7).normal(size=(2, 9, 64)), jnp.float32)
+    valid = jnp.arange(9) < jnp.array([[6], [2]])
+    run = jax.jit(lambda x, valid: moe(x, valid))
+    out, stats = run(x, valid)
+
+    rows = x[valid]
+    alone, alone_stats = jax.jit(lambda x: moe(x))(rows[None])
+    assert stats.counts.sum() == rows.shape[0] * model.config.num_experts_per_tok
+    np.testing.assert_array_equal(stats.counts, alone_stats.counts)
+    assert relative_error(out[valid], alone[0]) < BOUND
+
+    noise = jnp.where(valid[..., None], x, jnp.inf)  # whatever padding computes, it computes alone
+    noisy, noisy_stats = run(noise, valid)
+    np.testing.assert_array_equal(noisy[valid], out[valid])
+    np.testing.assert_array_equal(noisy_stats.counts, stats.counts)
+
+
+def test_nothing_but_padding(model):
+    moe = model.layers[1].mlp
+    run = jax.jit(lambda x, valid: moe(x, valid))
+    _, stats = run(jnp.ones((2, 9, 64)), jnp.zeros((2, 9), bool))
+    assert stats.counts.tolist() == [0] * 8

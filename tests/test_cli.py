@@ -1,0 +1,180 @@
+"""The dsv3 command, in this process but for one real one."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def restored_cache_settings():
+    """The command sets up its own compilation cache; the suite keeps its own."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def run(*arguments: str) -> int:
+    """The exit status, also where argparse leaves by itself."""
+    try:
+        return main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def generate(*arguments: str) -> int:
+    return run("generate", "--max-new-tokens", "8", *arguments)
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys):
+    assert generate("--prompt", "import os\n", "--echo") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("import os\nimport ")
+    assert "loaded demo" in err
+    assert "tokens/s, first token after" in err
+
+
+def test_json_is_one_object_and_nothing_else(capsys):
+    status = generate("--json", "--prompt", "import os\n", "--prompt", "x =", "--logprobs", "2")
+    assert status == 0
+    out, _ = capsys.readouterr()
+    result = json.loads(out)
+    assert out.count("\n") == 1
+    assert result["model"] == "demo"
+    first, second = result["completions"]
+    assert len(first["tokens"]) == len(first["logprobs"]) == len(first["top_logprobs"]) == 8
+    assert first["finish_reason"] == "length"
+    assert second["prompt_tokens"] < first["prompt_tokens"] + 3
+    stats = result["stats"]
+    assert stats["new_tokens"] == 16
+    assert stats["tokens_per_second"] > 0 < stats["time_to_first_token"]
+    assert stats["drafted"] == stats["accepted"] == stats["acceptance_rate"] == 0
+
+
+def test_streamed_text_is_the_generated_text(capsys):
+    arguments = ("--prompt", "import os\n", "--temperature", "0.8", "--seed", "4")
+    assert generate(*arguments) == 0
+    whole = capsys.readouterr().out
+    assert generate("--stream", *arguments) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_chat_reads_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin.read", lambda: "Hello?", raising=False)
+    assert generate("--chat", "--json", "--prompt", "-") == 0
+    tokens = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
+    assert generate("--json", "--prompt", "Hello?") == 0
+    plain = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
+    assert tokens == plain + 2  # <User> before and <Assistant> behind, and no second BOS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--prompt", ""], "prompt: expected text, got an empty prompt"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number of at least 0"),
+        (["--prompt", "x", "--temperature", "warm"], "--temperature"),
+        (["--prompt", "x", "--top-p", "0"], "top_p"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "x", "--logprobs", "21"], "logprobs: expected 0 to 20, got 21"),
+        (["--prompt", "x", "--max-len", "5000"], "max_len: expected 2 to 4096"),
+        (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 tokens"),
+        (["--prompt", "x", "--draft", "mtp"], "--draft"),
+        (["--prompt", "x", "--frobnicate"], "--frobnicate"),
+        (["--prompt", "x", "--temp", "0"], "--temp"),
+        (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),
+        (["--prompt", "x", "--stream", "--json"], "--json"),
+        (["--prompt", "x", "--model", "/nowhere/at all"], "expected 'demo', a directory"),
+        ([], "--prompt"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys):
+    assert generate(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith(("dsv3: error: ", "dsv3 generate: error: "))
+    assert named in last
+    assert all(line.startswith("dsv3: ") for line in err.splitlines()[:-1])
+
+
+def test_a_damaged_checkpoint_is_one_line_and_status_2(tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(DEMO, copy)
+    shard = next(copy.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert generate("--prompt", "x", "--model", str(copy)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "truncated" in err
+
+
+def test_no_command_and_an_unknown_one(capsys):
+    assert run() == 2
+    assert run("generat") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2
+    assert "generate" in err
+
+
+def test_doctor(capsys):
+    assert run("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["devices"]["platform"] == "cpu"
+    assert found["back-ends"]["mla_decode: reference"] == "works"
+    assert found["back-ends"]["grouped_matmul: cpu"] == "works"
+    assert run("doctor") == 0
+    assert "back-ends" in capsys.readouterr().out
+
+
+def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):
+    from pallas_kernels.mla_decode import api
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no\nsuch luck")
+
+    def wrong(*args, **kwargs):
+        return jax.tree.map(lambda x: x + 1, api.BACKENDS["reference"](*args, **kwargs))
+
+    monkeypatch.setitem(api.BACKENDS, "broken", broken)
+    monkeypatch.setitem(api.BACKENDS, "wrong", wrong)
+    assert run("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["back-ends"]
+    assert found["mla_decode: broken"] == "fails: RuntimeError: no"
+    assert found["mla_decode: wrong"].startswith("wrong: differs")
+
+
+def test_the_command_itself():
+    """Another process: nothing but the JSON on stdout, whatever the libraries say."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from dsv3_jax.cli.main import main; sys.exit(main())",
+        "generate",
+        "--json",
+        "--max-new-tokens",
+        "2",
+    ]
+    good = subprocess.run([*command, "--prompt", "import"], capture_output=True, text=True)
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["stats"]["new_tokens"] == 2
+    bad = subprocess.run(
+        [*command, "--prompt", "x", "--min-p", "2"], capture_output=True, text=True
+    )
+    assert bad.returncode == 2
+    assert bad.stdout == ""
+    assert "Traceback" not in bad.stderr
