@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ class _SameKey(nnx.Rngs):
         return jax.random.key(0)
 
 
-def abstract(config: ModelConfig, **kwargs: object) -> DeepSeekV3:
+def abstract(config: ModelConfig, **kwargs: Any) -> DeepSeekV3:
     """The model with shapes for weights: what it would hold, without allocating any of it."""
     return nnx.eval_shape(lambda: DeepSeekV3(config, rngs=_SameKey(0), **kwargs))
 

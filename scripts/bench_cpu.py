@@ -72,7 +72,7 @@ def compare(batch: int, new_tokens: int, repeats: int) -> dict[str, float | int 
 
     def run_theirs() -> list[list[int]]:
         with torch.no_grad():
-            out = theirs.generate(
+            out = theirs.generate(  # pyright: ignore[reportCallIssue]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,

@@ -84,11 +84,17 @@ def test_chat_reads_standard_input(capsys, monkeypatch):
     ("arguments", "named"),
     [
         (["--prompt", ""], "prompt: expected text, got an empty prompt"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number of at least 0"),
+        (
+            ["--prompt", "x", "--temperature", "-1"],
+            "temperature: expected a number in [0, 3.4e38], got -1.0",
+        ),
         (["--prompt", "x", "--temperature", "warm"], "--temperature"),
         (["--prompt", "x", "--top-p", "0"], "top_p"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
-        (["--prompt", "x", "--logprobs", "21"], "logprobs: expected 0 to 20, got 21"),
+        (
+            ["--prompt", "x", "--logprobs", "21"],
+            "logprobs: expected an integer from 0 to 20, got 21",
+        ),
         (["--prompt", "x", "--max-len", "5000"], "max_len: expected 2 to 4096"),
         (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 tokens"),
         (["--prompt", "x", "--draft", "mtp"], "--draft"),

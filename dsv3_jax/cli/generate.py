@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
             *("seed", "stop", "ignore_eos", "logprobs"),
         )
     }
+    generator.requests(prompts, **settings)  # refuses wrong ones before minutes of compilation
     compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs)
     _say(f"compiled, or found in the cache, in {compiled:.1f} s")
     if arguments.stream:

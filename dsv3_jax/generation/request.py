@@ -1,16 +1,21 @@
-"""What a caller asks of the Generator, checked, and what comes back."""
+"""What a caller asks of the Generator, checked before anything runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.tokenizer import Tokenizer
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
-FinishReason = Literal["stop", "length"]
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 8  # slots in the compiled program, the model's own end tokens among them
+
 Prompt = str | Sequence[int]
 
 
@@ -31,6 +36,7 @@ class Request:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
+    logprobs: int = 0
 
     def __post_init__(self) -> None:
         integer, real = numbers.Integral, numbers.Real  # NumPy's are among them
@@ -45,6 +51,8 @@ class Request:
         check("seed", self.seed, "an integer in [0, 2**32)", integer, 0, 2**32 - 1)
         if "" in self.stop:
             raise ValueError("stop: expected strings that are not empty, got ''")
+        expected = f"an integer from 0 to {MAX_TOP_LOGPROBS}"
+        check("logprobs", self.logprobs, expected, integer, 0, MAX_TOP_LOGPROBS)
 
 
 def check(
@@ -56,78 +64,123 @@ def check(
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What one request came to."""
+class RequestReader:
+    """Turns the arguments of a call into requests, for one model and tokenizer.
 
-    text: str
-    """Without the stop string, and without special tokens."""
-    tokens: list[int]
-    """All generated tokens, the one that stopped the request included."""
-    logprobs: list[float]
-    """Natural-log probability of each, before temperature and filters."""
-    finish_reason: FinishReason
-    """``stop``: a stop token or stop string; ``length``: max_new_tokens or max_len."""
-    prompt_tokens: int
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    """For each token, the most probable (token, logprob) pairs, best first."""
+    Raises, from :meth:`read`:
+      ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
+    """
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_len: int):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_len = max_len
+
+    def read(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int = 0,
+        draft: None = None,
+        **settings: Any,
+    ) -> list[Request]:
+        """One request a prompt; each of ``settings`` is one value for all, or one for each."""
+        if draft is not None:
+            raise ValueError(f"draft: expected None, this version has no drafter; got {draft!r}")
+        prompts = _plain(prompts)
+        several: list[Any] = list(prompts) if _are_several(prompts) else [prompts]
+        if not several:
+            raise ValueError("prompts: expected at least one, got none")
+        columns = {name: _spread(name, v, len(several)) for name, v in settings.items()}
+        stop = self._stop_strings(stop)
+        ends = self._stop_ids(stop, stop_tokens, ignore_eos)
+        return [
+            Request(
+                prompt=self._prompt_ids(prompt),
+                stop=stop,
+                stop_tokens=ends,
+                logprobs=logprobs,
+                **{name: column[i] for name, column in columns.items()},
+            )
+            for i, prompt in enumerate(several)
+        ]
+
+    def _stop_strings(self, stop: str | Sequence[str]) -> tuple[str, ...]:
+        strings = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(strings, Collection) or not all(isinstance(s, str) for s in strings):
+            raise ValueError(f"stop: expected a string or several, got {stop!r}")
+        strings = tuple(strings)
+        if strings and self._tokenizer is None:
+            raise ValueError(f"stop: expected none, for there is no tokenizer; got {strings[0]!r}")
+        return strings
+
+    def _stop_ids(
+        self, stop: tuple[str, ...], stop_tokens: Sequence[int], ignore_eos: bool
+    ) -> tuple[int, ...]:
+        ends = [*self._ids("stop_tokens", _plain(stop_tokens))]
+        ends += () if ignore_eos else self._end_tokens()
+        if self._tokenizer is not None:
+            # A stop string that is a special token never appears in text, which leaves those out.
+            special = map(self._tokenizer.special_token_id, stop)
+            ends += [i for i in special if i is not None]
+        ends = list(dict.fromkeys(ends))
+        if len(ends) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_tokens: expected at most {MAX_STOP_TOKENS}, the model's own among them; "
+                f"got {len(ends)}"
+            )
+        return tuple(ends)
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        """The model's own, and the tokenizer's where it names another."""
+        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        return self._config.eos_token_id if own is None else (*self._config.eos_token_id, own)
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str) and prompt:
+            if self._tokenizer is None:
+                raise ValueError("prompt: expected token ids, for there is no tokenizer; got text")
+            prompt = self._tokenizer.encode(prompt)
+        ids = self._ids("prompt", _plain(prompt))
+        if not ids:
+            raise ValueError("prompt: expected text or token ids, got an empty prompt")
+        if len(ids) >= self._max_len:
+            raise ValueError(
+                f"prompt: expected at most {self._max_len - 1} tokens (max_len {self._max_len}, "
+                f"less one to generate), got {len(ids)}"
+            )
+        return ids
+
+    def _ids(self, name: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, bytes) or not isinstance(value, Sequence):
+            raise ValueError(f"{name}: expected token ids, got {value!r}")
+        ids = tuple(_plain(i) for i in value)
+        last = self._config.vocab_size - 1
+        for i in ids:
+            check(name, i, f"token ids from 0 to {last}", numbers.Integral, 0, last)
+        return ids
 
 
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Of one call of :meth:`Generator.generate`."""
-
-    steps: int
-    """Runs of the main model in the decode loop."""
-    drafted: int
-    accepted: int
-    new_tokens: int
-    time_to_first_token: float
-    """Seconds from the call to the first token of the first batch, compilation included if any."""
-    seconds: float
-    """The whole call."""
-    tokens_per_second: float
-    """Tokens after each batch's first step, over the time they took."""
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 without speculation."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+def _spread(name: str, value: Any, count: int) -> list[Any]:
+    """One value a prompt, from one for all or one for each."""
+    value = _plain(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name}: expected one value or {count}, one a prompt; got {len(value)}")
+    return list(value)
 
 
-class Generation(Sequence[Completion]):
-    """The completions, in the order of the prompts, and the call's :class:`Stats`."""
-
-    def __init__(self, completions: Sequence[Completion], stats: Stats):
-        self._completions = tuple(completions)
-        self.stats = stats
-
-    @overload
-    def __getitem__(self, index: int) -> Completion: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Completion]: ...
-    def __getitem__(self, index: int | slice) -> Completion | Sequence[Completion]:
-        return self._completions[index]
-
-    def __len__(self) -> int:
-        return len(self._completions)
-
-    def __repr__(self) -> str:
-        return f"Generation({list(self._completions)!r}, stats={self.stats!r})"
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's arrays as lists and numbers of Python; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-class Piece(str):
-    """Streamed text, with the tokens that came with it; the last piece has a finish_reason."""
-
-    tokens: list[int]
-    finish_reason: FinishReason | None
-
-    def __new__(cls, text: str, tokens: list[int], finish_reason: FinishReason | None) -> Piece:
-        piece = super().__new__(cls, text)
-        piece.tokens = tokens
-        piece.finish_reason = finish_reason
-        return piece
-
-    @property
-    def text(self) -> str:
-        return str(self)
+def _are_several(prompts: Any) -> bool:
+    """Whether these are prompts, and not one: text or token ids."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return False
+    return not prompts or isinstance(_plain(prompts[0]), Sequence)

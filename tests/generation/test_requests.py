@@ -1,12 +1,14 @@
 """What is refused, with which words, and before anything runs."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.generator import MAX_STOP_TOKENS, Generator
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.generation.request import MAX_STOP_TOKENS
 from tests.generation.fragments import MAX_LEN, letters
 
 PROMPT = letters("abc")
@@ -77,8 +79,8 @@ def idle(generator, monkeypatch) -> Generator:
     def refuse(*args: object) -> None:
         pytest.fail("nothing may run before everything is checked")
 
-    monkeypatch.setattr(generator, "_prefill", refuse)
-    monkeypatch.setattr(generator, "_decode", refuse)
+    programs = dataclasses.replace(generator._programs, prefill=refuse, decode=refuse)
+    monkeypatch.setattr(generator, "_programs", programs)
     return generator
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dsv3_jax.generation.request import Completion
+from dsv3_jax.generation.completion import Completion
 from tests.generation.fragments import (
     EOS,
     FRAGMENTS,

@@ -1,5 +1,7 @@
 """Streamed pieces against generate's text."""
 
+import dataclasses
+
 import pytest
 
 from tests.generation.fragments import MAX_LEN, as_text, letters
@@ -78,13 +80,14 @@ class TestLaziness:
     def dispatches(self, generator, monkeypatch) -> list[int]:
         """The steps asked of every dispatch to the decode program so far."""
         asked: list[int] = []
-        decode = generator._decode
+        decode = generator._programs.decode
 
         def counted(state, sampling, steps):
             asked.append(int(steps))
             return decode(state, sampling, steps)
 
-        monkeypatch.setattr(generator, "_decode", counted)
+        programs = dataclasses.replace(generator._programs, decode=counted)
+        monkeypatch.setattr(generator, "_programs", programs)
         monkeypatch.setattr(generator, "stride", 3)
         return asked
 
