@@ -17,8 +17,8 @@ setup: .venv/.installed
 	@touch $@
 
 demo: setup
-	$(BIN)/dsv3 generate --model demo --stream --echo --temperature 0.5 --seed 7 \
-	  --max-new-tokens 200 --prompt 'class TestQueue(unittest.TestCase):'
+	$(BIN)/dsv3 generate --model demo --stream --echo --temperature 0.6 --top-p 0.95 --seed 4 \
+	  --max-new-tokens 160 --prompt 'def read_config(path):'
 
 test: .venv/.tested
 	$(BIN)/pytest -m 'not slow'
