@@ -78,8 +78,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dense layers alone": {"first_k_dense_replace": 2, "num_hidden_layers": 2, **UNGROUPED}
     | {"num_nextn_predict_layers": 0},
-    "no shared expert, weights not normalised, cos and sin scaled": {
+    "no shared expert, weights not normalised, cos and sin scaled, large epsilon": {
         "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-3,  # the latents keep 1e-6, which 1e-5 would not show
         "n_shared_experts": 0,
         "norm_topk_prob": False,
         "rope_scaling": {**tiny_config()["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.4},

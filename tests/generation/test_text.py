@@ -31,9 +31,8 @@ def feed(tracker: TextTracker, tokens: Sequence[int], stride: int) -> list[str]:
     pieces = []
     for at in range(0, len(tokens), stride):
         tracker.extend(list(tokens[at : at + stride]))
-        final = tracker.stopped or at + stride >= len(tokens)
-        pieces.append(tracker.piece(final=final))
-        if final:
+        pieces.append(tracker.piece(final=at + stride >= len(tokens)))
+        if tracker.stopped:
             break
     return pieces
 

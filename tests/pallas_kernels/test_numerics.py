@@ -1,0 +1,35 @@
+"""The error metric itself: what it must not let through."""
+
+import numpy as np
+import pytest
+
+from tests.pallas_kernels.numerics import check, relative_error
+
+
+def test_is_the_worst_row_s_relative_norm():
+    want = np.array([[3.0, 4.0], [300.0, 400.0], [0.0, 0.0]])
+    assert relative_error(want, want) == 0
+    assert relative_error(want + [[0, 0], [0, 5], [0, 0]], want) == pytest.approx(0.01)
+    assert relative_error(want + [[0, 1], [0, 5], [0, 0]], want) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        ([1.0, np.nan], [1.0, 2.0]),
+        ([1.0, np.inf], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0, -np.inf]),
+        ([1.0, np.inf], [1.0, -np.inf]),
+        ([1.0, np.nan], [1.0, -np.inf]),
+        ([0.0, 1e-30], [0.0, 0.0]),
+        ([1.0], [1.0, 1.0]),
+        ([np.nan], [np.nan]),
+    ],
+)
+def test_refuses(got, want):
+    with pytest.raises(AssertionError):
+        check(got, want, 1e6)
+
+
+def test_infinities_in_their_places_count_for_nothing():
+    check([1.0, -np.inf, np.inf], [1.0, -np.inf, np.inf], 0.0)
