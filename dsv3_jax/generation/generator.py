@@ -39,7 +39,8 @@ class Generator:
       tokenizer: None takes and gives token ids only.
       max_len: most tokens a row, prompt and completion together; a static size of the cache.
       batch_sizes: batches to compile for; more prompts than the largest run in several batches.
-      prefill_chunk: prompt tokens a row that go through the model at a time.
+      prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
+        32: there a chunk's padding costs more than another pass.
       stride: decode steps between looks at the text, for stop strings and streaming.
 
     Raises:
@@ -53,7 +54,7 @@ class Generator:
         max_len: int = 4096,
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
-        prefill_chunk: int = 128,
+        prefill_chunk: int | None = None,
         stride: int = 16,
     ):
         reach = model.config.max_position_embeddings
@@ -64,6 +65,8 @@ class Generator:
             raise ValueError("batch_sizes: expected sizes of at least 1, got none")
         for size in batch_sizes:
             check("batch_sizes", size, "sizes of at least 1", integer, 1)
+        if prefill_chunk is None:
+            prefill_chunk = 32 if jax.default_backend() == "cpu" else 512
         check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
         check("stride", stride, "an integer of at least 1", integer, 1)
         self.tokenizer = tokenizer
