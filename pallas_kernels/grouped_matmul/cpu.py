@@ -1,8 +1,8 @@
 """grouped_matmul for CPUs: one matrix at a time.
 
 XLA's CPU compiler expands ``ragged_dot`` to every group's product with every row. Here a loop takes
-the rows in blocks of one group each and reads that group's matrix in place. Few rows go one by one,
-as matrix times vector; many go in blocks. Gradients come from the reference.
+the rows in blocks of one group each: few rows in small blocks, as matrix times vector, many in
+large ones. Gradients come from the reference.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
 from pallas_kernels.grouped_matmul import reference
 
 _BLOCK_ROWS = 32
+_FEW_ROWS = 2
 
 
 def grouped_matmul(
@@ -49,7 +50,7 @@ def _grouped_matmul(
     M, G = lhs.shape[0], rhs.shape[0]
     if rhs_scale is not None and M > G:
         rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, lhs.dtype), None
-    rows = 1 if M <= 4 * G else _BLOCK_ROWS
+    rows = 1 if M <= G else _FEW_ROWS if M <= 4 * G else _BLOCK_ROWS
     blocks = -(-group_sizes // rows)
     ends = jnp.cumsum(blocks)
     first_row = jnp.cumsum(group_sizes) - group_sizes
@@ -61,18 +62,22 @@ def _grouped_matmul(
         matrix = rhs[g]
         if rhs_scale is not None:
             matrix = block_dequant(matrix, rhs_scale[g], block_shape, lhs.dtype)
-        product = jnp.einsum(
-            "mk,nk->mn",
-            jax.lax.dynamic_slice_in_dim(lhs, at, rows),
-            matrix.astype(lhs.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        block = jax.lax.dynamic_slice_in_dim(lhs, at, rows)
+        product = _product(block, matrix.astype(lhs.dtype))
         # A block may run into the next group's rows, which that group's own blocks then overwrite.
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(dtype), at, axis=0)
 
     # As many blocks as there are: rows past the sum, a prefill chunk's padding, cost nothing.
     out = jax.lax.fori_loop(0, ends[-1], add_block, jnp.zeros((M + rows, rhs.shape[1]), dtype))
     return out[:M]
+
+
+def _product(rows: Float[Array, "R K"], matrix: Float[Array, "N K"]) -> Float32[Array, "R N"]:
+    f32 = jnp.float32
+    if rows.shape[0] == _BLOCK_ROWS:
+        return jnp.einsum("rk,nk->rn", rows, matrix, preferred_element_type=f32)
+    # Few rows go one by one: for them XLA's matrix product costs more than it saves.
+    return jnp.stack([jnp.dot(matrix, row, preferred_element_type=f32) for row in rows])
 
 
 def _forward(block_shape: tuple[int, int], *args: Any):
