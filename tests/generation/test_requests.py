@@ -171,9 +171,18 @@ def test_only_one_prompt_can_be_streamed(idle):
         idle.stream([PROMPT, PROMPT])
 
 
-@pytest.mark.parametrize("value", [1, [1], "x", None])
+def test_checked_without_running(idle):
+    requests = idle.requests([PROMPT, "ab"], seed=range(2), stop="x", top_k=4, ignore_eos=True)
+    assert [r.prompt for r in requests] == [tuple(PROMPT), (0, *letters("ab"))]
+    assert [r.seed for r in requests] == [0, 1]
+    assert {(r.stop, r.stop_tokens, r.top_k) for r in requests} == {(("x",), (), 4)}
+    with pytest.raises(ValueError, match="temperature: expected"):
+        idle.requests(PROMPT, temperature=-1)
+
+
+@pytest.mark.parametrize("value", [1, [1], [1, 2], "x", None])
 def test_unknown_settings(idle, value):
-    for call in (idle.generate, idle.stream):
+    for call in (idle.generate, idle.stream, idle.requests):
         with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
             call(PROMPT, temprature=value)
 
