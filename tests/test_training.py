@@ -63,7 +63,11 @@ def model(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="module")
 def trainer(model) -> Trainer:
-    return Trainer(model, RUN)
+    """Compiled: that takes longer than all of the tests."""
+    made = Trainer(model, RUN)
+    made.evaluate(made.init(), jnp.asarray(TOKENS))
+    made.step(made.init(), jnp.asarray(TOKENS))
+    return made
 
 
 def total(trainer: Trainer, state: TrainingState) -> float:
