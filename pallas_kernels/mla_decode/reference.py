@@ -44,7 +44,7 @@ def attend(
     # A masked slot may hold anything, NaN included: zero it, for 0 * NaN is NaN.
     cached = jnp.where((s < visible[:, -1:])[..., None], cached, 0)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    # The cache goes first and whole, not cut into latent and rope: three times faster on a CPU.
+    # The cache goes first and whole, not cut into latent and rope: faster on a CPU.
     scores = jnp.einsum("bsk,bthk->bths", cached, q, preferred_element_type=jnp.float32)
     probabilities, lse = masked_softmax(scores * scale, (s < visible[..., None])[:, :, None])
     probabilities = probabilities.astype(cached.dtype)
