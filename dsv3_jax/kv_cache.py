@@ -23,7 +23,7 @@ PAGE_SIZE = 64  # tokens; the page that Hopper's latent attention kernels work i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentKVCache:
-    """All layers' latents of a batch. Written by ``DeepSeekV3.extend`` alone."""
+    """All layers' latents of a batch. Written by ``DeepSeekV3.extend``."""
 
     pages: tuple[Float[Array, "P page CR"], ...]
     """A layer each: normed latent, then rotated rope key. Unwritten slots hold zeros."""
@@ -32,7 +32,11 @@ class LatentKVCache:
     """Page numbers of each row, in order; shared by all layers."""
 
     lengths: Int[Array, " B"]
-    """Tokens held for each row."""
+    """Tokens that the decoder layers hold for each row."""
+
+    mtp_pages: tuple[Float[Array, "P page CR"], ...] = ()
+    """The first MTP layer's, under the same tables, where it drafts; else empty. How many places
+    of a row it holds is for its caller to know. Written by ``DeepSeekV3.extend_mtp``."""
 
     @classmethod
     def init(
@@ -43,6 +47,7 @@ class LatentKVCache:
         *,
         dtype: DTypeLike,
         page_size: int = PAGE_SIZE,
+        mtp: bool = False,
     ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
         max_pages = -(-max_len // page_size)
@@ -51,6 +56,7 @@ class LatentKVCache:
             pages=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)),
             block_tables=jnp.arange(batch * max_pages, dtype=jnp.int32).reshape(batch, max_pages),
             lengths=jnp.zeros((batch,), jnp.int32),
+            mtp_pages=(jnp.zeros(shape, dtype),) if mtp else (),
         )
 
 

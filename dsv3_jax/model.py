@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -18,9 +19,28 @@ from dsv3_jax.layers.block import DecoderLayer, MTPLayer
 from dsv3_jax.layers.linear import Embedding, Linear
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.layers.rope import Rotation, rotation
 
 MTPHidden = Literal["post_norm", "pre_norm"]
+"""Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
+or before it. The paper leaves it open; a model must be run as it was trained."""
+
+# Layers in order over [B, T, D]: the result, and each MoE layer's statistics.
+LayerRunner = Callable[
+    [Sequence[DecoderLayer], jax.Array, Rotation], tuple[jax.Array, list[RoutingStats]]
+]
+
+
+class Hidden(NamedTuple):
+    """Hidden states [B, T, D] at the end of the decoder layers, or of an MTP layer."""
+
+    pre_norm: Float[Array, "B T D"]
+    post_norm: Float[Array, "B T D"]
+    """After the norm that stands before the LM head: the head's input."""
+
+    def feed(self, which: MTPHidden) -> Float[Array, "B T D"]:
+        """What an MTP layer takes."""
+        return self.post_norm if which == "post_norm" else self.pre_norm
 
 
 class Aux(NamedTuple):
@@ -86,6 +106,7 @@ class DeepSeekV3(nnx.Module):
         *,
         return_aux: Literal[True],
         mtp_hidden: MTPHidden = "post_norm",
+        run_layers: LayerRunner | None = None,
     ) -> tuple[Float32[Array, "B T W"], Aux]: ...
 
     def __call__(
@@ -94,37 +115,30 @@ class DeepSeekV3(nnx.Module):
         *,
         return_aux: bool = False,
         mtp_hidden: MTPHidden = "post_norm",
+        run_layers: LayerRunner | None = None,
     ) -> Float32[Array, "B T W"] | tuple[Float32[Array, "B T W"], Aux]:
         """Logits of whole sequences, without a cache.
 
         Args:
           return_aux: also run the MTP layers and return :class:`Aux`.
-          mtp_hidden: which hidden state feeds an MTP layer: after the final norm (as serving
-            engines do) or before it. The paper leaves it open.
+          run_layers: how the layers run; default one after the other. Training brings others.
         """
-        x = self.embed_tokens(tokens)
-        turn = rotation(self.config, _positions(tokens))
-        stats: list[RoutingStats] = []
-        for layer in self.layers:
-            x, layer_stats = layer(x, turn)
-            if layer_stats is not None:
-                stats.append(layer_stats)
-        hidden = self.norm(x)
-        logits = self.logits(hidden)
+        run = run_layers or one_by_one
+        x, stats = run(self.layers, self.embed_tokens(tokens), self._turn(tokens))
+        hidden = self._hidden(x)
+        logits = self.logits(hidden.post_norm)
         if not return_aux:
             return logits
         counts = [s.counts for s in stats]
         mtp_logits = []
-        feed = hidden if mtp_hidden == "post_norm" else x
         for k, layer in enumerate(self.mtp):
             upcoming = tokens[:, k + 1 :]
-            joined = layer.join(feed[:, : upcoming.shape[1]], self.embed_tokens(upcoming))
-            y, layer_stats = layer(joined, rotation(self.config, _positions(upcoming)))
-            assert layer_stats is not None
-            stats.append(layer_stats)
-            normed = layer.shared_head.norm(y)
-            mtp_logits.append(self.logits(normed))
-            feed = normed if mtp_hidden == "post_norm" else y
+            before = hidden.feed(mtp_hidden)[:, : upcoming.shape[1]]
+            joined = layer.join(before, self.embed_tokens(upcoming))
+            y, layer_stats = run([layer], joined, self._turn(upcoming))
+            stats += layer_stats
+            hidden = Hidden(y, layer.shared_head.norm(y))
+            mtp_logits.append(self.logits(hidden.post_norm))
         E = self.config.n_routed_experts
         stacked = jnp.stack(counts) if counts else jnp.zeros((0, E), jnp.int32)
         return logits, Aux(stacked, tuple(mtp_logits), tuple(stats))
@@ -135,7 +149,7 @@ class DeepSeekV3(nnx.Module):
         counts: Int[Array, " B"],
         cache: LatentKVCache,
         form: Form,
-    ) -> tuple[Float[Array, "B T D"], LatentKVCache]:
+    ) -> tuple[Hidden, LatentKVCache]:
         """Runs ``counts`` new tokens a row behind those in the cache, and caches them.
 
         Args:
@@ -143,12 +157,11 @@ class DeepSeekV3(nnx.Module):
           form: ``expanded`` for prefill, ``absorbed`` for decode; the results are equal.
 
         Returns:
-          Hidden states after the final norm, undefined where padded, and the extended cache. The
-          caller sees to it that the cache has room.
+          Hidden states, undefined where padded, and the extended cache. The caller sees to it that
+          the cache has room.
         """
-        T = tokens.shape[1]
-        valid = jnp.arange(T) < counts[:, None]
-        turn = rotation(self.config, cache.lengths[:, None] + _positions(tokens))
+        valid = jnp.arange(tokens.shape[1]) < counts[:, None]
+        turn = self._turn(tokens, cache.lengths)
         x = self.embed_tokens(tokens)
         new_pages = []
         for layer, pages in zip(self.layers, cache.pages, strict=True):
@@ -158,15 +171,58 @@ class DeepSeekV3(nnx.Module):
         cache = dataclasses.replace(
             cache, pages=tuple(new_pages), lengths=cache.lengths + counts.astype(jnp.int32)
         )
-        return self.norm(x), cache
+        return self._hidden(x), cache
+
+    def extend_mtp(
+        self,
+        feed: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        starts: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        cache: LatentKVCache,
+        form: Form,
+    ) -> tuple[Hidden, LatentKVCache]:
+        """Runs the first MTP layer behind its own cache. Place i there joins ``h_i`` and token i+1,
+        and predicts token i+2.
+
+        Args:
+          feed: hidden states of the places ``starts`` and on; the main model's, or the layer's own
+            where it is applied again to draft further.
+          tokens: the token after each of those places, padded at the right like ``feed``.
+          starts: places that the layer's cache already holds. ``cache.lengths`` has no say here,
+            and stays.
+        """
+        layer = self.mtp[0]
+        valid = jnp.arange(tokens.shape[1]) < counts[:, None]
+        layer_cache = LayerCache(cache.mtp_pages[0], cache.block_tables, starts, valid)
+        joined = layer.join(feed, self.embed_tokens(tokens))
+        y, pages, _ = layer.extend(joined, self._turn(tokens, starts), layer_cache, form)
+        cache = dataclasses.replace(cache, mtp_pages=(pages,))
+        return Hidden(y, layer.shared_head.norm(y)), cache
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch W"]:
-        """The LM head, on hidden states after the final norm."""
+        """The LM head, on hidden states after the norm: ``Hidden.post_norm``."""
         return self.lm_head(hidden, jnp.float32)
 
+    def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
+        return Hidden(x, self.norm(x))
 
-def _positions(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    def _turn(self, tokens: Int[Array, "B T"], starts: Int[Array, " B"] | None = None) -> Rotation:
+        """Rope rotations of the tokens' places, which count up from ``starts``, or from 0."""
+        first = jnp.zeros(tokens.shape[:1], jnp.int32) if starts is None else starts
+        return rotation(self.config, first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32))
+
+
+def one_by_one(
+    layers: Sequence[DecoderLayer], x: Float[Array, "B T D"], turn: Rotation
+) -> tuple[Float[Array, "B T D"], list[RoutingStats]]:
+    """Layers in order, unrolled."""
+    stats = []
+    for layer in layers:
+        x, layer_stats = layer(x, turn)
+        if layer_stats is not None:
+            stats.append(layer_stats)
+    return x, stats
 
 
 class _SameKey(nnx.Rngs):

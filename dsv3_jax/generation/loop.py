@@ -61,7 +61,7 @@ def decode_step(
     running = state.finished == RUNNING
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     hidden, cache = model.extend(last, running.astype(jnp.int32), state.cache, "absorbed")
-    logits = model.logits(hidden[:, 0])
+    logits = model.logits(hidden.post_norm[:, 0])
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     token = sample(logits, sampling, state.lengths)
     state = _append(dataclasses.replace(state, cache=cache), running, token, logits)

@@ -51,7 +51,7 @@ def _extend(
 ) -> tuple[jax.Array, LatentKVCache]:
     model = nnx.merge(graph, state)
     hidden, cache = model.extend(tokens, counts, cache, form)
-    return model.logits(hidden), cache
+    return model.logits(hidden.post_norm), cache
 
 
 def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np.float32]:
