@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -38,7 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     add("--ignore-eos", action="store_true", help="go on past the end of the text")
     add("--logprobs", type=int, default=0, metavar="N", help="alternatives a token, with --json")
-    add("--draft", choices=["none"], default="none", help="speculation; none in this version")
+    add(
+        "--draft",
+        default="none",
+        metavar="WHO",
+        help="speculate: mtp, ngram, synthetic:RATE (speed alone, not the model's text), or none",
+    )
+    add("--draft-depth", default="1", metavar="N", help="1 to 4 tokens ahead (default 1), or auto")
     add("--dtype", choices=["bfloat16", "float32"], help="default: float32 on a CPU, else bfloat16")
     add("--quantization", choices=["fp8"], help="keep float8 weights in memory as published")
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
@@ -72,8 +77,14 @@ def run(arguments: argparse.Namespace) -> None:
             *("seed", "stop", "ignore_eos", "logprobs"),
         )
     }
+    depth = arguments.draft_depth
+    speculation = {
+        "draft": None if arguments.draft == "none" else arguments.draft,
+        "draft_depth": int(depth) if depth.isdecimal() else depth,
+    }
+    settings |= speculation
     generator.requests(prompts, **settings)  # refuses wrong ones before minutes of compilation
-    compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs)
+    compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs, **speculation)
     _say(f"compiled, or found in the cache, in {compiled:.1f} s")
     if arguments.stream:
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
@@ -82,11 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         result = {
             "model": arguments.model,
-            "completions": [dataclasses.asdict(c) for c in generation],
-            "stats": {
-                **dataclasses.asdict(generation.stats),
-                "acceptance_rate": generation.stats.acceptance_rate,
-            },
+            "completions": [completion.as_json() for completion in generation],
+            "stats": generation.stats.as_json(),
         }
         print(json.dumps(result, ensure_ascii=False))
     else:
@@ -94,6 +102,9 @@ def run(arguments: argparse.Namespace) -> None:
             print((text if arguments.echo else "") + completion.text)
     stats = generation.stats
     _report(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
+    if (drafts := stats.speculation) is not None:
+        by_place = ", ".join(f"{rate:.0%}" for rate in drafts.acceptance)
+        _say(f"{drafts.draft}: {drafts.accept_length:.2f} tokens a step, accepted {by_place}")
 
 
 def _encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:

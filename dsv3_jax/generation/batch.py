@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from dsv3_jax.generation.completion import Completion, FinishReason
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
+from dsv3_jax.generation.depth import DepthChooser
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.request import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Request
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import RUNNING, STOPPED, DecodeState
@@ -22,17 +27,30 @@ from dsv3_jax.tokenizer import Tokenizer
 class Programs:
     """The two compiled programs, which donate the state they are given, and an empty cache."""
 
-    prefill: Callable[[DecodeState], DecodeState]
-    decode: Callable[[DecodeState, Sampling, np.int32], DecodeState]
-    empty_cache: Callable[[int], LatentKVCache]
-    """Of that many rows, ``max_len`` tokens each."""
+    prefill: Callable[[DecodeState, Drafter | None], DecodeState]
+    decode: Callable[[DecodeState, Sampling, np.int32, Drafter | None, int], DecodeState]
+    model_config: ModelConfig
+    dtype: DTypeLike
     max_len: int
+    ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
+    """Decode programs that have run, and hence are compiled."""
+
+    def empty_cache(self, rows: int, plan: DraftPlan) -> LatentKVCache:
+        """With room for ``max_len`` tokens a row and the drafts behind them."""
+        return LatentKVCache.init(
+            self.model_config,
+            rows,
+            self.max_len + plan.most,
+            dtype=self.dtype,
+            mtp=plan.drafter is not None and plan.drafter.mtp_hidden is not None,
+        )
 
 
 class Batch:
     """Up to ``size`` requests, prefilled, then decoded step by step.
 
-    Rows that only pad the batch are finished from the start.
+    Rows that only pad the batch are finished from the start. ``chooser`` says how deep to draft,
+    and hears what came of it.
     """
 
     def __init__(
@@ -41,8 +59,12 @@ class Batch:
         tokenizer: Tokenizer | None,
         requests: Sequence[Request],
         size: int,
+        plan: DraftPlan,
+        chooser: DepthChooser,
     ):
         self._programs = programs
+        self._plan = plan
+        self._chooser = chooser
         self._requests = requests
         self.trackers = [TextTracker(tokenizer, request.stop) for request in requests]
         self.watches_text = any(request.stop for request in requests)
@@ -50,10 +72,15 @@ class Batch:
         rows = [*requests, *[Request(prompt=(0,))] * padding]
         self._finished = np.array([RUNNING] * len(requests) + [STOPPED] * padding, np.int32)
         self._sampling = _sampling(rows)
-        self._state = programs.prefill(self._initial_state(rows))
+        self._state = programs.prefill(self._initial_state(rows), plan.drafter)
+        self._drafted = self._accepted = np.zeros((size, plan.most), np.int32)
+        self._row_steps = np.zeros(size, np.int32)
+        self.steps = 0  # decode steps so far
 
     def _initial_state(self, rows: Sequence[Request]) -> DecodeState:
-        B, S = len(rows), self._programs.max_len
+        B, S, K = len(rows), self._programs.max_len, self._plan.most
+        cache = self._programs.empty_cache(B, self._plan)
+        feed = (B, K + 1 if cache.mtp_pages else 0, self._programs.model_config.hidden_size)
         tokens = np.zeros((B, S), np.int32)
         for b, row in enumerate(rows):
             tokens[b, : len(row.prompt)] = row.prompt
@@ -62,7 +89,7 @@ class Batch:
         # Either none or the most that can be asked for, so that two programs serve all requests.
         top = MAX_TOP_LOGPROBS if any(row.logprobs for row in rows) else 0
         return DecodeState(
-            cache=self._programs.empty_cache(B),
+            cache=cache,
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
             limits=jnp.asarray(limits),
@@ -70,6 +97,11 @@ class Batch:
             logprobs=jnp.zeros((B, S), jnp.float32),
             top_tokens=jnp.zeros((B, S, top), jnp.int32),
             top_logprobs=jnp.zeros((B, S, top), jnp.float32),
+            hidden=jnp.zeros(feed, self._programs.dtype),
+            pending=jnp.zeros(B, jnp.int32),
+            drafted=jnp.zeros((B, K), jnp.int32),
+            accepted=jnp.zeros((B, K), jnp.int32),
+            row_steps=jnp.zeros(B, jnp.int32),
             steps=jnp.int32(0),
         )
 
@@ -78,25 +110,51 @@ class Batch:
         return bool(np.any(self._finished == RUNNING))
 
     @property
-    def steps(self) -> int:
-        """Decode steps so far."""
-        return int(self._state.steps)
+    def unmeasured(self) -> list[int]:
+        """Depths to choose from whose cost nobody knows yet."""
+        return self._chooser.unmeasured
 
-    def advance(self, steps: int) -> None:
-        """Decodes up to that many tokens a row, and brings the text up to date."""
-        state = self._programs.decode(self._state, self._sampling, np.int32(steps))
-        tokens, lengths, finished = jax.device_get((state.tokens, state.lengths, state.finished))
-        self._finished = finished.copy()
+    def advance(self, tokens: int | None = None) -> None:
+        """Decodes about that many tokens a row, or to the end, and brings the text up to date.
+
+        Where the depth is not fixed, it is chosen anew for every dispatch, so that the end takes
+        several.
+        """
+        depth = self._chooser.choose()
+        steps = self._programs.max_len if tokens is None else max(1, tokens // (depth + 1))
+        self._dispatch(depth, steps)
+        state = self._state
+        tokens_held, lengths = jax.device_get((state.tokens, state.lengths))
         for b, (request, tracker) in enumerate(zip(self._requests, self.trackers, strict=True)):
             if tracker.stopped:
                 continue
             held = len(request.prompt) + len(tracker.tokens)
-            tracker.extend(tokens[b, held : lengths[b]].tolist())
+            tracker.extend(tokens_held[b, held : lengths[b]].tolist())
             if tracker.stopped:
                 self._finished[b] = STOPPED
         if self.watches_text:
-            state = dataclasses.replace(state, finished=jnp.asarray(self._finished))
-        self._state = state
+            self._state = dataclasses.replace(state, finished=jnp.asarray(self._finished))
+
+    def _dispatch(self, depth: int, steps: int) -> None:
+        state, drafter = self._state, self._plan.drafter
+        shape = (*state.tokens.shape, state.top_tokens.shape[-1], self._plan.most)
+        program = (*shape, drafter, depth)
+        steps_before, began = self.steps, time.perf_counter()
+        state = self._programs.decode(state, self._sampling, np.int32(steps), drafter, depth)
+        counters = (state.finished, state.drafted, state.accepted, state.row_steps, state.steps)
+        finished, drafted, accepted, self._row_steps, steps_done = jax.device_get(counters)
+        seconds = time.perf_counter() - began
+        self._finished, self.steps = finished.copy(), int(steps_done)
+        new_steps = self.steps - steps_before
+        cost = seconds / new_steps if new_steps and program in self._programs.ran else None
+        self._programs.ran.add(program)
+        self._chooser.observe(
+            depth,
+            (drafted - self._drafted).sum(axis=0).tolist(),
+            (accepted - self._accepted).sum(axis=0).tolist(),
+            cost,
+        )
+        self._state, self._drafted, self._accepted = state, drafted, accepted
 
     def finish_reason(self, b: int) -> FinishReason:
         """Of a row that no longer runs."""
@@ -132,6 +190,18 @@ class Batch:
             finish_reason=self.finish_reason(b),
             prompt_tokens=begin,
             top_logprobs=tops if n else None,
+            speculation=self._speculation(b),
+        )
+
+    def _speculation(self, b: int) -> Speculation | None:
+        if self._plan.drafter is None:
+            return None
+        return Speculation(
+            draft=self._plan.drafter.name,
+            steps=int(self._row_steps[b]),
+            tokens=int(self._row_steps[b] + self._accepted[b].sum()),
+            drafted=tuple(self._drafted[b].tolist()),
+            accepted=tuple(self._accepted[b].tolist()),
         )
 
 

@@ -4,9 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What drafting came to: of one request, or of all requests of a call."""
+
+    draft: str
+    """The drafter. ``synthetic:RATE`` accepts at that rate whatever the model says: such text is
+    not the model's, and its figures show speed alone."""
+    steps: int
+    """Decode steps, summed over requests."""
+    tokens: int
+    """Tokens that came of them."""
+    drafted: tuple[int, ...]
+    """Drafts offered, by their place in a step."""
+    accepted: tuple[int, ...]
+    """Those of them that became tokens."""
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Accepted over drafted, by place; a draft behind a refused one counts as refused."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        return tuple(a / d if d else 0.0 for a, d in pairs)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a step: 1 + accepted drafts a step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @classmethod
+    def total(cls, parts: Sequence[Speculation | None]) -> Speculation | None:
+        """Of several requests with one drafter; None without any."""
+        held = [part for part in parts if part is not None]
+        if not held:
+            return None
+        return cls(
+            draft=held[0].draft,
+            steps=sum(part.steps for part in held),
+            tokens=sum(part.tokens for part in held),
+            drafted=tuple(map(sum, zip(*(part.drafted for part in held), strict=True))),
+            accepted=tuple(map(sum, zip(*(part.accepted for part in held), strict=True))),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {
+            "acceptance": self.acceptance,
+            "accept_length": self.accept_length,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +72,12 @@ class Completion:
     prompt_tokens: int
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each token, the most probable (token, logprob) pairs, best first."""
+    speculation: Speculation | None = None
+    """None without a drafter."""
+
+    def as_json(self) -> dict[str, Any]:
+        speculation = None if self.speculation is None else self.speculation.as_json()
+        return dataclasses.asdict(self) | {"speculation": speculation}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +86,6 @@ class Stats:
 
     steps: int
     """Runs of the main model in the decode loop."""
-    drafted: int
-    accepted: int
     new_tokens: int
     time_to_first_token: float
     """Seconds from the call to the first token of the first batch, compilation included if any."""
@@ -41,11 +93,29 @@ class Stats:
     """The whole call."""
     tokens_per_second: float
     """Tokens after each batch's first step, over the time they took."""
+    speculation: Speculation | None = None
+    """Over all requests; None without a drafter."""
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.speculation.drafted) if self.speculation else 0
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.speculation.accepted) if self.speculation else 0
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0 without speculation."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "speculation": None if self.speculation is None else self.speculation.as_json(),
+        }
 
 
 class Generation(Sequence[Completion]):

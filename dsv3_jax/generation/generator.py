@@ -6,18 +6,19 @@ import functools
 import inspect
 import numbers
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
 from dsv3_jax.generation.batch import Batch, Programs
-from dsv3_jax.generation.completion import Completion, Generation, Piece, Stats
+from dsv3_jax.generation.completion import Completion, Generation, Piece, Speculation, Stats
+from dsv3_jax.generation.depth import DepthChooser
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.request import Prompt, Request, RequestReader, check
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -29,7 +30,8 @@ class Generator:
 
     Every shape is static: a call pads its batch to the next of ``batch_sizes`` and compiles, once,
     one prefill and one decode program for it, and one more decode program when it first asks for
-    ``logprobs``. After that nothing compiles again, whatever the prompts and settings.
+    ``logprobs``; so it does for every drafter and depth. After that nothing compiles again,
+    whatever the prompts and settings.
 
     A request's tokens depend on the request alone: its randomness comes from its own seed, and its
     row never mixes with others. Programs of different batch sizes may round differently, though; a
@@ -41,7 +43,8 @@ class Generator:
       batch_sizes: batches to compile for; more prompts than the largest run in several batches.
       prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
         32: there a chunk's padding costs more than another pass.
-      stride: decode steps between looks at the text, for stop strings and streaming.
+      stride: tokens between looks at the text, for stop strings and streaming; and between choices
+        of the depth, where that is "auto".
 
     Raises:
       ValueError: ``max_len`` exceeds what the model's positions reach, or a setting is wrong.
@@ -78,13 +81,13 @@ class Generator:
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._programs = Programs(
-            prefill=_program(model, functools.partial(prefill, chunk=prefill_chunk)),
-            decode=_program(model, functools.partial(decode, vocab_size=vocab_size)),
-            empty_cache=lambda rows: LatentKVCache.init(
-                model.config, rows, max_len, dtype=model.dtype
-            ),
+            prefill=_program(model, functools.partial(prefill, chunk=prefill_chunk), static=(2,)),
+            decode=_program(model, functools.partial(decode, vocab_size=vocab_size), static=(4, 5)),
+            model_config=model.config,
+            dtype=model.dtype,
             max_len=max_len,
         )
+        self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
 
     def generate(
         self,
@@ -100,7 +103,8 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int = 0,
-        draft: None = None,
+        draft: str | Drafter | None = None,
+        draft_depth: int | Literal["auto"] = 1,
     ) -> Generation:
         """Completes every prompt.
 
@@ -116,7 +120,13 @@ class Generator:
           ignore_eos: go on past the model's own end-of-sequence tokens.
           logprobs: how many of the most probable tokens to report at each place (at most 20). The
             chosen token's own logprob always comes.
-          draft: only None in this version: no speculation.
+          draft: who guesses tokens ahead for the model to check several at once: None (nobody),
+            ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a Drafter.
+            Greedy tokens stay the same, drawn ones keep their distribution; a seed gives other
+            tokens than without. ``"synthetic:RATE"`` accepts drafts at that rate whatever the
+            model says: for measuring speed alone, its text is not the model's.
+          draft_depth: most tokens guessed at a time, 1 to 4; ``"auto"`` follows the acceptance and
+            the cost measured so far, and may leave off. Then a seed's tokens also depend on them.
 
         Raises:
           ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
@@ -135,32 +145,35 @@ class Generator:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             draft=draft,
+            draft_depth=draft_depth,
         )
+        plan = self._plan({"draft": draft, "draft_depth": draft_depth})
         completions: list[Completion] = []
         first: float | None = None
         steps, later_tokens, later_seconds = 0, 0, 0.0
         largest = self.batch_sizes[-1]
         for at in range(0, len(requests), largest):
-            batch = self._batch(requests[at : at + largest])
+            batch = self._batch(requests[at : at + largest], plan)
             batch.advance(1)
             first_done = time.perf_counter()
             first = first_done - began if first is None else first
+            first_tokens = sum(len(t.tokens) for t in batch.trackers)
+            to_the_end = len(plan.depths) == 1 and not batch.watches_text
             while batch.running:
-                batch.advance(self.stride if batch.watches_text else self.max_len)
+                batch.advance(None if to_the_end else self.stride)
             later_seconds += time.perf_counter() - first_done
-            later_tokens += sum(len(t.tokens) - 1 for t in batch.trackers)
+            later_tokens += sum(len(t.tokens) for t in batch.trackers) - first_tokens
             steps += batch.steps
             completions += batch.completions()
         return Generation(
             completions,
             Stats(
                 steps=steps,
-                drafted=0,
-                accepted=0,
                 new_tokens=sum(len(c.tokens) for c in completions),
                 time_to_first_token=first or 0.0,
                 seconds=time.perf_counter() - began,
-                tokens_per_second=later_tokens / later_seconds if later_tokens else 0.0,
+                tokens_per_second=later_tokens / later_seconds if later_tokens > 0 else 0.0,
+                speculation=Speculation.total([c.speculation for c in completions]),
             ),
         )
 
@@ -172,11 +185,12 @@ class Generator:
         the call, before the first piece.
         """
         requests = self.requests(prompt, **settings)
+        plan = self._plan(settings)
         if len(requests) != 1:
             raise ValueError(f"stream: expected one prompt, got {len(requests)}")
 
         def pieces() -> Iterator[Piece]:
-            batch = self._batch(requests)
+            batch = self._batch(requests, plan)
             tracker = batch.trackers[0]
             sent = 0
             batch.advance(1)
@@ -192,10 +206,30 @@ class Generator:
 
         return pieces()
 
-    def warm_up(self, batch_size: int = 1, *, logprobs: int = 0) -> float:
-        """Compiles what a batch of that size needs; seconds it took."""
+    def warm_up(
+        self,
+        batch_size: int = 1,
+        *,
+        logprobs: int = 0,
+        draft: str | Drafter | None = None,
+        draft_depth: int | Literal["auto"] = 1,
+    ) -> float:
+        """Compiles what a batch of that size needs, and measures depths where "auto" is to choose
+        among them; seconds it took."""
         began = time.perf_counter()
-        self.generate([[0]] * batch_size, max_new_tokens=2, ignore_eos=True, logprobs=logprobs)
+        settings = {"logprobs": logprobs, "draft": draft, "draft_depth": draft_depth}
+        requests = self.requests(
+            [[0]] * batch_size, max_new_tokens=self.max_len, ignore_eos=True, **settings
+        )
+        largest = self.batch_sizes[-1]
+        for at in range(0, len(requests), largest):
+            some, plan = requests[at : at + largest], self._plan(settings)
+            batch = self._batch(some, plan)
+            batch.advance(1)
+            while batch.unmeasured:
+                if not batch.running:
+                    batch = self._batch(some, plan)
+                batch.advance(1)
         return time.perf_counter() - began
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:
@@ -205,15 +239,28 @@ class Generator:
           ValueError: as generate would, and TypeError for a setting that it does not have.
         """
         inspect.signature(self.generate).bind(prompts, **settings)
-        return self._reader.read(prompts, **settings)
+        self._plan(settings)
+        of_a_request = {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
+        return self._reader.read(prompts, **of_a_request)
 
-    def _batch(self, requests: Sequence[Request]) -> Batch:
+    def _plan(self, settings: Mapping[str, Any]) -> DraftPlan:
+        draft, depth = settings.get("draft"), settings.get("draft_depth", 1)
+        return DraftPlan.read(draft, depth, self._programs.model_config)
+
+    def _batch(self, requests: Sequence[Request], plan: DraftPlan) -> Batch:
         size = next(size for size in self.batch_sizes if size >= len(requests))
-        return Batch(self._programs, self.tokenizer, requests, size)
+        chooser = self._choosers.setdefault((plan, size), DepthChooser(plan.depths))
+        return Batch(self._programs, self.tokenizer, requests, size, plan, chooser)
 
 
-def _program(model: DeepSeekV3, loop: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
-    """Compiles a loop over a model and a state, and donates the state."""
+def _program(
+    model: DeepSeekV3, loop: Callable[..., DecodeState], *, static: tuple[int, ...]
+) -> Callable[..., DecodeState]:
+    """Compiles a loop over a model and a state, and donates the state.
+
+    Args:
+      static: numbers of the loop's arguments that a program is compiled for, each.
+    """
     # A flat list of leaves is the cheapest argument to a jitted call: 0.4 ms for 1,500 arrays where
     # a Module takes 3.7 ms.
     graph, state = nnx.split(model)
@@ -222,4 +269,4 @@ def _program(model: DeepSeekV3, loop: Callable[..., DecodeState]) -> Callable[..
     def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
         return loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
 
-    return functools.partial(jax.jit(run, donate_argnums=1), leaves)
+    return functools.partial(jax.jit(run, donate_argnums=1, static_argnums=static), leaves)

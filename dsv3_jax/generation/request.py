@@ -84,12 +84,9 @@ class RequestReader:
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int = 0,
-        draft: None = None,
         **settings: Any,
     ) -> list[Request]:
         """One request a prompt; each of ``settings`` is one value for all, or one for each."""
-        if draft is not None:
-            raise ValueError(f"draft: expected None, this version has no drafter; got {draft!r}")
         prompts = _plain(prompts)
         several: list[Any] = list(prompts) if _are_several(prompts) else [prompts]
         if not several:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float32, Int, Key, Shaped, UInt32
+
+# What a random number is for: the purposes at one position must not share theirs.
+NEXT, DRAFT, ACCEPT = range(3)
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +39,12 @@ class Sampling:
             **{n: jnp.asarray(c.astype(dtypes.get(n, np.float32))) for n, c in columns.items()}
         )
 
+    @property
+    def any_drawn(self) -> Bool[Array, ""]:
+        """Whether any row draws its tokens. Sorting a whole vocabulary costs more than the rest of
+        sampling, so that a greedy batch is worth a branch."""
+        return jnp.any(self.temperature > 0.0)
+
 
 def kept(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
     """Which tokens top_k, top_p and min_p leave, in that order, as transformers applies them.
@@ -57,29 +67,69 @@ def kept(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"
     return jnp.zeros(logits.shape, bool).at[rows, order].set(keep)
 
 
-def sample(
-    logits: Float32[Array, "B W"], sampling: Sampling, positions: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """The next token of every row.
+def filtered(
+    logits: Float32[Array, "B *places W"], sampling: Sampling
+) -> Float32[Array, "B *places W"]:
+    """Log-probabilities, up to a constant a row, of the distribution that tokens are drawn from.
 
-    A row's randomness comes from its own seed and the position it fills, so that a request gives
-    the same tokens alone or in any batch.
+    After temperature, top_k, top_p and min_p; -inf for tokens that are out. At temperature 0 all
+    but the most probable token is out. Several places of a row share its settings.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    B, *places, W = logits.shape
+    count = int(np.prod(places))
+    settings = jax.tree.map(lambda column: jnp.repeat(column, count, axis=0), sampling)
+    rows = logits.reshape(B * count, W)
+    cold = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
+    # Relative to the best, so that no temperature turns several logits into +inf.
+    relative = rows - jnp.max(rows, axis=-1, keepdims=True)
+    scaled = relative / jnp.where(cold, 1.0, settings.temperature[:, None])
+    best = jnp.arange(W) == jnp.argmax(rows, axis=-1)[:, None]
+    keep = jnp.where(cold, best, kept(scaled, settings))
+    return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
 
-    def drawn(_: None) -> jax.Array:
-        cold = sampling.temperature < jnp.finfo(jnp.float32).tiny
-        # Relative to the best, so that no temperature turns several logits into +inf.
-        relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-        scaled = relative / jnp.where(cold, 1.0, sampling.temperature)[:, None]
-        masked = jnp.where(kept(scaled, sampling), scaled, -jnp.inf)
 
-        def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.key(seed), position)
-            return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+def noise(
+    draw: Callable[[Key[Array, ""]], jax.Array],
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+    purpose: int,
+) -> Shaped[Array, "B ..."]:
+    """``draw`` of one key a row, made of the row's own seed, the position it fills and the purpose.
 
-        picks = jnp.argmax(masked + jax.vmap(noise)(sampling.seed, positions), axis=-1)
-        return jnp.where(cold, greedy, picks.astype(jnp.int32))
+    So a request gives the same tokens alone or in any batch. A position may be tried more than
+    once, when drafts are taken back: what was tried and dropped said nothing of what was kept.
+    """
 
-    # Sorting a whole vocabulary costs more than the rest of sampling: skip it for greedy batches.
-    return jax.lax.cond(jnp.any(sampling.temperature > 0.0), drawn, lambda _: greedy, None)
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return draw(key if purpose == NEXT else jax.random.fold_in(key, purpose))
+
+    return jax.vmap(one)(sampling.seed, positions)
+
+
+def pick(
+    log_probabilities: Float32[Array, "B W"],
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+    purpose: int,
+) -> Int[Array, " B"]:
+    """Draws from unnormalised log-probabilities: the largest after adding Gumbel noise."""
+    shape = log_probabilities.shape[1:]
+    gumbel = noise(
+        lambda key: jax.random.gumbel(key, shape, jnp.float32), sampling, positions, purpose
+    )
+    return jnp.argmax(log_probabilities + gumbel, axis=-1).astype(jnp.int32)
+
+
+def sample(
+    logits: Float32[Array, "B W"],
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+    purpose: int = NEXT,
+) -> Int[Array, " B"]:
+    """The token at ``positions`` of every row, greedy or drawn."""
+    return jax.lax.cond(
+        sampling.any_drawn,
+        lambda: pick(filtered(logits, sampling), sampling, positions, purpose),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    )

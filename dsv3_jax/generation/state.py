@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.kv_cache import LatentKVCache
 
@@ -17,7 +17,9 @@ RUNNING, STOPPED, FULL = 0, 1, 2  # values of DecodeState.finished
 class DecodeState:
     """A batch of B rows with room for S tokens each. Donated to every dispatch and returned.
 
-    The cache holds a row's tokens except its last: a decode step feeds that one and appends one.
+    The cache holds a row's tokens except its last: a decode step feeds that one, and the drafts
+    behind it, and appends at least one. K is the largest number of drafts a step, 0 without
+    speculation.
     """
 
     cache: LatentKVCache
@@ -42,6 +44,23 @@ class DecodeState:
     """The n most probable tokens at each generated place, best first; n may be 0."""
 
     top_logprobs: Float32[Array, "B S n"]
+
+    hidden: Float[Array, "B F D"]
+    """What the MTP layer is to take next: hidden states of the row's newest cached tokens. F is
+    K + 1 where the MTP layer drafts, else 0."""
+
+    pending: Int[Array, " B"]
+    """How many of them a row has; the MTP layer's cache holds ``cache.lengths - pending`` places.
+    Written with ``hidden`` by prefill and by each decode step."""
+
+    drafted: Int[Array, "B K"]
+    """Drafts offered to the model so far, by their place in a step's draft."""
+
+    accepted: Int[Array, "B K"]
+    """Those of them that became tokens of the row."""
+
+    row_steps: Int[Array, " B"]
+    """Decode steps in which the row was running."""
 
     steps: Int[Array, ""]
     """Decode steps since the state was made."""

@@ -254,6 +254,11 @@ class TestFinishedRows:
             logprobs=jnp.asarray(rng.standard_normal((B, S), np.float32)),
             top_tokens=jnp.asarray(rng.integers(0, 160, (B, S, 2)), jnp.int32),
             top_logprobs=jnp.asarray(rng.standard_normal((B, S, 2), np.float32)),
+            hidden=jnp.zeros((B, 0, model.config.hidden_size)),
+            pending=jnp.zeros(B, jnp.int32),
+            drafted=jnp.zeros((B, 0), jnp.int32),
+            accepted=jnp.zeros((B, 0), jnp.int32),
+            row_steps=jnp.zeros(B, jnp.int32),
             steps=jnp.int32(0),
         )
 

@@ -60,7 +60,8 @@ SETTINGS: dict[str, list[Any]] = {
     "stop": [None, 5, 1.5, [5], ["a", None], b"ab", [b"ab"], True, "", ["a", ""]],
     "stop_tokens": [None, 5, [-1], [160], [1.5], ["a"], [True], "ab", [[1]], [2**40]],
     "logprobs": [21, -1, 2.0, True, None, "5", [1], 10**400],
-    "draft": ["mtp", "none", 1, True],
+    "draft": ["mtp", "none", "synthetic", "synthetic:2", "synthetic:x", "ngram:1", "", 1, True],
+    "draft_depth": [0, 5, -1, 1.0, True, "1", "AUTO", None, (1,)],
 }
 
 

@@ -82,9 +82,9 @@ class TestLaziness:
         asked: list[int] = []
         decode = generator._programs.decode
 
-        def counted(state, sampling, steps):
+        def counted(state, sampling, steps, *drafting):
             asked.append(int(steps))
-            return decode(state, sampling, steps)
+            return decode(state, sampling, steps, *drafting)
 
         programs = dataclasses.replace(generator._programs, decode=counted)
         monkeypatch.setattr(generator, "_programs", programs)
