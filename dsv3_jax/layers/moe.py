@@ -23,6 +23,8 @@ class RoutingStats(NamedTuple):
     """Tokens that chose each expert."""
     scores: Float32[Array, "M E"]
     """Every token's unbiased scores."""
+    experts: Int[Array, "M K"]
+    """Every token's choice, padding's too."""
 
 
 class Experts(nnx.Module):
@@ -104,7 +106,8 @@ class MoE(nnx.Module):
         mixed, counts = self._mix(tokens, routing, valid)
         if self.config.n_shared_experts:
             mixed += self.shared_experts(tokens, jnp.float32)
-        return mixed.astype(x.dtype).reshape(x.shape), RoutingStats(counts, routing.scores)
+        stats = RoutingStats(counts, routing.scores, routing.experts)
+        return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def _mix(
         self, tokens: Float[Array, "M D"], routing: Routing, valid: Bool[Array, "B T"] | None

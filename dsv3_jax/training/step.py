@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,115 +12,237 @@ from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.layers.router import RouterBias
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.training import lora, schedule
 from dsv3_jax.training.balance import imbalance, update_bias
-from dsv3_jax.training.losses import Losses, losses
+from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.layer_runners import layer_runner
+from dsv3_jax.training.losses import Losses, Totals, losses, totals
 
-# An nnx.State. The type checker of the tests does not take that class, nor optax's name for it.
+# An nnx.State, or LoRA's updates. The type checker of the tests does not take that class, nor
+# optax's name for such trees.
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
-    """Constants of a run. Defaults of optimiser and balancing are the V3 report's (section 4.2)."""
-
-    steps: int
-    learning_rate: float
-    final_learning_rate: float
-    warmup_steps: int = 200
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    mtp_weight: float = 0.3
-    bias_update_speed: float = 0.001
-    compute_dtype: str = "bfloat16"
 
 
 class TrainingState(NamedTuple):
     """All that changes from step to step."""
 
     params: optax.Params
-    """float32 master weights."""
+    """What is trained, in float32: the master weights, or with ``lora_rank`` the low-rank updates
+    of weights that the Trainer holds."""
     biases: nnx.State
     """Every router's ``e_score_correction_bias``, float32."""
     optimizer: optax.OptState
     step: Int[Array, ""]
+    """Steps done."""
 
 
 class Metrics(NamedTuple):
-    """Of one step."""
+    """Of one step: the losses before it, and what it did."""
 
     losses: Losses
     gradient_norm: Float32[Array, ""]
+    """Before clipping."""
+    learning_rate: Float32[Array, ""]
+    mtp_weight: Float32[Array, ""]
     expert_imbalance: Float32[Array, ""]
+    """Largest load over mean load, averaged over MoE layers."""
+    expert_load: Int[Array, "L_moe E"]
+    """Tokens that chose each expert: the model's MoE layers, then the MTP layers."""
 
 
 class Trainer:
-    """Binds a model's structure to the pure functions ``init``, ``step`` and ``evaluate``."""
+    """Binds a model's structure to the pure functions ``init``, ``step`` and ``evaluate``.
+
+    The loss is ``main + mtp_weight * mtp + balance_weight * balance`` (:class:`Losses`).
+
+    Args:
+      model: where training begins; its own arrays stay as they are.
+
+    Raises:
+      ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one.
+    """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
         self.config = config
         self.model_config = model.config
-        self._graph, self._params, self._biases = nnx.split(model, nnx.Param, RouterBias)
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0,
-            config.learning_rate,
-            config.warmup_steps,
-            config.steps,
-            config.final_learning_rate,
-        )
+        self._graph, self._weights, self._biases = nnx.split(model, nnx.Param, RouterBias)
+        _refuse_float8(self._weights)
+        self._learning_rate = schedule.learning_rate(config)
+        self._mtp_weight = schedule.mtp_weight(config)
+        self._bias_speed = schedule.bias_update_speed(config)
+        self._run_layers = layer_runner(remat=config.remat, scan=config.scan_layers)
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(config.clip_norm),
             optax.adamw(
-                schedule,
+                self._learning_rate,
                 b1=config.betas[0],
                 b2=config.betas[1],
                 weight_decay=config.weight_decay,
                 mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
             ),
         )
-        self.step = jax.jit(self._step, donate_argnums=0)
-        self.evaluate = jax.jit(self._evaluate)
+        # Frozen weights are an argument: a closure would compile them into the program.
+        self._frozen = self._weights if config.lora_rank else None
+        self._jitted_step = jax.jit(self._step, donate_argnums=0)
+        self._jitted_evaluate = jax.jit(self._evaluate)
 
     def init(self) -> TrainingState:
-        """The state before the first step: a copy of the model's weights, for steps donate it."""
-        params, biases = jax.tree.map(jnp.copy, (self._params, self._biases))
+        """The state before the first step, which shares no array with the model: steps donate it.
+
+        Under ``jax.eval_shape`` it gives the state's shapes.
+        """
+        c = self.config
+        if c.lora_rank:
+            params = lora.init(self._weights, c.lora_rank, c.lora_seed)
+        else:
+            params = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), self._weights)
+        biases = jax.tree.map(jnp.copy, self._biases)
         return TrainingState(params, biases, self._optimizer.init(params), jnp.int32(0))
 
-    def model(self, state: TrainingState) -> DeepSeekV3:
-        """The model with the state's weights, in float32."""
-        return nnx.merge(self._graph, state.params, state.biases)
-
-    def _forward(
-        self, params: Tree, biases: Tree, tokens: Int[Array, "B T"]
-    ) -> tuple[Float32[Array, ""], tuple[Losses, Any]]:
-        dtype = jnp.dtype(self.config.compute_dtype)
-        cast = jax.tree.map(lambda p: p.astype(dtype), params)
-        model = nnx.merge(self._graph, cast, biases)
-        logits, aux = model(tokens, return_aux=True)
-        found = losses(logits, aux, tokens, self.model_config.bos_token_id)
-        return found.main + self.config.mtp_weight * found.mtp, (found, aux.routing)
-
-    def _evaluate(self, state: TrainingState, tokens: Int[Array, "B T"]) -> Losses:
-        return self._forward(state.params, state.biases, tokens)[1][0]
-
-    def _step(
+    def step(
         self, state: TrainingState, tokens: Int[Array, "B T"]
     ) -> tuple[TrainingState, Metrics]:
-        gradient = jax.value_and_grad(self._forward, has_aux=True)
-        (_, (found, routing)), grads = gradient(state.params, state.biases, tokens)
+        """One optimiser step on a batch; ``state`` is donated, and gone afterwards.
+
+        Args:
+          tokens: packed documents, each beginning with BOS. ``accumulate`` divides B.
+
+        Raises:
+          ValueError: another B, or rows too short for the model's MTP layers.
+        """
+        return self._jitted_step(state, self._frozen, self._checked(tokens, self.config.accumulate))
+
+    def evaluate(self, state: TrainingState, tokens: Int[Array, "B T"]) -> Losses:
+        """The losses of a batch, all of it at once, computed as in a step.
+
+        Raises:
+          ValueError: rows too short for the model's MTP layers.
+        """
+        return self._jitted_evaluate(state, self._frozen, self._checked(tokens, 1))
+
+    def model(self, state: TrainingState) -> DeepSeekV3:
+        """The model with the state's weights: float32, or with low-rank updates added to the
+        weights of the model that was given, in their dtype."""
+        weights = self._merged(state.params, self._frozen)
+        if self.config.lora_rank:
+            weights = jax.tree.map(lambda w, given: w.astype(given.dtype), weights, self._weights)
+        made = nnx.merge(self._graph, weights, state.biases)
+        made.dtype = made.embed_tokens.weight.dtype
+        return made
+
+    def _checked(self, tokens: Int[Array, "B T"], parts: int) -> Int[Array, "B T"]:
+        B, T = tokens.shape
+        if B % parts or not B:
+            raise ValueError(f"tokens: expected rows in multiples of accumulate, {parts}, got {B}")
+        shortest = self.model_config.num_nextn_predict_layers + 2
+        if shortest > T:
+            raise ValueError(f"tokens: expected at least {shortest} a row, got {T}")
+        return tokens
+
+    def _merged(self, params: Tree, frozen: Tree | None) -> Tree:
+        """All weights of the model."""
+        if frozen is None:
+            return params
+        return lora.merge(frozen, params, self.config.lora_alpha / self.config.lora_rank)
+
+    def _losses(
+        self,
+        params: Tree,
+        frozen: Tree | None,
+        biases: Tree,
+        tokens: Int[Array, "B T"],
+        batch: Totals | None = None,
+    ) -> tuple[Losses, Int[Array, "L_moe E"]]:
+        """The losses of a part of a batch, and its experts' loads."""
+        dtype = jnp.dtype(self.config.compute_dtype)
+        cast = jax.tree.map(lambda w: w.astype(dtype), self._merged(params, frozen))
+        model = nnx.merge(self._graph, cast, biases)
+        logits, aux = model(
+            tokens,
+            return_aux=True,
+            mtp_hidden=self.config.mtp_hidden,
+            run_layers=self._run_layers,
+        )
+        found = losses(logits, aux, tokens, self.model_config.bos_token_id, batch)
+        loads = [stats.counts for stats in aux.routing]
+        none = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
+        return found, jnp.stack(loads) if loads else none
+
+    def _evaluate(
+        self, state: TrainingState, frozen: Tree | None, tokens: Int[Array, "B T"]
+    ) -> Losses:
+        return self._losses(state.params, frozen, state.biases, tokens)[0]
+
+    def _step(
+        self, state: TrainingState, frozen: Tree | None, tokens: Int[Array, "B T"]
+    ) -> tuple[TrainingState, Metrics]:
+        mtp_weight = jnp.float32(self._mtp_weight(state.step))
+        grads, found, load = self._gradient(state, frozen, tokens, mtp_weight)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        counts = [stats.counts for stats in routing]
-        biases = self._balanced(state.biases, counts)
-        metrics = Metrics(found, optax.tree.norm(grads), imbalance(jnp.stack(counts)))
+        biases = self._balanced(state.biases, load, jnp.float32(self._bias_speed(state.step)))
+        metrics = Metrics(
+            found,
+            optax.tree.norm(grads),
+            jnp.float32(self._learning_rate(state.step)),
+            mtp_weight,
+            imbalance(load),
+            load,
+        )
         return TrainingState(params, biases, optimizer, state.step + 1), metrics
 
-    def _balanced(self, biases: Tree, counts: list[Int[Array, " E"]]) -> Tree:
+    def _gradient(
+        self,
+        state: TrainingState,
+        frozen: Tree | None,
+        tokens: Int[Array, "B T"],
+        mtp_weight: Float32[Array, ""],
+    ) -> tuple[Tree, Losses, Int[Array, "L_moe E"]]:
+        """Of the whole batch's loss, part by part; with the losses and loads."""
+        c = self.config
+        mtp_layers = self.model_config.num_nextn_predict_layers
+        batch = totals(tokens, self.model_config.bos_token_id, mtp_layers)
+
+        def loss(params: Tree, part: Int[Array, "B T"]):
+            found, load = self._losses(params, frozen, state.biases, part, batch)
+            total = found.main + mtp_weight * found.mtp + c.balance_weight * found.balance
+            return total, (found, load)
+
+        def gradient(part: Int[Array, "B T"]):
+            grads, (found, load) = jax.grad(loss, has_aux=True)(state.params, part)
+            return grads, found, load
+
+        if c.accumulate == 1:
+            return gradient(tokens)
+        # Row i goes to part i mod n, so that rows sharded over devices stay where they are.
+        parts = tokens.reshape(-1, c.accumulate, tokens.shape[1]).swapaxes(0, 1)
+        zero = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, parts[0])
+        )
+
+        def add(total: Any, part: Int[Array, "B T"]):
+            return jax.tree.map(jnp.add, total, gradient(part)), None
+
+        return jax.lax.scan(add, zero, parts)[0]
+
+    def _balanced(
+        self, biases: Tree, load: Int[Array, "L_moe E"], speed: Float32[Array, ""]
+    ) -> Tree:
         """Moves each router's bias by its layer's loads: the model's layers, then the MTP's."""
         flat = sorted(nnx.to_flat_state(biases), key=lambda item: (item[0][0] == "mtp", item[0][1]))
-        speed = self.config.bias_update_speed
+        if not flat:  # routers that score with a softmax have none
+            return biases
         moved = [
-            (path, bias.replace(update_bias(bias.get_value(), load, speed)))
-            for (path, bias), load in zip(flat, counts, strict=True)
+            (path, bias.replace(update_bias(bias.get_value(), one, speed)))
+            for (path, bias), one in zip(flat, load, strict=True)
         ]
         return nnx.from_flat_state(moved)
+
+
+def _refuse_float8(weights: Tree) -> None:
+    for path, weight in nnx.to_flat_state(weights):
+        if weight.dtype.itemsize == 1:
+            raise ValueError(
+                f"expected a model in bfloat16 or float32 to train, got {weight.dtype} in "
+                f"{'.'.join(map(str, path))}; load it without quantization"
+            )

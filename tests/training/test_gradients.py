@@ -1,0 +1,191 @@
+"""Gradients of the training loss against slopes of the independent float64 oracle's loss.
+
+The oracle shares no code with the model and knows no gradient: central differences of its loss
+along random directions, in every published tensor, are what the model's gradient is held to. Of n
+random normal directions d, the mean of ``(slope - g.d)^2`` is ``|error of g|^2``, so the figure
+bounded here estimates the relative error of the whole gradient of a tensor.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from flax import nnx
+
+from dsv3_jax import ModelConfig
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.layers.router import Router
+from tests.support.checkpoints import BIAS, tiny_config
+from tests.support.oracle import Oracle, relative_error, route, sigmoid
+from tests.training.tiny import CONFIG, RUN, TOKENS, as_model, evaluate, gradients, weighted
+
+DIRECTIONS = 4
+BOUND = 1e-4  # float32 leaves up to 1e-5
+
+# Endings of published names; together they name every tensor of the tiny model.
+KINDS = {
+    "embedding": "embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final norm": "model.norm.weight",
+    "layer norms": ("input_layernorm.weight", "post_attention_layernorm.weight"),
+    "q_a": "q_a_proj.weight",
+    "q_a norm": "q_a_layernorm.weight",
+    "q_b": "q_b_proj.weight",
+    "kv_a": "kv_a_proj_with_mqa.weight",
+    "kv_a norm": "kv_a_layernorm.weight",
+    "kv_b": "kv_b_proj.weight",
+    "o": "o_proj.weight",
+    "router": "mlp.gate.weight",
+    "experts' gate": "gate_proj.weight",
+    "experts' up": "up_proj.weight",
+    "experts' down": "down_proj.weight",
+    "MTP eh_proj": "eh_proj.weight",
+    "MTP enorm": "enorm.weight",
+    "MTP hnorm": "hnorm.weight",
+    "MTP head norm": "shared_head.norm.weight",
+}
+
+
+class Recording(Oracle):
+    """The oracle, which also keeps each MoE layer's scores [B, T, E] and choices [B, T, K]."""
+
+    def forward(self, tokens, **kwargs):
+        self.routed = []
+        return super().forward(tokens, **kwargs)
+
+    def _moe(self, prefix, x):
+        out, chosen = super()._moe(prefix, x)
+        self.routed.append((sigmoid(x @ self.tensors[f"{prefix}.gate.weight"].T), chosen))
+        return out, chosen
+
+
+def mean_loss(logits: npt.NDArray[np.float64], ahead: int) -> float:
+    """Mean of -log p over the places whose prediction stays within a document."""
+    total, count = 0.0, 0
+    for row, scores in zip(TOKENS, logits, strict=True):
+        for place in range(len(row) - ahead):
+            if 0 not in row[place + 1 : place + 1 + ahead]:
+                at = scores[place]
+                total += np.log(np.exp(at - at.max()).sum()) + at.max() - at[row[place + ahead]]
+                count += 1
+    return total / count
+
+
+def oracle_loss(oracle: Recording) -> float:
+    out = oracle.forward(TOKENS)
+    balance = 0.0
+    for scores, chosen in oracle.routed:
+        _, T, E = scores.shape
+        counts = (chosen[..., None] == np.arange(E)).sum(axis=(1, 2))
+        shares = (scores / scores.sum(-1, keepdims=True)).mean(axis=1)
+        balance += (E / (chosen.shape[-1] * T) * counts * shares).sum(-1).mean()
+    mtp = np.mean([mean_loss(logits, 2 + k) for k, logits in enumerate(out.mtp_logits)])
+    return mean_loss(out.logits, 1) + RUN.mtp_weight * mtp + RUN.balance_weight * balance
+
+
+def is_copy(name: str) -> bool:
+    """The MTP layer's copies of embedding and head, which are not parameters of their own."""
+    return ".layers." in name and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model) -> Recording:
+    tensors = {n: t for n, t in published_tensors(model).items() if not is_copy(n)}
+    return Recording(CONFIG, tensors, latent_norm_eps=1e-6)
+
+
+@pytest.fixture(scope="module")
+def errors(trainer, oracle) -> dict[str, float]:
+    """Relative error of each published tensor's gradient."""
+    start = trainer.init()
+    found = published_tensors(as_model(trainer, start, gradients(trainer, start)))
+    rng = np.random.default_rng(9)
+    errors = {}
+    for name, weight in oracle.tensors.items():
+        if name.endswith(BIAS):
+            continue
+        gradient = np.asarray(found[name], np.float64)
+        squares = []
+        for _ in range(DIRECTIONS):
+            direction = rng.normal(size=weight.shape)
+            # Short enough for no token to change its experts on the way.
+            distance = 1e-5 * np.linalg.norm(weight) / np.linalg.norm(direction)
+            slope = 0.0
+            for sign in (1, -1):
+                oracle.tensors[name] = weight + sign * distance * direction
+                slope += sign * oracle_loss(oracle) / (2 * distance)
+            oracle.tensors[name] = weight
+            squares.append((slope - np.sum(gradient * direction)) ** 2)
+        errors[name] = float(np.sqrt(np.mean(squares)) / np.linalg.norm(gradient))
+    return errors
+
+
+def test_loss_is_the_oracles(trainer, oracle):
+    found = evaluate(trainer, trainer.init())
+    assert weighted(found) == pytest.approx(oracle_loss(oracle), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient(kind, errors):
+    wrong = {n: e for n, e in errors.items() if n.endswith(KINDS[kind]) and not e < BOUND}
+    assert wrong == {}
+
+
+def test_every_tensor_is_of_a_kind(errors):
+    endings = tuple(
+        e for kind in KINDS.values() for e in ([kind] if isinstance(kind, str) else kind)
+    )
+    assert [name for name in errors if not name.endswith(endings)] == []
+    assert {e for e in endings if not any(name.endswith(e) for name in errors)} == set()
+    # A layer has 10 outside its experts, and 3 in each of 8 + 1; MTP 4 of its own, the model 3.
+    assert len(errors) == 2 * (10 + 27) + 4 + 3
+
+
+SOFTMAX = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        SOFTMAX | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        SOFTMAX | {"topk_method": "group_limited_greedy"},
+    ],
+    ids=["v3", "v3 without norm", "v2 greedy", "v2 groups"],
+)
+def test_gradient_of_the_router_element_by_element(settings, tmp_path):
+    """Of ``sum_mk c_m,e(k) weight_mk``, c random: every element of the router's weight."""
+    config = tiny_config(hidden_size=6, **settings)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(2)
+    x, weight, factors = (rng.normal(size=shape) for shape in ((20, 6), (8, 6), (20, 8)))
+    bias = 0.3 * rng.normal(size=8) if config["topk_method"] == "noaux_tc" else None
+
+    router = Router(ModelConfig.from_hf(tmp_path), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    if bias is not None:
+        router.e_score_correction_bias[...] = jnp.asarray(bias, jnp.float32)
+    graph, params, rest = nnx.split(router, nnx.Param, ...)
+
+    @jax.jit
+    def ours(params):
+        routing = nnx.merge(graph, params, rest)(jnp.asarray(x, jnp.float32))
+        picked = jnp.take_along_axis(jnp.asarray(factors, jnp.float32), routing.experts, axis=1)
+        return jnp.sum(picked * routing.weights)
+
+    def theirs(moved: npt.NDArray[np.float64]) -> float:
+        chosen, weights = route(config, x @ moved.T, bias)
+        return float(np.sum(np.take_along_axis(factors, chosen, axis=1) * weights))
+
+    params = jax.tree.map(lambda _: jnp.asarray(weight, jnp.float32), params)
+    weight = weight.astype(np.float32).astype(np.float64)
+    slopes = np.zeros_like(weight)
+    for place in np.ndindex(weight.shape):
+        moved = np.zeros_like(weight)
+        moved[place] = 1e-5
+        slopes[place] = (theirs(weight + moved) - theirs(weight - moved)) / 2e-5
+    assert float(ours(params)) == pytest.approx(theirs(weight), rel=1e-5)
+    assert relative_error(jax.tree.leaves(jax.grad(ours)(params))[0], slopes) < 1e-5

@@ -1,0 +1,186 @@
+"""Steps of a tiny run: what they change, what they leave alone, and what they refuse."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax.training import schedule
+from dsv3_jax.training.step import Trainer
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error
+from tests.training.tiny import (
+    CONFIG,
+    RUN,
+    TOKENS,
+    arrays,
+    biases,
+    evaluate,
+    gradients,
+    step,
+    weighted,
+)
+
+
+def test_loss_goes_down_on_a_repeated_batch(trainer):
+    state = trainer.init()
+    before = evaluate(trainer, state)
+    for _ in range(20):
+        state, _ = step(trainer, state)
+    after = evaluate(trainer, state)
+    assert int(state.step) == 20
+    assert float(after.main) < 0.5 * float(before.main)
+    assert float(after.mtp) < 0.5 * float(before.mtp)
+
+
+def test_metrics_are_of_the_weights_before_the_step(trainer):
+    start = trainer.init()
+    _, metrics = step(trainer, start)
+    assert weighted(metrics.losses) == pytest.approx(weighted(evaluate(trainer, start)), rel=1e-6)
+    norm = np.sqrt(sum(np.sum(g**2) for g in arrays(gradients(trainer, start)).values()))
+    assert float(metrics.gradient_norm) == pytest.approx(norm, rel=1e-5)
+
+
+def test_adamw_by_hand(trainer):
+    """Two steps on, from the gradients in the first moments; vectors do not decay."""
+    (b1, b2), eps = RUN.betas, 1e-8
+    states = [trainer.init()]
+    for _ in range(3):
+        states.append(step(trainer, states[-1])[0])
+    found = [arrays(state.params) for state in states]
+    moments = [arrays(state.optimizer[1][0].mu) for state in states]
+    for name, param in found[0].items():
+        mean = np.zeros(param.shape)
+        square = np.zeros(param.shape)
+        param = param.astype(np.float64)
+        for t in (1, 2, 3):
+            gradient = (moments[t][name].astype(np.float64) - b1 * moments[t - 1][name]) / (1 - b1)
+            mean = b1 * mean + (1 - b1) * gradient
+            square = b2 * square + (1 - b2) * gradient**2
+            moved = mean / (1 - b1**t) / (np.sqrt(square / (1 - b2**t)) + eps)
+            decay = RUN.weight_decay * param if param.ndim > 1 else 0
+            param = param - float(schedule.learning_rate(RUN)(t - 1)) * (moved + decay)
+        assert relative_error(found[3][name], param) < 1e-4, name
+
+
+def test_equal_states_give_equal_steps(trainer):
+    def three_steps():
+        state = trainer.init()
+        for _ in range(3):
+            state, metrics = step(trainer, state)
+        return jax.tree.leaves((state, metrics))
+
+    for one, other in zip(three_steps(), three_steps(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_every_parameter_moves(trainer):
+    """From the second step on: the warm-up begins at a learning rate of 0."""
+    start = trainer.init()
+    first, _ = step(trainer, start)
+    second, _ = step(trainer, first)
+    for before, after in ((start, first), (first, second)):
+        pairs = zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True)
+        moved = [bool((a != b).any()) for a, b in pairs]
+        assert moved == [before is first] * len(moved)
+
+
+def test_training_leaves_the_model_it_began_from_alone(model, trainer):
+    """Steps donate their state, which must not be the model's own arrays."""
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    for _ in range(2):
+        trainer.step(trainer.init(), jnp.asarray(TOKENS))
+    after = nnx.state(model)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- accumulation --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thirds(model) -> Trainer:
+    """Three parts a batch, layers computed again, equal layers in a loop."""
+    return Trainer(model, dataclasses.replace(RUN, accumulate=3, remat=True, scan_layers=True))
+
+
+def test_parts_are_uneven():
+    """So that the mean of the parts' means is not the batch's mean."""
+    counted = (TOKENS[:, 1:] != 0).sum(axis=1)
+    assert [counted[part::3].sum() for part in range(3)] == [15, 21, 21]
+
+
+def test_accumulation_is_the_whole_batch(trainer, thirds):
+    start = trainer.init()
+    whole, parts = step(trainer, start), step(thirds, start)
+    for one, other in zip(parts[1], whole[1], strict=True):
+        for got, want in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert float(relative_error(got, want)) < 1e-6
+    np.testing.assert_array_equal(parts[1].expert_load, whole[1].expert_load)
+    for got, want in zip(biases(parts[0]), biases(whole[0]), strict=True):
+        np.testing.assert_array_equal(got, want)
+    got, want = (arrays(gradients(t, start)) for t in (thirds, trainer))
+    assert {name: relative_error(got[name], want[name]) < 1e-5 for name in want} == dict.fromkeys(
+        want, True
+    )
+    # The first step has a learning rate of 0.
+    whole, parts = step(trainer, whole[0])[0], step(thirds, parts[0])[0]
+    got, want = arrays(parts.params), arrays(whole.params)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-5, name
+        assert relative_error(got[name], arrays(start.params)[name]) > 1e-3, name
+
+
+# ---- dtypes and refusals -------------------------------------------------------------------------
+
+
+def test_bfloat16_computes_nearly_the_same(model, trainer):
+    rounded = Trainer(model, dataclasses.replace(RUN, compute_dtype="bfloat16"))
+    start = trainer.init()
+    exact, found = evaluate(trainer, start), evaluate(rounded, start)
+    assert found.main.dtype == jnp.float32
+    assert float(found.main) != float(exact.main)
+    assert float(found.main) == pytest.approx(float(exact.main), rel=0.02)
+
+
+def test_master_weights_are_float32_whatever_was_loaded(tmp_path):
+    write_checkpoint(tmp_path, CONFIG, random_tensors(CONFIG), dtype="bfloat16")
+    loaded, _ = dsv3_jax.load(tmp_path, dtype=jnp.bfloat16)
+    trainer = Trainer(loaded, RUN)
+    state = trainer.init()
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    assert trainer.model(state).dtype == jnp.float32
+    for held, given in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(nnx.state(loaded, nnx.Param)), strict=True
+    ):
+        assert given.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(held, np.asarray(given, np.float32))
+
+
+def test_float8_weights_do_not_train(tmp_path):
+    config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    write_checkpoint(tmp_path, config, random_tensors(config), dtype="fp8")
+    loaded, _ = dsv3_jax.load(tmp_path, quantization="fp8")
+    for run in (RUN, dataclasses.replace(RUN, lora_rank=2)):
+        with pytest.raises(
+            ValueError, match="expected a model in bfloat16 or float32 to train, "
+        ) as e:
+            Trainer(loaded, run)
+        assert "got float8_e4m3fn in layers.0." in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+def test_batches_that_do_not_fit_are_refused(model, trainer, thirds):
+    with pytest.raises(
+        ValueError, match="tokens: expected rows in multiples of accumulate, 3, got"
+    ):
+        thirds.step(thirds.init(), jnp.asarray(TOKENS[:4]))
+    short = jnp.asarray(TOKENS[:, :2])
+    for call in (trainer.step, trainer.evaluate):
+        with pytest.raises(ValueError, match="tokens: expected at least 3 a row, got 2"):
+            call(trainer.init(), short)
