@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,23 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
+
+# What a tokenizer is made of, and what transformers reads beside it.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def copy(source: Path, destination: Path) -> None:
+    """Copies a tokenizer's files into a directory, which is made if need be."""
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
 
 
 class Tokenizer:

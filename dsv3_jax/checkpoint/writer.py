@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -32,6 +33,7 @@ def write_checkpoint(
     directory: Path,
     *,
     quantization: BlockQuantization | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     shard_bytes: int = 4_300_000_000,
 ) -> None:
     """Writes config.json, the shards and their index; nothing appears until all of it is written.
@@ -39,8 +41,9 @@ def write_checkpoint(
     Args:
       directory: must not exist.
       quantization: float8 weights with block scales, as DeepSeek-V3 is published; None writes
-        bfloat16. Embedding, head, router, norms and eh_proj are bfloat16 either way. Weights that
-        the model holds in float8 are written as they are.
+        ``dtype``. Embedding, head, router, norms and eh_proj are of ``dtype`` either way. Weights
+        that the model holds in float8 are written as they are.
+      dtype: DeepSeek publishes bfloat16; float32 keeps a trained model's weights bit for bit.
       shard_bytes: size past which a new shard begins.
 
     Raises:
@@ -49,7 +52,7 @@ def write_checkpoint(
     """
     if directory.exists():
         raise ValueError(f"expected a directory that does not exist yet, got {directory}")
-    config = dataclasses.replace(model.config, quantization=quantization, dtype="bfloat16")
+    config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
     held = published_tensors(model)
     float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in held.values())
     if float8 and quantization != model.config.quantization:

@@ -1,0 +1,67 @@
+"""Flags from the fields of a settings dataclass, and the dataclass from the flags.
+
+A flag that was not given is None: what it means then is for the command to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBERS = {int: "N", float: "X"}
+
+
+def add_fields(
+    parser: argparse.ArgumentParser, settings: type, defaults: Mapping[str, str] | None = None
+) -> None:
+    """A flag ``--some-name`` for each field ``some_name``.
+
+    Args:
+      defaults: for the help, where the command has a default of its own.
+    """
+    group = parser.add_argument_group(f"settings of {settings.__name__}")
+    hints = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        flag = "--" + field.name.replace("_", "-")
+        default = (defaults or {}).get(field.name, _show(field.default))
+        group.add_argument(flag, help=f"default: {default}", **_reading(hints[field.name]))
+
+
+def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """Values of the flags that were given, by field."""
+    found = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(settings)}
+    return with_tuples({name: value for name, value in found.items() if value is not None})
+
+
+def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with tuples for the lists that argparse and JSON make of them."""
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+
+
+def _show(default: Any) -> str:
+    if default is dataclasses.MISSING:
+        return "none; needed"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+
+
+def _reading(hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        (hint,) = (part for part in parts if part is not types.NoneType)
+        return _reading(hint)
+    if kind is typing.Literal:
+        return {"choices": parts}
+    if kind is tuple:
+        return {"type": parts[0], "nargs": len(parts), "metavar": _NUMBERS[parts[0]]}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if hint in _NUMBERS:
+        return {"type": hint, "metavar": _NUMBERS[hint]}
+    if hint is str:
+        return {"metavar": "NAME"}
+    raise TypeError(f"no flag for a field of type {hint}")

@@ -1,0 +1,272 @@
+"""Whole runs of a tiny model: what they write, and that a resumed one is the same run."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax.training.batches import TrainingBatches
+from dsv3_jax.training.corpus import Corpus
+from dsv3_jax.training.evaluation import evaluate
+from dsv3_jax.training.journal import Journal, Row, read_rows
+from dsv3_jax.training.losses import Losses
+from dsv3_jax.training.plot import plot
+from dsv3_jax.training.run import Trained, train
+from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.step import Metrics, Trainer
+from tests.training.tiny import RUN
+
+CONFIG = dataclasses.replace(RUN, steps=8)
+SETTINGS = RunSettings(
+    batch=2, length=12, seed=5, log_every=2, eval_every=4, eval_batches=2, save_every=3, keep=2
+)
+_NOISE = np.random.default_rng(2).integers(1, 32, 700).astype(np.uint16)
+_NOISE[::9] = 0
+CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
+CLOCK = ("seconds", "tokens_per_second", "mfu")
+
+
+def timeless(rows: list[Row]) -> list[Row]:
+    return [{name: row[name] for name in row if name not in CLOCK} for row in rows]
+
+
+def weights(trained: Trained) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(trained.model))]
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> tuple[Path, Trained]:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, train(model, CORPUS, out, CONFIG, SETTINGS)
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(step: int):
+    """A report that ends a run as its death would: with nothing done behind it."""
+
+    def report(row: Row) -> None:
+        if row["step"] >= step:
+            raise StopError
+
+    return report
+
+
+# ---- what a run writes ---------------------------------------------------------------------------
+
+
+def test_rows_come_when_they_are_due(whole):
+    """Step 0 evaluates; 1 is logged for what compiled; 3 and 6 for a save; 8 is the end."""
+    out, trained = whole
+    rows = read_rows(out / "metrics.jsonl")
+    assert rows == trained.rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 6, 8]
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 4, 8]
+    assert trained.finished
+    assert trained.step == 8
+
+
+def test_every_row_has_every_number(whole):
+    rows = whole[1].rows
+    names = {*Metrics._fields, *CLOCK, "step"}
+    assert rows[0].keys() == {"step", "seconds", "held_out"}
+    for row in rows[1:]:
+        assert row.keys() - {"held_out"} == names
+        assert row["losses"].keys() == set(Losses._fields)
+        assert len(row["expert_load"]) == 2  # the MoE layer, and the MTP layer's
+        assert all(1 <= load <= 8 for load in row["expert_load"])
+        assert row["mfu"] is None  # of a CPU
+    assert rows[1]["tokens_per_second"] is None
+    assert all(row["tokens_per_second"] > 0 for row in rows[2:])
+    assert all(row["held_out"].keys() == set(Losses._fields) for row in rows if "held_out" in row)
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+
+
+def test_numbers_are_the_trainers(model, whole):
+    """The same steps by hand, and a float that JSON gives back as it was."""
+    trainer = Trainer(model, CONFIG)
+    batches = TrainingBatches(CORPUS.train, 2, 12, seed=5)
+    state, rows = (
+        trainer.init(),
+        {row["step"]: row for row in read_rows(whole[0] / "metrics.jsonl")},
+    )
+    for step in (1, 2):
+        state, metrics = trainer.step(state, jnp.asarray(next(batches)))
+        row = rows[step]
+        for name, loss in metrics.losses._asdict().items():
+            assert np.float32(row["losses"][name]) == loss
+        assert np.float32(row["gradient_norm"]) == metrics.gradient_norm
+        assert np.float32(row["learning_rate"]) == metrics.learning_rate
+        load = np.asarray(metrics.expert_load)
+        np.testing.assert_allclose(row["expert_load"], load.max(1) / load.mean(1))
+
+
+def test_held_out_losses_are_the_models(model, whole):
+    _, trained = whole
+    for one, row in ((model, trained.rows[0]), (trained.model, trained.rows[-1])):
+        assert evaluate(one, CORPUS, CONFIG, SETTINGS) == row["held_out"]
+    assert trained.rows[0]["held_out"] != trained.rows[-1]["held_out"]
+
+
+def test_the_last_checkpoints_are_there(whole):
+    assert sorted(path.name for path in (whole[0] / "checkpoints").iterdir()) == ["6", "8"]
+
+
+def test_record(whole):
+    record = json.loads((whole[0] / "run.json").read_text())
+    assert record["training"]["learning_rate"] == 0.02
+    assert record["data"]["batch"] == 2
+    assert record["data"]["train"].startswith("600 tokens")
+    assert record["model"]["hidden_size"] == 16
+
+
+def test_pictures(whole, tmp_path):
+    out = tmp_path / "copy"
+    out.mkdir()
+    for name in ("metrics.jsonl", "expert_load.npy"):
+        shutil.copy(whole[0] / name, out)
+    for path in plot(out):
+        content = path.read_bytes()
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        assert content[-8:-4] == b"IEND"
+        width, height = (int.from_bytes(content[i : i + 4]) for i in (16, 20))
+        assert width > 500 < height + 100
+    assert np.load(out / "expert_load.npy").shape == (2, 8)
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped_at", [2, 4])
+def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
+    """Stopped before its first checkpoint, and between two."""
+    out = tmp_path / "run"
+    with pytest.raises(StopError):
+        train(model, CORPUS, out, CONFIG, SETTINGS, report=stop_after(stopped_at))
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "los')  # as a death in the middle of a line would leave it
+    resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
+    again = {row["step"]: row for row in timeless(resumed.rows)}
+    assert read_rows(out / "metrics.jsonl") == resumed.rows
+    want = {row["step"]: row for row in timeless(whole[1].rows)}
+    for step, row in want.items():
+        assert again[step] == row
+    # A session logs its first step besides.
+    assert again.keys() - want.keys() <= {4}
+    for one, other in zip(weights(resumed), weights(whole[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_time_limit_ends_a_run_that_can_go_on(model, whole, tmp_path):
+    out = tmp_path / "run"
+    brief = dataclasses.replace(SETTINGS, max_minutes=1e-9)
+    stopped = train(model, CORPUS, out, CONFIG, brief)
+    assert not stopped.finished
+    assert stopped.step == 1
+    assert "held_out" in stopped.rows[-1]
+    resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
+    assert resumed.finished
+    last, want = timeless(resumed.rows)[-1], timeless(whole[1].rows)[-1]
+    assert last == want
+
+
+def test_a_finished_run_is_read_again(model, whole):
+    out, trained = whole
+    again = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
+    assert again.rows == trained.rows
+    for one, other in zip(weights(again), weights(trained), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def refused(model, out: Path, corpus=CORPUS, config=CONFIG, settings=SETTINGS, **kwargs) -> str:
+    with pytest.raises(ValueError, match=r"expected|lacks|not|no text|differs|has") as error:
+        train(model, corpus, out, config, settings, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_another_run_is_not_resumed(model, whole):
+    out = whole[0]
+
+    def resumed(**changed) -> str:
+        return refused(model, out, resume=True, **changed)
+
+    hotter = dataclasses.replace(CONFIG, learning_rate=0.05)
+    assert "training.learning_rate differs: " in resumed(config=hotter)
+    assert "began with 0.02, got 0.05" in resumed(config=hotter)
+    for name, value in {"batch": 4, "length": 10, "seed": 6}.items():
+        settings = dataclasses.replace(SETTINGS, **{name: value})
+        assert f"data.{name} differs" in resumed(settings=settings)
+    other = Corpus(CORPUS.train[::-1], CORPUS.held_out)
+    assert "data.train differs: " in resumed(corpus=other)
+    assert "600 tokens, CRC-32" in resumed(corpus=other)
+    model = nnx.clone(model)
+    model.config = dataclasses.replace(model.config, routed_scaling_factor=1.5)
+    assert "model.routed_scaling_factor differs" in refused(model, out, resume=True)
+
+
+def test_nothing_to_resume(model, tmp_path):
+    assert "found no run.json" in refused(model, tmp_path / "new", resume=True)
+    keepless = dataclasses.replace(SETTINGS, keep=0)
+    assert "keeps checkpoints" in refused(model, tmp_path / "new", settings=keepless, resume=True)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_bad_runs_leave_no_directory(model, tmp_path):
+    def with_settings(**changed) -> str:
+        return refused(model, tmp_path / "run", settings=dataclasses.replace(SETTINGS, **changed))
+
+    assert "expected at least one window of length 100, got 60" in refused(
+        model,
+        tmp_path / "run",
+        corpus=Corpus(CORPUS.train[:60], CORPUS.held_out),
+        settings=dataclasses.replace(SETTINGS, length=100),
+    )
+    assert "length: expected 3 to 128 for this model, got 129" in with_settings(length=129)
+    assert "length: expected 3 to 128 for this model, got 2" in with_settings(length=2)
+    thirds = dataclasses.replace(CONFIG, accumulate=3)
+    assert "multiple of accumulate=3, got 2" in refused(model, tmp_path / "run", config=thirds)
+    ranked = dataclasses.replace(CONFIG, lora_rank=100)
+    assert "lora_rank: expected at most" in refused(model, tmp_path / "run", config=ranked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_left_alone(model, whole, tmp_path):
+    assert "expected a new directory, or to resume" in refused(model, whole[0])
+    (tmp_path / "file").write_text("precious")
+    assert "expected a new directory" in refused(model, tmp_path)
+    assert "expected a new directory" in refused(model, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch", 0), ("length", 1), ("log_every", -1), ("keep", -1), ("max_minutes", 0.0)],
+)
+def test_bad_settings(name, value):
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value}"):
+        RunSettings(**{name: value})
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.write({"step": 1, "losses": {"main": 2.0}, "gradient_norm": 1.0})
+    for wrong in (
+        {"losses": {"main": float("nan")}, "gradient_norm": 1.0},
+        {"losses": {"main": 2.0}, "gradient_norm": float("inf")},
+        {"held_out": {"main": float("nan")}},
+    ):
+        with pytest.raises(ValueError, match=r"step 2: .*the run has diverged"):
+            journal.write({"step": 2, **wrong})
+    journal.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
