@@ -16,19 +16,25 @@ _NUMBERS = {int: "N", float: "X"}
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, settings: type, defaults: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser,
+    title: str,
+    settings: type,
+    meanings: Mapping[str, str],
+    defaults: Mapping[str, str],
 ) -> None:
     """A flag ``--some-name`` for each field ``some_name``.
 
     Args:
+      meanings: a few words for the help, by field.
       defaults: for the help, where the command has a default of its own.
     """
-    group = parser.add_argument_group(f"settings of {settings.__name__}")
+    group = parser.add_argument_group(title)
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         flag = "--" + field.name.replace("_", "-")
-        default = (defaults or {}).get(field.name, _show(field.default))
-        group.add_argument(flag, help=f"default: {default}", **_reading(hints[field.name]))
+        default = defaults.get(field.name, _show(field.default))
+        says = f"{meanings[field.name]} (default: {default})"
+        group.add_argument(flag, help=says, **_reading(hints[field.name]))
 
 
 def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
@@ -43,8 +49,8 @@ def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(default: Any) -> str:
-    if default is dataclasses.MISSING:
-        return "none; needed"
+    if isinstance(default, float):
+        return f"{default:.3g}"
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
 
 

@@ -16,7 +16,7 @@ class Progress:
     def __init__(self, steps: int):
         self._steps = steps
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(console=self._console, auto_refresh=False)
         self._held_out: float | None = None
         self._began: tuple[int, float] | None = None
 

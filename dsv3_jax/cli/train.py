@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv3_jax.checkpoint.load import find, load
-from dsv3_jax.cli import compile_cache, flags, hf_directory
+from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.progress import Progress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3, parameter_count
@@ -28,13 +28,6 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
 
 MODEL = "model"
-
-_LEARNING_RATE = 3e-4
-_DEFAULTS = {
-    "learning_rate": f"{_LEARNING_RATE:g}",
-    "final_learning_rate": "a tenth of the learning rate",
-    "warmup_steps": "200, or a tenth of the steps if that is less",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
     add("--json", action="store_true", help="one JSON object on stdout at the end")
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
-    flags.add_fields(parser, RunSettings)
-    flags.add_fields(parser, TrainingConfig, _DEFAULTS)
+    flags.add_fields(parser, "run", RunSettings, training_flags.RUN, {})
+    flags.add_fields(
+        parser, "training", TrainingConfig, training_flags.TRAINING, training_flags.DEFAULTS
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -154,7 +149,7 @@ def _training_config(arguments: argparse.Namespace, recorded: Mapping[str, Any])
     values = flags.with_tuples(recorded) | flags.given(arguments, TrainingConfig)
     if "steps" not in values:
         raise ValueError("expected --steps, the length of the whole run")
-    values.setdefault("learning_rate", _LEARNING_RATE)
+    values.setdefault("learning_rate", training_flags.LEARNING_RATE)
     values.setdefault("final_learning_rate", values["learning_rate"] / 10)
     values.setdefault("warmup_steps", min(200, values["steps"] // 10))
     return TrainingConfig(**values)
@@ -191,7 +186,8 @@ def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
         if not (directory / "tokenizer.json").is_file():
             raise ValueError(f"--tokenizer: expected a tokenizer.json, found none in {directory}")
         return directory
-    model = find(plan["source"]) if plan["source"] else Path(plan["config"]).parent
+    model = find(plan["source"]) if plan["source"] else Path(plan["config"])
+    model = model if model.is_dir() else model.parent
     places = (out / record.TOKENIZER, model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
 

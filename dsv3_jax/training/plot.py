@@ -55,6 +55,7 @@ def plot_load(rows: Sequence[Row], load: Integer[np.ndarray, "L E"], path: Path)
       load: tokens that chose each expert of each MoE layer in the last step, the MTP layers' last.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     training = [row for row in rows if "expert_load" in row]
     steps = [row["step"] for row in training]
@@ -70,5 +71,7 @@ def plot_load(rows: Sequence[Row], load: Integer[np.ndarray, "L E"], path: Path)
     limit = max(2.0, float(share.max(initial=0)))
     image = by_expert.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=limit)
     by_expert.set(xlabel="expert", ylabel="MoE layer", title="load / mean load, last step")
+    for axis in (by_expert.xaxis, by_expert.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=by_expert)
     figure.savefig(path, dpi=_DPI)

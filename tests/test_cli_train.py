@@ -1,0 +1,339 @@
+"""dsv3 train and dsv3 export, in this process, on a model that compiles in seconds."""
+
+import argparse
+import dataclasses
+import json
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.cli import flags, training_flags
+from dsv3_jax.cli.main import main, parser
+from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.journal import read_rows
+from dsv3_jax.training.losses import Losses
+from dsv3_jax.training.settings import RunSettings
+from tests.support.checkpoints import BIAS
+from tests.support.oracle import relative_error
+from tests.support.running import forward
+from tests.training.tiny import CONFIG
+
+CACHE = str(Path(__file__).parents[1] / ".jax_cache")
+TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
+SMALL = ("--batch", "2", "--length", "16", "--eval-batches", "1", "--compute-dtype", "float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored_cache_settings():
+    """The command sets up its own compilation cache; the suite keeps its own."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def run(*arguments: object) -> int:
+    """The exit status, also where argparse leaves by itself."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def train(*arguments: object) -> int:
+    return run("train", "--compile-cache", CACHE, *arguments)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """config.json of the tiny model with the demo's vocabulary, and a folder of text."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 2048}))
+    (folder / "text").mkdir()
+    for i in range(30):
+        (folder / "text" / f"{i}.py").write_text(TEXT * (i + 1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(files) -> Path:
+    """A finished run of four steps."""
+    out = files / "run"
+    status = train(
+        *("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo"),
+        *("--out", out, "--steps", 4, "--save-every", 2, "--log-every", 1, "--plot", *SMALL),
+    )
+    assert status == 0
+    return out
+
+
+# ---- train ---------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_files(trained):
+    assert {path.name for path in trained.iterdir()} == {
+        *("run.json", "metrics.jsonl", "expert_load.npy", "checkpoints", "tokenizer", "model"),
+        *("loss.png", "expert_load.png"),
+    }
+    assert [row["step"] for row in read_rows(trained / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for copy in (trained / "tokenizer" / name, trained / "model" / name):
+            assert copy.read_bytes() == (DEMO / name).read_bytes()
+
+
+def test_the_trained_model_loads(trained):
+    model, tokenizer = dsv3_jax.load(trained / "model", dtype=jnp.float32)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("import os")) == "import os"
+    assert len(model.mtp) == 1
+
+
+def test_json_and_stderr(trained, capsys):
+    """A finished run, resumed: nothing is left to do, and everything is said."""
+    assert train("--out", trained, "--resume", "--json") == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert result["finished"] is True
+    assert result["step"] == 4
+    assert result["out"] == str(trained)
+    assert result["losses"].keys() == result["held_out"].keys() == set(Losses._fields)
+    assert result["parameters"] > result["mtp_parameters"] > 0
+    assert all(line.startswith("dsv3: ") for line in err.splitlines())
+    assert f"wrote {trained / 'model'}" in err
+
+
+def test_progress_is_a_line_a_row_where_there_is_no_terminal(files, tmp_path, capsys):
+    status = train(
+        *("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo"),
+        *("--out", tmp_path / "run", "--steps", 4, "--log-every", 1, "--keep", 0, *SMALL),
+    )
+    assert status == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("dsv3: step ")]
+    assert [line.split(",")[0] for line in lines] == [f"dsv3: step {i}/4" for i in range(5)]
+    assert all("loss " in line and "MTP " in line and "load " in line for line in lines[1:])
+    assert "tokens/s" in lines[2]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_resuming_needs_no_settings_and_takes_no_others(trained, capsys):
+    def resume(*arguments: object) -> str:
+        assert train("--out", trained, "--resume", *arguments) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("dsv3 train: error: resume: ")
+        return last
+
+    before = (trained / "metrics.jsonl").read_bytes()
+    assert "training.learning_rate differs" in resume("--learning-rate", 0.1)
+    assert "training.betas differs" in resume("--betas", 0.5, 0.5)
+    assert "data.batch differs" in resume("--batch", 4)
+    assert "data.seed differs" in resume("--seed", 9)
+    assert "data.train differs" in resume("--data", trained.parent / "text" / "[2-7].py")
+    assert train("--out", trained, "--resume", "--batch", 2, "--log-every", 7) == 0
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "expected --config for a new model, or --from"),
+        (["--config", "CONFIG"], "expected --data"),
+        (["--config", "CONFIG", "--data", "TEXT"], "expected --steps"),
+        (["--config", "CONFIG", "--data", "TEXT", "--steps", "9"], "text needs a tokenizer"),
+        (["--config", "CONFIG", "--data", "no.npz", "--steps", "9"], "found none at"),
+        (["--config", "none.json", "--data", "TEXT", "--steps", "9"], "expected a config.json"),
+        (["--from", "/nowhere/at all", "--data", "TEXT", "--steps", "9"], "expected 'demo'"),
+        (
+            ["--from", "demo", "--data", "TEXT", "--steps", "9", "--tokenizer", "/"],
+            "tokenizer.json",
+        ),
+        (["--from", "demo", "--config", "CONFIG"], "--config"),
+        (["--from", "demo", "--data", "TEXT", "--steps", "0"], "steps: expected at least 1, got 0"),
+        (["--from", "demo", "--data", "TEXT", "--steps", "many"], "--steps"),
+        (["--from", "demo", "--data", "TEXT", "--steps", "9", "--betas", "0.9"], "--betas"),
+        (["--from", "demo", "--data", "TEXT", "--steps", "9", "--mtp-hidden", "x"], "--mtp-hidden"),
+        (
+            ["--from", "demo", "--data", "TEXT", "--steps", "9", "--compute-dtype", "int8"],
+            "compute_dtype: expected bfloat16 or float32, got 'int8'",
+        ),
+        (["--from", "demo", "--data", "TEXT", "--steps", "9", "--batch", "0"], "batch: expected"),
+        (
+            ["--from", "demo", "--data", "TEXT", "--steps", "9", "--length", "5000"],
+            "length: expected 3 to 4096 for this model, got 5000",
+        ),
+        (["--resume"], "found no run.json"),
+        (["--resume", "--max-minutes", "0"], "found no run.json"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, capsys):
+    places = {"CONFIG": files / "config.json", "TEXT": files / "text"}
+    given = [places.get(argument, argument) for argument in arguments]
+    assert train("--out", tmp_path / "run", *given) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    *before, last = err.splitlines()
+    assert last.startswith(("dsv3 train: error: ", "dsv3: error: "))
+    assert named in last
+    assert all(line.startswith("dsv3: ") for line in before)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "meanings"),
+    [(RunSettings, training_flags.RUN), (TrainingConfig, training_flags.TRAINING)],
+)
+def test_every_setting_has_a_flag(settings, meanings):
+    """Each takes a value other than its default, and gives it back in its field's type."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    assert list(meanings) == names
+    hints = typing.get_type_hints(settings)
+    samples = {int: ["3"], float: ["0.25"], bool: [], str: ["float32"]}
+    arguments, want = ["train", "--out", "x"], {}
+    for name in names:
+        hint = hints[name]
+        if hint == float | None:
+            hint = float
+        if hint == tuple[float, float]:
+            words, value = ["0.5", "0.75"], (0.5, 0.75)
+        elif typing.get_origin(hint) is typing.Literal:
+            words = [typing.get_args(hint)[-1]]
+            value = words[0]
+        else:
+            words = samples[hint]
+            value = hint(words[0]) if words else True
+        arguments += ["--" + name.replace("_", "-"), *words]
+        want[name] = value
+    found = flags.given(parser().parse_args(arguments), settings)
+    assert found == want
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(value) for name, value in want.items()
+    }
+
+
+def test_flags_that_are_not_given_say_nothing():
+    parsed = parser().parse_args(["train", "--out", "x"])
+    assert flags.given(parsed, TrainingConfig) == flags.given(parsed, RunSettings) == {}
+
+
+def test_a_field_that_no_flag_can_read_is_noticed():
+    @dataclasses.dataclass
+    class Odd:
+        mapping: dict[str, int]
+
+    with pytest.raises(TypeError, match=r"dict\[str, int\]"):
+        flags.add_fields(argparse.ArgumentParser(), "odd", Odd, {"mapping": "odd"}, {})
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
+def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
+    """And the run's own bfloat16 directory is its rounding."""
+    assert run("export", trained, tmp_path / "hf", "--to", "float32", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"step": 4, "model": str(tmp_path / "hf"), "to": "float32"}
+    exact, rounded = CheckpointReader(tmp_path / "hf"), CheckpointReader(trained / "model")
+    assert set(exact) == set(rounded)
+    for name in exact:
+        assert exact[name].dtype == np.float32
+        np.testing.assert_array_equal(
+            exact[name].astype(rounded[name].dtype), rounded[name], err_msg=name
+        )
+        assert (rounded[name].dtype == np.float32) == name.endswith(BIAS)
+    loaded, tokenizer = dsv3_jax.load(tmp_path / "hf", dtype=jnp.float32)
+    assert tokenizer is not None
+    for name, value in published_tensors(loaded).items():
+        np.testing.assert_array_equal(value, exact[name])
+
+
+def test_export_of_an_earlier_step_in_float8(trained, tmp_path):
+    assert run("export", trained, tmp_path / "two", "--step", 2, "--to", "fp8") == 0
+    kept, _ = dsv3_jax.load(tmp_path / "two", quantization="fp8")
+    assert kept.config.quantization is not None
+    early = published_tensors(dsv3_jax.load(tmp_path / "two", dtype=jnp.float32)[0])
+    late = published_tensors(dsv3_jax.load(trained / "model", dtype=jnp.float32)[0])
+    assert any((early[name] != late[name]).any() for name in late if name.endswith(BIAS))
+
+
+def test_export_refuses(trained, tmp_path, capsys):
+    def refused(*arguments: object) -> str:
+        assert run("export", *arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "found no run.json" in refused(tmp_path, tmp_path / "new")
+    assert "expected one of 2, 4, got 3" in refused(trained, tmp_path / "new", "--step", 3)
+    assert "does not exist yet" in refused(trained, tmp_path)
+    assert "--to" in refused(trained, tmp_path / "new", "--to", "int4")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "run.json").write_text("{}")
+    assert "expected a run with a checkpoint" in refused(tmp_path / "bare", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["run.json"]
+
+
+@pytest.mark.slow
+def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_path):
+    """From what the first run wrote to the same files with other values in some of them."""
+    source, out = trained / "model", tmp_path / "run"
+    status = train(
+        *("--from", source, "--data", files / "text", "--out", out, "--steps", 3),
+        *("--lora-rank", 2, "--learning-rate", 0.01, *SMALL),
+    )
+    assert status == 0
+    tuned = out / "model"
+    assert {path.name for path in tuned.iterdir()} == {path.name for path in source.iterdir()}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tuned / name).read_bytes() == (source / name).read_bytes()
+    before, after = CheckpointReader(source), CheckpointReader(tuned)
+    changed = {n for n in before if before[n].tobytes() != after[n].tobytes()}
+    assert "model.layers.0.self_attn.o_proj.weight" in changed
+    assert all("self_attn" in name or "shared_experts" in name for name in changed)
+    # An export finds the frozen weights where the run found them.
+    assert run("export", out, tmp_path / "again") == 0
+    exported = CheckpointReader(tmp_path / "again")
+    assert set(exported) == set(after)
+    for name in after:
+        assert exported[name].tobytes() == after[name].tobytes()
+
+
+@pytest.mark.parity
+def test_transformers_computes_the_same_logits(trained, tmp_path):
+    """transformers leaves the MTP layer out; the rest it loads without a word."""
+    import torch
+    from transformers import DeepseekV3ForCausalLM
+
+    assert run("export", trained, tmp_path / "hf", "--to", "float32") == 0
+    theirs, info = DeepseekV3ForCausalLM.from_pretrained(
+        tmp_path / "hf",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    tokens = np.random.default_rng(3).integers(0, 2048, (2, 44))
+    ours, _ = forward(dsv3_jax.load(tmp_path / "hf", dtype=jnp.float32)[0], tokens)
+    with torch.no_grad():
+        logits = theirs.eval()(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    assert relative_error(ours, logits) < 1e-5

@@ -1,0 +1,83 @@
+"""Runs that are killed: real processes, SIGKILL, and the losses of a run that was left alone."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsv3_jax.training.journal import Row, read_rows
+from tests.training.tiny import CONFIG
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+COMMAND = "import sys; from dsv3_jax.cli.main import main; sys.exit(main(sys.argv[1:]))"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tokens = np.random.default_rng(4).integers(1, 32, 3000).astype(np.uint16)
+    tokens[::11] = 0
+    np.savez(folder / "tokens.npz", train=tokens[:2800], held_out=tokens[2800:])
+    return folder
+
+
+def start(files: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    cache = ("--compile-cache", str(files / "cache"))
+    command = [sys.executable, "-c", COMMAND, "train", "--out", str(out), *cache, *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def begin(files: Path, out: Path) -> subprocess.Popen[str]:
+    return start(
+        *(files, out, "--config", str(files / "config.json"), "--data", str(files / "tokens.npz")),
+        *("--steps", str(STEPS), "--batch", "2", "--length", "12", "--log-every", "1"),
+        *("--save-every", "3", "--eval-every", "10", "--eval-batches", "2"),
+        *("--learning-rate", "0.01"),
+    )
+
+
+def kill_at(process: subprocess.Popen[str], step: int) -> None:
+    """Kills the process as soon as it says that it has taken so many steps."""
+    assert process.stderr is not None
+    with process:
+        for line in process.stderr:
+            if line.startswith(f"dsv3: step {step}/"):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+
+def losses(out: Path) -> dict[int, Row]:
+    """What the steps computed, without what the clock says."""
+    clock = ("seconds", "tokens_per_second", "mfu")
+    rows = read_rows(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    return {row["step"]: {n: row[n] for n in row if n not in clock} for row in rows}
+
+
+def test_a_run_killed_three_times_has_the_same_losses(files, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(begin(files, whole))
+    at = sorted(random.Random(20).sample(range(1, STEPS - 1), 3))
+    kill_at(begin(files, killed), at[0])
+    for step in at[1:]:
+        kill_at(start(files, killed, "--resume"), step)
+    finish(start(files, killed, "--resume"))
+    want = losses(whole)
+    for step, row in losses(killed).items():
+        assert row == want[step]
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        assert (killed / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
