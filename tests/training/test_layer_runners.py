@@ -1,0 +1,84 @@
+"""Layers computed again and layers in a loop: the same numbers from another program."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax.layers.rope import rotation
+from dsv3_jax.model import DeepSeekV3, LayerRunner, one_by_one
+from dsv3_jax.training.layer_runners import layer_runner
+from dsv3_jax.training.step import Trainer
+from tests.support.oracle import relative_error
+from tests.training.tiny import RUN, TOKENS, arrays
+
+HIDDEN = jnp.asarray(np.random.default_rng(4).normal(size=(2, 6, 16)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def deep(model) -> DeepSeekV3:
+    """One dense layer and two with experts, of other weights each."""
+    config = dataclasses.replace(
+        model.config,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        initializer_range=0.3,
+    )
+    return DeepSeekV3(config, rngs=nnx.Rngs(0))
+
+
+def loss_of(model: DeepSeekV3, run: LayerRunner):
+    """A function of the layers' weights that sees all that a runner returns."""
+    graph, params, rest = nnx.split(model.layers, nnx.Param, ...)
+    positions = jnp.tile(jnp.arange(HIDDEN.shape[1]), (HIDDEN.shape[0], 1))
+    turn = rotation(model.config, positions)
+
+    def loss(params):
+        x, stats = run(nnx.merge(graph, params, rest), HIDDEN, turn)
+        scores = [jnp.sum(jnp.cos(one.scores * (i + 1))) for i, one in enumerate(stats)]
+        return jnp.sum(jnp.sin(x)) + sum(scores), (x, stats)
+
+    return loss, params
+
+
+@pytest.fixture(scope="module")
+def plain(deep):
+    loss, params = loss_of(deep, one_by_one)
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan"), [(True, False), (False, True), (True, True)], ids=["remat", "scan", "both"]
+)
+def test_same_values_and_gradients(remat, scan, deep, plain):
+    loss, params = loss_of(deep, layer_runner(remat=remat, scan=scan))
+    grads, (x, stats) = jax.jit(jax.grad(loss, has_aux=True))(params)
+    want_grads, (want_x, want_stats) = plain
+    assert relative_error(x, want_x) < 1e-6
+    assert len(stats) == len(want_stats) == 2
+    for got, want in zip(stats, want_stats, strict=True):
+        np.testing.assert_array_equal(got.counts, want.counts)
+        np.testing.assert_array_equal(got.experts, want.experts)
+        assert relative_error(got.scores, want.scores) < 1e-6
+    got, want = arrays(grads), arrays(want_grads)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert np.linalg.norm(gradient) > 0, name
+        assert relative_error(got[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize(("remat", "scan"), [(False, False), (True, False), (False, True)])
+def test_the_program_is_as_asked(remat, scan, deep):
+    """The trainer's whole step, traced: each of three layers checkpointed, or two in a loop."""
+    trainer = Trainer(deep, dataclasses.replace(RUN, remat=remat, scan_layers=scan))
+    traced = jax.jit(trainer.step).trace(trainer.init(), jnp.asarray(TOKENS))
+    program = str(traced.jaxpr)
+    checkpoints = len(re.findall(r"\b(?:checkpoint|remat2?)\[", program))
+    assert checkpoints == (3 if remat else 0)
+    # Forward and backward.
+    assert len(re.findall(r"\blength=2\b", program)) == (2 if scan else 0)

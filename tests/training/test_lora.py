@@ -1,0 +1,151 @@
+"""Low-rank updates: what they train, what they leave alone, and what they cost."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax import presets
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.model import abstract
+from dsv3_jax.training.lora import is_updated
+from dsv3_jax.training.step import Trainer, TrainingState
+from tests.support.checkpoints import random_tensors, write_checkpoint
+from tests.support.oracle import Oracle, relative_error
+from tests.support.running import forward
+from tests.training.tiny import CONFIG, RUN, TOKENS, biases, evaluate, step, weighted
+
+RANK, ALPHA = 2, 5.0
+TUNING = dataclasses.replace(RUN, lora_rank=RANK, lora_alpha=ALPHA)
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+SHARED = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def tuner(model) -> Trainer:
+    return Trainer(model, TUNING)
+
+
+@pytest.fixture(scope="module")
+def tuned(tuner) -> TrainingState:
+    """After 15 steps on one batch."""
+    state = tuner.init()
+    for _ in range(15):
+        state, _ = step(tuner, state)
+    return state
+
+
+def named(name: str) -> str:
+    """The published name of an updated weight of the tiny model."""
+    return "model." + name.replace("mtp.0", "layers.1")
+
+
+def test_names_of_the_updated_weights(tuner):
+    want = {
+        f"{layer}.{part}.{name}.weight"
+        for layer in ("layers.0", "mtp.0")
+        for part, names in (("self_attn", ATTENTION), ("mlp.shared_experts", SHARED))
+        for name in names
+    }
+    assert tuner.init().params.keys() == want
+
+
+def test_updates_of_published_models():
+    """V2-Lite has whole queries, and a dense first layer whose MLP is not updated."""
+    params = nnx.state(abstract(presets.DEEPSEEK_V2_LITE), nnx.Param)
+    names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(params) if is_updated(path)}
+    first = {name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")}
+    attention = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert first == {f"self_attn.{name}.weight" for name in attention}
+    assert len(names) == 27 * 4 + 26 * 3
+
+
+def test_tuning_begins_with_the_model(tuner, trainer):
+    found, want = evaluate(tuner, tuner.init()), evaluate(trainer, trainer.init())
+    assert weighted(found) == pytest.approx(weighted(want), rel=1e-6)
+
+
+def test_loss_goes_down(tuner, tuned):
+    before, after = evaluate(tuner, tuner.init()), evaluate(tuner, tuned)
+    assert float(after.main) < 0.8 * float(before.main)
+    assert float(after.mtp) < 0.8 * float(before.mtp)
+
+
+def test_only_the_named_weights_change(model, tuner, tuned):
+    """By ``alpha / r B A``, in float64."""
+    before = published_tensors(model)
+    after = published_tensors(tuner.model(tuned))
+    updates = {named(name): update for name, update in tuned.params.items()}
+    assert before.keys() == after.keys() > updates.keys()
+    for name, weight in before.items():
+        if name in updates:
+            a, b = (np.asarray(factor, np.float64) for factor in updates[name])
+            assert a.shape == (RANK, weight.shape[1])
+            assert b.shape == (weight.shape[0], RANK)
+            assert relative_error(after[name] - weight, ALPHA / RANK * b @ a) < 1e-5
+            assert relative_error(after[name], weight) > 0.01
+        else:
+            np.testing.assert_array_equal(after[name], weight)
+    for old, new in zip(biases(tuner.init()), biases(tuned), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
+    """Against the oracle, with ``W + alpha / r B A`` in float64; the loss is the tuner's."""
+    tensors = {name: np.asarray(t, np.float64) for name, t in published_tensors(model).items()}
+    for name, (a, b) in tuned.params.items():
+        tensors[named(name)] += ALPHA / RANK * np.asarray(b, np.float64) @ np.asarray(a, np.float64)
+    want = Oracle(CONFIG, tensors, latent_norm_eps=1e-6).forward(TOKENS)
+    merged = tuner.model(tuned)
+    logits, aux = forward(merged, TOKENS)
+    assert relative_error(logits, want.logits) < 1e-5
+    assert relative_error(aux.mtp_logits[0], want.mtp_logits[0]) < 1e-5
+    whole = trainer.init()._replace(params=nnx.state(merged, nnx.Param))
+    got = weighted(evaluate(tuner, tuned))
+    assert got == pytest.approx(weighted(evaluate(trainer, whole)), rel=1e-6)
+
+
+def test_model_is_left_alone(model, tuner):
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    state, _ = tuner.step(tuner.init(), jnp.asarray(TOKENS))
+    tuner.step(state, jnp.asarray(TOKENS))
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(model)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)
+
+
+def test_state_is_small(model, tuner):
+    """r (in + out) numbers a weight, thrice: the updates, and the optimiser's two moments."""
+    updated = [
+        weight
+        for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        if is_updated(path)
+    ]
+    numbers = sum(RANK * sum(weight.shape) for weight in updated)
+    state = tuner.init()
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == numbers
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) - 2 * numbers <= 2  # counts
+
+
+def test_weights_keep_the_dtype_of_the_model(tmp_path):
+    write_checkpoint(tmp_path, CONFIG, random_tensors(CONFIG), dtype="bfloat16")
+    loaded, _ = dsv3_jax.load(tmp_path, dtype=jnp.bfloat16)
+    tuner = Trainer(loaded, TUNING)
+    state = tuner.init()
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    merged = tuner.model(state)
+    assert merged.dtype == jnp.bfloat16
+    for one, other in zip(
+        jax.tree.leaves(nnx.state(merged)), jax.tree.leaves(nnx.state(loaded)), strict=True
+    ):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rank_beyond_a_weights_own_is_refused(model):
+    with pytest.raises(ValueError, match=r"lora_rank: expected at most 16, the rank of .* got 17$"):
+        Trainer(model, dataclasses.replace(TUNING, lora_rank=17)).init()
