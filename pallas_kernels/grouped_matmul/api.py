@@ -5,9 +5,13 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import cpu, reference
+from pallas_kernels.grouped_matmul import blocked, cpu, reference
 
-BACKENDS = {"cpu": cpu.grouped_matmul, "reference": reference.grouped_matmul}
+BACKENDS = {
+    "cpu": cpu.grouped_matmul,
+    "blocked": blocked.grouped_matmul,
+    "reference": reference.grouped_matmul,
+}
 
 
 def grouped_matmul(

@@ -27,6 +27,15 @@ def check_scales(
             raise ValueError(f"{name}_scale: expected shape {expected}, got {scale.shape}")
 
 
+def dense_rows(
+    lhs: Float[Array, "M K"], lhs_scale: Float32[Array, "M Kb"] | None, block_shape: tuple[int, int]
+) -> Float[Array, "M K"]:
+    if lhs_scale is None:
+        return lhs
+    # float32, not bfloat16: the scaled row carries more bits than bfloat16 holds.
+    return block_dequant(lhs, lhs_scale, (1, block_shape[1]))
+
+
 def grouped_matmul(
     lhs: Float[Array, "M K"],
     rhs: Float[Array, "G N K"],
@@ -37,9 +46,7 @@ def grouped_matmul(
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
     dtype = jnp.bfloat16 if lhs.dtype == FLOAT8 else lhs.dtype
-    if lhs_scale is not None:
-        # float32, not bfloat16: the scaled row carries more bits than bfloat16 holds.
-        lhs = block_dequant(lhs, lhs_scale, (1, block_shape[1]))
+    lhs = dense_rows(lhs, lhs_scale, block_shape)
     M, G = lhs.shape[0], rhs.shape[0]
     if M <= G:
         # Few rows: read only the matrices they need, at most one a row. A decode step at batch 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import blocked
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     ROWS_OF_GROUPS,
@@ -17,7 +18,7 @@ from tests.pallas_kernels.grouped_matmul_cases import (
     compiled,
     run,
 )
-from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check_slope
+from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check, check_slope
 
 
 class TestReference(GroupedMatmulCases, GroupedMatmulGradientCases):
@@ -56,6 +57,39 @@ class TestCpu(GroupedMatmulCases, GroupedMatmulGradientCases):
             ]
             slope = np.sum((np.float64(ends[0]) - np.float64(ends[1])) * weights) / 2
             check_slope(gradient, direction, slope)
+
+
+class TestBlocked(GroupedMatmulCases, GroupedMatmulGradientCases):
+    implementation = "blocked"
+
+    @pytest.fixture(autouse=True)
+    def _however_few_rows(self, monkeypatch):
+        monkeypatch.setattr(blocked, "_MIN_ROWS", 1)
+
+    @pytest.mark.parametrize(
+        "sizes", [(100, 0, 3, 61), (64, 64, 0, 64), (0, 0, 0, 40), (9, 1, 1, 1)]
+    )
+    def test_blocks_of_many_rows(self, sizes):
+        """16, 16, 4 and 1 rows a block; some groups fill theirs to the last row."""
+        x = Inputs.random(sizes, M=sum(sizes) + 11)
+        self.check(x)
+        for got, want in zip(
+            self.gradients(x, (0, 1)), TestReference().gradients(x, (0, 1)), strict=True
+        ):
+            check(np.nan_to_num(got), np.nan_to_num(want), TOLERANCES["float32"])
+
+
+class TestBlockedRefuses:
+    def test_few_rows(self):
+        x = Inputs.random((20, 20, 20))
+        with pytest.raises(NotImplementedError, match="32 rows a group and more, got 60 for 3"):
+            grouped_matmul(*x.arrays(), implementation="blocked")
+
+    def test_many_copies(self, monkeypatch):
+        monkeypatch.setattr(blocked, "_MAX_COPIES", 4 * 16 * 24 * 5)
+        x = Inputs.random((40, 24))
+        with pytest.raises(NotImplementedError, match="would copy 9216 bytes"):
+            grouped_matmul(*x.arrays(), implementation="blocked")
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])

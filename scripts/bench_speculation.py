@@ -1,0 +1,155 @@
+"""Decoding with and without speculation: tokens a second, acceptance, and where the time goes.
+
+    python scripts/bench_speculation.py --model runs/large/model --tokens runs/demo/tokens.npz \\
+        --out benchmarks/results/speculation.json
+
+Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and drawn at
+temperature 1, after a warm-up; a figure is the median of several runs. Speed-up is tokens a second
+over those without speculation in the same run. It equals the accept length over what a step costs
+more, and ``ngram`` at the same depth tells how much of that is the wider pass of the main model and
+how much the MTP layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+
+import dsv3_jax
+from dsv3_jax.model import parameter_count
+
+PROMPT, NEW = 128, 256
+Drafting = tuple[str | None, int]
+
+
+def prompts(tokens: np.ndarray, count: int) -> list[list[int]]:
+    """Windows spread evenly over the held-out stream."""
+    starts = np.linspace(0, len(tokens) - PROMPT, count, endpoint=False, dtype=int)
+    return [tokens[start : start + PROMPT].tolist() for start in starts]
+
+
+def measure(
+    generator: dsv3_jax.Generator,
+    rows: list[list[int]],
+    drafting: Drafting,
+    temperature: float,
+    repeats: int,
+) -> tuple[dict[str, Any], list[list[int]]]:
+    draft, depth = drafting
+    rates, steps = [], []
+    for _ in range(repeats):
+        out = generator.generate(
+            rows,
+            max_new_tokens=NEW,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=range(len(rows)),
+            draft=draft,
+            draft_depth=depth,
+        )
+        rates.append(out.stats.tokens_per_second)
+        later = sum(len(c.tokens) for c in out) / rates[-1]
+        steps.append(later / out.stats.steps)
+    drafts = out.stats.speculation
+    row = {
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "ms_per_step": round(1000 * statistics.median(steps), 3),
+        "accept_length": round(drafts.accept_length, 3) if drafts else 1.0,
+        "acceptance": [round(a, 3) for a in drafts.acceptance] if drafts else [],
+    }
+    return row, [c.tokens for c in out]
+
+
+def agreement(one: list[list[int]], other: list[list[int]]) -> float:
+    """Share of generations that are equal throughout."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def compare(
+    generator: dsv3_jax.Generator, rows: list[list[int]], depths: list[int], repeats: int
+) -> list[dict[str, Any]]:
+    """All drafters on one batch of prompts."""
+    draftings: list[Drafting] = [(None, 1), *(("mtp", d) for d in depths), ("ngram", 1)]
+
+    def warm(drafting: Drafting) -> float:
+        return generator.warm_up(len(rows), draft=drafting[0], draft_depth=drafting[1])
+
+    with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them side by side
+        compiled = list(pool.map(warm, draftings))
+    found = []
+    for temperature in (0.0, 1.0):
+        plain: dict[str, Any] = {}
+        plain_tokens: list[list[int]] = []
+        for drafting, seconds in zip(draftings, compiled, strict=True):
+            row, tokens = measure(generator, rows, drafting, temperature, repeats)
+            if drafting[0] is None:
+                plain, plain_tokens = row, tokens
+            row = {
+                "batch": len(rows),
+                "temperature": temperature,
+                "draft": drafting[0],
+                "depth": drafting[1] if drafting[0] else 0,
+                **row,
+                "speed_up": round(row["tokens_per_s"] / plain["tokens_per_s"], 3),
+                "step_cost": round(row["ms_per_step"] / plain["ms_per_step"], 3),
+                "compile_s": round(seconds, 1),
+            }
+            if temperature == 0.0:
+                row["same_generations"] = agreement(tokens, plain_tokens)
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decoding with and without speculation.")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    model, _ = dsv3_jax.load(arguments.model, dtype=arguments.dtype)
+    generator = dsv3_jax.Generator(model, None, 512, batch_sizes=arguments.batches)
+    held_out = np.load(arguments.tokens)["held_out"]
+    rows = []
+    for batch in arguments.batches:
+        rows += compare(generator, prompts(held_out, batch), arguments.depths, arguments.repeats)
+    device = jax.devices()[0]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": device.device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+        },
+        "commit": commit.stdout.strip(),
+        "model": arguments.model,
+        "parameters": parameter_count(model),
+        "mtp_parameters": parameter_count(model, mtp=True),
+        "dtype": str(model.dtype),
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The depth follows acceptance and cost, on numbers made up for it."""
+
+import numpy as np
+import pytest
+
+from dsv3_jax.generation.depth import AUTO_DEPTHS, DepthChooser
+
+
+def live(chooser: DepthChooser, acceptance: float, costs: dict[int, float], dispatches: int):
+    """Chooses and reports, with every draft accepted at one rate; the depths chosen."""
+    rng = np.random.default_rng(0)
+    chosen = []
+    for _ in range(dispatches):
+        depth = chooser.choose()
+        run = (rng.random((200, 4)) < acceptance).cumprod(axis=1)
+        offered = [200 * (k < depth) for k in range(4)]
+        accepted = [int(run[:, k].sum()) if k < depth else 0 for k in range(4)]
+        chooser.observe(depth, offered, accepted, costs[depth])
+        chosen.append(depth)
+    return chosen
+
+
+def best(acceptance: float, costs: dict[int, float]) -> int:
+    return max(costs, key=lambda d: sum(acceptance**k for k in range(d + 1)) / costs[d])
+
+
+FREE = dict.fromkeys(AUTO_DEPTHS, 1.0)
+DEAR = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "costs", "expected"),
+    [(0.9, FREE, 4), (0.05, DEAR, 0), (0.6, DEAR, 1), (0.9, DEAR, 4), (0.0, FREE | {0: 0.9}, 0)],
+)
+def test_settles_on_what_pays(acceptance, costs, expected):
+    assert best(acceptance, costs) == expected
+    chosen = live(DepthChooser(AUTO_DEPTHS), acceptance, costs, 100)
+    assert chosen[:4] == list(AUTO_DEPTHS), "each cost is measured once"
+    assert chosen[20:].count(expected) >= 0.9 * 80
+
+
+def test_follows_a_change():
+    chooser = DepthChooser(AUTO_DEPTHS)
+    live(chooser, 0.9, DEAR, 60)
+    assert live(chooser, 0.05, DEAR, 60)[-10:].count(0) >= 9
+    # Without drafts nothing is learnt of them, but for a look now and then.
+    assert live(chooser, 0.95, DEAR, 400)[-20:].count(4) >= 18
+
+
+def test_a_dispatch_that_compiled_has_no_cost():
+    chooser = DepthChooser((1, 2))
+    assert chooser.choose() == 1
+    chooser.observe(1, [5, 0], [2, 0], None)
+    assert chooser.unmeasured == [1, 2]
+    chooser.observe(1, [5, 0], [2, 0], 0.1)
+    assert chooser.unmeasured == [2]
+
+
+def test_one_depth_is_fixed():
+    chooser = DepthChooser((3,))
+    assert chooser.is_fixed
+    assert chooser.unmeasured == []
+    chooser.observe(3, [9, 9, 9], [0, 0, 0], 5.0)
+    assert chooser.choose() == 3
+
+
+def test_without_drafts():
+    chooser = DepthChooser((0,))
+    chooser.observe(0, [], [], 0.1)
+    assert chooser.choose() == 0
