@@ -21,7 +21,9 @@ def update_bias(
 
 
 def imbalance(counts: Int[Array, "L E"]) -> Float32[Array, ""]:
-    """Largest load over the mean load, averaged over layers; 1 is perfect balance."""
+    """Largest load over the mean load, averaged over layers; 1 is perfect balance, or no layers."""
+    if counts.shape[0] == 0:
+        return jnp.float32(1)
     load = counts.astype(jnp.float32)
     return jnp.mean(jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1e-9))
 

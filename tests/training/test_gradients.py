@@ -6,6 +6,7 @@ random normal directions d, the mean of ``(slope - g.d)^2`` is ``|error of g|^2`
 bounded here estimates the relative error of the whole gradient of a tensor.
 """
 
+import dataclasses
 import json
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.layers.router import Router
+from dsv3_jax.training.step import Trainer
 from tests.support.checkpoints import BIAS, tiny_config
 from tests.support.oracle import Oracle, relative_error, route, sigmoid
 from tests.training.tiny import CONFIG, RUN, TOKENS, as_model, evaluate, gradients, weighted
@@ -126,6 +128,14 @@ def errors(trainer, oracle) -> dict[str, float]:
 def test_loss_is_the_oracles(trainer, oracle):
     found = evaluate(trainer, trainer.init())
     assert weighted(found) == pytest.approx(oracle_loss(oracle), rel=1e-6)
+
+
+def test_loss_of_mtp_layers_fed_before_the_norm(model, trainer, oracle):
+    before = Trainer(model, dataclasses.replace(RUN, mtp_hidden="pre_norm"))
+    found = evaluate(before, before.init())
+    want = mean_loss(oracle.forward(TOKENS, mtp_hidden="pre_norm").mtp_logits[0], 2)
+    assert float(found.mtp) == pytest.approx(want, rel=1e-6)
+    assert float(evaluate(trainer, trainer.init()).mtp) != pytest.approx(want, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import schedule
 from dsv3_jax.training.step import Trainer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -134,6 +135,31 @@ def test_accumulation_is_the_whole_batch(trainer, thirds):
     for name in want:
         assert relative_error(got[name], want[name]) < 1e-5, name
         assert relative_error(got[name], arrays(start.params)[name]) > 1e-3, name
+
+
+# ---- other models --------------------------------------------------------------------------------
+
+SOFTMAX = {"topk_method": "greedy", "norm_topk_prob": False}
+SOFTMAX |= {"n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "routers"),
+    [
+        (SOFTMAX | {"num_nextn_predict_layers": 2}, 3, 0),
+        ({"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, 0, 0),
+        ({"num_nextn_predict_layers": 3}, 4, 4),
+    ],
+    ids=["routers without biases", "no experts", "three MTP layers"],
+)
+def test_shapes_of_other_models(settings, layers, routers, model):
+    config = dataclasses.replace(model.config, **settings)
+    trainer = Trainer(DeepSeekV3(config, rngs=nnx.Rngs(0)), RUN)
+    start = trainer.init()
+    stepped, metrics = jax.eval_shape(trainer.step, start, jnp.asarray(TOKENS))
+    assert metrics.expert_load.shape == (layers, 8)
+    assert len(jax.tree.leaves(stepped.biases)) == routers
+    assert jax.tree.structure(stepped) == jax.tree.structure(start)
 
 
 # ---- dtypes and refusals -------------------------------------------------------------------------

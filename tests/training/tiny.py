@@ -57,12 +57,12 @@ def weighted(found: Losses, config: TrainingConfig = RUN) -> float:
     return main + config.mtp_weight * mtp + config.balance_weight * balance
 
 
-def biases(state: TrainingState) -> list[np.ndarray]:
-    """The main model's router, then the MTP layer's."""
+def biases(state: TrainingState, layer: int = 0) -> list[np.ndarray]:
+    """Of the main model's only router, which is in ``layer``, then the MTP layer's."""
     flat = dict(nnx.to_flat_state(state.biases))
     assert len(flat) == 2
     ends = ("mlp", "gate", BIAS)
-    return [np.asarray(flat[part, 0, *ends].get_value()) for part in ("layers", "mtp")]
+    return [np.asarray(flat[*at, *ends].get_value()) for at in (("layers", layer), ("mtp", 0))]
 
 
 def gradients(trainer: Trainer, start: TrainingState, config: TrainingConfig = RUN) -> Any:
