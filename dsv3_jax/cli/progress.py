@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, steps: int):
         self._steps = steps
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False)
         self._held_out: float | None = None
         self._began: tuple[int, float] | None = None
@@ -29,14 +29,16 @@ class Progress:
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(Text(f"dsv3: {line}"))
+        self._console.print(Text(f"dsv3: {line}"), soft_wrap=True)
 
     def row(self, row: dict[str, Any]) -> None:
         if "held_out" in row:
             self._held_out = row["held_out"]["main"]
         line = self._line(row)
         if self._console.is_terminal:
-            self._live.update(Text(f"dsv3: {line}"), refresh=True)
+            # One line, whatever the terminal's width: more of them would not be written over.
+            short = Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
+            self._live.update(short, refresh=True)
         else:
             self.say(line)
 

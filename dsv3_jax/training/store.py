@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
@@ -52,14 +54,14 @@ class Store:
         """
         wanted = _with_leaves(like)
         items: dict[str, Any] = {
-            name: ocp.args.StandardRestore(jax.tree.map(_placed, _named(part)))
+            name: ocp.args.StandardRestore(jax.tree.map(_on_host, _named(part)))
             for name, part in wanted.items()
         }
         items[_BATCHES] = ocp.args.JsonRestore()
         found = self._manager.restore(step, args=ocp.args.Composite(**items))
         parts = {
             name: jax.tree.unflatten(
-                jax.tree.structure(part), [found[name][leaf] for leaf in _named(part)]
+                jax.tree.structure(part), [jnp.array(found[name][leaf]) for leaf in _named(part)]
             )
             for name, part in wanted.items()
         }
@@ -83,7 +85,7 @@ def _named(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    # Without a place orbax would look for the device that the run was saved from.
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+def _on_host(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    # What orbax puts on a device itself is bound to that device, and to jit another program than
+    # the one that the run began with: it would be compiled again, and might round differently.
+    return np.empty(leaf.shape, leaf.dtype)

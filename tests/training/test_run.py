@@ -157,6 +157,7 @@ def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
     resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
     again = {row["step"]: row for row in timeless(resumed.rows)}
     assert read_rows(out / "metrics.jsonl") == resumed.rows
+    assert [row["step"] for row in resumed.rows] == sorted(again), "expected no step twice"
     want = {row["step"]: row for row in timeless(whole[1].rows)}
     for step, row in want.items():
         assert again[step] == row
