@@ -34,7 +34,9 @@ class TrainingBatches:
         self._tokens, self._length, self._seed = tokens, length, seed
         # One window less than there could be: what is left over gives the offset its room.
         self._windows = max(len(tokens) // length - 1, 1)
-        places = grain.MapDataset.range(self._windows).seed(seed).shuffle().repeat()
+        # Without a number of epochs grain counts past what len() can say where batch is 1.
+        epochs = (1 << 62) // self._windows
+        places = grain.MapDataset.range(self._windows).seed(seed).shuffle().repeat(epochs)
         batches = places.map_with_index(self._window).batch(batch)
         ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         self._iterator = iter(batches.to_iter_dataset(ahead))

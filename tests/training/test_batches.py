@@ -12,10 +12,11 @@ def take(batches: TrainingBatches, count: int) -> list[np.ndarray]:
     return [next(batches) for _ in range(count)]
 
 
-def test_batches_are_windows_of_the_stream():
-    for batch in take(TrainingBatches(STREAM, batch=4, length=10, seed=0), 20):
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_batches_are_windows_of_the_stream(rows):
+    for batch in take(TrainingBatches(STREAM, batch=rows, length=10, seed=0), 20):
         assert batch.dtype == np.int32
-        assert batch.shape == (4, 10)
+        assert batch.shape == (rows, 10)
         starts = batch[:, :1]
         np.testing.assert_array_equal(batch, starts + np.arange(10))
         assert starts.min() >= 1000
