@@ -65,7 +65,10 @@ class TrainingConfig:
     remat: bool = False
     """Keep only each layer's input for the backward pass, and compute the rest of it again."""
     scan_layers: bool = False
-    """Compile one layer of every run of equal layers, and loop over it."""
+    """Compile one layer of every run of equal layers, and loop over it. Off, because stacking the
+    weights and taking their gradients apart costs a copy of both, and about as much compilation as
+    it saves. Worth it beside ``remat`` where the compiler would merge the second computation of an
+    unrolled layer with the first, as XLA does for CPUs."""
     lora_rank: int = 0
     """Rank of trained updates of frozen weights (see :mod:`dsv3_jax.training.lora`); 0 trains all
     weights themselves."""

@@ -52,11 +52,10 @@ def plain(deep):
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize(
-    ("remat", "scan"), [(True, False), (False, True), (True, True)], ids=["remat", "scan", "both"]
-)
-def test_same_values_and_gradients(remat, scan, deep, plain):
-    loss, params = loss_of(deep, layer_runner(remat=remat, scan=scan))
+@pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat and scan"])
+def test_same_values_and_gradients(remat, deep, plain):
+    """Without a loop, layers that are computed again are in the tests of accumulation."""
+    loss, params = loss_of(deep, layer_runner(remat=remat, scan=True))
     grads, (x, stats) = jax.jit(jax.grad(loss, has_aux=True))(params)
     want_grads, (want_x, want_stats) = plain
     assert relative_error(x, want_x) < 1e-6

@@ -1,6 +1,7 @@
 """Low-rank updates: what they train, what they leave alone, and what they cost."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from dsv3_jax import presets
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.model import abstract
 from dsv3_jax.training.lora import is_updated
+from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.step import Trainer, TrainingState
 from tests.support.checkpoints import random_tensors, write_checkpoint
 from tests.support.oracle import Oracle, relative_error
@@ -30,13 +32,21 @@ def tuner(model) -> Trainer:
     return Trainer(model, TUNING)
 
 
+class Tuned(NamedTuple):
+    """After 15 steps on one batch: the state, and the losses before each step and after them."""
+
+    state: TrainingState
+    losses: list[Losses]
+
+
 @pytest.fixture(scope="module")
-def tuned(tuner) -> TrainingState:
-    """After 15 steps on one batch."""
-    state = tuner.init()
-    for _ in range(15):
-        state, _ = step(tuner, state)
-    return state
+def tuned(tuner) -> Tuned:
+    states, losses = [tuner.init()], []
+    for _ in range(16):
+        state, metrics = step(tuner, states[-1])
+        states.append(state)
+        losses.append(metrics.losses)
+    return Tuned(states[15], losses)
 
 
 def named(name: str) -> str:
@@ -64,13 +74,13 @@ def test_updates_of_published_models():
     assert len(names) == 27 * 4 + 26 * 3
 
 
-def test_tuning_begins_with_the_model(tuner, trainer):
-    found, want = evaluate(tuner, tuner.init()), evaluate(trainer, trainer.init())
-    assert weighted(found) == pytest.approx(weighted(want), rel=1e-6)
+def test_tuning_begins_with_the_model(tuned, trainer):
+    want = evaluate(trainer, trainer.init())
+    assert weighted(tuned.losses[0]) == pytest.approx(weighted(want), rel=1e-6)
 
 
-def test_loss_goes_down(tuner, tuned):
-    before, after = evaluate(tuner, tuner.init()), evaluate(tuner, tuned)
+def test_loss_goes_down(tuned):
+    before, after = tuned.losses[0], tuned.losses[-1]
     assert float(after.main) < 0.8 * float(before.main)
     assert float(after.mtp) < 0.8 * float(before.mtp)
 
@@ -78,8 +88,8 @@ def test_loss_goes_down(tuner, tuned):
 def test_only_the_named_weights_change(model, tuner, tuned):
     """By ``alpha / r B A``, in float64."""
     before = published_tensors(model)
-    after = published_tensors(tuner.model(tuned))
-    updates = {named(name): update for name, update in tuned.params.items()}
+    after = published_tensors(tuner.model(tuned.state))
+    updates = {named(name): update for name, update in tuned.state.params.items()}
     assert before.keys() == after.keys() > updates.keys()
     for name, weight in before.items():
         if name in updates:
@@ -90,23 +100,23 @@ def test_only_the_named_weights_change(model, tuner, tuned):
             assert relative_error(after[name], weight) > 0.01
         else:
             np.testing.assert_array_equal(after[name], weight)
-    for old, new in zip(biases(tuner.init()), biases(tuned), strict=True):
+    for old, new in zip(biases(tuner.init()), biases(tuned.state), strict=True):
         np.testing.assert_array_equal(new, old)
 
 
 def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
     """Against the oracle, with ``W + alpha / r B A`` in float64; the loss is the tuner's."""
     tensors = {name: np.asarray(t, np.float64) for name, t in published_tensors(model).items()}
-    for name, (a, b) in tuned.params.items():
+    for name, (a, b) in tuned.state.params.items():
         tensors[named(name)] += ALPHA / RANK * np.asarray(b, np.float64) @ np.asarray(a, np.float64)
     want = Oracle(CONFIG, tensors, latent_norm_eps=1e-6).forward(TOKENS)
-    merged = tuner.model(tuned)
+    merged = tuner.model(tuned.state)
     logits, aux = forward(merged, TOKENS)
     assert relative_error(logits, want.logits) < 1e-5
     assert relative_error(aux.mtp_logits[0], want.mtp_logits[0]) < 1e-5
     whole = trainer.init()._replace(params=nnx.state(merged, nnx.Param))
-    got = weighted(evaluate(tuner, tuned))
-    assert got == pytest.approx(weighted(evaluate(trainer, whole)), rel=1e-6)
+    got = weighted(evaluate(trainer, whole))
+    assert got == pytest.approx(weighted(tuned.losses[-1]), rel=1e-6)
 
 
 def test_model_is_left_alone(model, tuner):
