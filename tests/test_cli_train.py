@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -192,6 +194,14 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, c
     assert named in last
     assert all(line.startswith("dsv3: ") for line in before)
     assert not (tmp_path / "run").exists()
+
+
+def test_other_commands_do_not_wait_for_grain_and_orbax():
+    code = "import sys, dsv3_jax.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "dsv3_jax.cli.train" in loaded
+    assert not {"grain", "orbax", "matplotlib"} & loaded
 
 
 # ---- flags ---------------------------------------------------------------------------------------
