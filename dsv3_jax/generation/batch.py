@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
-from dsv3_jax.generation.depth import DepthChooser
+from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
 from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.request import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Request
 from dsv3_jax.generation.sampling import Sampling
@@ -115,13 +115,16 @@ class Batch:
         return self._chooser.unmeasured
 
     def advance(self, tokens: int | None = None) -> None:
-        """Decodes about that many tokens a row, or to the end, and brings the text up to date.
+        """Decodes about that many tokens a row, or as far as one dispatch goes, and brings the text
+        up to date.
 
-        Where the depth is not fixed, it is chosen anew for every dispatch, so that the end takes
-        several.
+        That is to the end, unless the depth is chosen anew for every dispatch.
         """
         depth = self._chooser.choose()
-        steps = self._programs.max_len if tokens is None else max(1, tokens // (depth + 1))
+        if tokens is None:
+            steps = self._programs.max_len if self._chooser.is_fixed else AUTO_STEPS
+        else:
+            steps = max(1, tokens // (depth + 1))
         self._dispatch(depth, steps)
         state = self._state
         tokens_held, lengths = jax.device_get((state.tokens, state.lengths))
@@ -139,20 +142,20 @@ class Batch:
         state, drafter = self._state, self._plan.drafter
         shape = (*state.tokens.shape, state.top_tokens.shape[-1], self._plan.most)
         program = (*shape, drafter, depth)
+        compiled = program in self._programs.ran
         steps_before, began = self.steps, time.perf_counter()
         state = self._programs.decode(state, self._sampling, np.int32(steps), drafter, depth)
         counters = (state.finished, state.drafted, state.accepted, state.row_steps, state.steps)
         finished, drafted, accepted, self._row_steps, steps_done = jax.device_get(counters)
         seconds = time.perf_counter() - began
         self._finished, self.steps = finished.copy(), int(steps_done)
-        new_steps = self.steps - steps_before
-        cost = seconds / new_steps if new_steps and program in self._programs.ran else None
         self._programs.ran.add(program)
         self._chooser.observe(
             depth,
             (drafted - self._drafted).sum(axis=0).tolist(),
             (accepted - self._accepted).sum(axis=0).tolist(),
-            cost,
+            self.steps - steps_before,
+            seconds if compiled else None,
         )
         self._state, self._drafted, self._accepted = state, drafted, accepted
 

@@ -43,8 +43,7 @@ class Generator:
       batch_sizes: batches to compile for; more prompts than the largest run in several batches.
       prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
         32: there a chunk's padding costs more than another pass.
-      stride: tokens between looks at the text, for stop strings and streaming; and between choices
-        of the depth, where that is "auto".
+      stride: tokens between looks at the text, for stop strings and streaming.
 
     Raises:
       ValueError: ``max_len`` exceeds what the model's positions reach, or a setting is wrong.
@@ -158,9 +157,8 @@ class Generator:
             first_done = time.perf_counter()
             first = first_done - began if first is None else first
             first_tokens = sum(len(t.tokens) for t in batch.trackers)
-            to_the_end = len(plan.depths) == 1 and not batch.watches_text
             while batch.running:
-                batch.advance(None if to_the_end else self.stride)
+                batch.advance(self.stride if batch.watches_text else None)
             later_seconds += time.perf_counter() - first_done
             later_tokens += sum(len(t.tokens) for t in batch.trackers) - first_tokens
             steps += batch.steps
@@ -229,7 +227,7 @@ class Generator:
             while batch.unmeasured:
                 if not batch.running:
                     batch = self._batch(some, plan)
-                batch.advance(1)
+                batch.advance()
         return time.perf_counter() - began
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:

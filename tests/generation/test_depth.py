@@ -15,7 +15,7 @@ def live(chooser: DepthChooser, acceptance: float, costs: dict[int, float], disp
         run = (rng.random((200, 4)) < acceptance).cumprod(axis=1)
         offered = [200 * (k < depth) for k in range(4)]
         accepted = [int(run[:, k].sum()) if k < depth else 0 for k in range(4)]
-        chooser.observe(depth, offered, accepted, costs[depth])
+        chooser.observe(depth, offered, accepted, 10, 10 * costs[depth])
         chosen.append(depth)
     return chosen
 
@@ -47,24 +47,44 @@ def test_follows_a_change():
     assert live(chooser, 0.95, DEAR, 400)[-20:].count(4) >= 18
 
 
+def test_gets_over_a_cost_that_was_off():
+    """The first dispatch at depth 4 met a busy machine."""
+    chooser = DepthChooser(AUTO_DEPTHS)
+    live(chooser, 0.9, DEAR | {4: 100.0}, 4)
+    assert live(chooser, 0.9, DEAR, 16).count(4) <= 1
+    assert live(chooser, 0.9, DEAR, 600)[-20:].count(4) >= 18
+
+
 def test_a_dispatch_that_compiled_has_no_cost():
     chooser = DepthChooser((1, 2))
     assert chooser.choose() == 1
-    chooser.observe(1, [5, 0], [2, 0], None)
+    chooser.observe(1, [5, 0], [2, 0], 5, None)
     assert chooser.unmeasured == [1, 2]
-    chooser.observe(1, [5, 0], [2, 0], 0.1)
+    chooser.observe(1, [5, 0], [2, 0], 5, 0.1)
     assert chooser.unmeasured == [2]
+
+
+def test_a_short_dispatch_says_little_of_the_cost():
+    """One step with the whole overhead of a dispatch, between long ones."""
+    chooser = DepthChooser((0, 1))
+    for steps, seconds in ((32, 32.0), (1, 9.0), (32, 32.0)):
+        chooser.observe(0, [0], [0], steps, seconds)
+    chooser.observe(1, [32], [16], 32, 32 * 1.4)
+    assert chooser.choose() == 1, "1.5 tokens for 1.4 pays"
+    for _ in range(3):
+        chooser.observe(1, [32], [2], 32, 32 * 1.4)
+    assert chooser.choose() == 0
 
 
 def test_one_depth_is_fixed():
     chooser = DepthChooser((3,))
     assert chooser.is_fixed
     assert chooser.unmeasured == []
-    chooser.observe(3, [9, 9, 9], [0, 0, 0], 5.0)
+    chooser.observe(3, [9, 9, 9], [0, 0, 0], 9, 5.0)
     assert chooser.choose() == 3
 
 
 def test_without_drafts():
     chooser = DepthChooser((0,))
-    chooser.observe(0, [], [], 0.1)
+    chooser.observe(0, [], [], 7, 0.1)
     assert chooser.choose() == 0

@@ -4,8 +4,6 @@ Speculation of every kind against the exact joint probabilities of the first two
 vocabulary of 8 makes 64. The whole Generator runs, MTP cache, verification, filters and all.
 """
 
-import math
-
 import numpy as np
 import pytest
 
@@ -18,7 +16,7 @@ from tests.support.running import forward
 pytestmark = pytest.mark.slow
 
 W, ROWS, CALLS = 8, 4096, 49
-PROMPT = [3, 5, 3, 5, 2]  # the n-gram drafter finds 5 3 5 in its own output at times
+PROMPT = [2, 3, 5, 6, 2, 3]  # 2 3 was followed by 5 6: what the n-gram drafter offers
 SETTINGS: list[Row] = [
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.6, "top_p": 0.8},
@@ -35,8 +33,17 @@ def generator(tmp_path_factory) -> Generator:
         first_k_dense_replace=1,
         intermediate_size=24,
         moe_intermediate_size=8,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
         num_attention_heads=2,
         num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
     )
     write_checkpoint(directory, config, random_tensors(config, seed=5))
     model, _ = dsv3_jax.load(directory)
@@ -61,11 +68,13 @@ def exact(generator: Generator, row: Row) -> np.ndarray:
     return first[:, None] * np.stack([filtered(logits[t, -1]) for t in range(W)])
 
 
-def draw(generator: Generator, row: Row, draft: str | None, depth: int) -> tuple[np.ndarray, float]:
+def draw(
+    generator: Generator, row: Row, draft: str, calls: int = CALLS
+) -> tuple[np.ndarray, float]:
     """How often each pair came, and the acceptance rate."""
     pairs = np.zeros((W, W), int)
     drafted = accepted = 0
-    for call in range(CALLS):
+    for call in range(calls):
         seeds = range(call * ROWS, (call + 1) * ROWS)
         out = generator.generate(
             [PROMPT] * ROWS,
@@ -73,14 +82,13 @@ def draw(generator: Generator, row: Row, draft: str | None, depth: int) -> tuple
             ignore_eos=True,
             seed=seeds,
             draft=draft,
-            draft_depth=depth,
+            draft_depth=2,
             **row,
         )
         for completion in out:
             pairs[completion.tokens[0], completion.tokens[1]] += 1
         drafted += out.stats.drafted
         accepted += out.stats.accepted
-    assert pairs.sum() == ROWS * CALLS > 200_000
     return pairs, accepted / drafted if drafted else 0.0
 
 
@@ -97,10 +105,11 @@ def deviation(pairs: np.ndarray, joint: np.ndarray) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("row", SETTINGS, ids=str)
-@pytest.mark.parametrize(("draft", "depth"), [("mtp", 2), ("ngram", 2)])
-def test_joint_of_two_tokens(generator, draft, depth, row):
+@pytest.mark.parametrize("draft", ["mtp", "ngram"])
+def test_joint_of_two_tokens(generator, draft, row):
     joint = exact(generator, row)
-    pairs, acceptance = draw(generator, row, draft, depth)
+    pairs, acceptance = draw(generator, row, draft)
+    assert pairs.sum() > 200_000
     statistic, df = deviation(pairs, joint)
     assert statistic < bound(df)
     assert df > 12
@@ -109,12 +118,11 @@ def test_joint_of_two_tokens(generator, draft, depth, row):
 
 @pytest.mark.parametrize("row", SETTINGS, ids=str)
 def test_accepting_always_fails_it(generator, row):
-    """The planted bug."""
+    """The planted bug; a tenth of the draws are enough to see it."""
     joint = exact(generator, row)
-    statistic, df = math.inf, 1
-    try:
-        pairs, _ = draw(generator, row, "synthetic:1", 2)
-        statistic, df = deviation(pairs, joint)
-    except AssertionError:
-        pass  # pairs that cannot be, which the test refuses too
+    pairs, _ = draw(generator, row, "synthetic:1", CALLS // 10)
+    possible = joint > 0
+    if pairs[~possible].any():
+        return  # tokens that top_p leaves out: the test above refuses them too
+    statistic, df = deviation(pairs, joint)
     assert statistic > 10 * bound(df)
