@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 import dsv3_jax
+from dsv3_jax.generation.completion import Generation
 from dsv3_jax.model import parameter_count
 
 PROMPT, NEW = 128, 256
@@ -46,10 +47,9 @@ def measure(
     repeats: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     draft, depth = drafting
-    rates, steps = [], []
-    # "auto" has measured its costs while others compiled: it gets runs to see how they are.
-    for i in range(-4 if depth == "auto" else -1, repeats):
-        out = generator.generate(
+
+    def generate() -> Generation:
+        return generator.generate(
             rows,
             max_new_tokens=NEW,
             ignore_eos=True,
@@ -58,9 +58,14 @@ def measure(
             draft=draft,
             draft_depth=depth,
         )
-        if i >= 0:
-            rates.append(out.stats.tokens_per_second)
-            steps.append(out.stats.new_tokens / rates[-1] / out.stats.steps)
+
+    # "auto" has measured its costs while others compiled: it gets runs to see how they are.
+    for _ in range(4 if depth == "auto" else 1):
+        generate()
+    outs = [generate() for _ in range(repeats)]
+    rates = [out.stats.tokens_per_second for out in outs]
+    steps = [out.stats.new_tokens / out.stats.tokens_per_second / out.stats.steps for out in outs]
+    out = outs[-1]
     drafts = out.stats.speculation
     row = {
         "tokens_per_s": round(statistics.median(rates), 1),

@@ -148,7 +148,16 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     if out.exists():
         raise SystemExit(f"train_demo: {out} exists; expected a directory to create")
     corpus = read_corpus([data / "tokens.npz"], CONFIG)
-    config = TrainingConfig(steps=steps, learning_rate=3e-3, final_learning_rate=1e-4)
+    config = TrainingConfig(
+        steps=steps,
+        learning_rate=3e-3,
+        final_learning_rate=1e-4,
+        decay_start=0.0,
+        decay_end=1.0,
+        final_mtp_weight=0.3,
+        balance_weight=0.0,
+        bias_update_end=1.0,
+    )
     settings = RunSettings(
         batch=batch, length=length, seed=seed, log_every=100, eval_every=1000, eval_batches=0
     )

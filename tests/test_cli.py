@@ -9,29 +9,9 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.load import DEMO
-from dsv3_jax.cli.main import main
+from tests.support.command import run
 
-
-@pytest.fixture(autouse=True)
-def restored_cache_settings():
-    """The command sets up its own compilation cache; the suite keeps its own."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def run(*arguments: str) -> int:
-    """The exit status, also where argparse leaves by itself."""
-    try:
-        return main(arguments)
-    except SystemExit as left:
-        return int(left.code or 0)
+pytestmark = pytest.mark.usefixtures("own_compile_cache")
 
 
 def generate(*arguments: str) -> int:
@@ -44,6 +24,32 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys):
     assert out.startswith("import os\nimport ")
     assert "loaded demo" in err
     assert "tokens/s, first token after" in err
+
+
+def test_speculation_is_reported(capsys):
+    drafting = ("--draft", "mtp", "--draft-depth", "2")
+    plain = [generate("--json", "--prompt", "import os\n", "--prompt", "x ="), capsys.readouterr()]
+    drafted = [
+        generate("--json", "--prompt", "import os\n", "--prompt", "x =", *drafting),
+        capsys.readouterr(),
+    ]
+    assert plain[0] == drafted[0] == 0
+    without, found = (json.loads(captured.out) for _, captured in (plain, drafted))
+    for one, other in zip(without["completions"], found["completions"], strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["speculation"] is None
+        assert other["speculation"]["draft"] == "mtp"
+        assert other["speculation"]["tokens"] == len(other["tokens"]) == 8
+    total = found["stats"]["speculation"]
+    assert len(total["acceptance"]) == len(total["drafted"]) == 2
+    assert total["accept_length"] == 16 / total["steps"]
+    assert found["stats"]["drafted"] == sum(total["drafted"]) > 0
+    assert "mtp: " in drafted[1].err
+
+
+def test_synthetic_text_is_labelled(capsys):
+    assert generate("--prompt", "import os\n", "--stream", "--draft", "synthetic:0.5") == 0
+    assert "draft synthetic:0.5: what follows is NOT the model's text" in capsys.readouterr().err
 
 
 def test_json_is_one_object_and_nothing_else(capsys):

@@ -8,7 +8,6 @@ import sys
 import typing
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,41 +17,22 @@ from dsv3_jax.checkpoint.load import DEMO
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.cli import flags, training_flags
-from dsv3_jax.cli.main import main, parser
+from dsv3_jax.cli.main import parser
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.journal import read_rows
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.settings import RunSettings
 from tests.support.checkpoints import BIAS
+from tests.support.command import run
 from tests.support.oracle import relative_error
 from tests.support.running import forward
 from tests.training.tiny import CONFIG
 
+pytestmark = pytest.mark.usefixtures("own_compile_cache")
+
 CACHE = str(Path(__file__).parents[1] / ".jax_cache")
 TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
 SMALL = ("--batch", "2", "--length", "16", "--eval-batches", "1", "--compute-dtype", "float32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def restored_cache_settings():
-    """The command sets up its own compilation cache; the suite keeps its own."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def run(*arguments: object) -> int:
-    """The exit status, also where argparse leaves by itself."""
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as left:
-        return int(left.code or 0)
 
 
 def train(*arguments: object) -> int:

@@ -86,6 +86,10 @@ def run(arguments: argparse.Namespace) -> None:
     generator.requests(prompts, **settings)  # refuses wrong ones before minutes of compilation
     compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs, **speculation)
     _say(f"compiled, or found in the cache, in {compiled:.1f} s")
+    if arguments.draft.startswith("synthetic"):
+        _say(
+            f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone"
+        )
     if arguments.stream:
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
         return

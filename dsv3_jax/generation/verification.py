@@ -57,8 +57,9 @@ def verify(
         # Where no draft was refused, q counts for nothing, and all of p is left.
         refused = (accepted < drafts.counts) & (forced is None)
         q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-        here = [x[jnp.arange(x.shape[0]), accepted] for x in (log_p, p, q)]
-        rest = _residual(*here[:2], jnp.where(refused[:, None], here[2], 0.0))
+        row = jnp.arange(q.shape[0])
+        left = jnp.where(refused[:, None], q[row, accepted], 0.0)
+        rest = _residual(log_p[row, accepted], p[row, accepted], left)
         own = pick(rest, sampling, positions + accepted, NEXT)
         return jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded), accepted
 

@@ -53,7 +53,7 @@ def grouped_matmul(
         raise NotImplementedError(f"would copy {copies} bytes of matrices")
     if rhs_scale is not None:
         rhs = block_dequant(rhs, rhs_scale, block_shape)
-    out = _product(lhs, rhs.astype(lhs.dtype), group_sizes.astype(jnp.int32), rows)
+    out: jax.Array = _product(lhs, rhs.astype(lhs.dtype), group_sizes.astype(jnp.int32), rows)
     return out.astype(dtype)
 
 

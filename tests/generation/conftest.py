@@ -1,6 +1,6 @@
 """What the tests of generation share: one tiny random model, one tokenizer, few Generators."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from tests.generation.fragments import MAX_LEN, write_tokenizer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of JAX's own
 
 Forward = Callable[[Sequence[int]], np.ndarray]
 
@@ -70,3 +72,17 @@ def forward(tiny) -> Forward:
         return np.array(run(weights, padded))[0, : len(tokens)]
 
     return logits
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[float]]:
+    """Seconds of every compilation so far, also of those that a cache on disk made short."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

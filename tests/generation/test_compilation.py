@@ -1,7 +1,5 @@
 """After a warm-up nothing compiles, whatever is asked: measured by JAX's own compilation events."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,22 +7,6 @@ import pytest
 
 from dsv3_jax.generation.generator import Generator
 from tests.generation.fragments import letters
-
-EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[float]]:
-    """Seconds of every compilation so far, also of those that a cache on disk made short."""
-    seen: list[float] = []
-
-    def listen(event: str, duration: float, **kwargs: object) -> None:
-        if event == EVENT:
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module")

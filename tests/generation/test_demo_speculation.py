@@ -18,8 +18,8 @@ from scripts.train_demo import modules
 pytestmark = pytest.mark.slow
 
 PROMPTS, LENGTH, NEW = 200, 48, 32
-# Measured with these prompts on 2026-11-21 (Python 3.11.7): greedy 0.777 and 0.516, at temperature 1
-# 0.684 and 0.376. Lower by two in a hundred is a fault, not chance.
+# Measured with these prompts on 2026-11-21 (Python 3.11.7): greedy 0.777 and 0.516, at
+# temperature 1 0.684 and 0.376. Lower by two in a hundred is a fault, not chance.
 BARS = {0.0: (0.757, 0.496), 1.0: (0.664, 0.356)}
 
 

@@ -331,6 +331,17 @@ def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
     assert jnp.shape(cache.mtp_pages[0]) == jnp.shape(cache.pages[0])
 
 
+@pytest.mark.parametrize(("draft", "depth"), [("mtp", 2), ("mtp", "auto"), ("ngram", 1)])
+def test_nothing_compiles_after_the_warm_up(plain, compilations, draft, depth):
+    drafting = {"draft": draft, "draft_depth": depth}
+    plain.warm_up(4, **drafting)
+    compilations.clear()
+    plain.generate(PROMPTS, max_new_tokens=60, **drafting)
+    plain.generate(PROMPTS[:2], temperature=[0.0, 1.0], top_p=0.9, stop="ka", **drafting)
+    assert list(plain.stream("what", **drafting))
+    assert compilations == []
+
+
 def test_letters_are_a_prompt(plain):
     """Text prompts draft as well."""
     text = plain.generate("what", **SETTINGS, draft="mtp")
