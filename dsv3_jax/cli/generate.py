@@ -87,9 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs, **speculation)
     _say(f"compiled, or found in the cache, in {compiled:.1f} s")
     if arguments.draft.startswith("synthetic"):
-        _say(
-            f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone"
-        )
+        _say(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
     if arguments.stream:
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
         return

@@ -109,18 +109,14 @@ class Batch:
     def running(self) -> bool:
         return bool(np.any(self._finished == RUNNING))
 
-    @property
-    def unmeasured(self) -> list[int]:
-        """Depths to choose from whose cost nobody knows yet."""
-        return self._chooser.unmeasured
-
-    def advance(self, tokens: int | None = None) -> None:
+    def advance(self, tokens: int | None = None, *, depth: int | None = None) -> None:
         """Decodes about that many tokens a row, or as far as one dispatch goes, and brings the text
         up to date.
 
-        That is to the end, unless the depth is chosen anew for every dispatch.
+        That is to the end, unless the depth is chosen anew for every dispatch. A ``depth`` given
+        is not left to the chooser, which hears of it all the same.
         """
-        depth = self._chooser.choose()
+        depth = self._chooser.choose() if depth is None else depth
         if tokens is None:
             steps = self._programs.max_len if self._chooser.is_fixed else AUTO_STEPS
         else:

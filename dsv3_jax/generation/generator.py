@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,15 +220,15 @@ class Generator:
         requests = self.requests(
             [[0]] * batch_size, max_new_tokens=self.max_len, ignore_eos=True, **settings
         )
-        largest = self.batch_sizes[-1]
-        for at in range(0, len(requests), largest):
-            some, plan = requests[at : at + largest], self._plan(settings)
-            batch = self._batch(some, plan)
-            batch.advance(1)
-            while batch.unmeasured:
+        plan, largest = self._plan(settings), self.batch_sizes[-1]
+        # To be chosen among, a depth runs twice: with its compilation, and to be measured.
+        runs = [1] if len(plan.depths) == 1 else [None, None]
+        for size in {min(batch_size, largest), batch_size % largest} - {0}:
+            batch = self._batch(requests[:size], plan)
+            for depth, tokens in itertools.product(plan.depths, runs):
                 if not batch.running:
-                    batch = self._batch(some, plan)
-                batch.advance()
+                    batch = self._batch(requests[:size], plan)
+                batch.advance(tokens, depth=depth)
         return time.perf_counter() - began
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:

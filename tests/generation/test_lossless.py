@@ -69,7 +69,7 @@ def exact(generator: Generator, row: Row) -> np.ndarray:
 
 
 def draw(
-    generator: Generator, row: Row, draft: str, calls: int = CALLS
+    generator: Generator, row: Row, draft: str, depth: int | str = 2, calls: int = CALLS
 ) -> tuple[np.ndarray, float]:
     """How often each pair came, and the acceptance rate."""
     pairs = np.zeros((W, W), int)
@@ -82,7 +82,7 @@ def draw(
             ignore_eos=True,
             seed=seeds,
             draft=draft,
-            draft_depth=2,
+            draft_depth=depth,
             **row,
         )
         for completion in out:
@@ -104,11 +104,19 @@ def deviation(pairs: np.ndarray, joint: np.ndarray) -> tuple[float, int]:
     return chi_square(counts, probabilities), len(counts) - 1
 
 
-@pytest.mark.parametrize("row", SETTINGS, ids=str)
-@pytest.mark.parametrize("draft", ["mtp", "ngram"])
-def test_joint_of_two_tokens(generator, draft, row):
+CASES = [
+    ("mtp", 2, SETTINGS[0]),
+    ("mtp", 2, SETTINGS[1]),
+    ("mtp", "auto", SETTINGS[0]),  # depths follow acceptance and the clock
+    ("ngram", 2, SETTINGS[0]),
+    ("ngram", 2, SETTINGS[1]),
+]
+
+
+@pytest.mark.parametrize(("draft", "depth", "row"), CASES, ids=str)
+def test_joint_of_two_tokens(generator, draft, depth, row):
     joint = exact(generator, row)
-    pairs, acceptance = draw(generator, row, draft)
+    pairs, acceptance = draw(generator, row, draft, depth)
     assert pairs.sum() > 200_000
     statistic, df = deviation(pairs, joint)
     assert statistic < bound(df)
@@ -120,7 +128,7 @@ def test_joint_of_two_tokens(generator, draft, row):
 def test_accepting_always_fails_it(generator, row):
     """The planted bug; a tenth of the draws are enough to see it."""
     joint = exact(generator, row)
-    pairs, _ = draw(generator, row, "synthetic:1", CALLS // 10)
+    pairs, _ = draw(generator, row, "synthetic:1", calls=CALLS // 10)
     possible = joint > 0
     if pairs[~possible].any():
         return  # tokens that top_p leaves out: the test above refuses them too

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
+from dsv3_jax.generation.depth import AUTO_DEPTHS, DepthChooser
 from dsv3_jax.generation.drafters import MTPDrafter, NgramDrafter, SyntheticDrafter
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.verification import verify
@@ -339,6 +340,18 @@ def test_nothing_compiles_after_the_warm_up(plain, compilations, draft, depth):
     plain.generate(PROMPTS, max_new_tokens=60, **drafting)
     plain.generate(PROMPTS[:2], temperature=[0.0, 1.0], top_p=0.9, stop="ka", **drafting)
     assert list(plain.stream("what", **drafting))
+    assert compilations == []
+
+
+def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations):
+    """Also where the costs are known already."""
+    plain.warm_up(4, draft="ngram", draft_depth="auto")
+    plain.warm_up(4, draft="ngram", draft_depth="auto", logprobs=1)
+    compilations.clear()
+    for depth in AUTO_DEPTHS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DepthChooser, "choose", lambda self, depth=depth: depth)
+            plain.generate(PROMPTS, draft="ngram", draft_depth="auto", logprobs=2)
     assert compilations == []
 
 
