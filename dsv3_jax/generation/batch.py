@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
 from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
-from dsv3_jax.generation.drafters import Drafter, DraftPlan
+from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Request
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import RUNNING, STOPPED, DecodeState

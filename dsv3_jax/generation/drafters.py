@@ -7,15 +7,11 @@ verification.py keeps the model's own distribution whatever the drafts are worth
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from dsv3_jax.config import ModelConfig
-from dsv3_jax.generation.depth import AUTO_DEPTHS, MAX_DEPTH
-from dsv3_jax.generation.request import check
 from dsv3_jax.generation.sampling import DRAFT, Sampling, sample
 from dsv3_jax.generation.state import RUNNING, DecodeState
 from dsv3_jax.model import DeepSeekV3, Hidden, MTPHidden
@@ -198,67 +194,6 @@ class SyntheticDrafter:
         vocab_size: int,
     ) -> tuple[Drafts, DecodeState]:
         return MTPDrafter(self.mtp_hidden).draft(model, state, sampling, depth, vocab_size)
-
-
-def named(draft: str) -> Drafter:
-    """The drafter called ``mtp``, ``ngram`` or ``synthetic:RATE``.
-
-    Raises:
-      ValueError: another name, or a rate that is none.
-    """
-    kind, _, rate = draft.partition(":")
-    if kind == "synthetic":
-        try:
-            return SyntheticDrafter(float(rate))
-        except ValueError:
-            pass
-    elif draft in ("mtp", "ngram"):
-        return MTPDrafter() if draft == "mtp" else NgramDrafter()
-    raise _unknown(draft)
-
-
-def _unknown(draft: object) -> ValueError:
-    return ValueError(
-        "draft: expected None, 'mtp', 'ngram', 'synthetic:RATE' with a rate from 0 to 1, or a "
-        f"Drafter; got {draft!r}"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftPlan:
-    """How one call drafts."""
-
-    drafter: Drafter | None = None
-    depths: tuple[int, ...] = (0,)
-    """Drafts a step: one number, or those to choose from."""
-
-    @property
-    def most(self) -> int:
-        return max(self.depths)
-
-    @classmethod
-    def read(
-        cls, draft: str | Drafter | None, draft_depth: int | str, config: ModelConfig
-    ) -> DraftPlan:
-        """From the arguments of a call.
-
-        Raises:
-          ValueError: no such drafter, a depth out of range, or a model that cannot draft so.
-        """
-        if draft_depth != "auto":
-            expected = f"an integer from 1 to {MAX_DEPTH}, or 'auto'"
-            check("draft_depth", draft_depth, expected, numbers.Integral, 1, MAX_DEPTH)
-        if draft is None:
-            return cls()
-        drafter = named(draft) if isinstance(draft, str) else draft
-        if not isinstance(drafter, Drafter):
-            raise _unknown(draft)
-        if drafter.mtp_hidden is not None and not config.num_nextn_predict_layers:
-            raise ValueError(
-                f"draft: expected a model with an MTP layer for {drafter.name!r}, got one without "
-                "(a checkpoint that lacks it, or load(mtp=False))"
-            )
-        return cls(drafter, AUTO_DEPTHS if draft_depth == "auto" else (int(draft_depth),))
 
 
 def mask_padding(logits: Float32[Array, "*batch W"], vocab_size: int) -> Float32[Array, "*batch W"]:

@@ -16,8 +16,9 @@ from flax import nnx
 from dsv3_jax.generation.batch import Batch, Programs
 from dsv3_jax.generation.completion import Completion, Generation, Piece, Speculation, Stats
 from dsv3_jax.generation.depth import DepthChooser
-from dsv3_jax.generation.drafters import Drafter, DraftPlan
+from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.loop import decode, prefill
+from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader, check
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.model import DeepSeekV3
