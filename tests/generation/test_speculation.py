@@ -320,7 +320,7 @@ class TestRefusals:
 
     def test_rates(self):
         with pytest.raises(ValueError, match="from 0 to 1, got 2"):
-            SyntheticDrafter(2)
+            SyntheticDrafter(2.0)
 
 
 def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
