@@ -108,12 +108,10 @@ class MTPDrafter:
             logits.append(mask_padding(model.logits(hidden.post_norm[:, 0]), vocab_size))
             tokens.append(sample(logits[-1], sampling, state.lengths + k, DRAFT))
         state = dataclasses.replace(state, cache=cache)
-        B, W = state.tokens.shape[0], model.config.vocab_size
         if not depth:
-            return Drafts(jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None), state
+            return no_drafts(state), state
         # A prompt of one token has left no hidden state to draft from.
         offered = jnp.where(state.pending > 0, depth, 0)
-        assert logits[0].shape == (B, W)
         return Drafts(jnp.stack(tokens, axis=1), offered, jnp.stack(logits, axis=1)), state
 
 
@@ -194,6 +192,11 @@ class SyntheticDrafter:
         vocab_size: int,
     ) -> tuple[Drafts, DecodeState]:
         return MTPDrafter(self.mtp_hidden).draft(model, state, sampling, depth, vocab_size)
+
+
+def no_drafts(state: DecodeState) -> Drafts:
+    B = state.tokens.shape[0]
+    return Drafts(jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None)
 
 
 def mask_padding(logits: Float32[Array, "*batch W"], vocab_size: int) -> Float32[Array, "*batch W"]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
-from dsv3_jax.generation.drafters import Drafter, Drafts, mask_padding
+from dsv3_jax.generation.drafters import Drafter, Drafts, mask_padding, no_drafts
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.verification import verify
@@ -91,8 +91,7 @@ def decode_step(
     """
     running = state.finished == RUNNING
     if drafter is None:
-        B = state.tokens.shape[0]
-        drafts = Drafts(jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None)
+        drafts = no_drafts(state)
     else:
         drafts, state = drafter.draft(model, state, sampling, depth, vocab_size)
     # Drafts that a row has no room for are not worth checking: one place is the model's own.
