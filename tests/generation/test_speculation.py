@@ -13,7 +13,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.depth import AUTO_DEPTHS, DepthChooser
-from dsv3_jax.generation.drafters import MTPDrafter, NgramDrafter, SyntheticDrafter
+from dsv3_jax.generation.drafters import Drafts, MTPDrafter, NgramDrafter, SyntheticDrafter
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.model import DeepSeekV3
@@ -86,6 +86,24 @@ def check_same(speculative, plain) -> None:
         assert want.speculation is None
 
 
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Knows what the rows of a batch will say, and lies at every so many positions."""
+
+    truth: tuple[tuple[int, ...], ...]
+    lies_every: int
+    name = "oracle"
+    mtp_hidden = None
+    acceptance = None
+
+    def draft(self, model, state, sampling, depth, vocab_size):
+        places = state.lengths[:, None] + jnp.arange(depth)
+        tokens = jnp.take_along_axis(jnp.array(self.truth), places, axis=1, mode="clip")
+        if self.lies_every:
+            tokens = jnp.where(places % self.lies_every == 0, (tokens + 1) % VOCAB_SIZE, tokens)
+        return Drafts(tokens, jnp.full(tokens.shape[0], depth), None), state
+
+
 DRAFTERS = [
     *(("mtp", depth) for depth in (1, 2, 3, 4)),
     (MTPDrafter("pre_norm"), 2),
@@ -103,6 +121,22 @@ class TestGreedy:
         check_same(got, want)
         if depth != "auto":
             assert got.stats.drafted > 0
+
+    @pytest.mark.parametrize("lies_every", [0, 3, 1], ids=["never", "every third", "always"])
+    def test_whatever_is_accepted(self, plain, lies_every):
+        """With attention over what is cached, so that a wrong length shows; and a drafter that is
+        nobody's but this test's."""
+        want = plain.generate(PROMPTS, **SETTINGS)
+        rows = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, want, strict=True)]
+        truth = tuple((*row, *[0] * (MAX_LEN - len(row))) for row in rows)
+        got = plain.generate(PROMPTS, **SETTINGS, draft=Oracle(truth, lies_every), draft_depth=4)
+        check_same(got, want)
+        steps = [c.speculation.steps for c in got]
+        if lies_every == 3:
+            # Two drafts hold between two lies, and the lie's place is the model's own.
+            assert all(8 <= step <= 9 for step in steps)
+        else:
+            assert steps == [24 if lies_every else 5] * 4
 
     @pytest.mark.parametrize("depth", [1, 2, 3, 4])
     def test_right_drafts(self, right, depth):
