@@ -138,8 +138,8 @@ def cache_bytes_per_token(
 def checkpoint_bytes(config: ModelConfig, *, mtp_copies: bool = True) -> int:
     """Bytes of the tensors in the published files; ``mtp_copies=False`` leaves the repeats out.
 
-    Quantized matrices take a byte an element and 4 a block (ceil at the edges); the rest is stored
-    in ``config.dtype``, but selection biases and all of V3.2's norms in float32.
+    Quantized matrices take a byte an element (int4: half) and 4 a block, ceil at the edges; the
+    rest is stored in ``config.dtype``, but selection biases and all of V3.2's norms in float32.
     """
     components = _components(config)
     if not mtp_copies:
@@ -170,9 +170,11 @@ class _Part:
         total = wide * self.plain + norm * self.norms + 4 * self.float32
         if config.quantization is None:
             return total + wide * sum(a * b for a, b in self.matrices)
-        N, K = config.quantization.weight_block_size
-        blocks = sum(math.ceil(a / N) * math.ceil(b / K) for a, b in self.matrices)
-        return total + sum(a * b for a, b in self.matrices) + 4 * blocks
+        bits = getattr(config.quantization, "bits", 8)
+        for a, b in self.matrices:
+            N, K = config.quantization.block_shape(b)
+            total += a * b * bits // 8 + 4 * math.ceil(a / N) * math.ceil(b / K)
+        return total
 
 
 def _components(config: ModelConfig) -> dict[str, tuple[int, _Part]]:

@@ -65,6 +65,55 @@ class BlockQuantization:
         _check_fields(self, "quantization_config.")
         check_choice("quantization_config.scale_fmt", self.scale_fmt, ("float32", "ue8m0"))
 
+    def block_shape(self, columns: int) -> tuple[int, int]:
+        """Rows and columns under one scale, in a matrix of that many columns."""
+        del columns
+        return self.weight_block_size
+
+    def stored(self, rows: int, columns: int) -> tuple[tuple[int, int], str]:
+        """Shape and dtype, as safetensors spells it, of a matrix's weights."""
+        return (rows, columns), "F8_E4M3"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerQuantization:
+    """Integer weights: ``weight = integer * scale`` with float32 scales, symmetric around 0.
+
+    No published checkpoint has them: ``dsv3 convert`` makes them. int8 is one byte a weight. int4
+    packs two neighbours of a row into a byte, the even column in the low half: uint8 [N, K/2].
+
+    Raises:
+      ValueError: ``bits`` is neither 8 nor 4, or ``group_size`` is not a size.
+    """
+
+    bits: int
+    group_size: int | None  # columns of a row under one scale; None: the whole row
+    scale_suffix: str = "_scale"  # appended to the weight's name
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "quantization.")
+        if self.bits not in (8, 4):
+            raise ValueError(f"quantization.bits: expected 8 or 4, got {self.bits}")
+
+    def block_shape(self, columns: int) -> tuple[int, int]:
+        """Rows and columns under one scale, in a matrix of that many columns."""
+        return (1, columns if self.group_size is None else self.group_size)
+
+    def stored(self, rows: int, columns: int) -> tuple[tuple[int, int], str]:
+        """Shape and dtype, as safetensors spells it, of a matrix's weights.
+
+        Raises:
+          ValueError: an odd number of columns cannot be packed in pairs.
+        """
+        if self.bits == 8:
+            return (rows, columns), "I8"
+        if columns % 2:
+            raise ValueError(f"int4 packs columns in pairs: expected an even number, got {columns}")
+        return (rows, columns // 2), "U8"
+
+
+Quantization = BlockQuantization | IntegerQuantization
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -108,7 +157,7 @@ class ModelConfig:
     index_head_dim: int | None = None
     index_topk: int | None = None
     dtype: str = "bfloat16"
-    quantization: BlockQuantization | None = None
+    quantization: Quantization | None = None
 
     # ---- derived numbers -------------------------------------------------------------------------
 
@@ -265,9 +314,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "str": (lambda value: isinstance(value, str), "a string"),
     "YarnScaling": (lambda value: isinstance(value, YarnScaling), "a YarnScaling"),
-    "BlockQuantization": (
-        lambda value: isinstance(value, BlockQuantization),
-        "a BlockQuantization",
+    "Quantization": (
+        lambda value: isinstance(value, Quantization),
+        "a BlockQuantization or an IntegerQuantization",
     ),
 }
 
@@ -298,3 +347,8 @@ def _check_fields(config: Any, where: str = "") -> None:
         if kind in ("int", "float") and not (value > 0 or (value == 0 and may_be_zero)):
             least = "at least 0" if may_be_zero else "more than 0"
             raise ValueError(f"{where}{field.name}: expected {least}, got {value}")
+
+
+# What dsv3 convert makes.
+INT8 = IntegerQuantization(bits=8, group_size=None)
+INT4 = IntegerQuantization(bits=4, group_size=128)

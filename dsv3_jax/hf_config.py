@@ -19,6 +19,7 @@ from dsv3_jax.config import (
     MODEL_TYPES,
     BlockQuantization,
     ModelConfig,
+    Quantization,
     YarnScaling,
     check_choice,
 )
@@ -286,7 +287,12 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
     return BlockQuantization(block, _SCALE_FMT[scale_fmt])  # which checks the block
 
 
-def _write_quantization(quantization: BlockQuantization) -> dict[str, Any]:
+def _write_quantization(quantization: Quantization) -> dict[str, Any]:
+    if not isinstance(quantization, BlockQuantization):
+        raise ValueError(
+            f"config.json has no key for integer weights; expected float8 or none, "
+            f"got {quantization}"
+        )
     published = BlockQuantization().scale_suffix
     if quantization.scale_suffix != published:
         raise ValueError(

@@ -19,7 +19,7 @@ from dsv3_jax.config import ModelConfig
 
 Table = dict[str, "TensorSpec"]
 
-_ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+_ITEMSIZE = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 _STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -174,11 +174,11 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
     """A matrix that block quantization applies to, with its scales."""
     if (quantization := config.quantization) is None:
         return _plain(config, name, rows, columns)
-    N, K = quantization.weight_block_size
+    N, K = quantization.block_shape(columns)
     weight = f"{name}.weight"
     scales = (-(-rows // N), -(-columns // K))
     return {
-        weight: TensorSpec((rows, columns), "F8_E4M3"),
+        weight: TensorSpec(*quantization.stored(rows, columns)),
         weight + quantization.scale_suffix: TensorSpec(scales, "F32"),
     }
 
