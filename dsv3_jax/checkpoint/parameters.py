@@ -7,7 +7,6 @@ MTP layer after the last layer, and split stacked experts into one tensor an exp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, digest
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
 from dsv3_jax.model import DeepSeekV3, abstract
 
 Path = tuple[Any, ...]
@@ -48,10 +48,10 @@ def published_names(config: ModelConfig, path: Path) -> Names:
 
 def load_model(
     config: ModelConfig,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Arrays,
     *,
     dtype: DTypeLike,
-    quantization: BlockQuantization | None,
+    quantization: Quantization | None,
 ) -> DeepSeekV3:
     """The model with a checkpoint's weights.
 
@@ -97,7 +97,7 @@ _STORED_SCALE = (*_STORED, np.dtype(jnp.float8_e8m0fnu))
 class _Source:
     """Reads tensors in the dtype the model holds them in."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, np.ndarray]):
+    def __init__(self, config: ModelConfig, tensors: Arrays):
         self.tensors = tensors
         self.quantization = config.quantization or BlockQuantization()
 
@@ -119,26 +119,26 @@ class _Source:
         else:
             scale = self.tensors[scale_name]
             _check_dtype(scale_name, scale, _STORED_SCALE)
-            N, K = self.quantization.weight_block_size
+            N, K = self.quantization.block_shape(shape[1])
             expected = (-(-shape[0] // N), -(-shape[1] // K))
             if scale.shape != expected:
                 raise ValueError(f"{scale_name}: expected shape {expected}, got {scale.shape}")
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        tensor = self.tensors[name]
+        tensor = self.tensors[name][...]
         if tensor.dtype == jnp.float8_e4m3fn and dtype != tensor.dtype:
             tensor = self._dequantized(name, tensor)
         return tensor.astype(dtype, copy=False)
 
     def _dequantized(self, name: str, values: np.ndarray) -> np.ndarray:
-        scale = self.tensors[name + self.quantization.scale_suffix].astype(np.float32)
-        block = self.quantization.weight_block_size
+        scale = self.tensors[name + self.quantization.scale_suffix][...].astype(np.float32)
+        block = self.quantization.block_shape(values.shape[1])
         rows, columns = values.shape
         spread = scale.repeat(block[0], axis=0)[:rows].repeat(block[1], axis=1)[:, :columns]
         return values.astype(np.float32) * spread
 
 
-def _check_names(config: ModelConfig, tensors: Mapping[str, np.ndarray], used: set[str]) -> None:
+def _check_names(config: ModelConfig, tensors: Arrays, used: set[str]) -> None:
     """Everything needed is there, and everything there is needed."""
     if missing := sorted(used - set(tensors)):
         kind = "scale" if missing[0].endswith(_suffix(config)) else "tensor"
@@ -153,14 +153,14 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, np.ndarray], used: s
         raise ValueError(_listed("unknown tensor", unknown))
 
 
-def _check_copies(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:
+def _check_copies(config: ModelConfig, tensors: Arrays) -> None:
     """The MTP layers' copies, where there are any, repeat their originals."""
     for name, original in copies(config).items():
-        if name in tensors and not _same(tensors[name], tensors[original]):
+        if name in tensors and digest(tensors[name]) != digest(tensors[original]):
             raise ValueError(f"{name} differs from {original}, which it should repeat")
 
 
-def _is_left_out(config: ModelConfig, tensors: Mapping[str, np.ndarray], name: str) -> bool:
+def _is_left_out(config: ModelConfig, tensors: Arrays, name: str) -> bool:
     """Tensors of an MTP layer that is left out; eh_proj tells it from a layer of the model."""
     match = re.match(r"model\.layers\.([0-9]+)\.", name)
     return (
@@ -175,14 +175,9 @@ def _suffix(config: ModelConfig) -> str:
     return (config.quantization or BlockQuantization()).scale_suffix
 
 
-def _check_dtype(name: str, tensor: np.ndarray, expected: tuple[np.dtype, ...]) -> None:
+def _check_dtype(name: str, tensor: LazyArray, expected: tuple[np.dtype, ...]) -> None:
     if tensor.dtype not in expected:
         raise ValueError(f"{name}: expected {' or '.join(map(str, expected))}, got {tensor.dtype}")
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    # By bytes, so that equal NaNs are equal.
-    return a.shape == b.shape and np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
 def _listed(what: str, names: list[str]) -> str:

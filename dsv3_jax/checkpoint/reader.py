@@ -7,19 +7,17 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
-from dsv3_jax.checkpoint.safetensors_file import read_file
+from dsv3_jax.checkpoint.safetensors_file import FileArray, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class CheckpointReader(Mapping[str, np.ndarray]):
-    """The tensors of a directory, by published name.
+class CheckpointReader(Mapping[str, FileArray]):
+    """The tensors of a directory, by published name; their values are read when asked for.
 
-    Every file is there and whole before this returns, and mapped, which costs no memory until a
-    tensor is read. A weight and its scale may sit in different shards.
+    Every file is there and whole before this returns. A weight and its scale may sit in different
+    shards.
 
     Raises:
       ValueError: no checkpoint, a shard that is missing, truncated or damaged, or a tensor that is
@@ -30,11 +28,11 @@ class CheckpointReader(Mapping[str, np.ndarray]):
         if (index := directory / INDEX).is_file():
             self._tensors = _sharded(directory, _weight_map(index))
         elif (single := directory / SINGLE).is_file():
-            self._tensors = read_file(single)
+            self._tensors = dict(SafetensorsFile(single))
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> FileArray:
         return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:
@@ -65,15 +63,19 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _sharded(directory: Path, shard_of: Mapping[str, str]) -> dict[str, np.ndarray]:
+def _sharded(directory: Path, shard_of: Mapping[str, str]) -> dict[str, FileArray]:
     shards = sorted(set(shard_of.values()))
     if missing := [s for s in shards if not (directory / s).is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
             f"{directory}: {INDEX} names {len(shards)} shards; missing: {missing[0]}{more}"
         )
-    files = {shard: read_file(directory / shard) for shard in shards}
+    files = {shard: SafetensorsFile(directory / shard) for shard in shards}
     for name, shard in shard_of.items():
         if name not in files[shard]:
             raise ValueError(f"{shard}: lacks {name}, which the index places there")
+    for shard, file in files.items():
+        for name in file:
+            if (place := shard_of.get(name, shard)) != shard:
+                raise ValueError(f"{shard}: holds {name}, which the index places in {place}")
     return {name: files[shard][name] for name, shard in shard_of.items()}

@@ -1,15 +1,19 @@
-"""safetensors files as read-only memory maps, float8 included.
+"""safetensors files, float8 included: headers at once, values on demand.
 
 The safetensors package hands tensors to NumPy by NumPy's own dtypes and so cannot return bfloat16's
-younger relatives; here a tensor is a view of the mapped file, and costs no memory until it is read.
+younger relatives. Values are read, not mapped: a disk that fails raises OSError then, where a
+mapped file would kill the process.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,50 +29,149 @@ _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "F8_E8M0": (np.dtype(ml_dtypes.float8_e8m0fnu), "float8_e8m0fnu"),
     "I64": (np.dtype(np.int64), "int64"),
     "I32": (np.dtype(np.int32), "int32"),
+    "I8": (np.dtype(np.int8), "int8"),
     "U8": (np.dtype(np.uint8), "uint8"),
 }
 _SPELLINGS = dict(_DTYPES.values())
+SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}
+"""NumPy dtype -> safetensors' spelling of it."""
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
-def read_file(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the file by name, as views of the mapped file.
+class FileArray:
+    """One tensor of a file, a :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
+
+    __slots__ = ("_begin", "_file", "dtype", "shape")
+
+    def __init__(self, file: SafetensorsFile, entry: Mapping[str, Any]):
+        self._file = file
+        self.dtype, _ = _DTYPES[entry["dtype"]]
+        self.shape: tuple[int, ...] = tuple(entry["shape"])
+        self._begin: int = entry["data_offsets"][0]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def file(self) -> SafetensorsFile:
+        return self._file
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a tensor in a file is read, which is a copy")
+        return self[...].astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Reads the rows of the first axis that the index touches, and returns the part."""
+        index = index if isinstance(index, tuple) else (index,)
+        if not self.shape or not index or index[0] is Ellipsis:
+            return self._read(0, self.shape)[index]
+        first, last, step = index[0].indices(self.shape[0])
+        assert step == 1, "tensors are read in slices of step 1"
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = self._read(first * row, (max(last - first, 0), *self.shape[1:]))
+        return rows[(slice(None), *index[1:])]
+
+    def _read(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
+        out = np.empty(shape, self.dtype)
+        self._file.read(self._begin + begin, memoryview(out.reshape(-1).view(np.uint8)))
+        return out
+
+
+class SafetensorsFile(Mapping[str, FileArray]):
+    """The tensors of a file by name, in the order of the header.
 
     Raises:
       ValueError: the file is not safetensors, is shorter or longer than its header says, or holds
         a dtype that this code does not know.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path.name}: truncated or not a safetensors file ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError):
-            raise ValueError(f"{path.name}: its safetensors header is not valid JSON") from None
-    if not isinstance(header, dict):
+
+    def __init__(self, path: Path):
+        self.path = path
+        # Read by offset, so that threads may share it.
+        file = path.open("rb", buffering=0)
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        self.size = os.fstat(self._descriptor).st_size
+        self.header = self._header_bytes()
+        entries = _entries(path, self.header)
+        needed = 8 + len(self.header) + _end(path, entries)
+        if self.size != needed:
+            kind = "truncated" if self.size < needed else "damaged"
+            raise ValueError(f"{path.name}: {kind}: expected {needed} bytes, got {self.size}")
+        self._tensors = {name: FileArray(self, entry) for name, entry in entries.items()}
+
+    def __getitem__(self, name: str) -> FileArray:
+        return self._tensors[name]
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Fills ``into`` from byte ``begin`` of the data behind the header.
+
+        Raises:
+          OSError: the disk failed, or the file has become shorter.
+        """
+        at = 8 + len(self.header) + begin
+        while into:
+            if not (count := os.preadv(self._descriptor, [into], at)):
+                raise OSError(0, "ended before its header said it would", str(self.path))
+            at, into = at + count, into[count:]
+
+    def _header_bytes(self) -> bytes:
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER):
+            raise ValueError(
+                f"{self.path.name}: truncated or not a safetensors file ({self.size} bytes)"
+            )
+        return os.pread(self._descriptor, length, 8)
+
+
+def _entries(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except _DuplicateKeyError:
+        raise
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path.name}: its safetensors header is not valid JSON") from None
+    if not isinstance(entries, dict):
         raise ValueError(f"{path.name}: its safetensors header is not a JSON object")
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
         _check_entry(path, name, entry)
-    # The format's own rule: in the order of their offsets, tensors fill the file without a gap.
+    return entries
+
+
+class _DuplicateKeyError(ValueError):
+    """A key that an object of the header has more than once."""
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in out if names.count(name) > 1)
+        raise _DuplicateKeyError(f"{path.name}: its safetensors header has {twice} more than once")
+    return out
+
+
+def _end(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> int:
+    """Bytes of data. The format's own rule: ordered by offset, tensors leave no gap."""
     end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, next_begin = entry["data_offsets"]
         if begin != end:
             raise ValueError(
                 f"{path.name}: {name}: expected data_offsets that begin at {end}, got {begin}"
             )
         end = next_begin
-    needed = 8 + length + end
-    if size != needed:
-        kind = "truncated" if size < needed else "damaged"
-        raise ValueError(f"{path.name}: {kind}: expected {needed} bytes, got {size}")
-    # As a plain array: slicing a memmap costs three times as much, and files have many tensors.
-    data = np.asarray(np.memmap(path, np.uint8, "r"))[8 + length :]
-    return {name: _view(entry, data) for name, entry in header.items()}
+    return end
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
@@ -98,12 +201,6 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _view(entry: Mapping, data: np.ndarray) -> np.ndarray:
-    dtype, _ = _DTYPES[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    return data[begin:end].view(dtype).reshape(entry["shape"])
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
