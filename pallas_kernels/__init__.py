@@ -5,7 +5,7 @@ Every op is a folder with the same rooms: ``api.py`` (the public function and it
 platform that has a faster way.
 """
 
-from pallas_kernels.block_quant.api import block_dequant, block_quant
+from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
@@ -15,6 +15,7 @@ __all__ = [
     "block_dequant",
     "block_quant",
     "grouped_matmul",
+    "integer_quant",
     "merge_attention",
     "mla_decode",
     "mla_prefill",

@@ -1,1 +1,1 @@
-"""Block-scaled float8."""
+"""Block-scaled float8, int8 and int4."""

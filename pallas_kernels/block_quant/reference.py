@@ -1,12 +1,16 @@
-"""The specification of block_quant and block_dequant."""
+"""The specification of block_quant, integer_quant and block_dequant."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8, UInt8
+
+# float8, int8, or int4: two columns a byte, the even one in the low half.
+Values = Float[Array, "*batch N K"] | Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"]
 
 FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
@@ -26,12 +30,7 @@ def block_quant(
     scale_fmt: Literal["float32", "ue8m0"] = "float32",
 ) -> tuple[Float[Array, "*batch N K"], Float32[Array, "*batch Nb Kb"]]:
     x = x.astype(jnp.float32)
-    *batch, Nb, Kb = scale_shape(x.shape, block_shape)
-    bn, bk = block_shape
-    N, K = x.shape[-2:]
-    edges = [(0, 0)] * len(batch) + [(0, Nb * bn - N), (0, Kb * bk - K)]
-    blocks = jnp.pad(x, edges).reshape(*batch, Nb, bn, Kb, bk)
-    amax = jnp.max(jnp.abs(blocks), axis=(-3, -1))
+    amax = jnp.max(jnp.abs(_blocks(x, block_shape)), axis=(-3, -1))
     scale = jnp.maximum(amax, SMALLEST_AMAX) / FLOAT8_MAX
     if scale_fmt == "ue8m0":
         # frexp is exact where log2 may round: scale = m 2^e with m in [0.5, 1), and 2^(e-1) = scale
@@ -39,20 +38,67 @@ def block_quant(
         mantissa, exponent = jnp.frexp(scale)
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
     # Clipped because float8_e4m3fn has no infinity: a value past 448 would become NaN.
-    values = jnp.clip(x / _spread(scale, block_shape, (N, K)), -FLOAT8_MAX, FLOAT8_MAX)
+    values = jnp.clip(x / _spread(scale, block_shape, x.shape[-2:]), -FLOAT8_MAX, FLOAT8_MAX)
     return values.astype(FLOAT8), scale
 
 
+def integer_quant(
+    x: Float[Array, "*batch N K"], bits: int, group_size: int | None = None
+) -> tuple[Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"], Float32[Array, "*batch N Kb"]]:
+    if bits not in (8, 4):
+        raise ValueError(f"bits: expected 8 or 4, got {bits}")
+    K = x.shape[-1]
+    if bits == 4 and K % 2:
+        raise ValueError(f"int4 packs columns in pairs: expected an even number, got {K}")
+    x = x.astype(jnp.float32)
+    block_shape = (1, group_size or K)
+    groups = _blocks(x, block_shape)
+    high, low = jnp.max(groups, axis=(-3, -1)), jnp.min(groups, axis=(-3, -1))
+    # int8 leaves -128 out, for it would only ever save one side; of int4 it is a sixteenth.
+    most, least = (127, -127) if bits == 8 else (7, -8)
+    scale = jnp.maximum(high / most, low / least)
+    # Not 0 alone: what compilers flush to 0 must not divide either.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    integers = jnp.rint(x / _spread(scale, block_shape, x.shape[-2:]))
+    values = jnp.clip(integers, least, most).astype(jnp.int8)
+    return (values if bits == 8 else _pack(values)), scale
+
+
 def block_dequant(
-    values: Float[Array, "*batch N K"],
+    values: Values,
     scale: Float32[Array, "*batch Nb Kb"],
     block_shape: tuple[int, int],
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*batch N K"]:
+    if values.dtype == jnp.uint8:
+        values = _unpack(values)
     if scale.shape != (expected := scale_shape(values.shape, block_shape)):
         raise ValueError(f"scale: expected shape {expected}, got {scale.shape}")
     spread = _spread(scale, block_shape, values.shape[-2:])
     return (values.astype(jnp.float32) * spread).astype(dtype)
+
+
+def _pack(values: Int8[Array, "*batch N K"]) -> UInt8[Array, "*batch N K2"]:
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return (bits[..., ::2] & 15) | (bits[..., 1::2] << 4)
+
+
+def _unpack(values: UInt8[Array, "*batch N K2"]) -> Int8[Array, "*batch N K"]:
+    signed = jax.lax.bitcast_convert_type(values, jnp.int8)
+    # The lower half goes up first, so that shifting down repeats its own sign.
+    pairs = (signed[..., None] << jnp.array([4, 0], jnp.int8)) >> 4
+    return pairs.reshape(*values.shape[:-1], -1)
+
+
+def _blocks(
+    x: Float32[Array, "*batch N K"], block_shape: tuple[int, int]
+) -> Float32[Array, "*batch Nb rows Kb columns"]:
+    """Block by block, the last ones filled up with zeros."""
+    *batch, Nb, Kb = scale_shape(x.shape, block_shape)
+    bn, bk = block_shape
+    N, K = x.shape[-2:]
+    edges = [(0, 0)] * len(batch) + [(0, Nb * bn - N), (0, Kb * bk - K)]
+    return jnp.pad(x, edges).reshape(*batch, Nb, bn, Kb, bk)
 
 
 def _spread(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
-from pallas_kernels.grouped_matmul.reference import dense_rows
+from pallas_kernels.grouped_matmul.reference import Matrices, dense_rows
 
 _MAX_ROWS = 512  # of a block: past this, padding costs more than copies of matrices
 _MIN_ROWS = 16
@@ -35,14 +35,14 @@ class _Layout(NamedTuple):
 
 def grouped_matmul(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    rhs: Matrices,
     group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None = None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    M, (G, N, K) = lhs.shape[0], rhs.shape
+    (M, K), (G, N) = lhs.shape, rhs.shape[:2]
     rows = min(_MAX_ROWS, 1 << max(M // (2 * G), 1).bit_length() - 1)
     if rows < _MIN_ROWS:
         raise NotImplementedError(f"takes {2 * _MIN_ROWS} rows a group and more, got {M} for {G}")

@@ -23,7 +23,7 @@ _FEW_ROWS = 2
 
 def grouped_matmul(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    rhs: reference.Matrices,
     group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None = None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
@@ -39,7 +39,7 @@ def grouped_matmul(
 def _grouped_matmul(
     block_shape: tuple[int, int],
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    rhs: reference.Matrices,
     group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None,

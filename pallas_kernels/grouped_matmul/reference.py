@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant, scale_shape
+
+# One a group. Integers as block_quant.reference.Values.
+Matrices = Float[Array, "G N K"] | Int8[Array, "G N K"] | UInt8[Array, "G N K2"]
 
 
 def check_scales(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    rhs: Matrices,
     lhs_scale: Float32[Array, "M Kb"] | None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None,
     block_shape: tuple[int, int],
 ) -> None:
-    for name, x, scale, block in (
-        ("lhs", lhs, lhs_scale, (1, block_shape[1])),
-        ("rhs", rhs, rhs_scale, block_shape),
+    K = rhs.shape[-1] * (2 if rhs.dtype == jnp.uint8 else 1)
+    if lhs.shape[-1] != K:
+        raise ValueError(f"rhs: expected {lhs.shape[-1]} columns as lhs has, got {K}")
+    integers = jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)
+    for name, x, scale, block, words, dtypes in (
+        ("lhs", lhs, lhs_scale, (1, block_shape[1]), "float8", (FLOAT8,)),
+        ("rhs", rhs, rhs_scale, block_shape, "float8 or integer", (FLOAT8, *integers)),
     ):
-        if (x.dtype == FLOAT8) != (scale is not None):
+        if (x.dtype in dtypes) != (scale is not None):
             given = "no scale" if scale is None else f"a scale {scale.shape}"
-            raise ValueError(f"{name}: float8 comes with a scale, got {x.dtype} with {given}")
-        if scale is not None and scale.shape != (expected := scale_shape(x.shape, block)):
-            raise ValueError(f"{name}_scale: expected shape {expected}, got {scale.shape}")
+            raise ValueError(f"{name}: {words} comes with a scale, got {x.dtype} with {given}")
+        if scale is not None:
+            expected = scale_shape((*x.shape[:-1], K), block)
+            if scale.shape != expected:
+                raise ValueError(f"{name}_scale: expected shape {expected}, got {scale.shape}")
 
 
 def dense_rows(
@@ -38,7 +47,7 @@ def dense_rows(
 
 def grouped_matmul(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    rhs: Matrices,
     group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None = None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,

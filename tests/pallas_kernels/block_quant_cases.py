@@ -1,4 +1,4 @@
-"""What every back-end of block_quant and block_dequant must do; see the two classes."""
+"""What every back-end of block_quant, integer_quant and block_dequant must do; a class each."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pallas_kernels import block_dequant, block_quant
+from pallas_kernels import block_dequant, block_quant, integer_quant
 from pallas_kernels.dispatch import Implementation
 from tests.pallas_kernels.numerics import (
     BFLOAT16_ROUNDING,
@@ -19,9 +19,11 @@ from tests.pallas_kernels.numerics import (
     FLOAT32_ROUNDING,
     Array,
     device,
+    pack_int4,
     random_e4m3,
     rounded,
     spread,
+    unpack_int4,
 )
 
 FLOAT8_MAX = 448.0
@@ -193,6 +195,121 @@ class BlockQuantCases:
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
+INTEGER_SHAPES = [
+    ((4, 256), 128),
+    ((3, 200), 128),
+    ((3, 200), None),
+    ((2, 3, 40, 72), 64),
+    ((5, 30), 128),
+    ((6, 8), 2),
+]
+
+
+@functools.cache
+def compiled_integers(
+    implementation: Implementation, bits: int, group_size: int | None
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(lambda x: integer_quant(x, bits, group_size, implementation=implementation))
+
+
+class IntegerQuantCases:
+    """Subclassed by each back-end, which sets ``implementation``."""
+
+    implementation: ClassVar[Implementation]
+
+    def integers(
+        self, x: Array, bits: int, group_size: int | None, dtype: npt.DTypeLike = "float32"
+    ) -> tuple[Array, Array]:
+        """Values, unpacked, and scales; both in float64."""
+        K = x.shape[-1]
+        run = compiled_integers(self.implementation, bits, group_size)
+        values, scale = run(device(x, dtype))
+        stored, width = ("int8", K) if bits == 8 else ("uint8", K // 2)
+        assert values.dtype == stored, f"values: expected {stored}, got {values.dtype}"
+        assert values.shape == (expected := (*x.shape[:-1], width)), f"values: expected {expected}"
+        assert scale.dtype == jnp.float32, f"scale: got {scale.dtype}"
+        expected = (*x.shape[:-1], -(-K // (group_size or K)))
+        assert scale.shape == expected, f"scale: expected {expected}, got {scale.shape}"
+        held = np.asarray(values)
+        return (held if bits == 8 else unpack_int4(held)).astype(np.float64), np.float64(scale)
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    @pytest.mark.parametrize(("shape", "group"), INTEGER_SHAPES)
+    def test_integers_are_within_half_a_step(self, shape, group, bits):
+        x = activations(shape)
+        values, scale = self.integers(x, bits, group)
+        every = spread(scale, (1, group or shape[-1]), shape)
+        # x / scale is rounded to float32 before it is rounded to an integer of at most 127.
+        assert (np.abs(values - x / every) <= 0.5 + 512 * FLOAT32_ROUNDING).all()
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    @pytest.mark.parametrize(("shape", "group"), INTEGER_SHAPES)
+    def test_integer_scale(self, shape, group, bits):
+        x = activations(shape)
+        _, scale = self.integers(x, bits, group)
+        block = (1, group or shape[-1])
+        high, low = largest(np.maximum(x, 0), block), largest(np.minimum(x, 0), block)
+        want = np.maximum(high / 127, low / 127) if bits == 8 else np.maximum(high / 7, low / 8)
+        # A compiler may multiply by a rounded inverse.
+        assert (np.abs(scale / want - 1) <= 4 * FLOAT32_ROUNDING).all()
+
+    @pytest.mark.parametrize(
+        ("bits", "x", "want", "scale"),
+        [
+            (8, [-127, 63.5, 62.5, 127], [-127, 64, 62, 127], 1),
+            (8, [-254, 2, 0, 8], [-127, 1, 0, 4], 2),
+            (4, [-8, 7, 2.5, -0.5], [-8, 7, 2, 0], 1),
+            (4, [-16, 2, 0, 8], [-8, 1, 0, 4], 2),
+            (4, [14, 14, 2, 7], [7, 7, 1, 4], 2),
+            (4, [-7, 0, 3.5, 1], [-8, 0, 4, 1], 0.875),
+        ],
+    )
+    def test_integers_by_hand(self, bits, x, want, scale):
+        """Both ends of the range, one side alone, and halves that go to the even neighbour."""
+        values, got = self.integers(np.array([x], np.float64), bits, None)
+        np.testing.assert_allclose(got, [[scale]], rtol=4 * FLOAT32_ROUNDING)
+        np.testing.assert_array_equal(values, [want])
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_groups_of_zeros_have_scale_one(self, bits):
+        """So has what is less than the least normal float32."""
+        x = np.zeros((2, 12))
+        x[0, 4], x[1, 9] = 3.0, 1e-40
+        values, scale = self.integers(rounded(x, "float32"), bits, 4)
+        np.testing.assert_array_equal(scale != 1, [[False, True, False], [False, False, False]])
+        np.testing.assert_array_equal(values != 0, x > 1)
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_nan_is_not_lost(self, bits):
+        x = np.ones((2, 8), np.float32)
+        x[0, 5] = np.nan
+        values, scale = integer_quant(jnp.asarray(x), bits, 4, implementation=self.implementation)
+        back = block_dequant(values, scale, (1, 4))
+        assert np.argwhere(np.isnan(back)).tolist() == [[0, k] for k in (4, 5, 6, 7)]
+
+    def test_even_columns_are_the_low_halves(self):
+        x = jnp.array([[-8.0, 7, 1, -1, 0, 5]])
+        values, _ = integer_quant(x, 4, implementation=self.implementation)
+        np.testing.assert_array_equal(values, [[0x78, 0xF1, 0x50]])
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_bfloat16_integers_are_those_of_its_float32(self, bits):
+        x = activations((3, 200), "bfloat16")
+        for got, want in zip(
+            self.integers(x, bits, 128, "bfloat16"), self.integers(x, bits, 128), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+
+    def test_what_integers_cannot_be_is_refused(self):
+        for shape, bits, message in (
+            ((2, 8), 2, "bits: expected 8 or 4, got 2"),
+            ((2, 9), 4, "int4 packs columns in pairs: expected an even number, got 9"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                integer_quant(jnp.ones(shape), bits, implementation=self.implementation)
+
+
 class BlockDequantCases:
     """Subclassed by each back-end, which sets ``implementation``."""
 
@@ -234,6 +351,42 @@ class BlockDequantCases:
         got = self.dequantise(values, scale, (32, 64), dtype)
         want = values.astype(np.float64) * spread(scale, (32, 64), values.shape)
         assert (np.abs(got - want) <= rounding * np.abs(want)).all()
+
+    @pytest.mark.parametrize("block", [(1, 128), (1, 200), (32, 64), (1, 2)])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_int8(self, block, dtype):
+        """Every integer, -128 too, which integer_quant leaves out."""
+        values = np.resize(np.arange(-128, 128).astype(np.int8), (2, 33, 200))
+        scale = self.scales(values.shape, block)
+        got = self.dequantise(values, scale, block, dtype)
+        rounding = FLOAT32_ROUNDING + (dtype == jnp.bfloat16) * BFLOAT16_ROUNDING
+        want = values.astype(np.float64) * spread(scale, block, values.shape)
+        assert (np.abs(got - want) <= rounding * np.abs(want)).all()
+
+    @pytest.mark.parametrize("block", [(1, 128), (1, 200), (32, 64), (1, 2)])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_int4(self, block, dtype):
+        """Every byte: each half beside each other half."""
+        values = unpack_int4(np.resize(np.arange(256).astype(np.uint8), (2, 33, 100)))
+        scale = self.scales(values.shape, block)
+        rounding = FLOAT32_ROUNDING + (dtype == jnp.bfloat16) * BFLOAT16_ROUNDING
+        run = jax.jit(
+            lambda v, s: block_dequant(v, s, block, dtype, implementation=self.implementation)
+        )
+        got = run(jnp.asarray(pack_int4(values)), jnp.asarray(scale))
+        assert got.dtype == dtype, f"expected {dtype}, got {got.dtype}"
+        want = values.astype(np.float64) * spread(scale, block, values.shape)
+        assert (np.abs(np.float64(got) - want) <= rounding * np.abs(want)).all()
+
+    def test_scale_of_bytes_is_refused(self):
+        """200 columns in 100 bytes have two blocks of 128."""
+        with pytest.raises(ValueError, match=r"scale: expected shape \(3, 2\), got \(3, 1\)"):
+            block_dequant(
+                jnp.ones((3, 100), jnp.uint8),
+                jnp.ones((3, 1)),
+                (1, 128),
+                implementation=self.implementation,
+            )
 
     def test_nan_stays_where_it_is(self):
         values = np.ones((4, 6), jnp.float8_e4m3fn)

@@ -18,6 +18,7 @@ from tests.pallas_kernels.numerics import (
     Array,
     check,
     device,
+    pack_int4,
     random_e4m3,
     rounded,
     spread,
@@ -25,6 +26,7 @@ from tests.pallas_kernels.numerics import (
 )
 
 FLOAT8 = "float8_e4m3fn"
+INTEGERS = {"int8": 127, "int4": 7}
 
 # A back-end may have a way for each: no more rows than groups, few rows a group, many rows a group.
 ROWS_OF_GROUPS = [(0, 2, 0), (3, 0, 4), (37, 0, 4)]
@@ -61,11 +63,14 @@ class Inputs:
 
         def operand(shape, dtype, block):
             """Values, and scales where the dtype asks for them."""
-            if dtype != FLOAT8:
+            if dtype != FLOAT8 and dtype not in INTEGERS:
                 return rounded(rng.standard_normal(shape), dtype), None
             *batch, rows, columns = shape
             blocks = (*batch, -(-rows // block[0]), -(-columns // block[1]))
             scale = 2.0 ** rng.uniform(-2, 2, blocks)
+            if most := INTEGERS.get(dtype):
+                values = rng.integers(-most - 1, most + 1, shape).astype(np.float64)
+                return values, scale.astype(np.float32)
             return random_e4m3(rng, shape).astype(np.float64), scale.astype(np.float32)
 
         lhs, lhs_scale = operand((M, K), lhs_dtype, (1, block_shape[1]))
@@ -75,9 +80,10 @@ class Inputs:
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
         """The arguments of grouped_matmul."""
+        packed = self.rhs_dtype == "int4"
         return (
             device(self.lhs, self.lhs_dtype),
-            device(self.rhs, self.rhs_dtype),
+            jnp.asarray(pack_int4(self.rhs)) if packed else device(self.rhs, self.rhs_dtype),
             jnp.asarray(self.group_sizes, jnp.int32),
             None if self.lhs_scale is None else jnp.asarray(self.lhs_scale),
             None if self.rhs_scale is None else jnp.asarray(self.rhs_scale),
@@ -198,6 +204,24 @@ class GroupedMatmulCases:
         )
         self.check(x)
 
+    # A scale a row, as dsv3 convert makes int8; a scale 128 columns, as it makes int4; and blocks.
+    @pytest.mark.parametrize(
+        ("lhs_dtype", "block_shape"),
+        [("float32", (1, 200)), ("bfloat16", (1, 128)), ("float32", (32, 64))],
+    )
+    @pytest.mark.parametrize("rhs_dtype", INTEGERS)
+    @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+    def test_integer_weights(self, sizes, lhs_dtype, rhs_dtype, block_shape):
+        x = Inputs.random(
+            sizes,
+            N=72,
+            K=200,
+            lhs_dtype=lhs_dtype,
+            rhs_dtype=rhs_dtype,
+            block_shape=block_shape,
+        )
+        self.check(x)
+
     @pytest.mark.parametrize("rhs_dtype", ["float32", "bfloat16", FLOAT8])
     @pytest.mark.parametrize("lhs_dtype", ["bfloat16", FLOAT8])
     @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
@@ -257,6 +281,28 @@ class GroupedMatmulCases:
             with pytest.raises(ValueError, match=message):
                 grouped_matmul(*args, block_shape=block_shape, implementation=self.implementation)
 
+    @pytest.mark.parametrize(("rhs_dtype", "name"), [("int8", "int8"), ("int4", "uint8")])
+    def test_scales_of_integers_are_checked(self, rhs_dtype, name):
+        x = Inputs.random((3, 0, 4), K=200, rhs_dtype=rhs_dtype, block_shape=(1, 128))
+        lhs, rhs, sizes, _, scale = x.arrays()
+        for args, message in (
+            ((lhs, rhs, sizes), f"rhs: float8 or integer .* {name} with no scale"),
+            (
+                (lhs, rhs, sizes, None, scale[..., :1]),
+                r"rhs_scale: expected shape \(3, 16, 2\), got \(3, 16, 1\)",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                grouped_matmul(*args, block_shape=(1, 128), implementation=self.implementation)
+
+    def test_bytes_of_another_width_are_refused(self):
+        """200 columns in 100 bytes, for rows of 100."""
+        _, rhs, sizes, _, scale = Inputs.random((3, 4), K=200, rhs_dtype="int4").arrays()
+        with pytest.raises(ValueError, match="rhs: expected 100 columns as lhs has, got 200"):
+            grouped_matmul(
+                jnp.ones((7, 100)), rhs, sizes, None, scale, implementation=self.implementation
+            )
+
 
 class GroupedMatmulGradientCases:
     """For back-ends that training uses."""
@@ -292,6 +338,16 @@ class GroupedMatmulGradientCases:
             each[g] += np.outer(cotangent[m], x.lhs[m]) * x.rhs[g]
         want = np.add.reduceat(np.add.reduceat(each, [0, 32], axis=1), [0, 64], axis=2)
         check(of_scale, want, TOLERANCES["float32"])
+
+    @pytest.mark.parametrize("rhs_dtype", INTEGERS)
+    @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 0)])
+    def test_gradients_through_integer_weights(self, sizes, rhs_dtype):
+        """Of the rows."""
+        x = Inputs.random(sizes, N=40, K=72, rhs_dtype=rhs_dtype, block_shape=(1, 64))
+        (of_lhs,) = self.gradients(x, (0,))
+        weights = x.values()[1]
+        rows = [cotangents(x)[m] @ weights[g] for m, g in enumerate(x.group_of_rows())]
+        check(of_lhs, rows, TOLERANCES["float32"])
 
     def gradients(self, x: Inputs, argnums: tuple[int, ...]) -> tuple[jax.Array, ...]:
         """Of sum(out * cotangents), over the defined rows."""

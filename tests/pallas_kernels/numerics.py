@@ -93,6 +93,17 @@ def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray
     )
 
 
+def pack_int4(values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """[..., K] of -8 to 7, two to a byte [..., K / 2]: the even column is the byte modulo 16."""
+    values = np.asarray(values, np.int64) % 16
+    return (values[..., ::2] + 16 * values[..., 1::2]).astype(np.uint8)
+
+
+def unpack_int4(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    halves = np.stack([packed % 16, packed // 16], axis=-1).astype(np.int8)
+    return np.where(halves < 8, halves, halves - 16).reshape(*packed.shape[:-1], -1)
+
+
 def spread(scale: npt.ArrayLike, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
     """Each scale over its block of a [..., N, K] array, whose last blocks may be partial."""
     N, K = shape[-2:]

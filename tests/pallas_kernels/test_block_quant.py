@@ -1,13 +1,18 @@
-"""The back-ends of block_quant and block_dequant, each through the public function."""
+"""The back-ends of block_quant and its kin, each through the public function."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import block_dequant, block_quant
-from tests.pallas_kernels.block_quant_cases import BlockDequantCases, BlockQuantCases, activations
+from tests.pallas_kernels.block_quant_cases import (
+    BlockDequantCases,
+    BlockQuantCases,
+    IntegerQuantCases,
+    activations,
+)
 
 
-class TestReference(BlockQuantCases, BlockDequantCases):
+class TestReference(BlockQuantCases, IntegerQuantCases, BlockDequantCases):
     implementation = "reference"
 
 
