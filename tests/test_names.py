@@ -5,7 +5,10 @@ published safetensors headers give (scales included).
 """
 
 import dataclasses
+import hashlib
 import re
+from collections import Counter
+from itertools import groupby
 
 import pytest
 
@@ -13,6 +16,8 @@ from dsv3_jax import presets
 from dsv3_jax.accounting import checkpoint_bytes, count_parameters
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, TensorSpec, copies, tensor_table
 from dsv3_jax.config import BlockQuantization
+from tests.support import sparse
+from tests.support.checkpoints import tensor_shapes
 
 TINY = dataclasses.replace(
     presets.DEEPSEEK_V3_2,
@@ -86,6 +91,74 @@ def test_tables_of_published_files(name, tensors, elements):
 
 def test_bytes_of_v3(v3):
     assert sum(spec.nbytes for spec in v3.values()) == 688_574_839_360
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "layers", "digest"),
+    [
+        (
+            "deepseek-v3",
+            688_574_839_360,
+            [(3, 20), (58, 1558), (1, 1564)],
+            "f2b6fc059a922ec40758de9a94f591fe2f8b6731a30fd8bd8c80fc169ec45faf",
+        ),
+        (
+            "deepseek-v3.2",
+            689_471_107_200,
+            [(3, 27), (58, 1565), (1, 1571)],
+            "4732c4312cd2379496c78f03b656407d7fe6a5775062762788251ecb23f0733e",
+        ),
+        (
+            "kimi-k2",
+            1_029_173_249_888,
+            [(1, 20), (60, 2326)],
+            "52813445e590ce10831a0c400ae0f2ed269efe1eef178590bcff970e51d86a28",
+        ),
+        (
+            "deepseek-v2",
+            471_482_869_760,
+            [(1, 12), (59, 493)],
+            "4a8639bebfbdfbd83f1689def93744757c672b423544f5c7283384979b1d3e28",
+        ),
+        (
+            "deepseek-v2-lite",
+            31_412_968_448,
+            [(1, 10), (26, 203)],
+            "24cc0f6bf5e4664f791ca615989f7aa094df152a00be974587e6644a2ed66d67",
+        ),
+        (
+            "moonlight-16b",
+            31_920_223_744,
+            [(1, 10), (26, 204)],
+            "115ff1b2f50b1a63cb2bc97dd0d94bf99a3c551337055def16ef14ecd4a60e07",
+        ),
+    ],
+)
+def test_tables_have_not_changed(name, nbytes, layers, digest):
+    """Bytes in all, runs of (layers, tensors in each), SHA-256 of the lines "name dtype shape"."""
+    table = tensor_table(presets.get(name))
+    assert sum(spec.nbytes for spec in table.values()) == nbytes
+    count = Counter(int(m[1]) for n in table if (m := re.match(r"model\.layers\.(\d+)\.", n)))
+    runs = groupby(count[layer] for layer in range(len(count)))
+    assert [(len(list(run)), tensors) for tensors, run in runs] == layers
+    assert len(table) - count.total() == 3  # embedding, final norm, head
+    lines = (f"{n} {s.dtype} {'x'.join(map(str, s.shape))}\n" for n, s in sorted(table.items()))
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() == digest
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_the_table_of_another_author(name):
+    """The tests' own list, written apart from the table under test."""
+    config = presets.get(name)
+    table = {n: (spec.dtype, spec.shape) for n, spec in tensor_table(config).items()}
+    assert table == sparse.entries(config.to_hf())
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "moonlight-16b"])
+def test_the_shapes_of_another_author(name):
+    config = presets.get(name)
+    shapes = {n: spec.shape for n, spec in tensor_table(config).items()}
+    assert shapes == tensor_shapes(config.to_hf())
 
 
 def test_types_of_v3(v3):

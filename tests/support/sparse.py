@@ -1,0 +1,68 @@
+"""Checkpoints of any size that take no room: true headers, and holes in the place of values.
+
+Names and shapes are those of `tensor_shapes`, so that nothing here rests on the package under test.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from .checkpoints import BIAS, Config, is_fp8, tensor_shapes
+
+ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+BLOCK = 128
+
+Entry = tuple[str, tuple[int, ...]]  # dtype, shape
+
+
+def entries(config: Config) -> dict[str, Entry]:
+    """Every tensor of a published float8 checkpoint, scales behind their weights."""
+    out: dict[str, Entry] = {}
+    for name, shape in tensor_shapes(config).items():
+        if is_fp8(name):
+            out[name] = ("F8_E4M3", shape)
+            scales = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+            out[f"{name}_scale_inv"] = ("F32", scales)
+        else:
+            out[name] = ("F32" if name.endswith(BIAS) else "BF16", shape)
+    return out
+
+
+def nbytes(entry: Entry) -> int:
+    return math.prod(entry[1]) * ITEMSIZE[entry[0]]
+
+
+def write_sparse_checkpoint(directory: Path, config: Config, shards: int) -> None:
+    """Shards of about one size; a scale goes into the shard behind its weight's.
+
+    `config` is written as it is, and says itself that it is float8.
+    """
+    held = entries(config)
+    total, written = sum(map(nbytes, held.values())), 0
+    files: list[dict[str, Entry]] = [{} for _ in range(shards)]
+    for name, entry in held.items():
+        shard = written * shards // total
+        if name.endswith("_scale_inv"):
+            shard = (shard + 1) % shards
+        files[shard][name] = entry
+        written += nbytes(entry)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    weight_map: dict[str, str] = {}
+    for number, content in enumerate(files, 1):
+        shard_name = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        _write_file(directory / shard_name, content)
+        weight_map |= dict.fromkeys(content, shard_name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_file(path: Path, content: dict[str, Entry]) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in content.items():
+        begin, end = end, end + nbytes((dtype, shape))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
