@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form, LayerCache
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
@@ -64,7 +64,8 @@ class DeepSeekV3(nnx.Module):
       rngs: source of the random initial weights, normal with ``initializer_range``.
       dtype: of weights and activations. Router, norms, softmax, residual sums and expert sums are
         float32 whatever it is.
-      quantization: keeps the projections in float8 with block scales, as published.
+      quantization: keeps the projections in float8 with block scales, as published, or in int8 or
+        int4.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DeepSeekV3(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
-        quantization: BlockQuantization | None = None,
+        quantization: Quantization | None = None,
     ):
         if config.has_indexer:
             raise ValueError(
@@ -245,7 +246,7 @@ def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:
     """Numbers held by the main model, or by the MTP layers alone; scales do not count."""
     state = nnx.to_flat_state(nnx.state(model))
     return sum(
-        leaf.size
+        leaf.size * (2 if leaf.dtype == jnp.uint8 else 1)  # a byte holds two int4
         for path, leaf in state
-        if (path[0] == "mtp") == mtp and path[-1] != "weight_scale_inv"
+        if (path[0] == "mtp") == mtp and path[-1] not in ("weight_scale_inv", "weight_scale")
     )

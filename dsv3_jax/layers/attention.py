@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.kv_cache import write
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
@@ -55,7 +55,7 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         self.config = config
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
@@ -26,7 +26,7 @@ class DecoderLayer(nnx.Module):
         dense: bool,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
@@ -91,7 +91,7 @@ class MTPLayer(DecoderLayer):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         super().__init__(config, dense=False, rngs=rngs, dtype=dtype, quantization=quantization)
         D, eps = config.hidden_size, config.rms_norm_eps

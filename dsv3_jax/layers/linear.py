@@ -1,4 +1,4 @@
-"""Linear maps with weights as published: [out, in], dense or float8 with block scales."""
+"""Linear maps with weights as published: [out, in], dense, float8 or integers with scales."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
-from dsv3_jax.config import BlockQuantization
-from pallas_kernels import block_dequant, block_quant
+from dsv3_jax.config import BlockQuantization, Quantization
+from pallas_kernels import block_dequant, block_quant, integer_quant
 
 
 class Weight(nnx.Module):
     """One matrix, or a stack of them, of shape [..., out, in].
 
-    ``weight`` holds ``dtype``, or float8_e4m3fn with float32 ``weight_scale_inv``
-    [..., ceil(out / block), ceil(in / block)] where ``quantization`` is given. Float8 weights are
-    dequantised where they are used.
+    ``weight`` holds ``dtype``, or with ``quantization`` narrow numbers that are dequantised where
+    they are used: float8_e4m3fn beside float32 ``weight_scale_inv``, or int8, or int4 in pairs
+    (uint8 [..., out, in / 2]), beside ``weight_scale``. A scale stands for a block:
+    [..., ceil(out / rows), ceil(in / columns)].
     """
 
     def __init__(
@@ -27,24 +28,33 @@ class Weight(nnx.Module):
         std: float,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None = None,
+        quantization: Quantization | None = None,
     ):
         weight = jax.random.normal(rngs.params(), shape, jnp.float32) * std
         self.quantization = quantization
         if quantization is None:
             self.weight = nnx.Param(weight.astype(dtype))
-        else:
-            values, scale = block_quant(weight, quantization.weight_block_size)
-            self.weight = nnx.Param(values)
+            return
+        self.block_shape = quantization.block_shape(shape[-1])
+        if isinstance(quantization, BlockQuantization):
+            values, scale = block_quant(weight, self.block_shape)
             self.weight_scale_inv = nnx.Param(scale)
+        else:
+            values, scale = integer_quant(weight, quantization.bits, quantization.group_size)
+            self.weight_scale = nnx.Param(scale)
+        self.weight = nnx.Param(values)
+
+    @property
+    def scale(self) -> Float32[Array, "*stack rows columns"]:
+        """One a block of ``block_shape``; quantized weights alone have it."""
+        float8 = isinstance(self.quantization, BlockQuantization)
+        return (self.weight_scale_inv if float8 else self.weight_scale)[...]
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*stack out in"]:
         """The weight's values in ``dtype``."""
         if self.quantization is None:
             return self.weight[...].astype(dtype)
-        return block_dequant(
-            self.weight[...], self.weight_scale_inv[...], self.quantization.weight_block_size, dtype
-        )
+        return block_dequant(self.weight[...], self.scale, self.block_shape, dtype)
 
 
 class Linear(Weight):
@@ -58,7 +68,7 @@ class Linear(Weight):
         std: float,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None = None,
+        quantization: Quantization | None = None,
     ):
         super().__init__(
             (out_features, in_features), std=std, rngs=rngs, dtype=dtype, quantization=quantization

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv3_jax.config import BlockQuantization
+from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear
 
 
@@ -23,7 +23,7 @@ class MLP(nnx.Module):
         std: float,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         kwargs = {"std": std, "rngs": rngs, "dtype": dtype, "quantization": quantization}
         self.gate_proj = Linear(width, inner, **kwargs)

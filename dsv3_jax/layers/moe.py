@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP, silu_and_multiply
 from dsv3_jax.layers.router import Router, Routing
@@ -36,7 +36,7 @@ class Experts(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         kwargs = {
@@ -67,8 +67,8 @@ def _product(
         rows,
         experts.weight[...],
         group_sizes,
-        rhs_scale=experts.weight_scale_inv[...],
-        block_shape=experts.quantization.weight_block_size,
+        rhs_scale=experts.scale,
+        block_shape=experts.block_shape,
     )
 
 
@@ -81,7 +81,7 @@ class MoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        quantization: BlockQuantization | None,
+        quantization: Quantization | None,
     ):
         self.config = config
         self.gate = Router(config, rngs=rngs, dtype=dtype)

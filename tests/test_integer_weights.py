@@ -1,0 +1,159 @@
+"""Integer weights inside the model: it computes what it would with the values they stand for.
+
+Each model is compared with a dense one of the dequantised values, which NumPy makes here from the
+stored integers and scales alone: float32, to 1e-5 in relative norm.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax import ModelConfig, presets
+from dsv3_jax.checkpoint.names import tensor_table
+from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.config import INT4, INT8, IntegerQuantization
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.linear import Linear, Weight
+from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from tests.pallas_kernels.numerics import spread, unpack_int4
+from tests.support.checkpoints import tiny_config
+from tests.support.oracle import relative_error
+from tests.support.running import extend, forward
+
+BOUND = 1e-5
+# A weight of the tiny config has at most 96 columns: one group of 128, the last of 16s partial.
+KINDS = {"int8": INT8, "int4": INT4, "int4 in 16s": IntegerQuantization(bits=4, group_size=16)}
+TOKENS = np.random.default_rng(11).integers(0, 160, (2, 44))
+
+
+def config(**overrides) -> ModelConfig:
+    options = {"num_hidden_layers": 2, "initializer_range": 0.1}  # a dense layer and a MoE
+    return ModelConfig.from_hf(tiny_config(**options, **overrides))
+
+
+def dense(model: DeepSeekV3) -> DeepSeekV3:
+    """The same model with dense float32 weights."""
+    state = dict(nnx.to_flat_state(nnx.state(model)))
+    graph, target = nnx.split(abstract(model.config))
+    flat = []
+    for path, variable in nnx.to_flat_state(target):
+        value = np.asarray(state[path].get_value())
+        if value.dtype in (np.int8, np.uint8):
+            scale = np.asarray(state[(*path[:-1], "weight_scale")].get_value())
+            if value.dtype == np.uint8:
+                value = unpack_int4(value)
+            group = 16 if scale.shape[-1] > 1 else value.shape[-1]
+            value = value * spread(scale, (1, group), value.shape)
+        flat.append((path, variable.replace(jnp.asarray(value, jnp.float32))))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    integers: DeepSeekV3
+    dense: DeepSeekV3
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request) -> Pair:
+    model = DeepSeekV3(config(), rngs=nnx.Rngs(0), quantization=KINDS[request.param])
+    return Pair(model, dense(model))
+
+
+def test_whole_sequences_and_mtp(pair):
+    """88 rows for 8 experts: more rows than groups."""
+    got, got_aux = forward(pair.integers, TOKENS)
+    want, want_aux = forward(pair.dense, TOKENS)
+    assert relative_error(got, want) < BOUND
+    assert relative_error(got_aux.mtp_logits[0], want_aux.mtp_logits[0]) < BOUND
+    np.testing.assert_array_equal(got_aux.routing_counts, want_aux.routing_counts)
+
+
+def test_without_jit(pair):
+    tokens = jnp.asarray(TOKENS[:1, :2])  # six rows for 8 experts
+    assert relative_error(pair.integers(tokens), forward(pair.dense, tokens)[0]) < BOUND
+
+
+@pytest.mark.parametrize(("form", "chunk"), [("expanded", 7), ("absorbed", 1)])
+def test_cached(pair, form, chunk):
+    """Chunk by chunk; one token a row is six rows for 8 experts."""
+    cache = LatentKVCache.init(pair.dense.config, 2, 24, dtype="float32", page_size=8)
+    caches = [cache, cache]
+    for start in range(0, 14, chunk):
+        window = TOKENS[:, start : start + chunk]
+        logits = []
+        for i, model in enumerate((pair.integers, pair.dense)):
+            out, caches[i] = extend(model, window, [chunk, chunk], caches[i], form)
+            logits.append(out)
+        assert relative_error(*logits) < BOUND
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_cached_mtp(pair, form):
+    hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 64)), jnp.float32)
+    tokens, counts = jnp.asarray(TOKENS[:, :5]), jnp.array([5, 3])
+    starts = jnp.zeros(2, jnp.int32)
+
+    cache = LatentKVCache.init(pair.dense.config, 2, 8, dtype="float32", page_size=8, mtp=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def draft(graph: nnx.GraphDef, state: nnx.State) -> jax.Array:
+        model = nnx.merge(graph, state)
+        out, _ = model.extend_mtp(hidden, tokens, starts, counts, cache, form)
+        return model.logits(out.post_norm)
+
+    got, want = (draft(*nnx.split(model)) for model in (pair.integers, pair.dense))
+    for row, count in enumerate(counts):
+        assert relative_error(got[row, :count], want[row, :count]) < BOUND
+
+
+def test_initial_weights_are_near_those_without_quantization():
+    """Drawn from the same key, within half a step."""
+    options = {"std": 0.02, "dtype": jnp.float32}
+    for kind in KINDS.values():
+        weight = Weight((3, 20, 40), rngs=nnx.Rngs(5), quantization=kind, **options)
+        want = Weight((3, 20, 40), rngs=nnx.Rngs(5), **options).dense(jnp.float32)
+        step = np.asarray(weight.scale).repeat(weight.block_shape[1], axis=-1)[..., :40]
+        assert (np.abs(weight.dense(jnp.float32) - want) <= 0.501 * step).all()
+
+
+def test_names_shapes_and_storage_are_the_table_s():
+    for kind in KINDS.values():
+        model = DeepSeekV3(config(), rngs=nnx.Rngs(0), quantization=kind)
+        of_kind = dataclasses.replace(model.config, quantization=kind, dtype="float32")
+        stored = {np.int8: "I8", np.uint8: "U8", np.float32: "F32"}
+        held = {
+            name.replace("weight_scale", "weight" + kind.scale_suffix): (
+                tensor.shape,
+                stored[tensor.dtype.type],
+            )
+            for name, tensor in published_tensors(model).items()
+        }
+        table = tensor_table(of_kind)
+        assert held == {name: (spec.shape, spec.dtype) for name, spec in table.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_columns(kind):
+    """int4 packs pairs; int8 has no such wish."""
+    options = {"std": 0.02, "rngs": nnx.Rngs(0), "dtype": jnp.float32, "quantization": KINDS[kind]}
+    if kind == "int8":
+        assert Linear(9, 4, **options)(jnp.ones((2, 9))).shape == (2, 4)
+        return
+    with pytest.raises(ValueError, match="packs columns in pairs: expected an even number, got 9"):
+        Linear(9, 4, **options)
+    with pytest.raises(ValueError, match="packs columns in pairs: expected an even number, got 47"):
+        abstract(config(moe_intermediate_size=47), quantization=KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4])
+def test_parameters_of_deepseek_v3(kind):
+    """A byte counts as two where it holds two, and scales do not count."""
+    model = abstract(presets.DEEPSEEK_V3, dtype=jnp.bfloat16, quantization=kind)
+    assert parameter_count(model) == 671_026_419_200
+    assert parameter_count(model, mtp=True) == 11_610_068_224
