@@ -20,7 +20,7 @@ from dsv3_jax.config import ModelConfig
 Table = dict[str, "TensorSpec"]
 
 _ITEMSIZE = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}
-_STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Endings of tensors that some files carry and no forward pass reads: Kimi-K2-Instruct has a
@@ -184,12 +184,12 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
 
 
 def _plain(config: ModelConfig, name: str, *shape: int) -> Table:
-    return {f"{name}.weight": TensorSpec(shape, _STORED_AS[config.dtype])}
+    return {f"{name}.weight": TensorSpec(shape, STORED_AS[config.dtype])}
 
 
 def _norm(config: ModelConfig, name: str, width: int) -> Table:
     """V3.2 stores every norm in float32, its predecessors in the model's own type."""
-    dtype = "F32" if config.has_indexer else _STORED_AS[config.dtype]
+    dtype = "F32" if config.has_indexer else STORED_AS[config.dtype]
     return {f"{name}.weight": TensorSpec((width,), dtype)}
 
 

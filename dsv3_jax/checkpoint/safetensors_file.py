@@ -35,6 +35,7 @@ _DTYPES: dict[str, tuple[np.dtype, str]] = {
 _SPELLINGS = dict(_DTYPES.values())
 SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 """NumPy dtype -> safetensors' spelling of it."""
+NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 

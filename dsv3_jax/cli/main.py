@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dsv3_jax
-from dsv3_jax.cli import doctor, export, generate, train
+from dsv3_jax.cli import convert, doctor, export, generate, train, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="dsv3", description="DeepSeek-V3/R1 in JAX.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, train, export, doctor):
+    for module in (generate, convert, verify, export, train, doctor):
         name = module.__name__.rsplit(".", 1)[1]
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

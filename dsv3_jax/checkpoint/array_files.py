@@ -1,0 +1,198 @@
+"""The arrays of a store on disk: an orbax checkpoint of Zarr 3 arrays without compression.
+
+orbax writes the tree and opens what is here; the chunks are written one by one, which orbax cannot
+do, through TensorStore, on which orbax itself stands. File names and contents depend on the arrays
+alone. A chunk that is not there is an error to whoever reads it, never a block of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from absl import logging
+from etils import epath
+from orbax.checkpoint import type_handlers
+
+from dsv3_jax.checkpoint.layout import StoredArray
+
+_TREE = "_METADATA"  # orbax writes it last
+
+
+class ArrayFiles:
+    """The arrays below a directory, by name."""
+
+    def __init__(self, directory: Path, threads: int = 2):
+        self.directory = directory
+        # Not synced file by file, which halves the speed: a conversion syncs them all in the end.
+        self._context = ts.Context(
+            {
+                "file_io_sync": False,
+                "file_io_concurrency": {"limit": max(threads, 4)},
+                "data_copy_concurrency": {"limit": threads},
+            }
+        )
+        self._open: dict[str, ts.TensorStore] = {}
+
+    def create(self, arrays: Iterable[StoredArray]) -> None:
+        """The tree and every array's header, without chunks; keeps them where they exist."""
+        if (self.directory / _TREE).is_file():
+            return
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        was = logging.get_verbosity()
+        # orbax warns of a handler that is not its own, and that there is nothing to merge.
+        logging.set_verbosity(logging.ERROR)
+        try:
+            registry = type_handlers.create_type_handler_registry(
+                (StoredArray, _Headers(self._context))
+            )
+            handler = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=False, use_zarr3=True, type_handler_registry=registry
+            )
+            directory = epath.Path(self.directory)
+            handler.save(directory, args=ocp.args.PyTreeSave(_tree(arrays)))
+            handler.finalize(directory)
+        finally:
+            logging.set_verbosity(was)
+
+    def __getitem__(self, name: str) -> ts.TensorStore:
+        if (found := self._open.get(name)) is None:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(self.directory / name)},
+                "store_data_equal_to_fill_value": True,
+                "fill_missing_data_reads": False,
+            }
+            found = ts.open(spec, context=self._context).result()
+            self._open[name] = found
+        return found
+
+    def write(self, name: str, begin: tuple[int, ...], block: np.ndarray) -> None:
+        """Whole chunks, from ``begin`` on.
+
+        Raises:
+          OSError: the disk is full or failed.
+        """
+        where = tuple(slice(b, b + n) for b, n in zip(begin, block.shape, strict=True))
+        try:
+            target = self[name][where]
+            target.write(block, can_reference_source_data_indefinitely=True).result()
+        except ValueError as error:  # TensorStore's only kind
+            raise OSError(f"{self.directory / name}: {_reason(error)}") from None
+
+    def read(self, name: str, index: Any) -> np.ndarray:
+        """
+        Raises:
+          OSError: a chunk is missing, damaged, or cannot be read.
+        """
+        try:
+            return self[name][index].read().result()
+        except ValueError as error:
+            raise OSError(f"{self.directory / name}: {_reason(error)}") from None
+
+    def tensor(self, array: StoredArray, expert: int | None) -> TensorView:
+        """One of the published tensors in the array."""
+        return TensorView(self, array.name, expert, array.tensor_shape, array.dtype)
+
+    def remove_unfinished(self) -> None:
+        """Deletes what a killed writer left beside the chunks."""
+        for path in self.directory.rglob("*.__lock"):
+            path.unlink()
+
+
+class TensorView:
+    """A tensor of the store, a :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
+
+    __slots__ = ("_array", "_expert", "_files", "dtype", "shape")
+
+    def __init__(
+        self,
+        files: ArrayFiles,
+        array: str,
+        expert: int | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+    ):
+        self._files, self._array, self._expert = files, array, expert
+        self.shape, self.dtype = shape, dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        return self._files.read(
+            self._array, index if self._expert is None else (self._expert, *index)
+        )
+
+
+class _Headers(type_handlers.TypeHandler):
+    """Has orbax 'save' arrays that are to be written later."""
+
+    def __init__(self, context: ts.Context):
+        self._context = context
+
+    def typestr(self) -> str:
+        return "np.ndarray"  # what others shall restore them as
+
+    async def serialize(
+        self, values: Sequence[StoredArray], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        for array, info in zip(values, infos, strict=True):
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(info.parent_dir / info.name)},
+                "metadata": {
+                    "shape": array.shape,
+                    "data_type": array.dtype.name,
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": array.chunk},
+                    },
+                    "codecs": [
+                        {
+                            "name": "sharding_indexed",
+                            "configuration": {
+                                "chunk_shape": array.inner,
+                                "codecs": [{"name": "bytes"}],
+                                "index_codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+                            },
+                        }
+                    ],
+                },
+            }
+            await ts.open(spec, create=True, context=self._context)
+        return []
+
+    async def metadata(self, infos: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def _tree(arrays: Iterable[StoredArray]) -> dict[str, Any]:
+    """Nested by the parts of the names."""
+    tree: dict[str, Any] = {}
+    for array in arrays:
+        *path, last = array.name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = array
+    return tree
+
+
+def _reason(error: ValueError) -> str:
+    """What the system said, out of TensorStore's message with its code, paths and place in C++."""
+    line = re.sub(r"( \[[^\]]*\])+$", "", str(error).splitlines()[0])
+    return line.rsplit(": ", 1)[1] if "Failed" in line else line

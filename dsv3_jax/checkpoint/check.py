@@ -1,0 +1,72 @@
+"""Whether a checkpoint has the tensors of its config: every name, shape and dtype, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from dsv3_jax.checkpoint.arrays import Arrays
+from dsv3_jax.checkpoint.names import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
+from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.config import BlockQuantization, ModelConfig
+
+_SCALES = ("F32", "BF16", "F8_E8M0")
+
+
+def with_layers_present(config: ModelConfig, arrays: Arrays) -> ModelConfig:
+    """The config without MTP layers that the files do not have.
+
+    Many tools drop them and leave ``num_nextn_predict_layers`` as it was.
+    """
+    first = f"model.layers.{config.num_hidden_layers}."
+    if any(name.startswith(first) for name in arrays):
+        return config
+    return dataclasses.replace(config, num_nextn_predict_layers=0)
+
+
+def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
+    """Refuses a checkpoint that is not what ``config`` describes; reads no values.
+
+    The copies of embedding and head that MTP layers carry may be absent. Tensors that are not
+    quantized may be float32 or ``config.dtype``, scales also powers of two in one byte.
+
+    Raises:
+      ValueError: one line with the name of the first tensor that is missing, unknown, or of another
+        shape or dtype.
+    """
+    table = tensor_table(config)
+    suffix = (config.quantization or BlockQuantization()).scale_suffix
+    if missing := [name for name in table if name not in arrays and name not in copies(config)]:
+        kind = "scale" if missing[0].endswith(suffix) else "tensor"
+        raise ValueError(_listed(f"missing {kind}", missing))
+    unknown = sorted(n for n in arrays if n not in table and not n.endswith(UNUSED_SUFFIXES))
+    if unknown and unknown[0].endswith(suffix) and config.quantization is None:
+        raise ValueError(
+            f"{unknown[0]}: a scale, and config.json has no quantization_config to say of what kind"
+        )
+    if unknown:
+        raise ValueError(_listed("unknown tensor", unknown))
+    for name, spec in table.items():
+        if name not in arrays:
+            continue
+        got = SPELLED[arrays[name].dtype]
+        if name.endswith(suffix) and config.quantization is not None:
+            expected = _SCALES
+        elif spec.dtype in STORED_AS.values():
+            expected = ("F32", STORED_AS[config.dtype])
+        else:
+            expected = (spec.dtype,)
+        if got not in expected:
+            raise ValueError(f"{name}: expected {' or '.join(expected)}, got {got}")
+        if arrays[name].shape != spec.shape:
+            raise ValueError(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without layer and expert: ``layers.mlp.experts.gate_proj.weight``."""
+    return re.sub(r"\.(\d+)(?=\.)", "", name.removeprefix("model."))
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"checkpoint: {what} {names[0]}{more}"

@@ -1,0 +1,141 @@
+"""What a conversion will do, from headers alone: arrays, units of work, bytes, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal
+
+from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
+from dsv3_jax.checkpoint.check import check_tensors, with_layers_present
+from dsv3_jax.checkpoint.layout import StoredArray, stored_arrays
+from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
+from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization, check_choice
+
+Target = Literal["fp8", "bf16", "int8", "int4"]
+TARGETS = ("fp8", "bf16", "int8", "int4")
+
+_BASE_BYTES = 700_000_000  # of a process with JAX, orbax and the tables of 92,000 tensors
+_BYTES_AN_ELEMENT = 12  # of a piece at work: source, result, TensorStore's copy, and headroom
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Published tensors that are converted together, and the arrays they go to."""
+
+    array: StoredArray
+    scales: StoredArray | None
+    """Scales that the conversion makes."""
+    first: int
+    count: int
+    """Experts from ``first`` on; of an array without experts, its one tensor."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.array.name}[{self.first}]" if self.array.stacked else self.array.name
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        return (self.array,) if self.scales is None else (self.array, self.scales)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self.array.tensors[self.first : self.first + self.count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A checked source and what becomes of it."""
+
+    directory: Path
+    source: CheckpointReader
+    source_config: ModelConfig
+    to: Target
+    config: ModelConfig
+    """In the form that the store will hold."""
+    keeps: bool
+    """Every tensor's bytes are kept."""
+    multiple: int
+    """Of rows that are converted at once: whole blocks of both forms."""
+    arrays: dict[str, StoredArray]
+    units: tuple[Unit, ...]
+    copies: dict[str, str]
+    """The copies of embedding and head that the source has, and what each must repeat."""
+    unused: tuple[str, ...]
+    """Tensors that no model reads; kept beside the arrays."""
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.source.values())
+
+    @property
+    def store_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def files(self) -> int:
+        """Of array data, in the store."""
+        return sum(array.files for array in self.arrays.values())
+
+    def peak_bytes(self, workers: int) -> int:
+        """Resident memory that the conversion stays below."""
+        return _BASE_BYTES + workers * PIECE_ELEMENTS * _BYTES_AN_ELEMENT
+
+
+def plan(directory: Path, to: Target) -> Plan:
+    """Reads every header, no values.
+
+    Raises:
+      ValueError: an unknown target, or a source that is not a whole published checkpoint.
+    """
+    check_choice("to", to, TARGETS)
+    published = ModelConfig.from_hf(directory)
+    source = CheckpointReader(directory)
+    source_config = with_layers_present(published, source)
+    check_tensors(source_config, source)
+    config = _target_config(source_config, to)
+    keeps = config == source_config
+    multiple = _rows_at_once(source_config, config)
+    arrays = stored_arrays(config, multiple=multiple, kept=source if keeps else None)
+    return Plan(
+        directory=directory,
+        source=source,
+        source_config=source_config,
+        to=to,
+        config=config,
+        keeps=keeps,
+        multiple=multiple,
+        arrays=arrays,
+        units=_units(config, arrays, keeps),
+        copies={c: original for c, original in copies(config).items() if c in source},
+        unused=tuple(name for name in source if name.endswith(UNUSED_SUFFIXES)),
+    )
+
+
+def _target_config(config: ModelConfig, to: Target) -> ModelConfig:
+    quantization: Quantization | None = {"bf16": None, "int8": INT8, "int4": INT4}.get(to)
+    if to == "fp8":
+        if config.quantization is not None:
+            return config
+        quantization = BlockQuantization()
+    return dataclasses.replace(config, quantization=quantization, dtype="bfloat16")
+
+
+def _rows_at_once(*configs: ModelConfig) -> int:
+    blocks = [c.quantization.block_shape(1)[0] for c in configs if c.quantization is not None]
+    rows = math.lcm(*blocks)
+    return rows * max(1, 128 // rows)
+
+
+def _units(config: ModelConfig, arrays: dict[str, StoredArray], keeps: bool) -> tuple[Unit, ...]:
+    suffix = config.quantization.scale_suffix if config.quantization is not None else None
+    units = []
+    for name, array in arrays.items():
+        if not keeps and suffix is not None and name.endswith("weight" + suffix):
+            continue  # goes with its weight
+        scales = arrays.get(name + suffix) if not keeps and suffix is not None else None
+        count = array.chunk[0] if array.stacked else 1
+        units += [Unit(array, scales, e, count) for e in range(0, len(array.tensors), count)]
+    return tuple(units)

@@ -1,0 +1,54 @@
+"""A converted store, read: its tensors by published name, whatever form they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dsv3_jax.checkpoint import journal, manifest, sidecar
+from dsv3_jax.checkpoint.array_files import ArrayFiles, TensorView
+from dsv3_jax.checkpoint.layout import place
+from dsv3_jax.checkpoint.safetensors_file import NUMPY
+
+WEIGHTS = "weights"
+
+
+def is_store(directory: Path) -> bool:
+    """Whether a conversion made it, be it whole or not."""
+    return any((directory / name).is_file() for name in (manifest.NAME, journal.NAME))
+
+
+class StoreReader(Mapping[str, TensorView]):
+    """The tensors of a store; their values are read when asked for, chunk by chunk.
+
+    Raises:
+      ValueError: the store is not whole, or its manifest is damaged.
+    """
+
+    def __init__(self, directory: Path):
+        if not (directory / manifest.NAME).is_file():
+            raise ValueError(
+                f"{directory}: an unfinished conversion; go on with dsv3 convert --resume"
+            )
+        self.directory = directory
+        self.manifest = manifest.read(directory)
+        self.config = self.manifest.model_config
+        self.source = directory / sidecar.FOLDER
+        files = ArrayFiles(directory / WEIGHTS)
+        self._tensors = {}
+        for name, tensor in self.manifest.tensors.items():
+            array, expert = place(self.config, name)
+            shape, dtype = tuple(tensor.shape), NUMPY[tensor.dtype]
+            self._tensors[name] = TensorView(files, array, expert, shape, dtype)
+
+    def __getitem__(self, name: str) -> TensorView:
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
