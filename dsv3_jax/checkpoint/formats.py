@@ -6,6 +6,10 @@ products of integer or float8 and scale, rounded once to the dtype asked for.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 
@@ -48,6 +52,70 @@ def dequantize(
             exact = values[tile].astype(np.float64) * wide[np.ix_(rows[tile], columns)]
             out[tile] = _rounded(exact, out.dtype)
     return out
+
+
+def recode(
+    values: np.ndarray,
+    scale: np.ndarray | None,
+    first: int,
+    forms: Forms,
+    note: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows of a matrix, or all of anything else, from one form to another.
+
+    A few rows at a time, so that their float32 values stay in the CPU's cache.
+
+    Args:
+      scale: of the whole matrix, where it is quantized.
+      first: the number of the first row; at the beginning of a block of either form.
+      note: is told of dense values, of what they became, and of their new scales.
+
+    Returns:
+      Values and scales in the new form; no scales where it is not quantized.
+    """
+    source, target, dtype = forms
+    if not values.shape:
+        return values.astype(dtype, copy=False), None
+    stored, scales = [], []
+    for begin in range(0, len(values), forms.rows):
+        tile = values[begin : begin + forms.rows]
+        if scale is not None and source is not None:
+            columns = tile.shape[1] * (2 if tile.dtype == np.uint8 else 1)
+            N, K = source.block_shape(columns)
+            at = first + begin
+            part = scale[at // N : -(-(at + len(tile)) // N)]
+            wanted = np.dtype(np.float32) if target is not None else dtype
+            tile = dequantize(tile, part, (N, K), wanted, (at % N, 0))
+        if target is None:
+            stored.append(tile.astype(dtype, copy=False))
+            continue
+        dense = tile.astype(np.float32, copy=False)
+        quantized, made = quantize(dense, target)
+        if note is not None:
+            note(dense, quantized, made)
+        stored.append(quantized)
+        scales.append(made)
+    return _joined(stored), _joined(scales) if scales else None
+
+
+class Forms(NamedTuple):
+    """From what form a tensor goes to what."""
+
+    source: Quantization | None
+    target: Quantization | None
+    dtype: np.dtype
+    """Of the result, where it is not quantized."""
+
+    @property
+    def rows(self) -> int:
+        """That make whole blocks of both forms, and enough to be worth a step."""
+        blocks = [q.block_shape(1)[0] for q in (self.source, self.target) if q is not None]
+        rows = math.lcm(*blocks)
+        return rows * max(1, 128 // rows)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _dequantize_float8(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from ml_dtypes import bfloat16
+
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
 from dsv3_jax.checkpoint.check import check_tensors, with_layers_present
+from dsv3_jax.checkpoint.formats import Forms
 from dsv3_jax.checkpoint.layout import StoredArray, stored_arrays
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.checkpoint.reader import CheckpointReader
@@ -57,8 +60,6 @@ class Plan:
     """In the form that the store will hold."""
     keeps: bool
     """Every tensor's bytes are kept."""
-    multiple: int
-    """Of rows that are converted at once: whole blocks of both forms."""
     arrays: dict[str, StoredArray]
     units: tuple[Unit, ...]
     copies: dict[str, str]
@@ -97,8 +98,8 @@ def plan(directory: Path, to: Target) -> Plan:
     check_tensors(source_config, source)
     config = _target_config(source_config, to)
     keeps = config == source_config
-    multiple = _rows_at_once(source_config, config)
-    arrays = stored_arrays(config, multiple=multiple, kept=source if keeps else None)
+    forms = Forms(source_config.quantization, config.quantization, np.dtype(bfloat16))
+    arrays = stored_arrays(config, multiple=forms.rows, kept=source if keeps else None)
     return Plan(
         directory=directory,
         source=source,
@@ -106,7 +107,6 @@ def plan(directory: Path, to: Target) -> Plan:
         to=to,
         config=config,
         keeps=keeps,
-        multiple=multiple,
         arrays=arrays,
         units=_units(config, arrays, keeps),
         copies={c: original for c, original in copies(config).items() if c in source},
@@ -121,12 +121,6 @@ def _target_config(config: ModelConfig, to: Target) -> ModelConfig:
             return config
         quantization = BlockQuantization()
     return dataclasses.replace(config, quantization=quantization, dtype="bfloat16")
-
-
-def _rows_at_once(*configs: ModelConfig) -> int:
-    blocks = [c.quantization.block_shape(1)[0] for c in configs if c.quantization is not None]
-    rows = math.lcm(*blocks)
-    return rows * max(1, 128 // rows)
 
 
 def _units(config: ModelConfig, arrays: dict[str, StoredArray], keeps: bool) -> tuple[Unit, ...]:

@@ -11,7 +11,7 @@ import xxhash
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import as_bytes, digest
 from dsv3_jax.checkpoint.check import kind_of
-from dsv3_jax.checkpoint.formats import dequantize, quantize
+from dsv3_jax.checkpoint.formats import Forms, dequantize, recode
 from dsv3_jax.checkpoint.plan import Plan, Unit
 from dsv3_jax.checkpoint.values import check_finite, check_scale
 
@@ -78,7 +78,9 @@ class _Conversion:
         self.read: dict[str, xxhash.xxh3_128] = {name: xxhash.xxh3_128()}
         self.written = {array.tensors[expert]: xxhash.xxh3_128() for array in unit.arrays}
         self.squared_error = self.squared_weight = self.largest_error = self.largest_weight = 0.0
-        self._plan, self._unit, self._name = plan, unit, name
+        self._plan, self._name = plan, name
+        target = plan.config.quantization if unit.scales is not None else None
+        self._forms = Forms(plan.source_config.quantization, target, unit.array.dtype)
         self._source = plan.source[name]
         self._scale: np.ndarray | None = None
         self._bytes_read = 0
@@ -106,42 +108,18 @@ class _Conversion:
         self._bytes_read += values.nbytes
         self.read[self._name].update(as_bytes(values))
         check_finite(self._name, values)
-        parts = (values,) if self._plan.keeps else self._converted(values, rows.start or 0)
+        parts: tuple[np.ndarray, ...] = (values,)
+        if not self._plan.keeps:
+            made, scale = recode(values, self._scale, rows.start or 0, self._forms, self._note)
+            parts = (made,) if scale is None else (made, scale)
         for hasher, part in zip(self.written.values(), parts, strict=True):
             hasher.update(as_bytes(part))
         return parts
 
-    def _converted(self, values: np.ndarray, first: int) -> tuple[np.ndarray, ...]:
-        """A few rows at a time, so that their float32 values stay in the CPU's cache."""
-        target = self._plan.config.quantization if self._unit.scales is not None else None
-        step = self._plan.multiple
-        parts = []
-        for begin in range(0, max(len(values) if values.shape else 1, 1), step):
-            tile = values[begin : begin + step] if values.shape else values
-            if self._scale is not None:
-                dtype = np.dtype(np.float32) if target is not None else self._unit.array.dtype
-                tile = self._dequantized(tile, first + begin, dtype)
-            if target is None:
-                parts.append((tile.astype(self._unit.array.dtype, copy=False),))
-                continue
-            dense = tile.astype(np.float32, copy=False)
-            stored, scale = quantize(dense, target)
-            self._note_error(dense, stored, scale)
-            parts.append((stored, scale))
-        return tuple(p[0] if len(p) == 1 else np.concatenate(p) for p in zip(*parts, strict=True))
-
-    def _dequantized(self, tile: np.ndarray, first: int, dtype: np.dtype) -> np.ndarray:
-        quantization = self._plan.source_config.quantization
-        assert quantization is not None
-        assert self._scale is not None
-        block = quantization.block_shape(tile.shape[1])
-        scale = self._scale[first // block[0] : -(-(first + len(tile)) // block[0])]
-        return dequantize(tile, scale, block, dtype, (first % block[0], 0))
-
-    def _note_error(self, dense: np.ndarray, stored: np.ndarray, scale: np.ndarray) -> None:
-        target = self._plan.config.quantization
-        assert target is not None
-        block = target.block_shape(dense.shape[1])
+    def _note(self, dense: np.ndarray, stored: np.ndarray, scale: np.ndarray) -> None:
+        """What quantization made of some rows."""
+        assert self._forms.target is not None
+        block = self._forms.target.block_shape(dense.shape[1])
         error = dequantize(stored, scale, block, np.dtype(np.float32)) - dense
         self.squared_error += float(np.vdot(error, error))
         self.squared_weight += float(np.vdot(dense, dense))
