@@ -19,7 +19,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from dsv3_jax.checkpoint.manifest import Error, Manifest, SourceFile, Tensor
 from dsv3_jax.checkpoint.plan import Plan, Target, Unit, plan
 from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
-from dsv3_jax.checkpoint.work import Progress, convert_unit, stored_hashes
+from dsv3_jax.checkpoint.threads import Progress, in_threads, said
+from dsv3_jax.checkpoint.work import convert_unit, stored_hashes
 
 
 def convert(
@@ -72,9 +72,8 @@ def convert(
         with Journal(store) as log:
             return _Run(planned, store, log, workers, progress or (lambda count: None)).all()
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
         raise ValueError(
-            f"{where}{error.strerror or error}; what is converted so far is kept, --resume goes on"
+            f"{said(error)}; what is converted so far is kept, --resume goes on"
         ) from None
 
 
@@ -221,15 +220,7 @@ class _Run:
         self.log.add(convert_unit(self.plan, unit, self.files, self.progress))
 
     def _each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """All of them in threads, or as many as are done when the first fails."""
-        with ThreadPoolExecutor(self.workers) as pool:
-            futures = [pool.submit(work, item) for item in items]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        in_threads(self.workers, work, items)
 
     def _manifest(self) -> Manifest:
         done = self.log.done

@@ -204,6 +204,32 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
+def in_order(header: bytes) -> list[str]:
+    """The names of a header's tensors in the order of their bytes."""
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    return sorted(entries, key=lambda name: entries[name]["data_offsets"])
+
+
+def header_of(tensors: Mapping[str, Any]) -> bytes:
+    """The header of a file with these tensors one behind the other.
+
+    Args:
+      tensors: by name, what has ``dtype`` as safetensors spells it, ``shape`` and ``nbytes``.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, spec in tensors.items():
+        begin, end = end, end + spec.nbytes
+        entries[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the tensors as transformers expects them; the package decides on their order."""
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}

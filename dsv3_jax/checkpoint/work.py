@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ from dsv3_jax.checkpoint.arrays import as_bytes, digest
 from dsv3_jax.checkpoint.check import kind_of
 from dsv3_jax.checkpoint.formats import Forms, dequantize, recode
 from dsv3_jax.checkpoint.plan import Plan, Unit
+from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.checkpoint.values import check_finite, check_scale
-
-Progress = Callable[[int], None]
-"""Is told of bytes of the source that are done."""
 
 Line = dict[str, Any]
 """Of the journal."""

@@ -1,0 +1,283 @@
+"""From a store back to a Hugging Face directory: the very files it was made from, or new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from dsv3_jax.checkpoint import sidecar
+from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
+from dsv3_jax.checkpoint.formats import Forms, recode
+from dsv3_jax.checkpoint.manifest import NAME
+from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, Table, TensorSpec, copies, tensor_table
+from dsv3_jax.checkpoint.reader import INDEX
+from dsv3_jax.checkpoint.safetensors_file import NUMPY, SafetensorsFile, header_of, in_order
+from dsv3_jax.checkpoint.store import StoreReader
+from dsv3_jax.checkpoint.threads import Progress, in_threads, said
+from dsv3_jax.config import BlockQuantization, ModelConfig, check_choice
+
+To = Literal["fp8", "bf16"]
+
+_SHARD_BYTES = 4_300_000_000
+_MARK = "export.json"  # in a directory that is not whole yet: what it is going to be
+
+
+class Shard(NamedTuple):
+    """A file to be."""
+
+    name: str
+    header: bytes
+    tensors: tuple[str, ...]
+    bytes: int
+    """Behind the header."""
+    parts: Callable[[], Iterator[np.ndarray]]
+    """What fills it, in order."""
+
+
+def export(
+    store: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    to: To | None = None,
+    *,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> ExportPlan:
+    """Writes a store as a Hugging Face directory, which transformers and others load.
+
+    Where the store kept every byte of its source and ``to`` asks for no other form, the files are
+    the source's own, byte for byte. Everything is written beside ``directory``, which appears when
+    it is whole; shards that an interrupted export finished are not written again.
+
+    Args:
+      directory: must not exist.
+      to: float8 with block scales, or bfloat16. None: as published, or of another form bfloat16.
+      workers: shards that are written at once.
+      progress: is called with bytes that are written, from several threads.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ValueError: no whole store, one that is damaged, a directory that exists, or a disk that is
+        full or fails.
+    """
+    out = Path(directory)
+    if out.exists():
+        raise ValueError(f"expected a directory that does not exist yet, got {out}")
+    planned = plan_export(StoreReader(Path(store)), to)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        _begin(partial, {"store": planned.identity, "to": to})
+        tell = progress or (lambda count: None)
+        in_threads(workers, lambda shard: _write(partial, shard, tell), planned.shards)
+        for name, content in planned.small.items():
+            (partial / name).write_bytes(content)
+        (partial / _MARK).unlink()
+        sidecar.sync(partial)
+        partial.rename(out)
+    except OSError as error:
+        raise ValueError(f"{said(error)}; shards that are finished are kept") from None
+    return planned
+
+
+class ExportPlan(NamedTuple):
+    """What an export will write."""
+
+    verbatim: bool
+    shards: list[Shard]
+    small: dict[str, bytes]
+    """The other files."""
+    identity: str
+    """Of the store."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+
+def plan_export(reader: StoreReader, to: To | None) -> ExportPlan:
+    """
+    Raises:
+      ValueError: an unknown ``to``, or a kept file that is missing or damaged.
+    """
+    if to is not None:
+        check_choice("to", to, ("fp8", "bf16"))
+    manifest, folder = reader.manifest, reader.source
+    found = sidecar.hashes(reader.directory)
+    if bad := sorted(n for n in {*found, *manifest.kept} if found.get(n) != manifest.kept.get(n)):
+        raise ValueError(f"{folder / bad[0]}: missing, unknown or damaged")
+    names = [n for n in manifest.kept if "/" not in n and n != sidecar.UNUSED]
+    small = {name: (folder / name).read_bytes() for name in names}
+    identity = xxhash.xxh3_128_hexdigest((reader.directory / NAME).read_bytes())
+    form = "bf16" if reader.config.quantization is None else "fp8"
+    if to in (None, form) and _keeps_every_byte(reader):
+        return ExportPlan(True, _original_shards(reader), small, identity)
+    config = _target_config(reader, to or "bf16")
+    shards = _new_shards(reader, config)
+    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    size = sum(shard.bytes for shard in shards)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    small[INDEX] = _json(index)
+    small["config.json"] = _json(_hf_config(manifest.config, config))
+    return ExportPlan(False, shards, small, identity)
+
+
+def _keeps_every_byte(reader: StoreReader) -> bool:
+    held, repeats = reader.manifest.tensors, copies(reader.config)
+    return all(
+        name.endswith(UNUSED_SUFFIXES)
+        or (
+            ((kept := held.get(repeats.get(name, name))) is not None)
+            and (kept.dtype, kept.shape, kept.hash) == (tensor.dtype, tensor.shape, tensor.hash)
+        )
+        for name, tensor in reader.manifest.source.items()
+    )
+
+
+# ---- the source's own files ----------------------------------------------------------------------
+
+
+def _original_shards(reader: StoreReader) -> list[Shard]:
+    repeats, wanted = copies(reader.config), reader.manifest.source
+    unused: Arrays = {}
+    if (path := reader.source / sidecar.UNUSED).is_file():
+        unused = SafetensorsFile(path)
+
+    def parts(names: tuple[str, ...]) -> Iterator[np.ndarray]:
+        for name in names:
+            array = unused[name] if name in unused else reader[repeats.get(name, name)]
+            yield from _checked(name, array, wanted[name].hash)
+
+    shards = []
+    for name, file in reader.manifest.files.items():
+        header = (reader.source / sidecar.HEADERS / name).read_bytes()
+        tensors = tuple(in_order(header))
+        size = file.bytes - 8 - len(header)
+        shards.append(Shard(name, header, tensors, size, functools.partial(parts, tensors)))
+    return shards
+
+
+def _checked(name: str, array: LazyArray, wanted: str) -> Iterator[np.ndarray]:
+    """The array in pieces; fails behind the last if they are not what was once converted."""
+    hasher = xxhash.xxh3_128()
+    for rows in pieces(array.shape):
+        part = array[rows] if array.shape else array[...]
+        hasher.update(as_bytes(part))
+        yield part
+    if hasher.hexdigest() != wanted:
+        raise ValueError(f"{name}: the store is damaged; expected the hash {wanted}")
+
+
+# ---- files in another form -----------------------------------------------------------------------
+
+
+def _target_config(reader: StoreReader, to: To) -> ModelConfig:
+    quantization = None
+    if to == "fp8":
+        quantization = ModelConfig.from_hf(reader.manifest.config).quantization
+        quantization = quantization or BlockQuantization()
+    return dataclasses.replace(reader.config, quantization=quantization, dtype="bfloat16")
+
+
+def _hf_config(published: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The source's config.json, but for the form of the weights."""
+    out = {k: v for k, v in published.items() if k not in ("quantization_config", "dtype")}
+    if config.quantization is not None:
+        out["quantization_config"] = config.to_hf()["quantization_config"]
+    return out | {"torch_dtype": config.dtype}
+
+
+def _new_shards(reader: StoreReader, config: ModelConfig) -> list[Shard]:
+    """Tensors in the order data flows, a new file when one is full; scales with their weights."""
+    table, repeats = tensor_table(config), copies(config)
+    suffix = config.quantization.scale_suffix if config.quantization is not None else "."
+    groups: list[Table] = [{}]
+    for name, spec in table.items():
+        if name in repeats and name not in reader.manifest.source:
+            continue
+        full = sum(s.nbytes for s in groups[-1].values()) + spec.nbytes > _SHARD_BYTES
+        if full and groups[-1] and not name.endswith(suffix):
+            groups.append({})
+        groups[-1][name] = spec
+
+    def parts(group: Table) -> Iterator[np.ndarray]:
+        for name in group:
+            if not name.endswith(suffix):
+                scaled = name + suffix in group
+                yield from _recoded(reader, repeats.get(name, name), config, group[name], scaled)
+
+    return [
+        Shard(
+            f"model-{i:05d}-of-{len(groups):05d}.safetensors",
+            header_of(group),
+            tuple(group),
+            sum(spec.nbytes for spec in group.values()),
+            functools.partial(parts, group),
+        )
+        for i, group in enumerate(groups, 1)
+    ]
+
+
+def _recoded(
+    reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, scaled: bool
+) -> Iterator[np.ndarray]:
+    """The tensor in pieces, then its scales if the form has some."""
+    held = reader.config.quantization
+    scale = reader.get(name + held.scale_suffix) if held is not None else None
+    if scaled and scale is not None and held == config.quantization:
+        for array, key in ((reader[name], name), (scale, name + held.scale_suffix)):
+            yield from _checked(key, array, reader.manifest.tensors[key].hash)
+        return
+    forms = Forms(held, config.quantization if scaled else None, NUMPY[spec.dtype])
+    scales, made = None if scale is None else scale[...], []
+    first = 0
+    for values in _checked(name, reader[name], reader.manifest.tensors[name].hash):
+        part, new = recode(values, scales, first, forms)
+        first += len(values) if values.shape else 1
+        made += [] if new is None else [new]
+        yield part
+    yield from made
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def _begin(partial: Path, mark: dict[str, Any]) -> None:
+    """Keeps the shards that an interrupted export of the same kind finished, and nothing else."""
+    content = _json(mark)
+    if (partial / _MARK).is_file() and (partial / _MARK).read_bytes() == content:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / _MARK).write_bytes(content)
+
+
+def _write(directory: Path, shard: Shard, progress: Progress) -> None:
+    path = directory / shard.name
+    if path.is_file():
+        progress(shard.bytes)
+        return
+    unfinished = path.with_name(path.name + ".partial")
+    with unfinished.open("wb") as file:
+        file.write(len(shard.header).to_bytes(8, "little") + shard.header)
+        for part in shard.parts():
+            file.write(as_bytes(part))
+            progress(part.nbytes)
+        written = file.tell() - 8 - len(shard.header)
+        assert written == shard.bytes, (shard.name, written, shard.bytes)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
