@@ -6,10 +6,13 @@ ground; what comes before the layers is left of them, what comes behind at the r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
 
 from dsv3_jax.checkpoint.compare import Difference
 from dsv3_jax.checkpoint.names import copies
@@ -27,7 +30,9 @@ Line = Mapping[int, T]
 
 _DPI = 130
 _COLUMNS = ("attention", "feed-forward", "norms, router, embedding, head")
-_DOTS = 16  # layers up to which a line has a dot at each
+_DOTS = 16  # layers of a model up to which a line has a dot at each
+_BEFORE, _BEHIND = "emb.", "head"
+_BESIDE_LAYERS = 2  # the column that has these places
 
 
 def plot_figures(
@@ -36,52 +41,45 @@ def plot_figures(
     """Largest and root mean square weight above, the range of scales below. Needs matplotlib."""
     lines = _lines(config, figures, Figures())
     scaled = [any(f.scales for line in c.values() for f in line.values()) for c in lines]
-    figure, panels = _panels(2 if any(scaled) else 1, title)
+    figure, panels = _panels(config, 2 if any(scaled) else 1, title)
     for column, above in enumerate(panels[0]):
-        for kind, line in lines[column].items():
-            color = _color(kind, list(lines[column]))
-            _draw(above, config, line, lambda f: f.largest or math.nan, color, label=kind)
-            _draw(above, config, line, lambda f: f.rms or math.nan, color, ls=":", fill=False)
+        for pen in _pens(above, config, lines[column]):
+            pen.draw(lambda f: f.largest or None, label=True)
+            pen.draw(lambda f: f.rms or None, ls=":", mfc="white")
         above.set(yscale="log")
-        if not any(scaled):
-            continue
-        below = panels[1][column]
-        below.set(yscale="log")
-        below.set_visible(scaled[column])
-        for kind, line in lines[column].items():
-            _draw_scales(below, config, line, _color(kind, list(lines[column])))
+        if any(scaled):
+            below = panels[1][column]
+            below.set(yscale="log")
+            below.set_visible(scaled[column])
+            for pen in _pens(below, config, lines[column]):
+                _draw_scales(pen)
+            panels[1][0].set_ylabel("scales: smallest to largest")
     panels[0][0].set_ylabel("weights: largest (solid), rms (dotted)")
-    panels[-1][0].set_ylabel("scales: smallest to largest" if any(scaled) else "")
-    _finish(figure, panels, config, path)
+    _finish(figure, panels, path)
 
 
 def plot_differences(
     config: ModelConfig, differences: Mapping[str, Difference], path: Path, title: str = ""
 ) -> None:
     """Relative root mean square of the differences. Needs matplotlib."""
-    lines = _lines(config, differences, Difference())
-    figure, panels = _panels(1, title)
-    for panel, of_column in zip(panels[0], lines, strict=True):
-        for kind, line in of_column.items():
-            color = _color(kind, list(of_column))
-            _draw(panel, config, line, _relative, color, label=kind)
+    figure, panels = _panels(config, 1, title)
+    for panel, lines in zip(panels[0], _lines(config, differences, Difference()), strict=True):
+        for pen in _pens(panel, config, lines):
+            pen.draw(lambda d: d.relative_rms, label=True)
     panels[0][0].set_ylim(bottom=0)
     panels[0][0].set_ylabel("rms of the difference / rms of the first's weights")
-    _finish(figure, panels, config, path)
+    _finish(figure, panels, path)
 
 
-def _relative(difference: Difference) -> float:
-    relative = difference.relative_rms
-    return math.nan if relative is None else relative
-
-
-def _lines(config: ModelConfig, of_each: Mapping[str, T], none: T) -> list[dict[str, dict[int, T]]]:
-    """For each column a line a kind. A place is a layer, or an end of the axis.
+def _lines(
+    config: ModelConfig, of_each: Mapping[str, T], none: T
+) -> list[dict[str, dict[float, T]]]:
+    """For each column kinds, and for each of their places on the x axis the sum of its tensors.
 
     An MTP layer continues the line of the layers' kind; its copies are left out.
     """
     own = {name: figures for name, figures in of_each.items() if name not in copies(config)}
-    out: list[dict[str, dict[int, T]]] = [{} for _ in _COLUMNS]
+    out: list[dict[str, dict[float, T]]] = [{} for _ in _COLUMNS]
     for kind, layers in by_kind(config, own).items():
         short = kind.removeprefix("layers.").removeprefix("mtp.")
         short = short.removeprefix("self_attn.").removeprefix("mlp.")
@@ -91,83 +89,134 @@ def _lines(config: ModelConfig, of_each: Mapping[str, T], none: T) -> list[dict[
             column = 0
         else:
             column = 1 if kind.endswith(("gate_proj", "up_proj", "down_proj")) else 2
-        end = -1 if kind == "embed_tokens" else _layers(config)
-        sums = {end if at < 0 else at: sum(found, none) for at, found in layers.items()}
-        out[column].setdefault(short, {}).update(sums)
+        line = out[column].setdefault(short, {})
+        for layer, found in layers.items():
+            beside = _BEFORE if kind == "embed_tokens" else _BEHIND
+            line[_places(config)[beside if layer < 0 else layer]] = sum(found, none)
     return out
 
 
-def _panels(rows: int, title: str) -> tuple[Figure, list[list[Axes]]]:
-    from matplotlib.figure import Figure  # an extra: nothing else needs it
+def _places(config: ModelConfig) -> dict[int | str, float]:
+    """Where on the x axis each layer is, and what is before and behind them.
 
-    figure = Figure(figsize=(16, 2 + 4 * rows), layout="constrained")
-    figure.suptitle(title)
-    panels = figure.subplots(rows, len(_COLUMNS), sharex=True, sharey="row", squeeze=False)
-    return figure, [list(row) for row in panels]
-
-
-def _layers(config: ModelConfig) -> int:
-    return config.num_hidden_layers + config.num_nextn_predict_layers
-
-
-def _draw(
-    axes: Axes,
-    config: ModelConfig,
-    line: Line[T],
-    value: Callable[[T], float],
-    color: Any,
-    *,
-    label: str | None = None,
-    ls: str = "-",
-    fill: bool = True,
-) -> None:
-    """A line through the layers, a diamond for each MTP layer and what is in no layer."""
-    layers = [at for at in sorted(line) if 0 <= at < config.num_hidden_layers]
-    alone = [at for at in sorted(line) if at not in layers]
-    dot = "o" if len(layers) <= _DOTS else None
-    face = color if fill else "white"
-    style = {"color": color, "ls": ls, "lw": 1.4, "ms": 3.5, "mfc": face}
-    axes.plot(layers, [value(line[at]) for at in layers], marker=dot, label=label, **style)
-    style |= {"ls": "", "ms": 5.5}
-    axes.plot(alone, [value(line[at]) for at in alone], marker="D", **style)
+    What is no layer of the model proper takes more room, for marks side by side.
+    """
+    L, mtp = config.num_hidden_layers, config.num_nextn_predict_layers
+    width = max(1.0, L / 8)
+    beside = {L + k: L - 0.5 + (k + 0.5) * width for k in range(mtp)}
+    ends = {_BEFORE: -0.5 - width / 2, _BEHIND: L - 0.5 + (mtp + 0.5) * width}
+    return {layer: float(layer) for layer in range(L)} | beside | ends
 
 
-def _draw_scales(axes: Axes, config: ModelConfig, line: Line[Figures], color: Any) -> None:
-    ranges = {at: figures.scales for at, figures in sorted(line.items()) if figures.scales}
-    layers = [at for at in ranges if at < config.num_hidden_layers]
+@dataclasses.dataclass(frozen=True)
+class _Pen(Generic[T]):
+    """Draws one kind into one panel."""
+
+    axes: Axes
+    label: str
+    color: Any
+    line: dict[float, T]
+    """Place -> figures."""
+    layers: list[float]
+    """Places that a line goes through."""
+    beside: dict[float, float]
+    """Other places, each with where in its room this kind's mark is."""
+    dot: str | None
+
+    def draw(self, value: Callable[[T], float | None], label: bool = False, **style: Any) -> None:
+        """A line through the layers, a diamond at each other place. None is a gap."""
+        style = {"color": self.color, "lw": 1.4} | style
+        name = self.label if label else None
+        heights = [_height(value(self.line[at])) for at in self.layers]
+        self.axes.plot(self.layers, heights, marker=self.dot, ms=4, label=name, **style)
+        heights = [_height(value(self.line[at])) for at in self.beside]
+        style["ls"] = ""
+        self.axes.plot([*self.beside.values()], heights, marker="D", ms=4.5, **style)
+
+
+def _height(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _pens(axes: Axes, config: ModelConfig, lines: dict[str, dict[float, T]]) -> list[_Pen[T]]:
+    places = _places(config)
+    width = abs(places[_BEFORE] + 0.5) * 2
+    dot = "o" if config.num_hidden_layers <= _DOTS else None
+    pens = []
+    for i, (kind, line) in enumerate(lines.items()):
+        shift = ((i + 0.5) / len(lines) - 0.5) * 0.8 * width
+        layers = sorted(at for at in line if 0 <= at < config.num_hidden_layers - 0.5)
+        ends = (places[_BEFORE], places[_BEHIND])
+        beside = {at: at + (0 if at in ends else shift) for at in sorted(line.keys() - layers)}
+        pens.append(_Pen(axes, kind, _color(kind, list(lines)), line, layers, beside, dot))
+    return pens
+
+
+def _draw_scales(pen: _Pen[Figures]) -> None:
+    """A band through the layers, a bar at each other place."""
+    ranges = {at: figures.scales for at, figures in pen.line.items() if figures.scales}
+    layers = [at for at in pen.layers if at in ranges]
     low, high = ([ranges[at][side] for at in layers] for side in (0, 1))
-    axes.fill_between(layers, low, high, color=color, alpha=0.12, lw=0)
-    dot = "o" if len(layers) <= _DOTS else None
+    pen.axes.fill_between(layers, low, high, color=pen.color, alpha=0.1, lw=0)
     for edge in (low, high):
-        axes.plot(layers, edge, color=color, lw=1.2, marker=dot, ms=3)
-    for at in ranges.keys() - layers:
-        axes.plot([at, at], ranges[at], color=color, lw=1.2, marker="D", ms=4.5)
+        pen.axes.plot(layers, edge, color=pen.color, lw=1.2, marker=pen.dot, ms=3)
+    for at in ranges.keys() & pen.beside.keys():
+        there = [pen.beside[at]] * 2
+        pen.axes.plot(there, ranges[at], color=pen.color, lw=2, marker="_", ms=5, mew=2)
 
 
-def _finish(figure: Figure, panels: list[list[Axes]], config: ModelConfig, path: Path) -> None:
-    """Axes, legends and the marks of MTP layers; then the file."""
+def _panels(config: ModelConfig, rows: int, title: str) -> tuple[Figure, list[list[Axes]]]:
+    """Rows of empty panels, with the places on their x axes; the last row is for legends."""
+    from matplotlib.figure import Figure  # an extra: nothing else needs it
     from matplotlib.ticker import MaxNLocator
 
-    first, end = config.num_hidden_layers, _layers(config)
-    for row in panels:
-        for column, axes in enumerate(row):
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_xlim(-1.5, end + 0.5)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-            if end > first:
-                axes.axvspan(first - 0.5, end - 0.5, color="0.5", alpha=0.15, lw=0)
-                top = axes.get_xaxis_transform()
-                axes.text((first + end - 1) / 2, 0.98, "MTP", transform=top, ha="center", va="top")
-            below = row is panels[-1] or not panels[-1][column].get_visible()
-            axes.tick_params(labelbottom=below)
-            axes.set_xlabel("layer" if below else "")
-    for column, axes in enumerate(panels[0]):
-        axes.set_title(_COLUMNS[column])
-        lines, kinds = axes.get_legend_handles_labels()
-        under = next(row[column] for row in reversed(panels) if row[column].get_visible())
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 3}
-        under.legend(lines, kinds, frameon=False, fontsize="small", **place)
+    legends = 1.0 if rows > 1 else 1.6
+    figure = Figure(figsize=(16, 1 + 4.2 * rows + legends), layout="constrained")
+    figure.suptitle(title, fontsize="x-large")
+    heights = [4.0] * rows + [legends]
+    panels = figure.subplots(rows + 1, len(_COLUMNS), sharey="row", height_ratios=heights)
+    places, L = _places(config), config.num_hidden_layers
+    for (_, column), axes in np.ndenumerate(panels[:rows]):
+        axes.margins(y=0.12)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelleft=True)
+        layers = [int(at) for at in MaxNLocator(10, integer=True).tick_values(0, L - 1)]
+        shown: list[int | str] = [at for at in layers if 0 <= at < L]
+        mtp = [at for at in places if isinstance(at, int) and at >= L]
+        if column == _BESIDE_LAYERS:
+            shown = [_BEFORE, *shown, _BEHIND]
+            axes.set_xlim(1.5 * places[_BEFORE], places[_BEHIND] - places[_BEFORE] / 2)
+        else:
+            axes.set_xlim(-0.5, places[_BEHIND] + places[_BEFORE] + 0.5)
+        shown += mtp
+        axes.set_xticks([places[at] for at in shown], [str(at) for at in shown])
+        if mtp:
+            end = places[_BEHIND] + places[_BEFORE] + 0.5
+            axes.axvspan(L - 0.5, end, color="0.5", alpha=0.13, lw=0)
+            top = axes.get_xaxis_transform()
+            axes.text((L - 0.5 + end) / 2, 0.985, "MTP", transform=top, ha="center", va="top")
+    return figure, panels.tolist()
+
+
+def _finish(figure: Figure, panels: list[list[Axes]], path: Path) -> None:
+    """Titles, legends in the last row or above it where a panel is empty; then the file."""
+    for column, title in enumerate(_COLUMNS):
+        *drawn, last = (row[column] for row in panels)
+        last.set_axis_off()
+        drawn[0].set_title(title)
+        place = next((axes for axes in drawn if not axes.get_visible()), last)
+        if place is not last:
+            place.set_visible(True)
+            place.set_axis_off()
+            for artist in [*place.lines, *place.patches, *place.texts]:
+                artist.remove()
+        next(a for a in reversed(drawn) if a is not place).set_xlabel("layer")
+        lines, kinds = drawn[0].get_legend_handles_labels()
+        columns = 2 if column == _BESIDE_LAYERS else 3
+        style = {"frameon": False, "fontsize": "small", "columnspacing": 1.0}
+        legend = place.legend(lines, kinds, loc="upper center", ncols=columns, **style)
+        legend.set_in_layout(False)  # or it would widen its column
     figure.savefig(path, dpi=_DPI)
 
 
