@@ -1,0 +1,168 @@
+"""What quantized weights cost a model on held-out text, and what they save.
+
+    python scripts/bench_quantization.py --model demo --tokens runs/demo/tokens.npz \\
+        --out benchmarks/results/quantization.json
+
+Every form is a store that ``dsv3 convert`` makes of the model, run with its weights as stored, and
+compared with the bfloat16 store: KL(bf16 || form), the mean over places of ``sum_w p log(p / q)``
+over the whole vocabulary, in nats a token; how often both have the same best token; the loss. All
+read the same windows; places before a BOS do not count, as in training. Of a model published in
+float8 the bfloat16 store holds those very weights, rounded: its fp8 row tells that rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float32, Int
+
+import dsv3_jax
+from dsv3_jax.accounting import checkpoint_bytes
+from dsv3_jax.checkpoint.convert import convert
+from dsv3_jax.checkpoint.load import find
+from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.training.batches import counted, held_out_batches
+from dsv3_jax.training.corpus import read_corpus
+from dsv3_jax.training.losses import counted_places
+
+Form = Literal["bf16", "fp8", "int8", "int4"]
+FORMS: tuple[Form, ...] = ("bf16", "fp8", "int8", "int4")
+
+
+def compare(
+    models: Mapping[str, DeepSeekV3], batches: Iterable[np.ndarray]
+) -> dict[str, dict[str, float]]:
+    """Every model against ``bf16``: means over all counted places of [B, T] batches of tokens."""
+    bos = models["bf16"].config.bos_token_id
+    totals, places = {form: np.zeros(3) for form in models}, 0
+    for batch in batches:
+        tokens = jnp.asarray(batch)
+        log_p = log_probabilities(*nnx.split(models["bf16"]), tokens)
+        for form, model in models.items():
+            log_q = log_p if form == "bf16" else log_probabilities(*nnx.split(model), tokens)
+            totals[form] += np.asarray(sums(log_p, log_q, tokens, bos), np.float64)
+        places += counted(batch, bos)
+    names = ("kl", "top1_agreement", "loss")
+    return {
+        form: dict(zip(names, (total / places).tolist(), strict=True))
+        for form, total in totals.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_probabilities(
+    graph: nnx.GraphDef, state: nnx.State, tokens: Int[Array, "B T"]
+) -> Float32[Array, "B T W"]:
+    return jax.nn.log_softmax(nnx.merge(graph, state)(tokens), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def sums(
+    log_p: Float32[Array, "B T W"],
+    log_q: Float32[Array, "B T W"],
+    tokens: Int[Array, "B T"],
+    bos: int,
+) -> Float32[Array, " 3"]:
+    """Over the counted places: KL(p || q), places of the same best token, losses of q."""
+    log_p, log_q = log_p[:, :-1], log_q[:, :-1]
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    # q - p sums to zero, but for what log_softmax rounded: and that it takes out of the product,
+    # whose terms cancel where p and q are close. With it no term is negative.
+    kl = jnp.sum(p * (log_p - log_q) + (q - p), axis=-1)
+    same = jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
+    loss = -jnp.take_along_axis(log_q, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(jnp.stack([kl, same, loss]) * counted_places(tokens, bos, 1), axis=(1, 2))
+
+
+def weight_bytes(config: ModelConfig, form: Form) -> int:
+    """Of the main model's weights and scales as stored."""
+    published = config.quantization
+    forms: dict[Form, Quantization | None] = {
+        "bf16": None,
+        "fp8": published if isinstance(published, BlockQuantization) else BlockQuantization(),
+        "int8": INT8,
+        "int4": INT4,
+    }
+    stored = dataclasses.replace(
+        config, quantization=forms[form], dtype="bfloat16", num_nextn_predict_layers=0
+    )
+    return checkpoint_bytes(stored)
+
+
+def load_as(source: Path, stores: Path, form: Form, dtype: str) -> DeepSeekV3:
+    """The model through a store of that form."""
+    convert(source, stores / form, to=form)
+    kept = None if form == "bf16" else form
+    return dsv3_jax.load(stores / form, dtype=dtype, quantization=kept, mtp=False)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Quantized weights on held-out text.")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quantization.json"))
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batches", type=int, default=0, help="at most; 0 takes all of the text")
+    arguments = parser.parse_args()
+    source = find(arguments.model)
+    config = ModelConfig.from_hf(source)
+    batches = held_out_batches(
+        read_corpus([arguments.tokens], config).held_out,
+        arguments.batch,
+        arguments.length,
+        config.bos_token_id,
+        arguments.batches,
+    )
+    # TF32, a GPU's default for float32, would be noise of the size that is measured.
+    with tempfile.TemporaryDirectory() as stores, jax.default_matmul_precision("highest"):
+        models = {form: load_as(source, Path(stores), form, arguments.dtype) for form in FORMS}
+        found = compare(models, batches)
+    rows = [
+        {"form": form, "weight_bytes": weight_bytes(config, form), **found[form]} for form in FORMS
+    ]
+    print(f"{'form':>6} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
+    for row in rows:
+        print(
+            f"{row['form']:>6} {row['weight_bytes']:>15,} {row['kl']:>10.2e} "
+            f"{row['top1_agreement']:>7.4f} {row['loss']:>8.4f}"
+        )
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, "
+        f"{jax.devices()[0].device_kind}",
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+        },
+        "model": arguments.model,
+        "published": "fp8" if config.quantization else config.dtype,
+        "dtype": arguments.dtype,
+        "window": arguments.length,
+        "places": sum(counted(tokens, config.bos_token_id) for tokens in batches),
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
