@@ -1,5 +1,6 @@
-"""Meshes: named axes of devices. Knows no model."""
+"""Meshes: named axes of devices, and what each of them splits. Knows no model."""
 
 from sharding.mesh import AXES, make_mesh
+from sharding.rules import DEFAULT_RULES, Rules
 
-__all__ = ["AXES", "make_mesh"]
+__all__ = ["AXES", "DEFAULT_RULES", "Rules", "make_mesh"]

@@ -1,0 +1,96 @@
+"""What each dimension of each parameter counts, and from that how the model lies on a mesh.
+
+Names of axes are the model's; which of them a mesh splits is for :mod:`sharding.rules` to say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from dsv3_jax.config import IntegerQuantization, Quantization
+from dsv3_jax.model import DeepSeekV3
+from sharding import Rules
+
+Path = tuple[Any, ...]
+
+# By the name of the module that holds the parameter: of its weight, [out, in].
+_AXES: dict[str, tuple[str, ...]] = {
+    "embed_tokens": ("vocab", "hidden"),
+    "lm_head": ("vocab", "hidden"),
+    "norm": ("hidden",),
+    "input_layernorm": ("hidden",),
+    "post_attention_layernorm": ("hidden",),
+    "enorm": ("hidden",),
+    "hnorm": ("hidden",),
+    "eh_proj": ("hidden", "joined_hidden"),
+    "q_proj": ("heads", "hidden"),
+    "q_a_proj": ("q_rank", "hidden"),
+    "q_a_layernorm": ("q_rank",),
+    "q_b_proj": ("heads", "q_rank"),
+    "kv_a_proj_with_mqa": ("latent", "hidden"),
+    "kv_a_layernorm": ("latent",),
+    "kv_b_proj": ("heads", "latent"),
+    "o_proj": ("hidden", "heads"),
+    "gate": ("expert_score", "hidden"),
+    "gate_proj": ("ffn", "hidden"),
+    "up_proj": ("ffn", "hidden"),
+    "down_proj": ("hidden", "ffn"),
+}
+_INNER = {"experts": "expert_ffn", "shared_experts": "shared_ffn"}
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+def logical_axes(path: Path) -> tuple[str, ...]:
+    """The axes of the parameter at ``path`` in the tree of :class:`DeepSeekV3`.
+
+    Heads are rows of N + R or N + V a head, or columns of V; latent is C, or C + R. A scale has
+    its weight's axes.
+    """
+    owner, module, leaf = (str(part) for part in ("", *path)[-3:])
+    axes = _AXES[module]
+    if leaf == "e_score_correction_bias":
+        return axes[:1]
+    axes = tuple(_INNER.get(owner, axis) if axis == "ffn" else axis for axis in axes)
+    return ("expert", *axes) if owner == "experts" else axes
+
+
+def parameter_shardings(
+    model: DeepSeekV3, mesh: Mesh, rules: Rules, quantization: Quantization | None = None
+) -> dict[Path, NamedSharding]:
+    """How every parameter of ``model`` lies on ``mesh``, by its path; shapes are enough.
+
+    A quantised weight is cut between blocks alone, and its scales with it. Scales of whole rows
+    belong to every part of their row, and are cut by rows only.
+
+    Raises:
+      ValueError: a parameter cannot lie as ``rules`` say; the message names it.
+    """
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    out: dict[Path, NamedSharding] = {}
+    for path, variable in flat.items():
+        shape = variable.get_value().shape
+        axes: tuple[str | None, ...] = logical_axes(path)
+        block = None
+        if quantization is not None:
+            if path[-1] in _SCALES and _is_one_a_row(quantization):
+                axes = (*axes[:-1], None)
+            elif any((*path[:-1], scale) in flat for scale in _SCALES if path[-1] == "weight"):
+                block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
+        out[path] = rules.sharding(mesh, ".".join(map(str, path)), shape, axes, block)
+    return out
+
+
+def _is_one_a_row(quantization: Quantization) -> bool:
+    return isinstance(quantization, IntegerQuantization) and quantization.group_size is None
+
+
+def _stored_block(quantization: Quantization) -> tuple[int, int]:
+    """Rows and stored columns that a border may not part: two int4 are one."""
+    if not isinstance(quantization, IntegerQuantization):
+        return quantization.weight_block_size
+    columns = quantization.group_size or 1
+    return 1, math.lcm(columns, 2) // 2 if quantization.bits == 4 else columns
