@@ -34,18 +34,30 @@ def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
       ValueError: one line with the name of the first tensor that is missing, unknown, or of another
         shape or dtype.
     """
-    table = tensor_table(config)
     suffix = (config.quantization or BlockQuantization()).scale_suffix
-    if missing := [name for name in table if name not in arrays and name not in copies(config)]:
+    missing, unknown, wrong = differences(config, arrays)
+    if missing:
         kind = "scale" if missing[0].endswith(suffix) else "tensor"
         raise ValueError(_listed(f"missing {kind}", missing))
-    unknown = sorted(n for n in arrays if n not in table and not n.endswith(UNUSED_SUFFIXES))
     if unknown and unknown[0].endswith(suffix) and config.quantization is None:
         raise ValueError(
             f"{unknown[0]}: a scale, and config.json has no quantization_config to say of what kind"
         )
     if unknown:
         raise ValueError(_listed("unknown tensor", unknown))
+    if wrong:
+        raise ValueError(wrong[0])
+
+
+def differences(config: ModelConfig, arrays: Arrays) -> tuple[list[str], list[str], list[str]]:
+    """All that :func:`check_tensors` refuses: names that are missing, names that are unknown, and
+    a line for each other dtype or shape."""
+    table = tensor_table(config)
+    suffix = (config.quantization or BlockQuantization()).scale_suffix
+    may_be_absent = copies(config)
+    missing = [name for name in table if name not in arrays and name not in may_be_absent]
+    unknown = sorted(n for n in arrays if n not in table and not n.endswith(UNUSED_SUFFIXES))
+    wrong = []
     for name, spec in table.items():
         if name not in arrays:
             continue
@@ -57,9 +69,10 @@ def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
         else:
             expected = (spec.dtype,)
         if got not in expected:
-            raise ValueError(f"{name}: expected {' or '.join(expected)}, got {got}")
-        if arrays[name].shape != spec.shape:
-            raise ValueError(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
+            wrong.append(f"{name}: expected {' or '.join(expected)}, got {got}")
+        elif arrays[name].shape != spec.shape:
+            wrong.append(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
+    return missing, unknown, wrong
 
 
 def kind_of(name: str) -> str:

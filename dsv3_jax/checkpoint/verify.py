@@ -15,7 +15,7 @@ import numpy as np
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import digest
-from dsv3_jax.checkpoint.check import check_tensors
+from dsv3_jax.checkpoint.check import differences
 from dsv3_jax.checkpoint.names import copies
 from dsv3_jax.checkpoint.opened import Opened
 from dsv3_jax.checkpoint.scan import Count, Scan, nbytes, unreadable
@@ -133,11 +133,9 @@ class Scans:
     def findings(self) -> list[str]:
         """A line each: of names, shapes and dtypes, of values, of copies, of hashes."""
         checkpoint, digests = self._checkpoint, self.digests
-        out = []
-        try:
-            check_tensors(checkpoint.config, checkpoint.arrays)
-        except ValueError as error:
-            out.append(str(error))
+        missing, unknown, out = differences(checkpoint.config, checkpoint.arrays)
+        out = [f"{name}: missing" for name in missing] + out
+        out += [f"{name}: unknown, not a tensor of this config" for name in unknown]
         for name in checkpoint.arrays:
             out += self._found.get(name, [])
         for name, original in copies(checkpoint.config).items():
