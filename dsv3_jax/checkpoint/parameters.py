@@ -6,21 +6,32 @@ MTP layer after the last layer, and split stacked experts into one tensor an exp
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, digest
+from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
-from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.checkpoint.source import Index, Source
+from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from sharding import DEFAULT_RULES, Rules
 
 Path = tuple[Any, ...]
+
+
+# What the model calls a weight's scale, which a config may have under another suffix.
+_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
 
 
 class Names(NamedTuple):
@@ -35,8 +46,9 @@ def published_names(config: ModelConfig, path: Path) -> Names:
     parts = [str(p) for p in path]
     if parts[0] == "mtp":
         parts[:2] = ["layers", str(config.num_hidden_layers + int(parts[1]))]
-    if parts[-1] == "weight_scale_inv" and config.quantization is not None:
-        parts[-1] = "weight" + config.quantization.scale_suffix
+    stored = config.quantization
+    if stored is not None and parts[-1] == _SCALES[type(stored)]:
+        parts[-1] = "weight" + stored.scale_suffix
     if parts[0] != "lm_head":
         parts.insert(0, "model")
     if "experts" not in parts:
@@ -52,24 +64,30 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: Quantization | None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
 ) -> DeepSeekV3:
-    """The model with a checkpoint's weights.
+    """The model with a checkpoint's weights; the host never holds more than two parameters.
 
     Args:
-      tensors: the published tensors, float8 weights beside their scales.
+      tensors: the published tensors, quantised weights beside their scales.
       dtype: of weights and activations; ``e_score_correction_bias`` and scales stay float32.
-      quantization: keeps float8 weights as published; None dequantises them to ``dtype``.
+      quantization: keeps weights as stored; None dequantises them to ``dtype``.
+      mesh: where parameters go, as ``rules`` say; each device's part alone is read, and once for
+        all devices of this process that hold it. None: the default device.
 
     Raises:
-      ValueError: a tensor or a scale is missing, has the wrong shape or dtype, or nobody asks for
-        it; or an MTP layer's copy of the embedding or head differs from the original.
+      ValueError: a parameter cannot lie on ``mesh`` as ``rules`` say; a tensor or a scale is
+        missing, has the wrong shape or dtype, or nobody asks for it; an MTP layer's copy of the
+        embedding or head differs from the original; or a scale makes no sense.
     """
     model = abstract(config, dtype=dtype, quantization=quantization)
+    shardings = {} if mesh is None else parameter_shardings(model, mesh, rules, quantization)
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     expected = {path: published_names(config, path) for path in flat}
     _check_names(config, tensors, {n for names in expected.values() for n in names.names})
-    source = _Source(config, tensors)
+    source = Source(config, tensors)
     # Everything is looked at before anything is read, which may take an hour.
     for path, variable in flat.items():
         names, stacked = expected[path]
@@ -77,65 +95,59 @@ def load_model(
         for name in names:
             source.check(name, want.shape[1:] if stacked else want.shape, want.dtype)
     _check_copies(config, tensors)
-    for path, variable in flat.items():
-        names, stacked = expected[path]
-        want = variable.get_value()
-        if stacked:
-            value = np.empty(want.shape, want.dtype)
-            for e, name in enumerate(names):
-                value[e] = source.read(name, want.dtype)
-        else:
-            value = source.read(names[0], want.dtype)
-        flat[path] = variable.replace(jnp.asarray(value))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        on_its_way = None
+        for path, variable in flat.items():
+            want = variable.get_value()
+            read = functools.partial(_part, threads, source, expected[path], want.dtype)
+            value = _placed(read, want.shape, shardings.get(path))
+            flat[path] = variable.replace(value)
+            # Or else reading might outrun the transfers, and the checkpoint pile up between them.
+            jax.block_until_ready(on_its_way)
+            on_its_way = value
     return nnx.merge(graph, nnx.from_flat_state(flat.items()))
 
 
-_STORED = tuple(map(np.dtype, (np.float64, np.float32, np.float16, jnp.bfloat16)))
-_STORED_SCALE = (*_STORED, np.dtype(jnp.float8_e8m0fnu))
+_THREADS = 8  # that read and dequantise; each holds an expert or a piece of a matrix
 
 
-class _Source:
-    """Reads tensors in the dtype the model holds them in."""
+def _part(
+    threads: ThreadPoolExecutor, source: Source, names: Names, dtype: np.dtype, index: Index
+) -> np.ndarray:
+    """The part of a parameter at ``index``, expert by expert and piece by piece."""
+    out = np.empty([along.stop - along.start for along in index], dtype)
+    if names.stacked:
+        chosen = names.names[index[0]]
+        parts = [(name, index[1:], part) for name, part in zip(chosen, out, strict=True)]
+    else:
+        parts = [(names.names[0], index, out)]
+    jobs = [
+        (name, (slice(at[0].start + rows.start, at[0].start + rows.stop), *at[1:]), part[rows])
+        for name, at, part in parts
+        for rows in pieces(part.shape)
+    ]
+    for _ in threads.map(lambda job: source.read(*job), jobs):
+        pass  # what a thread raises comes up here
+    return out
 
-    def __init__(self, config: ModelConfig, tensors: Arrays):
-        self.tensors = tensors
-        self.quantization = config.quantization or BlockQuantization()
 
-    def check(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """Refuses what :meth:`read` would misread; reads no values."""
-        tensor = self.tensors[name]
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {tensor.shape}")
-        scale_name = name + self.quantization.scale_suffix
-        if dtype == jnp.float8_e4m3fn:
-            _check_dtype(name, tensor, (np.dtype(dtype),))
-        elif tensor.dtype != jnp.float8_e4m3fn or len(shape) != 2:
-            is_scale = name.endswith(self.quantization.scale_suffix)
-            _check_dtype(name, tensor, _STORED_SCALE if is_scale else _STORED)
-            if scale_name in self.tensors:
-                raise ValueError(f"{scale_name}: a scale of {name}, which is {tensor.dtype}")
-        elif scale_name not in self.tensors:
-            raise ValueError(f"{name}: float8 weight without its scale {scale_name}")
-        else:
-            scale = self.tensors[scale_name]
-            _check_dtype(scale_name, scale, _STORED_SCALE)
-            N, K = self.quantization.block_shape(shape[1])
-            expected = (-(-shape[0] // N), -(-shape[1] // K))
-            if scale.shape != expected:
-                raise ValueError(f"{scale_name}: expected shape {expected}, got {scale.shape}")
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        tensor = self.tensors[name][...]
-        if tensor.dtype == jnp.float8_e4m3fn and dtype != tensor.dtype:
-            tensor = self._dequantized(name, tensor)
-        return tensor.astype(dtype, copy=False)
-
-    def _dequantized(self, name: str, values: np.ndarray) -> np.ndarray:
-        scale = self.tensors[name + self.quantization.scale_suffix][...].astype(np.float32)
-        block = self.quantization.block_shape(values.shape[1])
-        rows, columns = values.shape
-        spread = scale.repeat(block[0], axis=0)[:rows].repeat(block[1], axis=1)[:, :columns]
-        return values.astype(np.float32) * spread
+def _placed(
+    read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None
+) -> jax.Array:
+    """The array on its devices; devices that hold the same part share one reading of it."""
+    if sharding is None:
+        return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(
+            along.indices(size)[:2] for along, size in zip(index or (), shape, strict=True)
+        )
+        devices.setdefault(bounds, []).append(device)
+    shards: list[jax.Array] = []
+    for bounds, holders in devices.items():
+        part = read(tuple(slice(*along) for along in bounds))
+        shards += [jax.device_put(part, device) for device in holders]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _check_names(config: ModelConfig, tensors: Arrays, used: set[str]) -> None:
@@ -173,11 +185,6 @@ def _is_left_out(config: ModelConfig, tensors: Arrays, name: str) -> bool:
 
 def _suffix(config: ModelConfig) -> str:
     return (config.quantization or BlockQuantization()).scale_suffix
-
-
-def _check_dtype(name: str, tensor: LazyArray, expected: tuple[np.dtype, ...]) -> None:
-    if tensor.dtype not in expected:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, expected))}, got {tensor.dtype}")
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -459,6 +459,64 @@ def test_a_scale_without_a_float8_weight(checkpoint, name):
     assert_refused(directory, f"{scale}: a scale of {name}, which is bfloat16")
 
 
+# ---- scales that no quantiser makes --------------------------------------------------------------
+
+
+def put_scale(directory, at, value, name=KV_A):
+    """One scale of 3 x 2."""
+    scale = files.read(directory / SINGLE)[f"{name}_scale_inv"].array.copy()
+    scale[at] = value
+    change(directory, **{f"{name}_scale_inv": Stored.of(scale)})
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, -(2.0**-40)])
+@pytest.mark.parametrize("name", [KV_A, EXPERT])
+def test_a_scale_that_is_none(checkpoint, name, value, quantization):
+    directory, _ = checkpoint(dtype="fp8", block=(16, 40))
+    put_scale(directory, (1, 1), value, name)
+    assert_refused_late(
+        directory,
+        f"{name}_scale_inv: expected scales that are finite and not negative, got {value}",
+        quantization=quantization,
+    )
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_a_scale_of_zero_over_weights(checkpoint, value, quantization):
+    directory, _ = checkpoint(dtype="fp8", block=(16, 40))
+    put_scale(directory, (2, 1), value)
+    assert_refused_late(
+        directory,
+        f"{KV_A}_scale_inv: expected scales above 0 over weights that are not 0, "
+        "got 0 for block 2, 1",
+        quantization=quantization,
+    )
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_scale_of_zero_over_zeros(checkpoint, quantization):
+    """Of either sign. What such a scale means is clear."""
+    directory, want = checkpoint(dtype="fp8", block=(16, 40))
+    weight = files.read(directory / SINGLE)[KV_A].array.copy()
+    weight[32:, 40:] = 0
+    weight[33, 41] = -0.0
+    change(directory, **{KV_A: Stored.of(weight)})
+    put_scale(directory, (2, 1), 0.0)
+    got = loaded(directory, quantization=quantization)
+    assert (got[KV_A][32:, 40:].astype(np.float32) == 0).all()
+    if quantization is None:
+        np.testing.assert_array_equal(got[KV_A][:32], want[KV_A][:32].astype(np.float32))
+
+
+def assert_refused_late(directory, pattern, **options):
+    """In one line, once values are read."""
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:
+        dsv3_jax.load(directory, **options)
+    assert re.fullmatch(pattern, str(caught.value))
+
+
 # ---- the config and the directory ----------------------------------------------------------------
 
 

@@ -130,11 +130,35 @@ def module_weight(model, name):
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_dtype_rounds_the_float32_value_and_spares_the_bias(checkpoint, storage, dtype):
+def test_a_dtype_rounds_the_exact_value_once_and_spares_the_bias(checkpoint, storage, dtype):
     directory, want = checkpoint(WIDE, **STORAGE[storage])
     bias = next(value for name, value in want.items() if name.endswith(BIAS))
     assert (bias != bias.astype(ml_dtypes.bfloat16)).any()
     assert_holds(loaded(directory, dtype=dtype), want, dtype)
+
+
+# 5/4 times these float32 scales is next to the middle between two bfloat16 numbers, above it and
+# below, and nearer to it than float32 can tell: by way of float32 it would be rounded to even.
+CLOSE_TO_A_TIE = ((1 + 2**-8, 1 + 2**-7), (1 + 3 * 2**-8, 1 + 2**-7))
+
+
+def test_a_product_is_not_rounded_to_float32_first(checkpoint):
+    directory, _ = checkpoint(dtype="fp8")
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    for tie, nearest in CLOSE_TO_A_TIE:
+        scale = np.float32(tie / 1.25)
+        exact = np.float64(1.25) * np.float64(scale)
+        assert np.float32(exact) == tie
+        assert (exact > tie) == (nearest > tie)
+        assert np.float32(exact).astype(ml_dtypes.bfloat16) != nearest
+
+        def put(tensors, scale=scale):
+            shape = tensors[name].shape
+            tensors[name] = Stored.of(np.full(shape, 1.25, ml_dtypes.float8_e4m3fn))
+            tensors[name + SCALE] = Stored.of(np.full((1, 1), scale, np.float32))
+
+        edit(directory / SINGLE, put)
+        assert (loaded(directory, dtype="bfloat16")[name] == nearest).all()
 
 
 def test_the_default_on_a_cpu_is_float32(checkpoint):
@@ -189,10 +213,19 @@ def test_fp8_needs_float8_tensors(checkpoint):
         dsv3_jax.load(directory, quantization="fp8")
 
 
-def test_other_quantizations_are_refused(checkpoint):
+@pytest.mark.parametrize("name", ["int5", "bf16", "", "FP8", 8, ["fp8"]])
+def test_other_quantizations_are_refused(checkpoint, name):
     directory, _ = checkpoint(dtype="fp8")
-    with pytest.raises(ValueError, match=r"^quantization: expected 'fp8' or None, got 'int4'$"):
-        dsv3_jax.load(directory, quantization="int4")
+    with pytest.raises(ValueError, match=r"^quantization: expected 'fp8', 'int8', 'int4' or None"):
+        dsv3_jax.load(directory, quantization=name)
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_integers_are_kept_and_not_made(checkpoint, storage, name):
+    directory, _ = checkpoint(dtype=storage)
+    with pytest.raises(ValueError, match=rf"^quantization='{name}' keeps {name} weights, and .*$"):
+        dsv3_jax.load(directory, quantization=name)
 
 
 # ---- files others write --------------------------------------------------------------------------

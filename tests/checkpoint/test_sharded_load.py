@@ -1,0 +1,313 @@
+"""A model spread over eight devices: where its parameters lie, what they hold, what is read."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dsv3_jax
+from dsv3_jax.checkpoint.arrays import LazyArray
+from dsv3_jax.checkpoint.parameters import load_model, published_names
+from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.config import ModelConfig
+from sharding import DEFAULT_RULES, Rules, make_mesh
+from tests.checkpoint.values import no_array_made
+from tests.support.checkpoints import tiny_config
+
+# Eight experts and four heads, one layer of each kind; every width divides by eight.
+CONFIG = tiny_config(num_hidden_layers=2)
+MESHES = {
+    "expert=8": {"expert": 8},
+    "expert=4,tensor=2": {"expert": 4, "tensor": 2},
+    "tensor=8": {"tensor": 8},
+    "data=8": {"data": 8},
+    "data=2,expert=2,tensor=2": {"data": 2, "expert": 2, "tensor": 2},
+}
+STORAGE = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16", "shards": 3},
+    # Borders of eight devices cut blocks of either axis, when float8 is not kept.
+    "fp8": {"dtype": "fp8", "block": (24, 40), "shards": 3, "scales_in_other_shard": True},
+}
+BLOCK = (8, 8)  # which no border of two devices cuts
+
+# By the end of a path, the first that fits.
+SPECS = {
+    r"experts\.(gate|up)_proj\.\w+": P("expert", "tensor", None),
+    r"experts\.down_proj\.\w+": P("expert", None, "tensor"),
+    r"(embed_tokens|lm_head)\.weight": P("tensor", None),
+    r"(gate_proj|up_proj|q_proj|q_b_proj|kv_b_proj)\.\w+": P("tensor", None),
+    r"(down_proj|o_proj)\.\w+": P(None, "tensor"),
+    r".*": P(),
+}
+
+
+def parameters(model):
+    """Parameters by dotted path."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): variable.get_value() for path, variable in flat}
+
+
+def expected_spec(path):
+    fits = (spec for end, spec in SPECS.items() if re.search(rf"(?<!shared_){end}$", path))
+    return next(fits)
+
+
+def assert_spread(model, alone, mesh):
+    """As expected over the mesh, and the same bytes as on one device."""
+    want = parameters(alone)
+    got = parameters(model)
+    assert set(got) == set(want)
+    for path, value in got.items():
+        sharding = NamedSharding(mesh, expected_spec(path))
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), path
+        assert value.dtype == want[path].dtype, path
+        assert np.asarray(value).tobytes() == np.asarray(want[path]).tobytes(), path
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters(checkpoint, mesh, storage):
+    directory, _ = checkpoint(CONFIG, **STORAGE[storage])
+    mesh = make_mesh(**MESHES[mesh])
+    for dtype in ("float32", "bfloat16"):
+        model, _ = dsv3_jax.load(directory, dtype=dtype, mesh=mesh)
+        assert_spread(model, dsv3_jax.load(directory, dtype=dtype)[0], mesh)
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "tensor=8"])
+def test_float8_parameters_and_their_scales(checkpoint, mesh):
+    directory, _ = checkpoint(CONFIG, dtype="fp8", block=BLOCK)
+    mesh = make_mesh(**MESHES[mesh])
+    model, _ = dsv3_jax.load(directory, quantization="fp8", mesh=mesh)
+    alone, _ = dsv3_jax.load(directory, quantization="fp8")
+    assert sum("scale" in path for path in parameters(alone)) == 15 + 3 + 2 * 6
+    assert_spread(model, alone, mesh)
+
+
+def test_the_specs_above_are_of_every_kind(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    paths = parameters(dsv3_jax.load(directory)[0])
+    assert {str(expected_spec(path)) for path in paths} == set(map(str, SPECS.values()))
+    assert expected_spec("layers.1.mlp.shared_experts.up_proj.weight") == P("tensor", None)
+
+
+def test_part_of_the_devices(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    mesh = make_mesh(expert=2, devices=jax.devices()[3:5])
+    model, _ = dsv3_jax.load(directory, mesh=mesh)
+    for value in parameters(model).values():
+        assert value.devices() == set(jax.devices()[3:5])
+
+
+def test_without_a_mesh_all_is_on_one_device(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    model, _ = dsv3_jax.load(directory)
+    assert {d for v in parameters(model).values() for d in v.devices()} == {jax.devices()[0]}
+
+
+def test_rules_of_ones_own(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    mesh = make_mesh(data=4, expert=2)
+    rules = Rules({**DEFAULT_RULES.table, "expert": ("expert", "data"), "hidden": None})
+    model, _ = dsv3_jax.load(directory, mesh=mesh, rules=rules)
+    value = model.layers[1].mlp.experts.up_proj.weight.get_value()
+    assert value.sharding.shard_shape(value.shape) == (1, 48, 64)
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+class Watched:
+    """A tensor that takes down which parts of it are asked for."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.parts = []
+
+    def __getitem__(self, index):
+        part = self.tensor[index]
+        self.parts.append(part.shape)
+        return part
+
+    @property
+    def read(self):
+        return sum(map(math.prod, self.parts))
+
+
+@pytest.mark.parametrize("quantization", ["float32", "fp8 dequantised", "fp8 kept"])
+@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2", "data=2,expert=2,tensor=2"])
+def test_every_part_is_read_once_and_by_itself(checkpoint, mesh, quantization):
+    """No reading is wider than a device's share; together they are each tensor once."""
+    storage = "float32" if quantization == "float32" else "fp8"
+    directory, _ = checkpoint(
+        {**CONFIG, "num_nextn_predict_layers": 0},
+        dtype=storage,
+        **({"block": BLOCK} if storage == "fp8" else {}),
+    )
+    config = ModelConfig.from_hf(directory)
+    mesh = make_mesh(**MESHES[mesh])
+    watched = {name: Watched(tensor) for name, tensor in CheckpointReader(directory).items()}
+    assert all(isinstance(tensor, LazyArray) for tensor in watched.values())
+    model = load_model(
+        config,
+        watched,
+        dtype="float32",
+        quantization=config.quantization if quantization == "fp8 kept" else None,
+        mesh=mesh,
+    )
+    shares = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = variable.get_value()
+        names, stacked = published_names(config, path)
+        share = value.sharding.shard_shape(value.shape)[stacked:]
+        shares |= dict.fromkeys(names, share)
+    for name, tensor in watched.items():
+        assert tensor.read == math.prod(tensor.shape), name
+        if name in shares:
+            assert set(tensor.parts) == {shares[name]}, name
+
+
+def test_without_a_mesh_each_expert_is_read_by_itself(checkpoint):
+    directory, _ = checkpoint({**CONFIG, "num_nextn_predict_layers": 0}, dtype="fp8")
+    config = ModelConfig.from_hf(directory)
+    watched = {name: Watched(tensor) for name, tensor in CheckpointReader(directory).items()}
+    load_model(config, watched, dtype="float32", quantization=None)
+    assert all(tensor.parts == [tensor.shape] for tensor in watched.values())
+
+
+def test_matrices_are_read_in_pieces(checkpoint, monkeypatch):
+    """A piece of ten rows of whatever width, so that borders of pieces cut blocks of 24."""
+    directory, _ = checkpoint(CONFIG, dtype="fp8", block=(24, 40))
+    alone, _ = dsv3_jax.load(directory)
+
+    def few(shape):
+        return (slice(first, min(first + 10, shape[0])) for first in range(0, shape[0], 10))
+
+    monkeypatch.setattr("dsv3_jax.checkpoint.parameters.pieces", few)
+    mesh = make_mesh(expert=4, tensor=2)
+    assert_spread(dsv3_jax.load(directory, mesh=mesh)[0], alone, mesh)
+    cut = parameters(dsv3_jax.load(directory)[0])
+    for path, value in parameters(alone).items():
+        assert np.asarray(cut[path]).tobytes() == np.asarray(value).tobytes(), path
+
+
+# ---- the same function ---------------------------------------------------------------------------
+
+
+def logits(model, tokens):
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, tokens))
+
+
+def assert_close(got, want):
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 7)), jnp.int32)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logits(checkpoint, tokens, mesh):
+    directory, _ = checkpoint(CONFIG)
+    mesh = make_mesh(**MESHES[mesh])
+    want = logits(dsv3_jax.load(directory, mtp=False)[0], tokens)
+    assert_close(logits(dsv3_jax.load(directory, mtp=False, mesh=mesh)[0], tokens), want)
+
+
+@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2"])
+def test_logits_of_float8(checkpoint, tokens, mesh):
+    directory, _ = checkpoint(CONFIG, dtype="fp8", block=BLOCK)
+    options = {"mtp": False, "quantization": "fp8"}
+    mesh = make_mesh(**MESHES[mesh])
+    want = logits(dsv3_jax.load(directory, **options)[0], tokens)
+    assert_close(logits(dsv3_jax.load(directory, mesh=mesh, **options)[0], tokens), want)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "quantization"),
+    [("expert=8", "fp8"), ("expert=4,tensor=2", None)],
+)
+def test_logits_of_the_demo(tokens, mesh, quantization):
+    options = {"mtp": False, "quantization": quantization}
+    mesh = make_mesh(**MESHES[mesh])
+    want = logits(dsv3_jax.load("demo", **options)[0], tokens)
+    assert_close(logits(dsv3_jax.load("demo", mesh=mesh, **options)[0], tokens), want)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def assert_refused(directory, pattern, **options):
+    with no_array_made(), pytest.raises(ValueError) as caught:  # noqa: PT011
+        dsv3_jax.load(directory, **options)
+    assert re.fullmatch(pattern, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "pattern"),
+    [
+        ({"n_routed_experts": 12}, {"expert": 8}, r"layers\.1\.\S+: .*'expert' .* 8 .*, got 12"),
+        ({"vocab_size": 161}, {"tensor": 8}, r"embed_tokens\.weight: .*'vocab' .*, got 161"),
+        ({"intermediate_size": 92}, {"tensor": 8}, r"layers\.0\.\S+: .*'ffn' .*, got 92"),
+    ],
+)
+def test_what_does_not_divide(checkpoint, change, sizes, pattern):
+    directory, _ = checkpoint({**CONFIG, **change})
+    assert_refused(directory, pattern, mesh=make_mesh(**sizes))
+
+
+def test_a_block_over_a_border(checkpoint):
+    directory, _ = checkpoint(CONFIG, dtype="fp8", block=(16, 16))
+    mesh = make_mesh(expert=4, tensor=2)
+    expected = "expected whole blocks of 16 along axis 'heads', got 112 over 2 devices .*"
+    pattern = rf"layers\.0\.self_attn\.kv_b_proj\.weight: {expected}"
+    assert_refused(directory, pattern, mesh=mesh, quantization="fp8")
+    dsv3_jax.load(directory, mesh=mesh)
+
+
+def test_a_mesh_axis_for_two_dimensions(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    rules = Rules({**DEFAULT_RULES.table, "hidden": "tensor"})
+    pattern = r"embed_tokens\.weight: expected each mesh axis once, got 'tensor' twice .*"
+    assert_refused(directory, pattern, mesh=make_mesh(tensor=8), rules=rules)
+
+
+def test_rules_without_an_axis_of_the_model(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    pattern = r"embed_tokens\.weight: expected an axis among vocab; got 'hidden'"
+    assert_refused(directory, pattern, mesh=make_mesh(tensor=8), rules=Rules({"vocab": None}))
+
+
+def test_rules_without_a_mesh(checkpoint):
+    directory, _ = checkpoint(CONFIG)
+    assert_refused(
+        directory, "rules: expected a mesh that they apply to, got None", rules=DEFAULT_RULES
+    )
+
+
+def test_a_damaged_scale_is_named_on_a_mesh(checkpoint):
+    directory, _ = checkpoint(CONFIG, dtype="fp8", block=BLOCK)
+    tensors = dict(CheckpointReader(directory))
+    name = "model.layers.1.mlp.experts.5.up_proj.weight_scale_inv"
+    broken = tensors[name][...]
+    broken[-1, -1] = np.nan
+    config = dataclasses.replace(ModelConfig.from_hf(directory), num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}: expected scales that are finite"):
+        load_model(
+            config,
+            {**tensors, name: broken},
+            dtype="float32",
+            quantization=None,
+            mesh=make_mesh(expert=8),
+        )
