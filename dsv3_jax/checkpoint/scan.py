@@ -164,7 +164,7 @@ class _Places:
         self.count += int(wrong.sum())
 
     def __str__(self) -> str:
-        more = f" and {self.count - 1:,} places more" if self.count > 1 else ""
+        more = f" and {self.count - 1:,} more" if self.count > 1 else ""
         return f"{self.what} at {self._first}{more}"
 
 
