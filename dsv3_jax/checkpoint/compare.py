@@ -67,7 +67,7 @@ class Compared(NamedTuple):
 
 
 def compare(a: Opened, b: Opened, *, workers: int = 1, count: Count = lambda n: None) -> Compared:
-    """Reads every value of both once, and checks them as :func:`verify` does.
+    """Reads both once, and checks as :func:`verify` does what both have.
 
     Values are compared in float32, quantised ones dequantised. A is taken for the source of a store
     B if most of its tensors hash to what B's manifest says; those that do not are findings.
