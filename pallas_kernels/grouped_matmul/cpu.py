@@ -48,7 +48,9 @@ def _grouped_matmul(
     if lhs_scale is not None:
         lhs = block_dequant(lhs, lhs_scale, (1, block_shape[1]))
     M, G = lhs.shape[0], rhs.shape[0]
-    if rhs_scale is not None and M > G:
+    if rhs_scale is not None and rhs.dtype == FLOAT8 and M > G:
+        # Float8 is slow to convert, once a block of rows too slow. Integers are converted faster
+        # than a dense copy of all of them is written and read.
         rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, lhs.dtype), None
     rows = 1 if M <= G else _FEW_ROWS if M <= 4 * G else _BLOCK_ROWS
     blocks = -(-group_sizes // rows)
