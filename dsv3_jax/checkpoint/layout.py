@@ -115,7 +115,9 @@ def stored_arrays(
         if kept is not None:
             dtype = _common_dtype(kept, names)
         whole = (len(names), *shape) if array in stacked else shape
-        chunk = _chunk(whole, array in stacked, multiple)
+        # A piece of int4 comes from twice as many numbers.
+        numbers = (*whole[:-1], 2 * whole[-1]) if dtype == np.uint8 else whole
+        chunk = (*_chunk(numbers, array in stacked, multiple)[:-1], *whole[-1:])
         if kept is None and config.quantization is not None:
             # A piece of a matrix brings its scales along.
             weight = array.removesuffix(config.quantization.scale_suffix)

@@ -177,8 +177,12 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
     N, K = quantization.block_shape(columns)
     weight = f"{name}.weight"
     scales = (-(-rows // N), -(-columns // K))
+    try:
+        stored = TensorSpec(*quantization.stored(rows, columns))
+    except ValueError as error:
+        raise ValueError(f"{weight}: {error}") from None
     return {
-        weight: TensorSpec(*quantization.stored(rows, columns)),
+        weight: stored,
         weight + quantization.scale_suffix: TensorSpec(scales, "F32"),
     }
 

@@ -1,0 +1,49 @@
+"""Checkpoints with every tensor of a config's own table, for models that `random_tensors` lacks.
+
+Names, shapes and dtypes are the table's, so nothing here says whether the table is right.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dsv3_jax.checkpoint.names import copies, tensor_table
+from dsv3_jax.config import ModelConfig
+from tests.checkpoint.files import Stored, Tensors, write
+
+DTYPES = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+
+
+def write_table(directory: Path, config: ModelConfig, shards: int = 3) -> Tensors:
+    """Writes config.json, shards and their index; gives the tensors."""
+    tensors: Tensors = {}
+    for name, spec in tensor_table(config).items():
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        value = (
+            rng.uniform(1e-4, 1e-2, spec.shape)
+            if "_scale" in name
+            else rng.normal(0, 30 if spec.dtype == "F8_E4M3" else 0.3, spec.shape)
+        )
+        tensors[name] = Stored.of(value.astype(DTYPES[spec.dtype]))
+    for copy, original in copies(config).items():
+        tensors[copy] = tensors[original]
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        # Dealt out like cards: a scale never lies with its weight.
+        part = {name: tensors[name] for name in list(tensors)[i::shards]}
+        write(directory / file, part)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
