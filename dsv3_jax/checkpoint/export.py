@@ -59,7 +59,7 @@ def export(
 
     Args:
       directory: must not exist.
-      to: float8 with block scales, or bfloat16. None: as published, or of another form bfloat16.
+      to: float8 with block scales, or bfloat16. None: the store's own form; of integers bfloat16.
       workers: shards that are written at once.
       progress: is called with bytes that are written, from several threads.
 
@@ -118,10 +118,10 @@ def plan_export(reader: StoreReader, to: To | None) -> ExportPlan:
     names = [n for n in manifest.kept if "/" not in n and n != sidecar.UNUSED]
     small = {name: (folder / name).read_bytes() for name in names}
     identity = xxhash.xxh3_128_hexdigest((reader.directory / NAME).read_bytes())
-    form = "bf16" if reader.config.quantization is None else "fp8"
+    form = "fp8" if isinstance(reader.config.quantization, BlockQuantization) else "bf16"
     if to in (None, form) and _keeps_every_byte(reader):
         return ExportPlan(True, _original_shards(reader), small, identity)
-    config = _target_config(reader, to or "bf16")
+    config = _target_config(reader, to or form)
     shards = _new_shards(reader, config)
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     size = sum(shard.bytes for shard in shards)

@@ -1,0 +1,278 @@
+"""A store written as a Hugging Face directory: the same bytes again, or another form."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax import presets
+from dsv3_jax.checkpoint import export as exporting
+from dsv3_jax.checkpoint.convert import convert
+from dsv3_jax.checkpoint.export import export
+from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES
+from tests.checkpoint import files
+from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
+from tests.checkpoint.test_conversion import rounded_once
+from tests.checkpoint.test_loaded_values import CONFIGS, STORAGE
+from tests.checkpoint.values import loaded, same_bytes, small_config
+from tests.support.checkpoints import BIAS, is_fp8
+from tests.support.command import run
+from tests.support.tables import write_table
+from tests.support.trees import contents
+
+FP8 = [name for name in STORAGE if name.startswith("fp8")]
+
+
+def converted(directory: Path, to: str = "fp8") -> Path:
+    store = directory.with_name(f"store-{to}")
+    convert(directory, store, to)
+    return store
+
+
+# ---- the source again ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", FP8)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_float8_comes_back_byte_for_byte(checkpoint, tmp_path, config, storage):
+    directory, _ = checkpoint(CONFIGS[config], **STORAGE[storage])
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 3}')
+    (directory / "modeling.py").write_text("pass\n")
+    planned = export(converted(directory), tmp_path / "again")
+    assert planned.verbatim
+    assert contents(tmp_path / "again") == contents(directory)
+
+
+def test_bfloat16_comes_back_too(checkpoint, tmp_path):
+    directory, _ = checkpoint(dtype="bfloat16", shards=3)
+    assert export(converted(directory, "bf16"), tmp_path / "again").verbatim
+    assert contents(tmp_path / "again") == contents(directory)
+
+
+def test_v3_2_comes_back(tmp_path):
+    config = dataclasses.replace(
+        dsv3_jax.ModelConfig.from_hf(small_config()),
+        model_type="deepseek_v32",
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=8,
+        quantization=presets.DEEPSEEK_V3_2.quantization,
+    )
+    write_table(tmp_path / "source", config)
+    export(converted(tmp_path / "source"), tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "source")
+
+
+def test_unused_tensors_and_odd_headers_come_back(checkpoint, tmp_path):
+    """Kimi-K2's rope buffers, metadata, spaces, an order that is not that of the bytes."""
+    directory, _ = checkpoint(dtype="fp8")
+    buffers = {
+        f"model.layers.{layer}.self_attn{UNUSED_SUFFIXES[0]}": Stored.of(
+            np.full(3, np.nan, np.float32)
+        )
+        for layer in range(2)
+    }
+    files.edit(directory / SINGLE, lambda tensors: tensors.update(buffers))
+    header, data = files.split(directory / SINGLE)
+    shuffled = {"__metadata__": {"by": "hand"}} | dict(sorted(header.items(), reverse=True))
+    files.join(directory / SINGLE, json.dumps(shuffled, indent=3).encode() + b"   ", data)
+    assert export(converted(directory), tmp_path / "again").verbatim
+    assert contents(tmp_path / "again") == contents(directory)
+
+
+def test_copies_that_the_source_lacks_stay_away(checkpoint, tmp_path):
+    directory, _ = checkpoint(dtype="fp8")
+    lacking = "model.layers.2.embed_tokens.weight"
+    files.edit(directory / SINGLE, lambda tensors: tensors.pop(lacking))
+    store = converted(directory)
+    export(store, tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(directory)
+    export(store, tmp_path / "wide", "bf16")
+    names = files.read_directory(tmp_path / "wide")
+    assert lacking not in names
+    assert "model.layers.2.shared_head.head.weight" in names
+
+
+def test_the_demo_comes_back(tmp_path):
+    demo = Path(dsv3_jax.__file__).parent / "demo"
+    convert("demo", tmp_path / "store")
+    export(tmp_path / "store", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(demo)
+
+
+# ---- another form --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_way_of", ["fp8", "bf16"])
+@pytest.mark.parametrize("storage", FP8)
+def test_bfloat16_is_rounded_once(checkpoint, tmp_path, storage, by_way_of):
+    directory, want = checkpoint(CONFIGS["wide"], **STORAGE[storage])
+    export(converted(directory, by_way_of), tmp_path / "bf16", "bf16")
+    got = files.read_directory(tmp_path / "bf16")
+    assert set(got) == set(want)
+    for name, value in want.items():
+        expected = value.astype(np.float32) if name.endswith(BIAS) else rounded_once(value)
+        assert got[name].dtype == ("F32" if name.endswith(BIAS) else "BF16")
+        np.testing.assert_array_equal(got[name].array, expected, err_msg=name)
+    config = json.loads((tmp_path / "bf16" / CONFIG).read_text())
+    was = json.loads((directory / CONFIG).read_text())
+    was.pop("quantization_config")
+    assert config == was | {"torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_integers_become_what_they_stand_for(checkpoint, tmp_path, to):
+    directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8")
+    store = converted(directory, to)
+    assert not export(store, tmp_path / "hf").verbatim
+    stands_for = loaded(store, dtype="bfloat16")
+    assert same_bytes(loaded(tmp_path / "hf", dtype="bfloat16"), stands_for)
+
+
+def test_float8_that_the_store_made(checkpoint, tmp_path):
+    """Its values and scales are written as they are, not quantized again."""
+    directory, _ = checkpoint(CONFIGS["wide"], dtype="bfloat16")
+    store = converted(directory, "fp8")
+    export(store, tmp_path / "hf")
+    kept = {"quantization": "fp8"}
+    assert same_bytes(loaded(tmp_path / "hf", **kept), loaded(store, **kept))
+    again = converted(tmp_path / "hf")
+    assert export(again, tmp_path / "twice").verbatim
+
+
+@pytest.mark.parametrize("to", ["bf16", "int8"])
+def test_float8_of_another_form(checkpoint, tmp_path, to):
+    directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8", scale_fmt="ue8m0")
+    store = converted(directory, to)
+    export(store, tmp_path / "hf", "fp8")
+    dense = loaded(store)
+    for name, value in loaded(tmp_path / "hf").items():
+        assert (np.abs(value - dense[name]) <= np.abs(dense[name]) / 16 + 4e-3).all()
+    for name, tensor in files.read_directory(tmp_path / "hf").items():
+        if name.endswith("_scale_inv"):
+            assert (np.frexp(tensor.array)[0] == 0.5).all()
+        assert (tensor.dtype == "F8_E4M3") == is_fp8(name)
+
+
+def test_shards_are_filled_and_scales_stay_with_their_weights(checkpoint, tmp_path, monkeypatch):
+    directory, _ = checkpoint(CONFIGS["wide"], dtype="bfloat16")
+    store = converted(directory, "int8")
+    whole = export(store, tmp_path / "one", "fp8")
+    monkeypatch.setattr(exporting, "_SHARD_BYTES", 200_000)
+    parts = export(store, tmp_path / "many", "fp8", workers=3)
+    assert len(whole.shards) == 1
+    assert len(parts.shards) > 3
+    assert max(shard.bytes for shard in parts.shards) <= 200_000 + 1000
+    index = json.loads((tmp_path / "many" / INDEX).read_text())
+    for name, file in index["weight_map"].items():
+        assert index["weight_map"].get(f"{name}_scale_inv", file) == file
+    assert index["metadata"]["total_size"] == whole.bytes
+    one, many = (files.read_directory(tmp_path / name) for name in ("one", "many"))
+    assert one == many
+
+
+@pytest.mark.parity
+def test_transformers_loads_it(checkpoint, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory, want = checkpoint(dtype="fp8", shards=3)
+    export(converted(directory), tmp_path / "hf", "bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    held = theirs.state_dict()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    value = held[name].view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(value, rounded_once(want[name]))
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_an_existing_directory(checkpoint, tmp_path):
+    directory, _ = checkpoint(dtype="fp8")
+    store = converted(directory)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="expected a directory that does not exist yet"):
+        export(store, tmp_path / "there")
+
+
+@pytest.mark.parametrize("to", [None, "bf16"])
+def test_a_store_that_is_damaged(checkpoint, tmp_path, to):
+    directory, _ = checkpoint(dtype="fp8")
+    store = converted(directory)
+    name = "layers.0.self_attn.o_proj.weight"
+    (chunk,) = (p for p in (store / "weights" / name).rglob("c/**/*") if p.is_file())
+    content = bytearray(chunk.read_bytes())
+    content[100] ^= 1
+    chunk.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^model\.{name}: the store is damaged; .*$"):
+        export(store, tmp_path / "hf", to)
+    assert not (tmp_path / "hf").exists()
+    chunk.unlink()
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: .* missing; .*$"):
+        export(store, tmp_path / "hf", to)
+
+
+@pytest.mark.parametrize("name", [CONFIG, f"headers/{SINGLE}"])
+def test_a_kept_file_that_is_damaged(checkpoint, tmp_path, name):
+    directory, _ = checkpoint(dtype="fp8")
+    store = converted(directory)
+    with (store / "source" / name).open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(ValueError, match=rf"{name}: missing, unknown or damaged$"):
+        export(store, tmp_path / "hf")
+
+
+def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatch):
+    directory, _ = checkpoint(dtype="fp8", shards=3, scales_in_other_shard=True)
+    store = converted(directory)
+    plain, written = exporting.as_bytes, []
+
+    def failing(array):
+        written.append(array.nbytes)
+        if len(written) == 60:
+            raise OSError(28, "No space left on device")
+        return plain(array)
+
+    monkeypatch.setattr(exporting, "as_bytes", failing)
+    with pytest.raises(ValueError, match=r"^No space left on device; shards that are finished"):
+        export(store, tmp_path / "hf", workers=1)
+    assert not (tmp_path / "hf").exists()
+    finished = list((tmp_path / "hf.partial").glob("*.safetensors"))
+    assert len(finished) == 1
+    before = finished[0].stat()
+    written[:] = [0] * 100  # never again
+    export(store, tmp_path / "hf", workers=1)
+    assert (tmp_path / "hf" / finished[0].name).stat().st_mtime_ns == before.st_mtime_ns
+    assert contents(tmp_path / "hf") == contents(directory)
+    assert not (tmp_path / "hf.partial").exists()
+
+
+def test_an_interrupted_export_of_another_kind_is_not_gone_on_with(checkpoint, tmp_path):
+    directory, _ = checkpoint(dtype="fp8")
+    store = converted(directory)
+    export(store, tmp_path / "bf16", "bf16")
+    shutil.copytree(tmp_path / "bf16", tmp_path / "hf.partial")
+    export(store, tmp_path / "hf")
+    assert contents(tmp_path / "hf") == contents(directory)
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    directory, _ = checkpoint(dtype="fp8", shards=3)
+    store = converted(directory)
+    assert run("export", store, tmp_path / "hf", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["verbatim"], said["shards"]) == (True, 3)
+    assert contents(tmp_path / "hf") == contents(directory)
+    for wrong in (["--step", 3], ["--to", "float32"]):
+        assert run("export", store, tmp_path / "other", *wrong) == 2
+        assert wrong[0] in capsys.readouterr().err
+    (store / "manifest.json").rename(store / "journal.jsonl")
+    assert run("export", store, tmp_path / "other") == 2
+    assert "unfinished conversion" in capsys.readouterr().err
