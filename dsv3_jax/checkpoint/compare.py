@@ -10,8 +10,8 @@ import numpy as np
 
 from dsv3_jax.checkpoint.names import copies, tensor_table
 from dsv3_jax.checkpoint.opened import Opened
-from dsv3_jax.checkpoint.scan import Count
-from dsv3_jax.checkpoint.verify import Scans, in_threads, sum_of_squares
+from dsv3_jax.checkpoint.threads import Progress, in_threads
+from dsv3_jax.checkpoint.verify import Scans, sum_of_squares
 
 _FREE = ("dtype", "quantization")  # what a conversion may change in a config
 
@@ -66,7 +66,9 @@ class Compared(NamedTuple):
     """Why they are no whole checkpoints of one model, a line each."""
 
 
-def compare(a: Opened, b: Opened, *, workers: int = 1, count: Count = lambda n: None) -> Compared:
+def compare(
+    a: Opened, b: Opened, *, workers: int = 1, count: Progress = lambda n: None
+) -> Compared:
     """Reads both once, and checks as :func:`verify` does what both have.
 
     Values are compared in float32, quantised ones dequantised. A is taken for the source of a store
@@ -75,32 +77,32 @@ def compare(a: Opened, b: Opened, *, workers: int = 1, count: Count = lambda n: 
     of_a, of_b = Scans(a, count), Scans(b, count)
     findings, names = _alike(a, b)
 
-    def one(name: str) -> tuple[str, Difference, str | None]:
-        scan_a, scan_b, found = of_a.of(name), of_b.of(name), Difference(tensors=1)
+    differences = {name: Difference(tensors=1) for name in names}
+    lines: dict[str, str] = {}
+
+    def one(name: str) -> None:
+        scan_a, scan_b, found = of_a.of(name), of_b.of(name), differences[name]
         rows = math.lcm(scan_a.multiple, scan_b.multiple)
         # Where one of them cannot be read to its end, the other need not be.
         for part_a, part_b in zip(scan_a.parts(rows), scan_b.parts(rows), strict=False):
             found.add(part_a, part_b)
         of_a.done(scan_a)
         of_b.done(scan_b)
-        line = None
         same_form = scan_a.dtypes == scan_b.dtypes
         if same_form and scan_a.digests() == scan_b.digests():
             found.equal_bytes = 1
         elif found.largest:
-            line = f"{name}: differs by up to {found.largest:.3g}"
+            lines[name] = f"{name}: differs by up to {found.largest:.3g}"
         elif same_form:
-            line = f"{name}: other bytes, though of the same values"
-        return name, found, line
+            lines[name] = f"{name}: other bytes, though of the same values"
 
-    results = list(in_threads(one, names, workers))
+    in_threads(workers, one, names)
     for scans, side in ((of_a, a), (of_b, b)):
         scans.hash_others()
         findings += [f"{line} (in {side.directory})" for line in scans.findings()]
     source_hashes, changed = _source(b, of_a.digests)
-    first = next((line for _, _, line in results if line), None) or _configs_differ(a, b)
-    differences = {name: found for name, found, _ in results}
-    return Compared(differences, first, source_hashes, findings + changed)
+    first = next((lines[name] for name in names if name in lines), None)
+    return Compared(differences, first or _configs_differ(a, b), source_hashes, findings + changed)
 
 
 def _alike(a: Opened, b: Opened) -> tuple[list[str], list[str]]:

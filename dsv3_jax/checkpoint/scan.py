@@ -7,19 +7,17 @@ float32 part and their temporaries are all that a scan holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import xxhash
 
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
 from dsv3_jax.checkpoint.formats import dequantize
+from dsv3_jax.checkpoint.threads import Progress, said
 from dsv3_jax.config import Quantization
 
 _PART_ELEMENTS = 2**18  # float32 parts that stay in the CPU's cache
-
-Count = Callable[[int], None]
-"""Takes the number of bytes that were read, in any thread."""
 
 
 class Scan:
@@ -31,7 +29,9 @@ class Scan:
       scale_range: smallest and largest of the scales above 0, None without any.
     """
 
-    def __init__(self, name: str, arrays: Arrays, quantization: Quantization | None, count: Count):
+    def __init__(
+        self, name: str, arrays: Arrays, quantization: Quantization | None, count: Progress
+    ):
         self.name = name
         self._count = count
         self._values = arrays[name]
@@ -169,7 +169,7 @@ class _Places:
 
 
 def unreadable(name: str, error: OSError) -> str:
-    return f"{name}: cannot be read: {error}"
+    return f"{name}: cannot be read: {said(error)}"
 
 
 def nbytes(array: LazyArray) -> int:

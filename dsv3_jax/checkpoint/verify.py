@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +16,8 @@ from dsv3_jax.checkpoint.arrays import digest
 from dsv3_jax.checkpoint.check import differences
 from dsv3_jax.checkpoint.names import copies
 from dsv3_jax.checkpoint.opened import Opened
-from dsv3_jax.checkpoint.scan import Count, Scan, nbytes, unreadable
-
-Work = TypeVar("Work")
-Result = TypeVar("Result")
+from dsv3_jax.checkpoint.scan import Scan, nbytes, unreadable
+from dsv3_jax.checkpoint.threads import Progress, in_threads
 
 
 @dataclasses.dataclass
@@ -68,7 +64,7 @@ class Verified(NamedTuple):
     """What is wrong, a line each with the name of the tensor."""
 
 
-def verify(checkpoint: Opened, *, workers: int = 1, count: Count = lambda n: None) -> Verified:
+def verify(checkpoint: Opened, *, workers: int = 1, count: Progress = lambda n: None) -> Verified:
     """Reads every value once.
 
     Names, shapes and dtypes are those of the config; weights are finite, scales finite and above
@@ -80,16 +76,16 @@ def verify(checkpoint: Opened, *, workers: int = 1, count: Count = lambda n: Non
       count: is told of bytes as they are read, :func:`total_bytes` in all.
     """
     scans = Scans(checkpoint, count)
+    figures = {name: Figures(tensors=1) for name in checkpoint.with_values()}
 
-    def one(name: str) -> tuple[str, Figures]:
-        scan, figures = scans.of(name), Figures(tensors=1)
+    def one(name: str) -> None:
+        scan = scans.of(name)
         for part in scan.parts(scan.multiple):
-            figures.add(part)
-        figures.scales = scan.scale_range
+            figures[name].add(part)
+        figures[name].scales = scan.scale_range
         scans.done(scan)
-        return name, figures
 
-    figures = dict(in_threads(one, checkpoint.with_values(), workers))
+    in_threads(workers, one, list(figures))
     scans.hash_others()
     size = total_bytes(checkpoint)
     return Verified(len(checkpoint.arrays), size, figures, scans.findings())
@@ -102,7 +98,7 @@ class Scans:
       digests: of the tensors that were read, by name.
     """
 
-    def __init__(self, checkpoint: Opened, count: Count):
+    def __init__(self, checkpoint: Opened, count: Progress):
         self.digests: dict[str, str] = {}
         self._checkpoint = checkpoint
         self._count = count
@@ -155,14 +151,6 @@ class Scans:
 
 def total_bytes(checkpoint: Opened) -> int:
     return sum(map(nbytes, checkpoint.arrays.values()))
-
-
-def in_threads(
-    call: Callable[[Work], Result], work: Iterable[Work], workers: int
-) -> Iterator[Result]:
-    """Results in order. Ends what is not begun when the caller is interrupted."""
-    with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(call, work)
 
 
 def sum_of_squares(part: np.ndarray) -> float:
