@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays
+from dsv3_jax.checkpoint.check import with_layers_present
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader, is_store
+from dsv3_jax.checkpoint.threads import said
 from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
@@ -83,19 +85,22 @@ def load(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
             f"and {directory} has {_WEIGHTS[held]}"
         )
-    layers = published.num_nextn_predict_layers
-    if not mtp or not _has_mtp(published, tensors):
-        layers = 0
+    config = with_layers_present(published, tensors)
+    if not mtp:
+        config = dataclasses.replace(config, num_nextn_predict_layers=0)
     tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
     default_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = load_model(
-        dataclasses.replace(published, num_nextn_predict_layers=layers),
-        tensors,
-        dtype=default_dtype if dtype is None else dtype,
-        quantization=published.quantization if quantization else None,
-        mesh=mesh,
-        rules=rules or DEFAULT_RULES,
-    )
+    try:
+        model = load_model(
+            config,
+            tensors,
+            dtype=default_dtype if dtype is None else dtype,
+            quantization=config.quantization if quantization else None,
+            mesh=mesh,
+            rules=rules or DEFAULT_RULES,
+        )
+    except OSError as error:  # a disk that fails, a chunk that is gone
+        raise ValueError(said(error)) from None
     return model, tokenizer
 
 
@@ -119,12 +124,6 @@ def _name(dtype: DTypeLike) -> str:
         return jnp.dtype(dtype).name
     except TypeError:
         return str(dtype)
-
-
-def _has_mtp(config: ModelConfig, tensors: Arrays) -> bool:
-    """Many tools drop the MTP layers and leave num_nextn_predict_layers as it was."""
-    first = f"model.layers.{config.num_hidden_layers}."
-    return any(name.startswith(first) for name in tensors)
 
 
 def find(path_or_name: str | os.PathLike[str]) -> Path:

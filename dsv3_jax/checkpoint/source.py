@@ -113,7 +113,7 @@ class Source:
         tensor = self.tensors[weight]
         packed = 2 if tensor.dtype == np.uint8 else 1
         N, K = self.quantization.block_shape(tensor.shape[1] * packed)
-        values = tensor[row * N : (row + 1) * N]
+        values = tensor[row * N : min((row + 1) * N, tensor.shape[0])]
         values = unpack_int4(values) if packed == 2 else values
         held = (values.astype(np.float32) != 0).max(axis=0)
         held = np.logical_or.reduceat(held, np.arange(0, held.size, K))[columns]

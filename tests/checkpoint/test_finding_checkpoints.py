@@ -1,11 +1,14 @@
 """From a name to a directory: paths, the Hub's local cache, and what is neither."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import dsv3_jax
+from tests.checkpoint.files import CONFIG, INDEX, SINGLE, edit_json
 from tests.checkpoint.values import assert_holds, loaded
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -91,6 +94,68 @@ def test_whatever_the_client_raises_is_one_line(monkeypatch, error, reason):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     assert refusal("org/name").endswith(f"from the Hub: {reason}")
+
+
+@pytest.fixture
+def hub(checkpoint, tmp_path, monkeypatch):
+    """A Hub that gives a checkpoint's files by pattern, and the names of those it gave."""
+
+    def serve(**options):
+        source, _ = checkpoint(**options)
+        (source / "model-00009-of-00009.safetensors").write_bytes(b"of an earlier upload")
+        (source / "pytorch_model.bin").write_bytes(b"the same weights once more")
+        local, given = tmp_path / "local", []
+
+        def download(name, *, allow_patterns):
+            assert name == "org/name"
+            local.mkdir(exist_ok=True)
+            names = sorted(path.name for path in source.iterdir())
+            for file in filter_repo_objects(names, allow_patterns=allow_patterns):
+                if file not in given:
+                    shutil.copyfile(source / file, local / file)
+                    given.append(file)
+            return str(local)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        return source, given
+
+    return serve
+
+
+def test_a_download_has_what_the_index_names(hub):
+    _, given = hub(shards=3)
+    loaded("org/name")
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert given == [CONFIG, INDEX, *shards]
+
+
+def test_a_download_without_an_index(hub):
+    _, given = hub()
+    loaded("org/name")
+    assert given == [CONFIG, SINGLE]
+
+
+def test_the_config_is_looked_at_before_gigabytes_come(hub):
+    source, given = hub(shards=3)
+    edit_json(source / CONFIG, lambda config: config.update(model_type="llama"))
+    assert refusal("org/name").startswith("model_type: expected one of deepseek_v2, ")
+    assert given == [CONFIG, INDEX]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_an_index_that_is_none_downloads_nothing(hub, content):
+    source, given = hub(shards=3)
+    (source / INDEX).write_text(content)
+    assert refusal("org/name").startswith(f"{INDEX}: ")
+    assert given == [CONFIG, INDEX]
+
+
+@pytest.mark.parametrize("shard", ["*.safetensors", "../x.safetensors", "[a-z]*", "model-*"])
+def test_an_index_names_files_and_not_patterns(hub, shard):
+    source, given = hub(shards=3)
+    edit_json(source / INDEX, lambda index: index.update(weight_map={"lm_head.weight": shard}))
+    refusal("org/name")
+    assert given == [CONFIG, INDEX]
 
 
 # ---- paths ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import dsv3_jax
 from dsv3_jax.checkpoint.arrays import LazyArray
+from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.parameters import load_model, published_names
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.config import ModelConfig
 from sharding import DEFAULT_RULES, Rules, make_mesh
 from tests.checkpoint.values import no_array_made
-from tests.support.checkpoints import tiny_config
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 # Eight experts and four heads, one layer of each kind; every width divides by eight.
 CONFIG = tiny_config(num_hidden_layers=2)
@@ -62,12 +64,20 @@ def expected_spec(path):
 
 def assert_spread(model, alone, mesh):
     """As expected over the mesh, and the same bytes as on one device."""
-    want = parameters(alone)
-    got = parameters(model)
+    assert_same(model, alone)
+    for path, value in parameters(model).items():
+        spec = expected_spec(path)
+        if value.shape[-1] == 1:  # a scale for the whole row
+            spec = P(*spec[:-1], None)
+        sharding = NamedSharding(mesh, spec)
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), path
+
+
+def assert_same(model, other):
+    """The same parameters to the bit."""
+    got, want = parameters(model), parameters(other)
     assert set(got) == set(want)
     for path, value in got.items():
-        sharding = NamedSharding(mesh, expected_spec(path))
-        assert value.sharding.is_equivalent_to(sharding, value.ndim), path
         assert value.dtype == want[path].dtype, path
         assert np.asarray(value).tobytes() == np.asarray(want[path]).tobytes(), path
 
@@ -120,6 +130,110 @@ def test_rules_of_ones_own(checkpoint):
     model, _ = dsv3_jax.load(directory, mesh=mesh, rules=rules)
     value = model.layers[1].mlp.experts.up_proj.weight.get_value()
     assert value.sharding.shard_shape(value.shape) == (1, 48, 64)
+
+
+# ---- stores --------------------------------------------------------------------------------------
+
+# Two devices cut no block of 128 rows or columns.
+STORED = tiny_config(
+    num_hidden_layers=2,
+    hidden_size=256,
+    intermediate_size=256,
+    kv_lora_rank=128,
+    moe_intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    q_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """A float8 checkpoint and its stores by form."""
+    home = tmp_path_factory.mktemp("stores")
+    write_checkpoint(home / "hf", STORED, random_tensors(STORED), dtype="fp8")
+    for form in ("bf16", "fp8", "int8", "int4"):
+        convert(home / "hf", home / form, form)
+    return home
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2"])
+def test_a_store_dequantised(stores, mesh, form):
+    mesh = make_mesh(**MESHES[mesh])
+    model, _ = dsv3_jax.load(stores / form, dtype="bfloat16", mesh=mesh)
+    alone, _ = dsv3_jax.load(stores / form, dtype="bfloat16")
+    assert_spread(model, alone, mesh)
+    if form in ("bf16", "fp8"):
+        assert_same(alone, dsv3_jax.load(stores / "hf", dtype="bfloat16")[0])
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2"])
+def test_a_store_kept_as_it_is(stores, mesh, form):
+    mesh = make_mesh(**MESHES[mesh])
+    model, _ = dsv3_jax.load(stores / form, quantization=form, mesh=mesh)
+    alone, _ = dsv3_jax.load(stores / form, quantization=form)
+    assert_spread(model, alone, mesh)
+    dtype = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}[form]
+    assert model.layers[1].mlp.experts.up_proj.weight.get_value().dtype == dtype
+    if form == "fp8":
+        assert_same(alone, dsv3_jax.load(stores / "hf", quantization="fp8")[0])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_integers_kept_are_the_integers_dequantised(stores, tokens, form):
+    """One model in three ways: dequantised at use, while loading, and over a mesh."""
+    at_use = dsv3_jax.load(stores / form, quantization=form, mtp=False)[0]
+    while_loading = dsv3_jax.load(stores / form, mtp=False)[0]
+    for layer, dense in zip(at_use.layers, while_loading.layers, strict=True):
+        assert (layer.self_attn.o_proj.dense("float32") == dense.self_attn.o_proj.weight[...]).all()
+    want = logits(while_loading, tokens)
+    assert_close(logits(at_use, tokens), want)
+    mesh = make_mesh(expert=4, tensor=2)
+    spread = dsv3_jax.load(stores / form, quantization=form, mtp=False, mesh=mesh)[0]
+    assert_close(logits(spread, tokens), want)
+
+
+@pytest.mark.parametrize(
+    ("form", "asked", "held"),
+    [
+        ("bf16", "fp8", "no quantization_config"),
+        ("bf16", "int8", "no quantization_config"),
+        ("fp8", "int4", "float8 weights"),
+        ("int8", "fp8", "int8 weights"),
+        ("int4", "int8", "int4 weights"),
+    ],
+)
+def test_a_store_of_another_form(stores, form, asked, held):
+    pattern = rf"quantization='{asked}' keeps \w+ weights, and .* has {held}"
+    assert_refused(stores / form, pattern, quantization=asked)
+
+
+def test_a_store_has_its_tokenizer(tmp_path):
+    convert("demo", tmp_path / "store", "bf16")
+    _, tokenizer = dsv3_jax.load(tmp_path / "store", mtp=False)
+    assert tokenizer is not None
+    assert tokenizer.encode("a b") == dsv3_jax.load("demo", mtp=False)[1].encode("a b")
+
+
+def test_an_unfinished_store(stores, tmp_path):
+    shutil.copytree(stores / "int8", tmp_path / "store")
+    (tmp_path / "store" / "manifest.json").rename(tmp_path / "store" / "journal.jsonl")
+    assert_refused(tmp_path / "store", r".*an unfinished conversion; .*")
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_store_that_lacks_a_chunk(stores, tmp_path, quantization):
+    shutil.copytree(stores / "int8", tmp_path / "store")
+    array = tmp_path / "store" / "weights" / "layers.1.mlp.experts.up_proj.weight"
+    chunks = sorted(path for path in array.rglob("*") if path.is_file() and path.parent != array)
+    chunks[-1].unlink()
+    with pytest.raises(ValueError, match=r"\A.*layers\.1\.mlp\.experts\.up_proj\.weight: .*\Z"):
+        dsv3_jax.load(tmp_path / "store", quantization=quantization)
 
 
 # ---- what is read --------------------------------------------------------------------------------
@@ -195,9 +309,7 @@ def test_matrices_are_read_in_pieces(checkpoint, monkeypatch):
     monkeypatch.setattr("dsv3_jax.checkpoint.parameters.pieces", few)
     mesh = make_mesh(expert=4, tensor=2)
     assert_spread(dsv3_jax.load(directory, mesh=mesh)[0], alone, mesh)
-    cut = parameters(dsv3_jax.load(directory)[0])
-    for path, value in parameters(alone).items():
-        assert np.asarray(cut[path]).tobytes() == np.asarray(value).tobytes(), path
+    assert_same(dsv3_jax.load(directory)[0], alone)
 
 
 # ---- the same function ---------------------------------------------------------------------------
