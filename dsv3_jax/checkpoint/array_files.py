@@ -1,29 +1,22 @@
 """The arrays of a store on disk: an orbax checkpoint of Zarr 3 arrays without compression.
 
-orbax writes the tree and opens what is here; the chunks are written one by one, which orbax cannot
-do, through TensorStore, on which orbax itself stands. File names and contents depend on the arrays
-alone. A chunk that is not there is an error to whoever reads it, never a block of zeros.
+orbax writes the tree (:mod:`dsv3_jax.checkpoint.array_tree`) and opens all of it; the chunks are
+written one by one, which orbax cannot do, through TensorStore, on which orbax itself stands. File
+names and contents depend on the arrays alone. A chunk that is not there is an error to whoever
+reads it, never a block of zeros.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import shutil
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
-from absl import logging
-from etils import epath
-from orbax.checkpoint import type_handlers
 
 from dsv3_jax.checkpoint.layout import StoredArray
-
-_TREE = "_METADATA"  # orbax writes it last
 
 
 class ArrayFiles:
@@ -40,28 +33,6 @@ class ArrayFiles:
             }
         )
         self._open: dict[str, ts.TensorStore] = {}
-
-    def create(self, arrays: Iterable[StoredArray]) -> None:
-        """The tree and every array's header, without chunks; keeps them where they exist."""
-        if (self.directory / _TREE).is_file():
-            return
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        was = logging.get_verbosity()
-        # orbax warns of a handler that is not its own, and that there is nothing to merge.
-        logging.set_verbosity(logging.ERROR)
-        try:
-            registry = type_handlers.create_type_handler_registry(
-                (StoredArray, _Headers(self._context))
-            )
-            handler = ocp.PyTreeCheckpointHandler(
-                use_ocdbt=False, use_zarr3=True, type_handler_registry=registry
-            )
-            directory = epath.Path(self.directory)
-            handler.save(directory, args=ocp.args.PyTreeSave(_tree(arrays)))
-            handler.finalize(directory)
-        finally:
-            logging.set_verbosity(was)
 
     def __getitem__(self, name: str) -> ts.TensorStore:
         if (found := self._open.get(name)) is None:
@@ -133,63 +104,6 @@ class TensorView:
         return self._files.read(
             self._array, index if self._expert is None else (self._expert, *index)
         )
-
-
-class _Headers(type_handlers.TypeHandler):
-    """Has orbax 'save' arrays that are to be written later."""
-
-    def __init__(self, context: ts.Context):
-        self._context = context
-
-    def typestr(self) -> str:
-        return "np.ndarray"  # what others shall restore them as
-
-    async def serialize(
-        self, values: Sequence[StoredArray], infos: Sequence[Any], args: Any = None
-    ) -> list[Any]:
-        for array, info in zip(values, infos, strict=True):
-            spec = {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": str(info.parent_dir / info.name)},
-                "metadata": {
-                    "shape": array.shape,
-                    "data_type": array.dtype.name,
-                    "chunk_grid": {
-                        "name": "regular",
-                        "configuration": {"chunk_shape": array.chunk},
-                    },
-                    "codecs": [
-                        {
-                            "name": "sharding_indexed",
-                            "configuration": {
-                                "chunk_shape": array.inner,
-                                "codecs": [{"name": "bytes"}],
-                                "index_codecs": [{"name": "bytes"}, {"name": "crc32c"}],
-                            },
-                        }
-                    ],
-                },
-            }
-            await ts.open(spec, create=True, context=self._context)
-        return []
-
-    async def metadata(self, infos: Sequence[Any]) -> Any:
-        raise NotImplementedError
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        raise NotImplementedError
-
-
-def _tree(arrays: Iterable[StoredArray]) -> dict[str, Any]:
-    """Nested by the parts of the names."""
-    tree: dict[str, Any] = {}
-    for array in arrays:
-        *path, last = array.name.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = array
-    return tree
 
 
 def _reason(error: ValueError) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import dsv3_jax
-from dsv3_jax.checkpoint import journal, manifest, sidecar
+from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import digest
 from dsv3_jax.checkpoint.journal import Journal
@@ -150,7 +150,7 @@ class _Run:
     def all(self) -> Manifest:
         self._begin()
         self.files.remove_unfinished()
-        self.files.create(self.plan.arrays.values())
+        array_tree.create(self.store / WEIGHTS, self.plan.arrays.values())
         sidecar.keep(self.plan.directory, self.plan.source, self.plan.unused, self.store)
         done, units = self.log.done, self.plan.units
         self._each(self._check_written, [unit for unit in units if unit.key in done])

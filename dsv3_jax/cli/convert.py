@@ -9,7 +9,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from dsv3_jax.checkpoint.convert import check_destination, convert
 from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.checkpoint.plan import TARGETS, Plan, plan
@@ -34,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    # orbax, on which it stands, is not for every command to wait for.
+    from dsv3_jax.checkpoint.convert import check_destination, convert
+
     source, store = find(arguments.source), arguments.destination
     planned = plan(source, arguments.to)
     summary = _summary(planned, store, arguments.workers)

@@ -1,0 +1,93 @@
+"""The tree of a store's arrays, made by orbax, before there are any values in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from absl import logging
+from etils import epath
+from orbax.checkpoint import type_handlers
+
+from dsv3_jax.checkpoint.layout import StoredArray
+
+_TREE = "_METADATA"  # orbax writes it last
+
+
+def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
+    """The tree and every array's header, without chunks; keeps them where they exist."""
+    if (directory / _TREE).is_file():
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    was = logging.get_verbosity()
+    # orbax warns of a handler that is not its own, and that there is nothing to merge.
+    logging.set_verbosity(logging.ERROR)
+    try:
+        registry = type_handlers.create_type_handler_registry((StoredArray, _Headers()))
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, use_zarr3=True, type_handler_registry=registry
+        )
+        handler.save(epath.Path(directory), args=ocp.args.PyTreeSave(_tree(arrays)))
+        handler.finalize(epath.Path(directory))
+    finally:
+        logging.set_verbosity(was)
+
+
+class _Headers(type_handlers.TypeHandler):
+    """Has orbax 'save' arrays that are to be written later."""
+
+    def typestr(self) -> str:
+        return "np.ndarray"  # what others shall restore them as
+
+    async def serialize(
+        self, values: Sequence[StoredArray], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        context = ts.Context({"file_io_sync": False})
+        for array, info in zip(values, infos, strict=True):
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(info.parent_dir / info.name)},
+                "metadata": {
+                    "shape": array.shape,
+                    "data_type": array.dtype.name,
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": array.chunk},
+                    },
+                    "codecs": [
+                        {
+                            "name": "sharding_indexed",
+                            "configuration": {
+                                "chunk_shape": array.inner,
+                                "codecs": [{"name": "bytes"}],
+                                "index_codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+                            },
+                        }
+                    ],
+                },
+            }
+            await ts.open(spec, create=True, context=context)
+        return []
+
+    async def metadata(self, infos: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def _tree(arrays: Iterable[StoredArray]) -> dict[str, Any]:
+    """Nested by the parts of the names."""
+    tree: dict[str, Any] = {}
+    for array in arrays:
+        *path, last = array.name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = array
+    return tree
