@@ -1,0 +1,741 @@
+"""Conversions that are killed, starved or lied to: none is marked complete unless all of its bytes
+are those that an undisturbed one writes.
+"""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import dsv3_jax
+from dsv3_jax.checkpoint.convert import convert
+from tests.checkpoint import files
+from tests.checkpoint.files import CONFIG, INDEX
+from tests.checkpoint.values import small_config
+from tests.support import children
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.children import Child, FailingReads
+from tests.support.command import run
+from tests.support.trees import contents, snapshot
+
+MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
+TARGETS = ("fp8", "bf16", "int8", "int4")
+SHARD = "model-00002-of-00003.safetensors"
+ROOT = Path(__file__).parents[2]
+
+Convert = Callable[..., object]
+
+
+def fp8_checkpoint(directory: Path, config: dict, seed: int = 0) -> Path:
+    tensors = random_tensors(config, seed)
+    options = {"dtype": "fp8", "shards": 3, "scales_in_other_shard": True}
+    write_checkpoint(directory, config, tensors, **options)
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 128}\n')
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch) -> None:
+    """A process that dies loses nothing that it has written; only a power cut would."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    return fp8_checkpoint(tmp_path_factory.mktemp("sound") / "source", small_config())
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory, sound) -> dict[str, Path]:
+    """Stores that nothing disturbed, by target."""
+    folder = tmp_path_factory.mktemp("wholes")
+    for target in TARGETS:
+        convert(sound, folder / target, target, workers=1)
+    return {target: folder / target for target in TARGETS}
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory, sound) -> dict[str, int]:
+    """How often a conversion reads, by target."""
+    folder = tmp_path_factory.mktemp("reads")
+    counts = {}
+    for target in TARGETS:
+        with pytest.MonkeyPatch.context() as patch:
+            counting = FailingReads(after=sys.maxsize)
+            patch.setattr(os, "preadv", counting)
+            convert(sound, folder / target, target, workers=1)
+        counts[target] = counting.calls
+    return counts
+
+
+@pytest.fixture
+def source(tmp_path, sound) -> Path:
+    """One's own, to be changed."""
+    return shutil.copytree(sound, tmp_path / "source")
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def interrupted(source, store, reads, monkeypatch) -> Callable[..., Path]:
+    """A store whose conversion ended by a disk error, by default at its very last read."""
+
+    def interrupt(target: str = "fp8", *, share: float = 1.0, workers: int = 1) -> Path:
+        with monkeypatch.context() as patch:
+            after = int((reads[target] - 1) * share)
+            patch.setattr(os, "preadv", FailingReads(after))
+            message = refusal(source, store, target, workers=workers)
+        assert os.strerror(errno.EIO) in message
+        assert journal_lines(store)
+        return store
+
+    return interrupt
+
+
+def refusal(source: Path, store: Path, target: str, **options) -> str:
+    """The one line that a conversion ends with; the store is not marked complete."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        convert(source, store, target, **options)
+    line = str(caught.value)
+    assert re.fullmatch(r".{10,500}", line), line
+    assert not (store / MANIFEST).exists()
+    return line
+
+
+def journal_lines(store: Path) -> int:
+    path = store / JOURNAL
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def converted_tensors(store: Path) -> list[str]:
+    """Of the source: what the journal says is done."""
+    lines = (store / JOURNAL).read_text().splitlines()
+    return [name for line in lines for name in json.loads(line).get("source", {})]
+
+
+def assert_whole(store: Path, whole: Path) -> None:
+    """The very files of an undisturbed conversion."""
+    got, want = contents(store), contents(whole)
+    assert sorted(got) == sorted(want)
+    assert [name for name in want if got[name] != want[name]] == []
+
+
+def resumed(source: Path, store: Path, target: str) -> str | None:
+    """The line that a resumed conversion is refused with; None: it says that the store is whole."""
+    try:
+        convert(source, store, target, resume=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def assert_right_or_refused(source: Path, store: Path, target: str, whole: Path) -> bool:
+    """Resumed, it is refused in one line or whole; returns whether it was refused."""
+    if (line := resumed(source, store, target)) is not None:
+        assert re.fullmatch(r".{10,500}", line), line
+        assert not (store / MANIFEST).exists()
+        return True
+    assert_whole(store, whole)
+    return False
+
+
+# ---- killed --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory) -> Path:
+    """128 experts, each large enough that a store has it in a file of its own."""
+    config = tiny_config(
+        hidden_size=160,
+        moe_intermediate_size=128,
+        n_routed_experts=64,
+        num_hidden_layers=2,
+    )
+    return fp8_checkpoint(tmp_path_factory.mktemp("many") / "source", config)
+
+
+def wait_for_lines(child: Child, store: Path, lines: int) -> None:
+    until = time.monotonic() + 120
+    while child.running and journal_lines(store) < lines:
+        assert time.monotonic() < until, child.output
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("target", "kills"),
+    [("fp8", 2), *(pytest.param(target, 20, marks=pytest.mark.slow) for target in TARGETS)],
+)
+def test_killed_at_random_moments(many_experts, tmp_path, target, kills):
+    """SIGKILL when the journal has so many lines and some random time more, then on from there."""
+    whole, store = tmp_path / "whole", tmp_path / "store"
+    before = snapshot(many_experts)
+    slowly = partial(children.slow_reads, 0.001)
+    command = ("convert", many_experts, store, "--to", target)
+    undisturbed = Child(tmp_path / "log", *command[:2], whole, *command[3:], hook=slowly)
+    began, lines = time.monotonic(), 0
+    while undisturbed.running:
+        lines = max(lines, journal_lines(whole))
+    assert undisturbed.wait() == 0, undisturbed.output
+    assert lines > 300
+    per_line = (time.monotonic() - began) / lines
+    rng = random.Random(f"{target}, {kills}")
+    at = []
+    for moment in sorted(rng.sample(range(1, lines - 20), kills)):
+        resume = ("--resume",) if store.exists() else ()
+        child = Child(tmp_path / "log", *command, *resume, hook=slowly)
+        wait_for_lines(child, store, moment)
+        time.sleep(rng.uniform(0, 4 * per_line))
+        child.kill()
+        assert child.wait() == -signal.SIGKILL, child.output
+        assert not (store / MANIFEST).exists()
+        at.append(journal_lines(store))
+    assert at == sorted(at)
+    assert len(set(at)) > kills // 2
+    child = Child(tmp_path / "log", *command, "--resume")
+    assert child.wait() == 0, child.output
+    assert_whole(store, whole)
+    assert snapshot(many_experts) == before
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_the_system(many_experts, tmp_path):
+    """As users have it: an interpreter of its own each time."""
+    script = (
+        "import os, sys, time\n"
+        "read = os.preadv\n"
+        "def slowly(*arguments):\n"
+        "    time.sleep(0.005)\n"
+        "    return read(*arguments)\n"
+        "os.preadv = slowly\n"
+        "from dsv3_jax.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    whole, store = tmp_path / "whole", tmp_path / "store"
+    convert(many_experts, whole, "bf16")
+    arguments = ["convert", str(many_experts), str(store), "--to", "bf16", "--resume"]
+    for moment in (2, 100, 300):
+        process = subprocess.Popen([sys.executable, "-c", script, *arguments], cwd=ROOT)
+        with process:
+            while process.poll() is None and journal_lines(store) < moment:
+                time.sleep(0.001)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        assert not (store / MANIFEST).exists()
+    subprocess.run([sys.executable, "-c", script, *arguments], cwd=ROOT, check=True)
+    assert_whole(store, whole)
+
+
+@pytest.mark.parametrize(
+    ("target", "edge", "middle"),
+    [("fp8", 2, 1), *(pytest.param(t, 10, 8, marks=pytest.mark.slow) for t in ("fp8", "int4"))],
+)
+def test_killed_at_every_kind_of_call(sound, wholes, tmp_path, target, edge, middle):
+    """From within, at calls that touch the store: as it is made, headers written, marked complete.
+
+    Chunks are written by calls that nobody here sees; the tests above meet those.
+    """
+    store, touched = tmp_path / "store", tmp_path / "touched"
+    command = ("convert", sound, store, "--to", target)
+    counting = partial(children.counts_touches, str(store), str(touched))
+    child = Child(tmp_path / "log", *command, hook=counting)
+    assert child.wait() == 0, child.output
+    assert_whole(store, wholes[target])
+    shutil.rmtree(store)
+    count = len(touched.read_text().splitlines())
+    assert count > 30
+    between = random.Random(5).sample(range(edge + 1, count - edge), middle)
+    died = 0
+    for number in (*range(1, edge + 1), *sorted(between), *range(count - edge, count + 1)):
+        dying = partial(children.dies_at, str(store), number)
+        child = Child(tmp_path / "log", *command, "--resume", hook=dying)
+        status = child.wait()
+        assert status in (-signal.SIGKILL, 0), child.output  # threads do not count alike
+        died += status != 0
+        child = Child(tmp_path / "log", *command, "--resume")
+        assert child.wait() == 0, child.output
+        assert_whole(store, wholes[target])
+        shutil.rmtree(store)
+    assert died >= 2 * edge
+
+
+def test_control_c(many_experts, tmp_path):
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    command = ("convert", many_experts, store, "--to", "fp8")
+    child = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.005))
+    wait_for_lines(child, store, 20)
+    child.interrupt()
+    assert child.wait() == 130, child.output
+    assert "Traceback" not in child.output
+    assert not (store / MANIFEST).exists()
+    convert(many_experts, store, "fp8", resume=True)
+    convert(many_experts, whole, "fp8")
+    assert_whole(store, whole)
+
+
+def test_two_at_once(many_experts, tmp_path):
+    """The second is turned away and the first is not disturbed."""
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    command = ("convert", many_experts, store, "--to", "fp8", "--resume")
+    first = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.002))
+    wait_for_lines(first, store, 5)
+    assert re.search(r"store.* another process", refusal(many_experts, store, "fp8", resume=True))
+    assert first.wait() == 0, first.output
+    convert(many_experts, whole, "fp8")
+    assert_whole(store, whole)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("target", ["fp8", "int4"])
+def test_workers_do_not_matter(sound, wholes, store, target, workers):
+    convert(sound, store, target, workers=workers)
+    assert_whole(store, wholes[target])
+
+
+# ---- the disk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes; again, it changes its size."""
+    where = tmp_path / "disk"
+    where.mkdir()
+
+    def mount(size: int) -> Path:
+        options = f"size={size}" + (",remount" if os.path.ismount(where) else "")
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)]
+        if shutil.which("mount") is None:
+            pytest.skip("there is no mount command")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"may not mount: {done.stderr.strip()}")
+        return where
+
+    yield mount
+    if os.path.ismount(where):
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def size_on_disk(directory: Path) -> int:
+    """In whole pages, as tmpfs counts."""
+    return sum(-(-len(data) // 4096) * 4096 for data in contents(directory).values() if data)
+
+
+@pytest.mark.parametrize(
+    ("target", "share"), [("fp8", 0.02), ("fp8", 0.97), ("bf16", 0.4), ("int8", 0.8)]
+)
+def test_a_full_disk(sound, wholes, tmp_path, small_disk, target, share):
+    room = int(size_on_disk(wholes[target]) * share)
+    store = small_disk(room) / "store"
+    command = ("convert", sound, store, "--to", target)
+    child = Child(tmp_path / "log", *command, hook=children.believes_in_space)
+    assert child.wait() == 2, child.output
+    line = child.output.splitlines()[-1]
+    assert re.fullmatch(rf"dsv3 convert: error: .*{re.escape(str(store))}.*", line)
+    assert os.strerror(errno.ENOSPC) in line
+    assert not (store / MANIFEST).exists()
+    small_disk(50_000_000)
+    child = Child(tmp_path / "log", *command, "--resume")
+    assert child.wait() == 0, child.output
+    assert_whole(store, wholes[target])
+
+
+def test_too_small_a_disk_is_seen_first(sound, small_disk):
+    store = small_disk(100_000) / "store"
+    assert re.search(r"store: .*bytes", refusal(sound, store, "fp8"))
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [("fp8", 0), ("bf16", 0.1), ("int8", 0.5), ("int4", 0.9), *((t, 1) for t in TARGETS)],
+)
+def test_a_source_that_cannot_be_read(source, wholes, interrupted, target, share):
+    before = snapshot(source)
+    store = interrupted(target, share=share)
+    convert(source, store, target, resume=True)
+    assert_whole(store, wholes[target])
+    assert snapshot(source) == before
+
+
+def test_a_source_that_shrinks_meanwhile(source, store, monkeypatch):
+    """What was there when the headers were read, and is not when the values are."""
+    real = os.preadv
+
+    def preadv(*arguments):
+        os.truncate(source / SHARD, 5_000)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert SHARD in refusal(source, store, "bf16")
+
+
+# ---- a source that changes between runs ----------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    """Another finite number: the lowest bit of a byte that is none of NaN's neighbours."""
+    content = bytearray(path.read_bytes())
+    while content[at] & 0x7F in (0x7E, 0x7F, 0x80, 0):
+        at += 1
+    content[at] ^= 1
+    write_unnoticed(path, bytes(content))
+
+
+def write_unnoticed(path: Path, content: bytes) -> None:
+    """Neither the modification time nor, mostly, the size tells."""
+    stat = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def flip_tensor(source: Path, name: str) -> None:
+    path = source / json.loads((source / INDEX).read_text())["weight_map"][name]
+    header, _ = files.split(path)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    flip(path, 8 + length + header[name]["data_offsets"][0])
+
+
+KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("fp8", "model.layers.0.input_layernorm.weight"),
+        ("fp8", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("fp8", "model.norm.weight"),
+        ("fp8", KV_A),
+        ("fp8", f"{KV_A}_scale_inv"),
+        ("bf16", KV_A),
+        ("bf16", f"{KV_A}_scale_inv"),
+        ("int8", EXPERT),
+        ("int4", f"{EXPERT}_scale_inv"),
+    ],
+)
+def test_a_converted_tensor_that_changed(source, wholes, interrupted, target, name):
+    store = interrupted(target)
+    assert name in converted_tensors(store)
+    sound = {path: path.read_bytes() for path in source.glob("*.safetensors")}
+    flip_tensor(source, name)
+    assert name in refusal(source, store, target, resume=True)
+    assert name in refusal(source, store, target, resume=True)  # the refusal is no repair
+    for path, content in sound.items():
+        write_unnoticed(path, content)
+    convert(source, store, target, resume=True)
+    assert_whole(store, wholes[target])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("target", ["fp8", "int8"])
+def test_any_tensor_that_changed(source, interrupted, tmp_path, target, share):
+    """Not yet converted, the new values are taken, and all of them."""
+    store = interrupted(target, share=share)
+    names = sorted(json.loads((source / INDEX).read_text())["weight_map"])
+    copied = ("embed_tokens.weight", "head.weight")
+    rng = random.Random(f"{target} {share}")
+    name = rng.choice([name for name in names if not name.endswith(copied)])
+    done = name in converted_tensors(store)
+    flip_tensor(source, name)
+    fresh = tmp_path / "fresh"
+    convert(source, fresh, target)
+    assert assert_right_or_refused(source, store, target, fresh) == done
+
+
+def another_seed(source: Path) -> None:
+    config = small_config()
+    fp8_checkpoint(source.with_name("other"), config, seed=1)
+    shutil.copy(source.with_name("other") / SHARD, source / SHARD)
+
+
+def another_constant(source: Path) -> None:
+    files.edit_json(source / CONFIG, lambda config: config.update(routed_scaling_factor=2.0))
+
+
+def another_split(source: Path) -> None:
+    """The same tensors, one of them in another shard."""
+    name = next(iter(files.read(source / SHARD)))
+    moved = files.read(source / SHARD)[name]
+    other = "model-00003-of-00003.safetensors"
+    files.edit(source / SHARD, lambda tensors: tensors.pop(name))
+    files.edit(source / other, lambda tensors: tensors.update({name: moved}))
+    files.edit_json(source / INDEX, lambda index: index["weight_map"].update({name: other}))
+
+
+def another_order(source: Path) -> None:
+    header, data = files.split(source / SHARD)
+    files.join(source / SHARD, dict(reversed(header.items())), data)
+
+
+def without_mtp(source: Path) -> None:
+    def is_mtp(name: str) -> bool:
+        return name.startswith("model.layers.2.")
+
+    for path in source.glob("*.safetensors"):
+        kept = {name: t for name, t in files.read(path).items() if not is_mtp(name)}
+        files.write(path, kept)
+    index = json.loads((source / INDEX).read_text())
+    kept = {name: file for name, file in index["weight_map"].items() if not is_mtp(name)}
+    (source / INDEX).write_text(json.dumps(index | {"weight_map": kept}))
+
+
+CHANGES = {
+    "shard of another model": (another_seed, rf"{SHARD}|model\.\S+"),
+    "a constant": (another_constant, "config.json|routed_scaling_factor"),
+    "shards split otherwise": (another_split, r"model-0000\d-of-00003|model\.\S+"),
+    "header in another order": (another_order, SHARD),
+    "MTP layer removed": (without_mtp, r"config|model"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "change"), [*(("fp8", change) for change in CHANGES), ("int8", "a constant")]
+)
+def test_another_source(source, interrupted, target, change):
+    store = interrupted(target)
+    make, says = CHANGES[change]
+    make(source)
+    before = contents(store)
+    assert re.search(says, refusal(source, store, target, resume=True))
+    # Refused by name, it is as it was; the source may come back.
+    weights = {n: data for n, data in before.items() if n.startswith("weights")}
+    after = contents(store)
+    assert {n: after.get(n, b"none") for n in weights} == weights
+
+
+def test_a_tokenizer_that_changed(source, interrupted, tmp_path):
+    store = interrupted()
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 64}\n')
+    fresh = tmp_path / "fresh"
+    convert(source, fresh, "fp8")
+    assert_right_or_refused(source, store, "fp8", fresh)
+
+
+@pytest.mark.parametrize("target", ["fp8", "int4"])
+def test_times_and_places_do_not_matter(source, wholes, interrupted, tmp_path, target):
+    """The same bytes elsewhere, younger, in the files' other order."""
+    store = interrupted(target, share=0.6)
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    shutil.rmtree(source)
+    for number, path in enumerate(sorted(moved.iterdir(), reverse=True)):
+        os.utime(path, (10**9 + number, 10**9 + number))
+    convert(moved, store, target, resume=True)
+    assert_whole(store, wholes[target])
+
+
+# ---- a store that is spoiled between runs --------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_torn_last_line(source, wholes, interrupted, cut):
+    store = interrupted()
+    journal = store / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    convert(source, store, "fp8", resume=True)
+    assert_whole(store, wholes["fp8"])
+
+
+@pytest.mark.parametrize("tail", [b'{"unit": "lay', b"\0" * 64, b"\xff\xfe", b"{", b"[]\n", b"\n"])
+def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
+    """What a power cut may leave of a block that was never written."""
+    store = interrupted()
+    with (store / JOURNAL).open("ab") as file:
+        file.write(tail)
+    convert(source, store, "fp8", resume=True)
+    assert_whole(store, wholes["fp8"])
+
+
+@pytest.mark.parametrize("damage", ["empty", "gone", "first line torn", "garbage", "middle lost"])
+def test_a_spoiled_journal(source, wholes, interrupted, damage):
+    store = interrupted()
+    journal = store / JOURNAL
+    content = journal.read_bytes()
+    lines = content.splitlines(keepends=True)
+    spoiled = {
+        "empty": b"",
+        "first line torn": content[:20],
+        "garbage": b"\0" * len(content),
+        "middle lost": b"".join(lines[:5] + lines[-5:]),
+    }
+    journal.unlink()
+    if damage in spoiled:
+        journal.write_bytes(spoiled[damage])
+    assert_right_or_refused(source, store, "fp8", wholes["fp8"])
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp8", "bf16"), ("int8", "int4"), ("bf16", "fp8")])
+def test_a_journal_of_another_target(source, wholes, interrupted, first, then):
+    store = interrupted(first)
+    before = contents(store)
+    line = refusal(source, store, then, resume=True)
+    assert re.search(rf"\b{first}\b", line)
+    assert re.search(rf"\b{then}\b", line)
+    assert contents(store) == before
+    convert(source, store, first, resume=True)
+    assert_whole(store, wholes[first])
+
+
+def test_a_journal_out_of_another_store(source, wholes, interrupted, store):
+    """It says that everything is done, but nothing is."""
+    journal = (interrupted() / JOURNAL).read_bytes()
+    shutil.rmtree(store)
+    store.mkdir()
+    (store / JOURNAL).write_bytes(journal)
+    assert_right_or_refused(source, store, "fp8", wholes["fp8"])
+
+
+def spoil(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    changed = {
+        "a bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "the first bit": bytes([content[0] ^ 1]) + content[1:],
+        "zeros": bytes(len(content)),
+        "truncated": content[:middle],
+        "empty": b"",
+        "longer": content + b"\0",
+    }
+    if how == "deleted":
+        path.unlink()
+    else:
+        write_unnoticed(path, changed[how])
+
+
+SPOILS = ["a bit", "the first bit", "zeros", "truncated", "empty", "longer", "deleted"]
+
+
+def chunks(store: Path) -> list[Path]:
+    """Files of array data."""
+    found = (path for path in sorted((store / "weights").rglob("*")) if path.is_file())
+    return [path for path in found if path.name != "zarr.json" and not path.name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("target", "how"), [*(("fp8", how) for how in SPOILS), ("int4", "a bit"), ("bf16", "deleted")]
+)
+def test_spoiled_chunks_are_written_again(source, wholes, interrupted, target, how):
+    store = interrupted(target)
+    found = chunks(store)
+    assert len(found) > 30
+    for path in random.Random(how).sample(found, 5):
+        spoil(path, how)
+    convert(source, store, target, resume=True)
+    assert_whole(store, wholes[target])
+
+
+def test_what_a_killed_writer_leaves(source, wholes, interrupted):
+    """TensorStore writes beside a chunk and renames; the manifest is written so too."""
+    store = interrupted()
+    leavings = [chunks(store)[0].with_name("0.__lock"), store / "manifest.json.partial"]
+    for path in leavings:
+        path.write_bytes(b"half")
+    convert(source, store, "fp8", resume=True)
+    assert_whole(store, wholes["fp8"])
+
+
+# ---- where from and where to ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["source", "source/store", "source/deep/er", "link/store", "."])
+def test_source_and_destination_lie_apart(source, tmp_path, where):
+    (tmp_path / "link").symlink_to(source)
+    before = snapshot(source)
+    for resume in (False, True):
+        line = refusal(source, tmp_path / where, "fp8", resume=resume)
+        assert Path(where).name in line or "source" in line
+    assert snapshot(source) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "source"]
+
+
+@pytest.mark.parametrize("what", ["file", "stranger", "checkpoint"])
+def test_a_destination_that_is_something_else(source, sound, store, what):
+    """Nothing of somebody else's is written over, with --resume or without."""
+    if what == "file":
+        store.write_text("mine")
+    elif what == "stranger":
+        store.mkdir()
+        (store / "thesis.txt").write_text("mine")
+    else:
+        shutil.copytree(sound, store)
+    before = store.read_text() if what == "file" else snapshot(store)
+    for resume in (False, True):
+        assert "store" in refusal(source, store, "fp8", resume=resume)
+    assert (store.read_text() if what == "file" else snapshot(store)) == before
+
+
+def test_an_unfinished_store_needs_resume(source, interrupted):
+    store = interrupted()
+    before = snapshot(store)
+    assert "--resume" in refusal(source, store, "fp8")
+    assert snapshot(store) == before
+
+
+def test_an_unfinished_store_is_not_loaded(interrupted):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        dsv3_jax.load(interrupted())
+    assert re.fullmatch(r".*store.*", str(caught.value))
+
+
+def test_a_source_that_may_not_be_written(source, wholes, store):
+    for path in (*source.iterdir(), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        convert(source, store, "fp8")
+    finally:
+        source.chmod(0o755)
+    assert_whole(store, wholes["fp8"])
+
+
+# ---- a store that is whole -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def complete(wholes, store) -> Callable[[str], Path]:
+    return lambda target: shutil.copytree(wholes[target], store)
+
+
+def test_a_whole_store_of_a_younger_source(source, complete):
+    store = complete("fp8")
+    before = snapshot(store)
+    for path in source.iterdir():
+        os.utime(path)
+    convert(source, store, "fp8", resume=True)
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_whole_store_is_not_written_over(sound, complete, capsys, resume):
+    store = complete("fp8")
+    before = snapshot(store)
+    to = ("--to", "bf16" if resume else "fp8", *(("--resume",) if resume else ()))
+    assert run("convert", sound, store, *to) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"dsv3 convert: error: .*store.*", line)
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c != "shard of another model"])
+def test_a_whole_store_of_another_source(source, complete, change):
+    store = complete("fp8")
+    before = snapshot(store)
+    make, says = CHANGES[change]
+    make(source)
+    with pytest.raises(ValueError, match=says) as caught:
+        convert(source, store, "fp8", resume=True)
+    assert "\n" not in str(caught.value)
+    assert snapshot(store) == before

@@ -1,0 +1,161 @@
+"""The dsv3 command in processes of its own: killed, short of disk, misled.
+
+They are forked from a server that has imported the command, so that each begins at once.
+"""
+
+import errno
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsv3_jax.cli.main import main
+
+Hook = Callable[[], object]
+"""What the child does before the command: something that pickles."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["dsv3_jax.cli.main", "dsv3_jax.checkpoint.convert", "tests.support.children"]
+)
+
+
+class Child:
+    """A command that runs, or ran."""
+
+    def __init__(self, log: Path, *arguments: object, hook: Hook | None = None):
+        self._log = log
+        words = [str(argument) for argument in arguments]
+        self._process = _CONTEXT.Process(target=_run, args=(words, str(log), hook), daemon=True)
+        self._process.start()
+
+    @property
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def output(self) -> str:
+        """stdout and stderr."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def interrupt(self) -> None:
+        """What Ctrl-C sends."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit status; of a child that a signal ended, less than 0."""
+        self._process.join(timeout)
+        if self.running:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s: {self.output}")
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.fsync = lambda descriptor: None  # nobody pulls the plug here, and it takes long
+    if hook is not None:
+        hook()
+    status = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+def slow_reads(seconds: float) -> None:
+    """Every read of a tensor takes so much longer: so a small checkpoint takes its time."""
+    _wrap(os, "preadv", partial(time.sleep, seconds))
+
+
+def small_files(limit: int) -> None:
+    """No file may grow past `limit` bytes, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def believes_in_space() -> None:
+    """What fills up although it seemed large enough: others write there too."""
+    usage = shutil.disk_usage("/")
+    shutil.disk_usage = lambda path: usage._replace(total=2**60, free=2**60)
+    real = os.statvfs
+
+    def statvfs(path: Any) -> os.statvfs_result:
+        found = list(real(path))
+        found[2:5] = [2**40] * 3  # blocks; free ones; those for everyone
+        return os.statvfs_result(found)
+
+    os.statvfs = statvfs
+
+
+def dies_at(directory: str, number: int) -> None:
+    """SIGKILL from within, at the given one of the calls that touch files below `directory`."""
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if _touches(event, arguments, directory):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def counts_touches(directory: str, out: str) -> None:
+    """Writes down what `dies_at` would count, a line each."""
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if _touches(event, arguments, directory):
+            lines.append(f"{event} {arguments[0]}\n".encode())
+            os.pwrite(descriptor, lines[-1], sum(map(len, lines[:-1])))
+
+    lines: list[bytes] = []
+    descriptor = os.open(out, os.O_CREAT | os.O_WRONLY)
+    sys.addaudithook(watch)
+
+
+def _touches(event: str, arguments: tuple[Any, ...], directory: str) -> bool:
+    kinds = ("open", "os.", "shutil.")
+    return event.startswith(kinds) and bool(arguments) and directory in str(arguments[0])
+
+
+class FailingReads:
+    """`os.preadv` that fails from its `after`-th call on; counts its calls."""
+
+    def __init__(self, after: int):
+        self.after = after
+        self.calls = 0
+        self._real = os.preadv
+
+    def __call__(self, descriptor: int, *arguments: Any) -> int:
+        self.calls += 1
+        if self.calls > self.after:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._real(descriptor, *arguments)
+
+
+def _wrap(module: Any, name: str, before: Hook) -> None:
+    real = getattr(module, name)
+
+    def call(*arguments: Any) -> Any:
+        before()
+        return real(*arguments)
+
+    setattr(module, name, call)
