@@ -57,7 +57,7 @@ class ArrayFiles:
             target = self[name][where]
             target.write(block, can_reference_source_data_indefinitely=True).result()
         except ValueError as error:  # TensorStore's only kind
-            raise OSError(f"{self.directory / name}: {_reason(error)}") from None
+            raise failure(self.directory / name, error) from None
 
     def read(self, name: str, index: Any) -> np.ndarray:
         """
@@ -67,7 +67,7 @@ class ArrayFiles:
         try:
             return self[name][index].read().result()
         except ValueError as error:
-            raise OSError(f"{self.directory / name}: {_reason(error)}") from None
+            raise failure(self.directory / name, error) from None
 
     def tensor(self, array: StoredArray, expert: int | None) -> TensorView:
         """One of the published tensors in the array."""
@@ -106,7 +106,7 @@ class TensorView:
         )
 
 
-def _reason(error: ValueError) -> str:
-    """What the system said, out of TensorStore's message with its code, paths and place in C++."""
-    line = re.sub(r"( \[[^\]]*\])+$", "", str(error).splitlines()[0])
-    return line.rsplit(": ", 1)[1] if "Failed" in line else line
+def failure(path: Path, error: Exception) -> OSError:
+    """What the system said, out of a message with TensorStore's codes, specs and places in C++."""
+    line = re.split(r" \[[a-z_ ]+=", str(error).splitlines()[0])[0]
+    return OSError(None, line.rsplit(": ", 1)[1] if "Failed" in line else line, str(path))

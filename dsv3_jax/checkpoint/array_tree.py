@@ -13,29 +13,42 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import type_handlers
 
+from dsv3_jax.checkpoint.array_files import failure
 from dsv3_jax.checkpoint.layout import StoredArray
-
-_TREE = "_METADATA"  # orbax writes it last
 
 
 def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
-    """The tree and every array's header, without chunks; keeps them where they exist."""
-    if (directory / _TREE).is_file():
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    """The tree and every array's header, without chunks; mends them where they exist.
+
+    Raises:
+      OSError: the disk is full or failed.
+    """
+    fresh = directory.with_name(directory.name + ".tree")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
     was = logging.get_verbosity()
     # orbax warns of a handler that is not its own, and that there is nothing to merge.
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)
     try:
         registry = type_handlers.create_type_handler_registry((StoredArray, _Headers()))
         handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=False, use_zarr3=True, type_handler_registry=registry
         )
-        handler.save(epath.Path(directory), args=ocp.args.PyTreeSave(_tree(arrays)))
-        handler.finalize(epath.Path(directory))
+        handler.save(epath.Path(fresh), args=ocp.args.PyTreeSave(_tree(arrays)))
+        handler.finalize(epath.Path(fresh))
+    except Exception as error:  # of whatever kind its writers raise
+        raise failure(directory, error) from None
     finally:
         logging.set_verbosity(was)
+    if not directory.exists():
+        fresh.rename(directory)
+        return
+    for made in fresh.rglob("*"):
+        kept = directory / made.relative_to(fresh)
+        if made.is_file() and not (kept.is_file() and kept.read_bytes() == made.read_bytes()):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            made.replace(kept)
+    shutil.rmtree(fresh)
 
 
 class _Headers(type_handlers.TypeHandler):

@@ -58,4 +58,4 @@ def digest(array: LazyArray) -> str:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The array's bytes in C order, without a copy where it is contiguous."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -26,13 +26,14 @@ import dsv3_jax
 from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import digest
+from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.journal import Journal
 from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Error, Manifest, SourceFile, Tensor
 from dsv3_jax.checkpoint.plan import Plan, Target, Unit, plan
 from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
-from dsv3_jax.checkpoint.threads import Progress, in_threads, said
+from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.checkpoint.work import convert_unit, stored_hashes
 
 

@@ -16,13 +16,14 @@ import xxhash
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
+from dsv3_jax.checkpoint.failures import naming, said
 from dsv3_jax.checkpoint.formats import Forms, recode
 from dsv3_jax.checkpoint.manifest import NAME
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, Table, TensorSpec, copies, tensor_table
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import NUMPY, SafetensorsFile, header_of, in_order
 from dsv3_jax.checkpoint.store import StoreReader
-from dsv3_jax.checkpoint.threads import Progress, in_threads, said
+from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.config import BlockQuantization, ModelConfig, check_choice
 
 To = Literal["fp8", "bf16"]
@@ -80,7 +81,8 @@ def export(
         tell = progress or (lambda count: None)
         in_threads(workers, lambda shard: _write(partial, shard, tell), planned.shards)
         for name, content in planned.small.items():
-            (partial / name).write_bytes(content)
+            with naming(partial / name):
+                (partial / name).write_bytes(content)
         (partial / _MARK).unlink()
         sidecar.sync(partial)
         partial.rename(out)
@@ -166,10 +168,10 @@ def _original_shards(reader: StoreReader) -> list[Shard]:
     return shards
 
 
-def _checked(name: str, array: LazyArray, wanted: str) -> Iterator[np.ndarray]:
+def _checked(name: str, array: LazyArray, wanted: str, multiple: int = 128) -> Iterator[np.ndarray]:
     """The array in pieces; fails behind the last if they are not what was once converted."""
     hasher = xxhash.xxh3_128()
-    for rows in pieces(array.shape):
+    for rows in pieces(array.shape, multiple):
         part = array[rows] if array.shape else array[...]
         hasher.update(as_bytes(part))
         yield part
@@ -231,16 +233,19 @@ def _recoded(
     reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, scaled: bool
 ) -> Iterator[np.ndarray]:
     """The tensor in pieces, then its scales if the form has some."""
-    held = reader.config.quantization
-    scale = reader.get(name + held.scale_suffix) if held is not None else None
-    if scaled and scale is not None and held == config.quantization:
-        for array, key in ((reader[name], name), (scale, name + held.scale_suffix)):
-            yield from _checked(key, array, reader.manifest.tensors[key].hash)
+    held, tensors = reader.config.quantization, reader.manifest.tensors
+    scale_name = "" if held is None else name + held.scale_suffix
+    if scaled and scale_name in reader and held == config.quantization:
+        for key in (name, scale_name):
+            yield from _checked(key, reader[key], tensors[key].hash)
         return
+    scales = None
+    if scale_name in reader:
+        scale = reader[scale_name]
+        scales = np.concatenate([*_checked(scale_name, scale, tensors[scale_name].hash)])
     forms = Forms(held, config.quantization if scaled else None, NUMPY[spec.dtype])
-    scales, made = None if scale is None else scale[...], []
-    first = 0
-    for values in _checked(name, reader[name], reader.manifest.tensors[name].hash):
+    first, made = 0, []
+    for values in _checked(name, reader[name], tensors[name].hash, forms.rows):
         part, new = recode(values, scales, first, forms)
         first += len(values) if values.shape else 1
         made += [] if new is None else [new]
@@ -267,7 +272,7 @@ def _write(directory: Path, shard: Shard, progress: Progress) -> None:
         progress(shard.bytes)
         return
     unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
+    with naming(unfinished), unfinished.open("wb") as file:
         file.write(len(shard.header).to_bytes(8, "little") + shard.header)
         for part in shard.parts():
             file.write(as_bytes(part))

@@ -73,6 +73,17 @@ def recode(
     Returns:
       Values and scales in the new form; no scales where it is not quantized.
     """
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is not finite, and found
+        return _recoded(values, scale, first, forms, note)
+
+
+def _recoded(
+    values: np.ndarray,
+    scale: np.ndarray | None,
+    first: int,
+    forms: Forms,
+    note: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None,
+) -> tuple[np.ndarray, np.ndarray | None]:
     source, target, dtype = forms
     if not values.shape:
         return values.astype(dtype, copy=False), None

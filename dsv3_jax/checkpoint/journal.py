@@ -7,12 +7,15 @@ A process that dies leaves at most one torn line, which does not count.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import threading
 from pathlib import Path
 from typing import Any
+
+from dsv3_jax.checkpoint.failures import naming
 
 NAME = "journal.jsonl"
 
@@ -45,20 +48,22 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was said at the time
+            self._file.close()
 
     def add(self, line: dict[str, Any]) -> None:
         text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         with self._lock:
-            self._file.write(text)
-            self._file.flush()
+            with naming(self.path):
+                self._file.write(text)
+                self._file.flush()
             self.lines.append(line)
             self._note(line)
 
     def _note(self, line: dict[str, Any]) -> None:
         if "unit" in line:
             self.done[line["unit"]] = line
-        self.done.pop(line.get("undo"), None)
+        self.done.pop(line.get("undo", ""), None)
 
     def remove(self) -> None:
         os.unlink(self.path)

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import with_layers_present
+from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader, is_store
-from dsv3_jax.checkpoint.threads import said
 from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsv3_jax.checkpoint.failures import naming
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
 
 NAME = "manifest.json"
@@ -87,7 +88,7 @@ def write(directory: Path, manifest: Manifest) -> None:
     """Appears whole or not at all, and survives a power cut."""
     content = {"format": FORMAT, **_as_json(manifest)}
     partial = directory / (NAME + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with naming(partial), partial.open("w", encoding="utf-8") as file:
         file.write(_lines(content))
         file.flush()
         os.fsync(file.fileno())
@@ -132,7 +133,8 @@ def _quantization(content: dict[str, Any] | None) -> Quantization | None:
         return None
     if "bits" in content:
         return IntegerQuantization(**content)
-    return BlockQuantization(**content | {"weight_block_size": tuple(content["weight_block_size"])})
+    rows, columns = content.pop("weight_block_size")
+    return BlockQuantization((rows, columns), **content)
 
 
 def _lines(content: dict[str, Any]) -> str:

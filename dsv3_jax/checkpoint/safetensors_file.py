@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import TensorSpec, serialize_file
 
+from dsv3_jax.checkpoint.failures import naming
+
 # safetensors' spelling -> (NumPy dtype, the package's spelling when writing)
 _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "F64": (np.dtype(np.float64), "float64"),
@@ -77,7 +79,7 @@ class FileArray:
 
     def _read(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
         out = np.empty(shape, self.dtype)
-        self._file.read(self._begin + begin, memoryview(out.reshape(-1).view(np.uint8)))
+        self._file.read(self._begin + begin, out.reshape(-1).view(np.uint8).data)
         return out
 
 
@@ -120,10 +122,11 @@ class SafetensorsFile(Mapping[str, FileArray]):
           OSError: the disk failed, or the file has become shorter.
         """
         at = 8 + len(self.header) + begin
-        while into:
-            if not (count := os.preadv(self._descriptor, [into], at)):
-                raise OSError(0, "ended before its header said it would", str(self.path))
-            at, into = at + count, into[count:]
+        with naming(self.path):
+            while into:
+                if not (count := os.preadv(self._descriptor, [into], at)):
+                    raise OSError(0, "ended before its header said it would")
+                at, into = at + count, into[count:]
 
     def _header_bytes(self) -> bytes:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")

@@ -13,8 +13,9 @@ import numpy as np
 import xxhash
 
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
+from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import dequantize
-from dsv3_jax.checkpoint.threads import Progress, said
+from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.config import Quantization
 
 _PART_ELEMENTS = 2**18  # float32 parts that stay in the CPU's cache

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
 
+from dsv3_jax.checkpoint.failures import naming
 from dsv3_jax.checkpoint.safetensors_file import FileArray, write_file
 
 FOLDER = "source"
@@ -26,11 +26,16 @@ def keep(
     folder = store / FOLDER
     (folder / HEADERS).mkdir(parents=True, exist_ok=True)
     for path in small_files(source):
-        shutil.copyfile(path, folder / path.name)
+        with naming(path):
+            content = path.read_bytes()
+        with naming(folder / path.name):
+            (folder / path.name).write_bytes(content)
     for file in {id(t.file): t.file for t in tensors.values()}.values():
-        (folder / HEADERS / file.path.name).write_bytes(file.header)
+        with naming(folder / HEADERS / file.path.name):
+            (folder / HEADERS / file.path.name).write_bytes(file.header)
     if unused:
-        write_file(folder / UNUSED, {name: tensors[name][...] for name in unused})
+        with naming(folder / UNUSED):
+            write_file(folder / UNUSED, {name: tensors[name][...] for name in unused})
 
 
 def small_files(directory: Path) -> list[Path]:

@@ -22,9 +22,3 @@ def in_threads(workers: int, work: Callable[[T], None], items: Sequence[T]) -> N
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def said(error: OSError) -> str:
-    """The system's complaint with its file, in one line."""
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"

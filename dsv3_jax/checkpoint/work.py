@@ -109,6 +109,7 @@ class _Conversion:
         if not self._plan.keeps:
             made, scale = recode(values, self._scale, rows.start or 0, self._forms, self._note)
             parts = (made,) if scale is None else (made, scale)
+            check_finite(self._name, made)  # a product, or a float32, may be too large
         for hasher, part in zip(self.written.values(), parts, strict=True):
             hasher.update(as_bytes(part))
         return parts
@@ -116,6 +117,7 @@ class _Conversion:
     def _note(self, dense: np.ndarray, stored: np.ndarray, scale: np.ndarray) -> None:
         """What quantization made of some rows."""
         assert self._forms.target is not None
+        check_finite(self._name, dense)
         block = self._forms.target.block_shape(dense.shape[1])
         error = dequantize(stored, scale, block, np.dtype(np.float32)) - dense
         self.squared_error += float(np.vdot(error, error))

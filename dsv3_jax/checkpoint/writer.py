@@ -48,7 +48,7 @@ def write_checkpoint(
 
     Raises:
       ValueError: the directory exists, or the model holds float8 weights and ``quantization`` is
-        not theirs.
+        not theirs, or integer weights.
     """
     if directory.exists():
         raise ValueError(f"expected a directory that does not exist yet, got {directory}")
@@ -59,6 +59,11 @@ def write_checkpoint(
         raise ValueError(
             f"the model holds float8 weights; expected quantization={model.config.quantization}, "
             f"got {quantization}"
+        )
+    if any(tensor.dtype in (np.int8, np.uint8) for tensor in held.values()):
+        raise ValueError(
+            "the model holds integer weights, which no published form has; expected one that was "
+            "loaded with quantization=None"
         )
     tensors = _published(config, held)
     partial = directory.with_name(directory.name + ".partial")
@@ -85,7 +90,7 @@ def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[s
         if table[name].dtype != "F8_E4M3" or tensor.dtype == ml_dtypes.float8_e4m3fn:
             out[name] = tensor.astype(_DTYPES[table[name].dtype])
             continue
-        assert config.quantization is not None
+        assert isinstance(config.quantization, BlockQuantization)
         values, scale = block_quant(
             jnp.asarray(tensor),
             config.quantization.weight_block_size,

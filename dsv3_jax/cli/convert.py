@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.checkpoint.plan import TARGETS, Plan, plan
@@ -43,9 +44,12 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"dsv3: {line}", file=sys.stderr)
     if arguments.dry_run:
         check_destination(planned, store, arguments.resume)
+    elif arguments.resume and (store / manifest.NAME).is_file():
+        convert(source, store, arguments.to, resume=True)
+        print(f"dsv3: {store} is complete; dsv3 verify compares it with SRC", file=sys.stderr)
     else:
         with ByteProgress(planned.source_bytes, f"convert to {arguments.to}") as progress:
-            manifest = convert(
+            made = convert(
                 source,
                 store,
                 arguments.to,
@@ -53,8 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
                 workers=arguments.workers,
                 progress=progress.add,
             )
-        summary["errors"] = {kind: e._asdict() for kind, e in manifest.errors.items()}
-        for line in _errors(manifest):
+        summary["errors"] = {kind: e._asdict() for kind, e in made.errors.items()}
+        for line in _errors(made):
             print(f"dsv3: {line}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(summary))
@@ -91,14 +95,14 @@ def _lines(summary: dict[str, object]) -> list[str]:
     ]
 
 
-def _errors(manifest: Manifest) -> list[str]:
+def _errors(made: Manifest) -> list[str]:
     """The error report as a table."""
-    if not manifest.errors:
+    if not made.errors:
         return []
-    width = max(map(len, manifest.errors))
+    width = max(map(len, made.errors))
     head = f"{'kind':{width}}  tensors  relative rms   largest  of"
     return [head] + [
         f"{kind:{width}}  {e.tensors:7}  {e.relative_rms:12.2e}  {e.largest:8.2e}  "
         f"{e.largest_weight:.2e}"
-        for kind, e in manifest.errors.items()
+        for kind, e in made.errors.items()
     ]

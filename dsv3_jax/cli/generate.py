@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-depth", default="1", metavar="N", help="1 to 4 tokens ahead (default 1), or auto")
     add("--dtype", choices=["bfloat16", "float32"], help="default: float32 on a CPU, else bfloat16")
-    add("--quantization", choices=["fp8"], help="keep float8 weights in memory as published")
+    add(
+        "--quantization",
+        choices=["fp8", "int8", "int4"],
+        help="keep weights in memory as stored: float8 as published, integers of a store",
+    )
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
     add("--echo", action="store_true", help="print the prompt before its completion")
     output = parser.add_mutually_exclusive_group()

@@ -13,6 +13,7 @@ import safetensors
 
 import dsv3_jax
 from dsv3_jax.checkpoint import writer
+from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
@@ -235,6 +236,15 @@ def test_an_existing_file_is_refused(model, tmp_path):
 
 class PowerCut(BaseException):
     """No ordinary exception, so that nothing may catch it and go on."""
+
+
+def test_integer_weights_are_refused(checkpoint, tmp_path, out):
+    directory, _ = checkpoint()
+    convert(directory, tmp_path / "store", "int8")
+    model, _ = dsv3_jax.load(tmp_path / "store", quantization="int8")
+    with pytest.raises(ValueError, match=r"^the model holds integer weights, which no published"):
+        write_checkpoint(model, out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("last", [CONFIG, "model-00001-of-", "model-00003-of-", INDEX, "rename"])

@@ -135,7 +135,9 @@ def test_integers(checkpoint, tmp_path, to, bits, group, storage):
 
 def test_int4_needs_an_even_number_of_columns(checkpoint, tmp_path):
     directory, _ = checkpoint(small_config(intermediate_size=27))
-    with pytest.raises(ValueError, match=r"^down_proj\.weight: int4 packs columns in pairs: .* got 27$"):
+    with pytest.raises(
+        ValueError, match=r"^down_proj\.weight: int4 packs columns in pairs: .* got 27$"
+    ):
         convert(directory, tmp_path / "store", "int4")
 
 

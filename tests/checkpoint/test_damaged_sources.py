@@ -506,6 +506,27 @@ def test_a_damaged_source_is_refused(source, tmp_path, damage, target):
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("target", ["bf16", "int8", "int4"])
+def test_a_scale_that_is_too_large(source, tmp_path, target):
+    """Every number is finite, and their products are not: nothing that could be stored."""
+    directory, destination = source("fp8"), tmp_path / "store"
+    value(KV_A_SCALE, 3e38)(directory)
+    with pytest.raises(ValueError, match=rf"^({named(KV_A, KV_A_SCALE)}): .*$"):
+        convert(directory, destination, target)
+    assert not (destination / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("target", ["bf16", "int8", "fp8"])
+def test_a_float_that_is_too_large(tmp_path, target):
+    """The largest of float32 is infinite in bfloat16."""
+    directory, destination, small = tmp_path / "source", tmp_path / "store", small_config()
+    write_checkpoint(directory, small, random_tensors(small), dtype="float32", shards=3)
+    value(NORM, 3.4e38)(directory)
+    with pytest.raises(ValueError, match=rf"^{named(NORM)}: .*$"):
+        convert(directory, destination, target)
+    assert not (destination / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_left_of_a_refused_source_is_no_store(source, tmp_path, target):
     directory, destination = source("fp8"), tmp_path / "store"

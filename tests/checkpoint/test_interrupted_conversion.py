@@ -308,6 +308,24 @@ def test_workers_do_not_matter(sound, wholes, store, target, workers):
 # ---- the disk ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("target", "limit"),
+    [("fp8", 1_000), ("fp8", 3_000), ("fp8", 15_000), ("bf16", 6_000), ("int4", 10_000)],
+)
+def test_files_that_cannot_grow(sound, wholes, tmp_path, store, target, limit):
+    command = ("convert", sound, store, "--to", target)
+    child = Child(tmp_path / "log", *command, hook=partial(children.small_files, limit))
+    assert child.wait() == 2, child.output
+    line = child.output.splitlines()[-1]
+    assert re.fullmatch(rf"dsv3 convert: error: .*{re.escape(str(store))}.*", line)
+    assert os.strerror(errno.EFBIG) in line
+    assert "Traceback" not in child.output
+    assert not (store / MANIFEST).exists()
+    child = Child(tmp_path / "log", *command, "--resume")
+    assert child.wait() == 0, child.output
+    assert_whole(store, wholes[target])
+
+
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
     """Mounts a file system of so many bytes; again, it changes its size."""
@@ -335,7 +353,7 @@ def size_on_disk(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("target", "share"), [("fp8", 0.02), ("fp8", 0.97), ("bf16", 0.4), ("int8", 0.8)]
+    ("target", "share"), [("fp8", 0.02), ("fp8", 0.4), ("fp8", 0.97), ("bf16", 0.4), ("int8", 0.8)]
 )
 def test_a_full_disk(sound, wholes, tmp_path, small_disk, target, share):
     room = int(size_on_disk(wholes[target]) * share)
@@ -369,6 +387,13 @@ def test_a_source_that_cannot_be_read(source, wholes, interrupted, target, share
     convert(source, store, target, resume=True)
     assert_whole(store, wholes[target])
     assert snapshot(source) == before
+
+
+def test_a_read_error_names_the_file(source, store, reads, monkeypatch):
+    monkeypatch.setattr(os, "preadv", FailingReads(reads["bf16"] // 2))
+    line = refusal(source, store, "bf16")
+    assert re.search(r"model-0000\d-of-00003\.safetensors|model\.\S+weight", line), line
+    assert "--resume" in line
 
 
 def test_a_source_that_shrinks_meanwhile(source, store, monkeypatch):
@@ -638,6 +663,28 @@ def test_spoiled_chunks_are_written_again(source, wholes, interrupted, target, h
     assert_whole(store, wholes[target])
 
 
+@pytest.mark.parametrize("how", ["a bit", "truncated", "longer", "deleted"])
+def test_other_spoiled_files(source, wholes, interrupted, tmp_path, how):
+    """Headers of arrays, orbax's own files, the copies of the source's small files."""
+    store = interrupted("bf16")
+    every = [path for path in sorted(store.rglob("*")) if path.is_file() and path.stat().st_size]
+    others = [path for path in every if path not in chunks(store) and path.name != JOURNAL]
+    headers = [path for path in others if path.name == "zarr.json"]
+    assert headers
+    kept = shutil.copytree(store, tmp_path / "kept")
+    wrong = []
+    for path in [path for path in others if path not in headers[1:-1]]:
+        spoil(path, how)
+        if (line := resumed(source, store, "bf16")) is None:
+            if contents(store) != contents(wholes["bf16"]):
+                wrong.append(f"{path.relative_to(store)}: not noticed")
+        elif not re.fullmatch(r".{10,500}", line) or (store / MANIFEST).exists():
+            wrong.append(f"{path.relative_to(store)}: {line}")
+        shutil.rmtree(store)
+        shutil.copytree(kept, store)
+    assert not wrong, "\n".join(wrong)
+
+
 def test_what_a_killed_writer_leaves(source, wholes, interrupted):
     """TensorStore writes beside a chunk and renames; the manifest is written so too."""
     store = interrupted()
@@ -707,6 +754,15 @@ def test_a_source_that_may_not_be_written(source, wholes, store):
 @pytest.fixture
 def complete(wholes, store) -> Callable[[str], Path]:
     return lambda target: shutil.copytree(wholes[target], store)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_whole_store_resumed(sound, complete, capsys, target):
+    store = complete(target)
+    before = snapshot(store)
+    assert run("convert", sound, store, "--to", target, "--resume") == 0
+    assert "complete" in capsys.readouterr().err
+    assert snapshot(store) == before
 
 
 def test_a_whole_store_of_a_younger_source(source, complete):
