@@ -44,9 +44,6 @@ class StoreReader(Mapping[str, TensorView]):
     def __getitem__(self, name: str) -> TensorView:
         return self._tensors[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

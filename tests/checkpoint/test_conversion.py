@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import dsv3_jax
-from dsv3_jax import presets
 from dsv3_jax.checkpoint import arrays, layout, manifest
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.safetensors_file import FileArray
@@ -23,7 +22,7 @@ from tests.checkpoint.test_loaded_values import CONFIGS, STORAGE
 from tests.checkpoint.values import loaded, same_bytes, small_config
 from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
-from tests.support.tables import write_table
+from tests.support.tables import small_v3_2, write_table
 from tests.support.trees import contents
 
 TARGETS = ("fp8", "bf16", "int8", "int4")
@@ -187,15 +186,7 @@ def test_a_store_loads_as_its_source_does(checkpoint, tmp_path, storage, quantiz
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_model_with_an_indexer(tmp_path, to):
     """V3.2 cannot be run here, and can be converted: its norms stay float32."""
-    config = dataclasses.replace(
-        dsv3_jax.ModelConfig.from_hf(small_config()),
-        model_type="deepseek_v32",
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=8,
-        quantization=presets.DEEPSEEK_V3_2.quantization,
-    )
-    source = write_table(tmp_path / "source", config)
+    source = write_table(tmp_path / "source", small_v3_2())
     convert(tmp_path / "source", tmp_path / "store", to)
     store = StoreReader(tmp_path / "store")
     indexer = [name for name in store if ".indexer." in name]

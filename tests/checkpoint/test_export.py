@@ -1,6 +1,5 @@
 """A store written as a Hugging Face directory: the same bytes again, or another form."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax import presets
 from dsv3_jax.checkpoint import export as exporting
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.export import export
@@ -20,10 +18,10 @@ from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.test_conversion import rounded_once
 from tests.checkpoint.test_loaded_values import CONFIGS, STORAGE
-from tests.checkpoint.values import loaded, same_bytes, small_config
+from tests.checkpoint.values import loaded, same_bytes
 from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
-from tests.support.tables import write_table
+from tests.support.tables import small_v3_2, write_table
 from tests.support.trees import contents
 
 FP8 = [name for name in STORAGE if name.startswith("fp8")]
@@ -56,15 +54,7 @@ def test_bfloat16_comes_back_too(checkpoint, tmp_path):
 
 
 def test_v3_2_comes_back(tmp_path):
-    config = dataclasses.replace(
-        dsv3_jax.ModelConfig.from_hf(small_config()),
-        model_type="deepseek_v32",
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=8,
-        quantization=presets.DEEPSEEK_V3_2.quantization,
-    )
-    write_table(tmp_path / "source", config)
+    write_table(tmp_path / "source", small_v3_2())
     export(converted(tmp_path / "source"), tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "source")
 

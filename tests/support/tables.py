@@ -3,6 +3,7 @@
 Names, shapes and dtypes are the table's, so nothing here says whether the table is right.
 """
 
+import dataclasses
 import json
 import zlib
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dsv3_jax import presets
 from dsv3_jax.checkpoint.names import copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint.files import Stored, Tensors, write
+from tests.checkpoint.values import small_config
 
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -20,6 +23,18 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+
+
+def small_v3_2() -> ModelConfig:
+    """A model with a sparse-attention indexer, published in float8."""
+    return dataclasses.replace(
+        ModelConfig.from_hf(small_config()),
+        model_type="deepseek_v32",
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=8,
+        quantization=presets.DEEPSEEK_V3_2.quantization,
+    )
 
 
 def write_table(directory: Path, config: ModelConfig, shards: int = 3) -> Tensors:
