@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
+from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.load import DEMO
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
@@ -304,6 +305,19 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
     assert set(exported) == set(after)
     for name in after:
         assert exported[name][...].tobytes() == after[name][...].tobytes()
+
+
+def test_a_store_to_begin_with(trained, files, tmp_path):
+    """It has config and tokenizer too, and the very weights."""
+    convert(trained / "model", tmp_path / "store", "bf16")
+    for name, source in (("one", trained / "model"), ("other", tmp_path / "store")):
+        arguments = ("--from", source, "--data", files / "text", "--out", tmp_path / name)
+        assert train(*arguments, "--steps", 1, *SMALL) == 0
+    one, other = (CheckpointReader(tmp_path / name / "model") for name in ("one", "other"))
+    assert {n: t[...].tobytes() for n, t in one.items()} == {
+        n: t[...].tobytes() for n, t in other.items()
+    }
+    assert (tmp_path / "other" / "model" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parity

@@ -104,6 +104,12 @@ def load(
     return model, tokenizer
 
 
+def find_description(path_or_name: str | os.PathLike[str]) -> Path:
+    """The directory with a checkpoint's config.json and tokenizer: of a store, what it keeps."""
+    directory = find(path_or_name)
+    return StoreReader(directory).source if is_store(directory) else directory
+
+
 def _open(directory: Path) -> tuple[Arrays, ModelConfig, Path]:
     """The tensors, what they are the weights of, and where the tokenizer's files are."""
     if is_store(directory):

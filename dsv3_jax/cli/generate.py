@@ -19,7 +19,7 @@ _LENGTH_STEP = 256  # max_len is rounded up to this, so that few lengths are eve
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="demo", help="demo, a directory, or a Hub name (default: demo)")
+    add("--model", default="demo", help="demo, a directory, a store, or a Hub name (default: demo)")
     add(
         "--prompt",
         action="append",

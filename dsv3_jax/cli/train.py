@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv3_jax.checkpoint.load import find, load
+from dsv3_jax.checkpoint.load import find_description, load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.progress import Progress
 from dsv3_jax.config import ModelConfig
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="JSON", help="config.json of a model to begin at random"
     )
     source.add_argument(
-        "--from", dest="source", metavar="MODEL", help="demo, a directory, or a Hub name"
+        "--from", dest="source", metavar="MODEL", help="demo, a directory, a store, or a Hub name"
     )
     add(
         "--data",
@@ -165,7 +165,7 @@ def _less(settings: RunSettings, seconds: float) -> RunSettings:
 
 def _model_config(plan: Mapping[str, Any], recorded: Mapping[str, Any]) -> ModelConfig:
     if plan["config"] is None:
-        return ModelConfig.from_hf(find(plan["source"]))
+        return ModelConfig.from_hf(find_description(plan["source"]))
     # The file may have gone or changed since the run began; run.json has what it said.
     source = recorded.get("model") if not Path(plan["config"]).exists() else None
     config = ModelConfig.from_hf(source or Path(plan["config"]))
@@ -182,11 +182,12 @@ def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
     """The directory that holds the run's tokenizer, where there is one."""
     if plan["tokenizer"] is not None:
         path = Path(plan["tokenizer"])
-        directory = path.parent if path.name == "tokenizer.json" else find(plan["tokenizer"])
+        named = path.name == "tokenizer.json"
+        directory = path.parent if named else find_description(plan["tokenizer"])
         if not (directory / "tokenizer.json").is_file():
             raise ValueError(f"--tokenizer: expected a tokenizer.json, found none in {directory}")
         return directory
-    model = find(plan["source"]) if plan["source"] else Path(plan["config"])
+    model = find_description(plan["source"]) if plan["source"] else Path(plan["config"])
     model = model if model.is_dir() else model.parent
     places = (out / record.TOKENIZER, model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)

@@ -18,7 +18,7 @@ from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.test_conversion import rounded_once
 from tests.checkpoint.test_loaded_values import CONFIGS, STORAGE
-from tests.checkpoint.values import loaded, same_bytes
+from tests.checkpoint.values import loaded, same_bytes, small_config
 from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
 from tests.support.tables import small_v3_2, write_table
@@ -165,6 +165,24 @@ def test_shards_are_filled_and_scales_stay_with_their_weights(checkpoint, tmp_pa
     assert index["metadata"]["total_size"] == whole.bytes
     one, many = (files.read_directory(tmp_path / name) for name in ("one", "many"))
     assert one == many
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")  # it says that it dequantises without a GPU
+def test_transformers_loads_float8(checkpoint, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # 128 columns and more: transformers counts blocks of its own without partial ones.
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
+    directory, want = checkpoint(small_config(**sizes), dtype="bfloat16")
+    export(converted(directory, "fp8"), tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours = loaded(tmp_path / "hf")
+    for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
+        held = theirs.state_dict()[name].float().numpy()
+        np.testing.assert_allclose(held, ours[name], rtol=1e-6)
+        assert not np.array_equal(held, want[name])
 
 
 @pytest.mark.parity
