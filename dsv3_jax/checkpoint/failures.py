@@ -13,6 +13,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.filename:
+            raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 

@@ -105,7 +105,7 @@ class Source:
                 f"{name}: expected scales that are finite and not negative, got {values[~sound][0]}"
             )
         for row in np.flatnonzero((values == 0).any(axis=1)):
-            self._check_zeros(weight, blocks[0].start + row, blocks[1], values[row])
+            self._check_zeros(weight, blocks[0].start + int(row), blocks[1], values[row])
         return scale
 
     def _check_zeros(self, weight: str, row: int, columns: slice, scale: np.ndarray) -> None:
