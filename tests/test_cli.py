@@ -191,3 +191,16 @@ def test_the_command_itself():
     assert bad.returncode == 2
     assert bad.stdout == ""
     assert "Traceback" not in bad.stderr
+
+
+def test_a_reader_that_leaves_early():
+    """As head does: no traceback, and the status of a command that SIGPIPE ended."""
+    code = "import sys; from dsv3_jax.cli.main import main; sys.exit(main(['verify', 'demo']))"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert command.stdout is not None
+    command.stdout.close()
+    assert "Traceback" not in command.stderr.read()
+    assert command.wait() == 141
+    command.stderr.close()

@@ -7,6 +7,8 @@ its traceback. Results go to stdout, everything else to stderr.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -40,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read has read enough, as head does; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except ValueError as error:
         print(f"dsv3 {parsed.command}: error: {error}", file=sys.stderr)
         return 2
