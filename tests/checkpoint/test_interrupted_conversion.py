@@ -275,7 +275,8 @@ def test_killed_at_every_kind_of_call(sound, wholes, tmp_path, target, edge, mid
 def test_control_c(many_experts, tmp_path):
     store, whole = tmp_path / "store", tmp_path / "whole"
     command = ("convert", many_experts, store, "--to", "fp8")
-    child = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.005))
+    # Half a minute, if it is left alone: no pause of this process outlasts it.
+    child = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.05))
     wait_for_lines(child, store, 20)
     child.interrupt()
     assert child.wait() == 130, child.output
