@@ -30,7 +30,7 @@ from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.journal import Journal
 from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Error, Manifest, SourceFile, Tensor
-from dsv3_jax.checkpoint.plan import Plan, Target, Unit, plan
+from dsv3_jax.checkpoint.plan import Plan, Target, Unit, free_bytes, plan
 from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
 from dsv3_jax.checkpoint.threads import Progress, in_threads
@@ -92,11 +92,8 @@ def check_destination(planned: Plan, store: Path, resume: bool) -> None:
     if ours and not resume:
         state = "a whole store" if manifest.NAME in there else "an unfinished conversion"
         raise ValueError(f"{store}: holds {state}; expected a new directory, or --resume")
-    existing = target
-    while not existing.exists():
-        existing = existing.parent
     written = sum(p.stat().st_size for p in (store / WEIGHTS).rglob("*") if p.is_file())
-    needed, free = planned.store_bytes - written, shutil.disk_usage(existing).free
+    needed, free = planned.store_bytes - written, free_bytes(store)
     if manifest.NAME not in there and needed > free:
         raise ValueError(f"{store}: expected {needed:,} bytes of free disk, got {free:,}")
 

@@ -72,6 +72,8 @@ def export(
         full or fails.
     """
     out = Path(directory)
+    if workers < 1:
+        raise ValueError(f"workers: expected at least 1, got {workers}")
     if out.exists():
         raise ValueError(f"expected a directory that does not exist yet, got {out}")
     planned = plan_export(StoreReader(Path(store)), to)

@@ -48,7 +48,6 @@ def dequantize(
         _dequantize_float8(values.view(np.uint8), wide, rows, columns, out)
     else:
         for tile in _tiles(N):
-            # float32 holds integer * scale rounded once; float64 holds it exactly.
             exact = values[tile].astype(np.float64) * wide[np.ix_(rows[tile], columns)]
             out[tile] = _rounded(exact, out.dtype)
     return out
@@ -206,7 +205,7 @@ def _quantize_integer(
         else:
             least, most = -8, 7
             scale = np.maximum(high / np.float32(7), low / np.float32(-8))
-        scale[scale == 0] = 1  # a group of zeros
+        scale[scale < np.finfo(np.float32).tiny] = 1  # zeros, or what devices take for zeros
         scales[tile] = scale
         rows /= scale.repeat(bk, axis=1)[:, :K]
         np.clip(np.rint(rows, out=rows), least, most, out=rows)

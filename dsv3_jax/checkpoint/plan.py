@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -112,6 +113,14 @@ def plan(directory: Path, to: Target) -> Plan:
         copies={c: original for c, original in copies(config).items() if c in source},
         unused=tuple(name for name in source if name.endswith(UNUSED_SUFFIXES)),
     )
+
+
+def free_bytes(directory: Path) -> int:
+    """Of the disk that a directory is on, or will be."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def _target_config(config: ModelConfig, to: Target) -> ModelConfig:

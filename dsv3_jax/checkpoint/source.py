@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray
-from dsv3_jax.checkpoint.formats import dequantize, unpack_int4
+from dsv3_jax.checkpoint.formats import dequantize
+from dsv3_jax.checkpoint.values import check_scale
 from dsv3_jax.config import BlockQuantization, ModelConfig
 
 Index = tuple[slice, ...]
@@ -98,31 +99,11 @@ class Source:
         """The scales of these blocks of ``weight``, as they are stored."""
         name = weight + self.suffix
         scale = self.tensors[name][blocks]
-        values = scale.astype(np.float32)
-        sound = np.isfinite(values) & (values >= 0)
-        if not sound.all():
-            raise ValueError(
-                f"{name}: expected scales that are finite and not negative, got {values[~sound][0]}"
-            )
-        for row in np.flatnonzero((values == 0).any(axis=1)):
-            self._check_zeros(weight, blocks[0].start + int(row), blocks[1], values[row])
-        return scale
-
-    def _check_zeros(self, weight: str, row: int, columns: slice, scale: np.ndarray) -> None:
-        """Under scales of 0 in one row of blocks there are weights of 0 alone."""
         tensor = self.tensors[weight]
         packed = 2 if tensor.dtype == np.uint8 else 1
-        N, K = self.quantization.block_shape(tensor.shape[1] * packed)
-        values = tensor[row * N : min((row + 1) * N, tensor.shape[0])]
-        values = unpack_int4(values) if packed == 2 else values
-        held = (values.astype(np.float32) != 0).max(axis=0)
-        held = np.logical_or.reduceat(held, np.arange(0, held.size, K))[columns]
-        if (held & (scale == 0)).any():
-            column = columns.start + np.flatnonzero(held & (scale == 0))[0]
-            raise ValueError(
-                f"{weight}{self.suffix}: expected scales above 0 over weights that are not 0, "
-                f"got 0 for block {row}, {column}"
-            )
+        block = self.quantization.block_shape(tensor.shape[1] * packed)
+        check_scale(name, scale, tensor, block, (blocks[0].start, blocks[1].start))
+        return scale
 
 
 def _check_dtype(name: str, tensor: LazyArray, expected: tuple[np.dtype, ...]) -> None:

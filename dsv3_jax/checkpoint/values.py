@@ -31,14 +31,33 @@ def check_finite(name: str, values: np.ndarray) -> None:
             raise ValueError(f"{name}: expected finite values, got {bad}")
 
 
-def check_scale(name: str, scale: np.ndarray, weight: LazyArray, block: tuple[int, int]) -> None:
-    """Refuses scales that are NaN, infinite or negative, and zero but over a block of zeros."""
-    wide = scale.astype(np.float32)
-    if (np.isfinite(wide) & (wide > 0)).all():
-        return
-    for i, j in np.argwhere(~(np.isfinite(wide) & (wide > 0))):
-        rows, columns = (slice(k * n, (k + 1) * n) for k, n in zip((i, j), block, strict=True))
-        if wide[i, j] != 0 or weight[rows, columns].astype(np.float32).any():
+def check_scale(
+    name: str,
+    scale: np.ndarray,
+    weight: LazyArray,
+    block: tuple[int, int],
+    first: tuple[int, int] = (0, 0),
+) -> None:
+    """Refuses scales that are NaN, infinite or negative, and zero but over a block of zeros.
+
+    Args:
+      scale: of all blocks of ``weight``, or of some from block ``first`` on.
+      weight: is read where a scale is zero, and only there.
+    """
+    values = scale.astype(np.float32)
+    sound = np.isfinite(values) & (values >= 0)
+    if not sound.all():
+        raise ValueError(
+            f"{name}: expected scales that are finite and not negative, got {values[~sound][0]}"
+        )
+    packed = 2 if weight.dtype == np.uint8 else 1  # columns an element
+    width = -(-block[1] // packed)
+    for i, j in np.argwhere(values == 0):
+        row, column = first[0] + int(i), first[1] + int(j)
+        rows = slice(row * block[0], (row + 1) * block[0])
+        under = weight[rows, column * width : (column + 1) * width]
+        if under.astype(np.float32).any():
             raise ValueError(
-                f"{name}: expected finite and positive scales, got {wide[i, j]} at [{i}, {j}]"
+                f"{name}: expected scales above 0 over weights that are not 0, "
+                f"got 0 for block {row}, {column}"
             )

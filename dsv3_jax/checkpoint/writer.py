@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dsv3_jax.checkpoint.formats import quantize
 from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.model import DeepSeekV3
-from pallas_kernels import block_quant
 
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
@@ -90,14 +89,9 @@ def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[s
         if table[name].dtype != "F8_E4M3" or tensor.dtype == ml_dtypes.float8_e4m3fn:
             out[name] = tensor.astype(_DTYPES[table[name].dtype])
             continue
-        assert isinstance(config.quantization, BlockQuantization)
-        values, scale = block_quant(
-            jnp.asarray(tensor),
-            config.quantization.weight_block_size,
-            scale_fmt="ue8m0" if config.quantization.scale_fmt == "ue8m0" else "float32",
-        )
-        out[name] = np.asarray(values)
-        out[name + config.quantization.scale_suffix] = np.asarray(scale)
+        assert config.quantization is not None
+        out[name], scale = quantize(tensor, config.quantization)
+        out[name + config.quantization.scale_suffix] = scale
     return out
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
 from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.plan import TARGETS, Plan, plan
+from dsv3_jax.checkpoint.plan import TARGETS, Plan, free_bytes, plan
+from dsv3_jax.cli import flags
 from dsv3_jax.cli.byte_progress import ByteProgress
 
 
@@ -23,13 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--to", choices=TARGETS, default="fp8", help="form of the weights (default: fp8)")
     add("--resume", action="store_true", help="go on with what an earlier run left unfinished")
     add("--dry-run", action="store_true", help="check the headers, say what would be done")
-    add(
-        "--workers",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
-        metavar="N",
-        help="tensors at once: memory grows with them (default: cores, 8 at most)",
-    )
+    flags.add_workers(parser, "tensors")
     add("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -65,9 +58,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _summary(planned: Plan, store: Path, workers: int) -> dict[str, object]:
-    existing = store.absolute()
-    while not existing.exists():
-        existing = existing.parent
     return {
         "source": str(planned.directory),
         "store": str(store),
@@ -80,7 +70,7 @@ def _summary(planned: Plan, store: Path, workers: int) -> dict[str, object]:
         "files": planned.files,
         "mtp_layers": planned.config.num_nextn_predict_layers,
         "peak_bytes": planned.peak_bytes(workers),
-        "free_bytes": shutil.disk_usage(existing).free,
+        "free_bytes": free_bytes(store),
     }
 
 

@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["bf16", "fp8", "float32"],
         help="default: a store's own form, bf16 of integers and of a run; float32: of a run only",
     )
-    add(
-        "--workers", type=int, default=2, metavar="N", help="shards of a store at once (default: 2)"
-    )
+    flags.add_workers(parser, "shards of a store")
     add("--json", action="store_true", help="one JSON object on stdout")
 
 

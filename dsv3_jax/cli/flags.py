@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -35,6 +36,17 @@ def add_fields(
         default = defaults.get(field.name, _show(field.default))
         says = f"{meanings[field.name]} (default: {default})"
         group.add_argument(flag, help=says, **_reading(hints[field.name]))
+
+
+def add_workers(parser: argparse.ArgumentParser, of: str) -> None:
+    """``--workers N`` for passes over files."""
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        metavar="N",
+        help=f"{of} at once: memory grows with them (default: cores, 8 at most)",
+    )
 
 
 def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
+from dsv3_jax.cli import flags
 from dsv3_jax.cli.byte_progress import ByteProgress
 
 _LISTED = 100  # findings
@@ -23,13 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plot", type=Path, metavar="PNG", help="draw weights and scales, or differences, by layer"
     )
-    add(
-        "--workers",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
-        metavar="N",
-        help="tensors at once: memory grows with them (default: cores, 8 at most)",
-    )
+    flags.add_workers(parser, "tensors")
     add("--json", action="store_true", help="one JSON object on stdout")
 
 

@@ -337,10 +337,10 @@ def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
         options = f"size={size}" + (",remount" if os.path.ismount(where) else "")
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)]
         if shutil.which("mount") is None:
-            pytest.skip("there is no mount command")
+            pytest.skip("no small disk to fill here: a tmpfs needs the mount command")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"may not mount: {done.stderr.strip()}")
+            pytest.skip(f"no small disk to fill here: {done.stderr.strip()}")
         return where
 
     yield mount
