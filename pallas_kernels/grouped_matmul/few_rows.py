@@ -1,0 +1,111 @@
+"""grouped_matmul for decoding on Hopper GPUs: few bfloat16 rows a group, quantized matrices.
+
+Reading the matrices is all the time there is, so they are read once, as they are stored. The
+products are ``out^T = W x^T``: 64 matrix rows are the tall side of a tensor core product, and the
+few rows of a group its width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
+
+from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.grouped_matmul import few_rows_kernel, reference
+from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.hopper import multiprocessors, require_hopper
+
+_FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
+_CLASSES = (8, 16, 32, 64)
+
+
+def default_config(M: int, G: int, weights: Weights) -> Config:
+    """What the shapes alone can say; how the rows fall into groups is not known when compiling."""
+    mean = -(-M // G)
+    # Groups are uneven, the more so the fewer rows they have.
+    most = min(M, 4 * mean if mean <= 4 else 2 * mean)
+    last = next((i for i, c in enumerate(_CLASSES) if c >= most), len(_CLASSES) - 1)
+    classes = _CLASSES[max(last - 2, 0) : last + 1]
+    # Four warpgroups have not the registers for sums 64 wide beside int4's 32 of weights.
+    warpgroups = 3 if weights.bits == 4 and classes[-1] == 64 else 4
+    return Config(warpgroups=min(warpgroups, weights.N // 64), classes=classes)
+
+
+def grouped_matmul(
+    lhs: Float[Array, "M K"],
+    rhs: reference.Matrices,
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None = None,
+    rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """As :func:`pallas_kernels.grouped_matmul`, of any group sizes; best at 1 to 64 rows a group.
+
+    Raises:
+      NotImplementedError: rows that are not bfloat16, matrices that are neither int8, int4 nor
+        float8_e4m3fn, blocks of scales that a product cannot have to itself, N or K of odd widths.
+    """
+    require_hopper(interpret)
+    if lhs.dtype != jnp.bfloat16 or rhs_scale is None or rhs.dtype not in _FORMATS:
+        raise NotImplementedError(
+            f"takes bfloat16 rows and int8, int4 or float8 matrices, got {lhs.dtype}, {rhs.dtype}"
+        )
+    (M, K), (G, N) = lhs.shape, rhs.shape[:2]
+    weights = Weights.of(_FORMATS[jnp.dtype(rhs.dtype)], N, K, block_shape)
+    if config is None:
+        config = default_config(M, G, weights)
+    blocks = arranged(lhs, weights, config.most_rows)
+    work = row_tiles(group_sizes, M, config.most_rows)
+    return few_rows_kernel.product(
+        blocks,
+        rhs,
+        rhs_scale,
+        work,
+        M=M,
+        weights=weights,
+        config=config,
+        blocks_of_grid=multiprocessors() if interpret is None else 2,
+        interpret=interpret,
+    )
+
+
+def row_tiles(group_sizes: Int[Array, " G"], M: int, rows: int) -> Int32[Array, "4 T"]:
+    """Tiles of at most ``rows`` rows of one group: group, first row, rows; and their number, in
+    every column. Groups without rows have none.
+
+    Sums over [G, G] and [T, G] rather than scans and searches, for they fuse.
+    """
+    G = group_sizes.shape[0]
+    sizes = group_sizes.astype(jnp.int32)
+    tiles = (sizes + rows - 1) // rows
+    before = jnp.arange(G)[None, :] <= jnp.arange(G)[:, None]
+    row_end = jnp.sum(jnp.where(before, sizes, 0), axis=1)
+    tile_end = jnp.sum(jnp.where(before, tiles, 0), axis=1)
+    t = jnp.arange(M // rows + min(G, M), dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum((tile_end <= t[:, None]).astype(jnp.int32), axis=1), G - 1)
+    end = row_end[group]
+    row = end - sizes[group] + (t - tile_end[group] + tiles[group]) * rows
+    return jnp.stack([group, row, jnp.minimum(rows, end - row), jnp.full_like(t, tile_end[-1])])
+
+
+def arranged(
+    lhs: BFloat16[Array, "M K"], weights: Weights, padding: int
+) -> BFloat16[Array, "blocks rows 64"]:
+    """Rows with their columns in the order in which the kernel comes by the matrices' columns.
+
+    A thread reads 16 bytes of a matrix row and unpacks them where they are. What it then holds is
+    no operand of a tensor core product unless the columns change places, and it is far cheaper to
+    move them in the few rows than in the matrix. Blocks of 64 columns, one after another;
+    ``padding`` rows follow, for tiles are copied whole.
+    """
+    M, K = lhs.shape
+    if weights.bits == 8:  # thread, word, (pair, half): of each word bytes 0, 2 and then 1, 3
+        x = lhs.reshape(M, K // 64, 4, 4, 2, 2).transpose(1, 0, 3, 5, 2, 4)
+    else:  # thread, (block, word), pair, (slice, half): of each word halves bytes 0, 4; 1, 5; ...
+        x = lhs.reshape(M, K // 128, 4, 2, 2, 2, 2, 2).transpose(1, 3, 0, 4, 6, 7, 2, 5)
+    return jnp.pad(x.reshape(K // 64, M, 64), ((0, 0), (0, padding), (0, 0)))

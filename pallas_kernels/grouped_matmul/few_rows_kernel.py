@@ -1,0 +1,335 @@
+"""The kernel of few_rows: copies, loops, products and scales. What threads do to their registers
+is in few_rows_registers.
+
+Plan, for 4.3 TB/s on 132 multiprocessors of 128 lanes: 18.6 bytes of matrices a cycle. int4: 37
+weights of 1.4 instructions (7 of 11 a word at half rate) and 0.25 to hold registers: 80 of 128
+lanes. A step of 64 bytes of 256 rows is 880 cycles: 128 of copying in, 128 of reading it, 32 tensor
+products of 16 cycles (8 rows) to 32 (64 rows), shared memory 64 to 512 for their x. Registers: 32 a
+thread of unpacked weights, 8 as read, rows / 2 of sums twice; four warpgroups hide each other's
+chain of read, unpack, multiply, wait. 128 KiB and more are under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from pallas_kernels.grouped_matmul import few_rows_registers as registers
+from pallas_kernels.grouped_matmul.reference import Matrices
+
+_SHARED_BYTES = 232448 - 1024  # what a block may have, less barriers and alignment
+# (copying, multiplying) of each warpgroup, by multiplying warpgroups; the pool is 504 or 512.
+_REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """``warpgroups`` of 64 matrix rows a tile; widths of x that a tile may take, the narrowest that
+    holds its rows is taken; ``stages`` of copies under way, by default as many as fit."""
+
+    warpgroups: int = 4
+    classes: tuple[int, ...] = (8, 16)
+    stages: int | None = None
+    hold: bool = True
+    """Keeps unpacked weights in their registers until the product is done: ptxas before 13.3 may
+    give them away earlier."""
+
+    @property
+    def most_rows(self) -> int:
+        return self.classes[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How matrices are stored, and what of K a product can take at a time."""
+
+    format: Literal["int8", "int4", "float8"]
+    N: int
+    K: int
+    group: int
+    """Columns under one scale; K itself if a row has but one."""
+    scale_rows: int
+    parts: int
+    """Of 64 bytes, in a step: one copy of a step is 64 or 128 bytes wide."""
+
+    @classmethod
+    def of(cls, format: Any, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
+        bits = 4 if format == "int4" else 8
+        part = 512 // bits
+        rows, group = block_shape[0], min(block_shape[1], K)
+        whole = group == K or group % part == 0
+        row_blocks = (64, 128) if format == "float8" else (1,)
+        if K % part or N % 64 or not whole or rows not in row_blocks:
+            raise NotImplementedError(
+                f"takes K in {part}, N in 64, scales of {row_blocks} rows and columns in {part}"
+                f" or all, got {K=} {N=} {block_shape=}"
+            )
+        return cls(format, N, K, group, rows, 2 if K % (2 * part) == 0 else 1)
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.format == "int4" else 8
+
+    @property
+    def part(self) -> int:
+        """Columns in 64 bytes."""
+        return 512 // self.bits
+
+    @property
+    def unit(self) -> int:
+        """Parts that are summed before their scale is applied."""
+        return (
+            2
+            if self.parts == 2 and (self.group == self.K or self.group % (2 * self.part) == 0)
+            else 1
+        )
+
+    @property
+    def scale_last(self) -> bool:
+        return self.group == self.K and self.scale_rows == 1
+
+
+def stages_that_fit(weights: Weights, config: Config) -> int:
+    columns = weights.parts * weights.part
+    return _SHARED_BYTES // (
+        config.warpgroups * 4096 * weights.parts + config.most_rows * columns * 2
+    )
+
+
+def product(
+    x: BFloat16[Array, "blocks rows 64"],
+    w: Matrices,
+    scale: Float32[Array, "G Nb Kb"],
+    work: Int32[Array, "4 T"],
+    *,
+    M: int,
+    weights: Weights,
+    config: Config,
+    blocks_of_grid: int,
+    interpret: Any,
+) -> BFloat16[Array, "M N"]:
+    N, K, parts, part = weights.N, weights.K, weights.parts, weights.part
+    W, classes, most = config.warpgroups, config.classes, config.most_rows
+    S = config.stages or stages_that_fit(weights, config)
+    tile, step, width = 64 * W, parts * part, 64 * parts
+    steps, column_tiles, T = K // step, -(-N // tile), work.shape[1]
+    blocks = step // 64  # of x, a step
+    i32 = jnp.int32
+    gpu = interpret is None
+    if tile > N:
+        raise NotImplementedError(f"takes N of at least {tile}, got {N}")
+
+    def body(x_g, w_g, scale_g, work_g, out_g, x_u, w_s, full, empty):
+        wg, block = lax.axis_index("wg"), lax.axis_index("sm")
+        total = work_g[3, 0] * column_tiles
+        mine = lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
+
+        def locate(i):
+            """Of this block's i-th tile: group, first row, rows, first column, first own column."""
+            t = jnp.maximum(jnp.minimum(block + i * blocks_of_grid, total - 1), 0)
+            m = jnp.minimum(lax.div(t, i32(column_tiles)), i32(T - 1))
+            own = lax.rem(t, i32(column_tiles)) * tile
+            # The last tile is moved back to end where N ends: not all its columns are its own.
+            column = jnp.minimum(own, N - tile) if N % tile else own
+            return work_g[0, m], work_g[1, m], work_g[2, m], column, own
+
+        def for_class(rows, then):
+            low = 0
+            for n, c in enumerate(classes):
+                if len(classes) == 1:
+                    then(n, c)
+                else:
+                    high = c if c != most else most + 1
+                    pl.when((rows > low) & (rows <= high))(lambda n=n, c=c: then(n, c))
+                low = c
+
+        def x_slot(n, c, slot, tiled):
+            """[blocks, c, 64] of a stage."""
+            if not gpu:
+                return x_u.at[slot, :, pl.ds(0, c)]
+            return x_u[2 * n + (0 if tiled else 1)].at[slot * (most // c)]
+
+        @pl.when(wg == W)
+        def _copy():
+            plgpu.set_max_registers(_REGISTERS[W][0], action="decrease")
+
+            def copy_tile(i, it):
+                group, row, rows, column, _ = locate(i)
+
+                def copy_step(k, it):
+                    slot = lax.rem(it, i32(S))
+
+                    @pl.when(it >= S)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    plgpu.copy_gmem_to_smem(
+                        w_g.at[group, pl.ds(column, tile), pl.ds(k * width, width)],
+                        w_s.at[slot],
+                        full.at[slot],
+                    )
+                    for_class(
+                        rows,
+                        lambda n, c: plgpu.copy_gmem_to_smem(
+                            x_g.at[pl.ds(k * blocks, blocks), pl.ds(row, c)],
+                            x_slot(n, c, slot, tiled=False),
+                            full.at[slot],
+                        ),
+                    )
+                    return it + 1
+
+                return lax.fori_loop(0, steps, copy_step, it)
+
+            it = lax.fori_loop(0, mine, copy_tile, i32(0))
+
+            def drain(j, carry):
+                @pl.when(it + j >= S)
+                def _():
+                    plgpu.barrier_wait(empty.at[lax.rem(it + j, i32(S))])
+
+                return carry
+
+            lax.fori_loop(0, S, drain, 0)
+
+        @pl.when(wg < W)
+        def _multiply():
+            plgpu.set_max_registers(_REGISTERS[W][1], action="increase")
+            first = pl.multiple_of(wg * 64, 64)
+
+            def scales_of(group, column, k):
+                """Of a step's units: a row's each, or a scalar."""
+                found = []
+                for u in range(0, parts, weights.unit):
+                    kb = jnp.minimum(
+                        lax.div(k * step + u * part, i32(weights.group)), scale.shape[2] - 1
+                    )
+                    if weights.scale_rows > 1:
+                        found.append(scale_g[group, lax.div(column, i32(weights.scale_rows)), kb])
+                    elif not gpu:
+                        found.append(scale_g[group, pl.ds(column, 64), kb])
+                    else:
+                        found.append(
+                            registers.row_scales(scale_g.at[group, pl.ds(column, 64), kb], parts)
+                        )
+                return tuple(found)
+
+            def unit_of(n, c, slot, u):
+                """[64, c], the product of parts u to u + unit."""
+                rows = pl.ds(first, 64)
+                of_unit = range(u, u + weights.unit)
+                if not gpu:
+                    values = w_s[slot, rows]
+                    pairs = [
+                        registers.plain(values[:, 64 * p : 64 * p + 64], weights.format)
+                        for p in of_unit
+                    ]
+                    mine = x_u[slot][part // 64 * u : part // 64 * (u + weights.unit), :c]
+                    return jnp.einsum(
+                        "nbk,bmk->nm",
+                        jnp.concatenate(pairs, axis=1),
+                        mine.astype(jnp.float32),
+                        precision="highest",
+                    )
+
+                def scoped(acc):
+                    words = w_s.at[slot, rows]
+                    unpacked = [registers.unpack(words, weights.format, p, parts) for p in of_unit]
+                    flat = [a for p in unpacked for a in p]
+                    at = x_slot(n, c, slot, tiled=True)
+                    for b, a in enumerate(flat):
+                        plgpu.wgmma(acc, a, at.at[part // 64 * u + b].T)
+                    done = acc[...]
+                    if config.hold:
+                        registers.hold(*flat)
+                    return done
+
+                return pl.run_scoped(scoped, plgpu.ACC((64, c), jnp.float32))
+
+            def scaled(value, by, c):
+                if by.ndim:
+                    by = lax.broadcast_in_dim(by, (64, c), (0,))
+                return value * by
+
+            def tile_of(i, here, n, c):
+                group, row, rows, column, own = here
+                column = column + first
+                if N % tile:
+                    rows = jnp.where(column < own, 0, rows)
+                start = i * steps
+
+                def multiply_step(k, carry):
+                    total, scales = carry
+                    slot = lax.rem(start + k, i32(S))
+                    ahead = scales if weights.scale_last else scales_of(group, column, k + 1)
+                    plgpu.barrier_wait(full.at[slot])
+                    for j, u in enumerate(range(0, parts, weights.unit)):
+                        done = unit_of(n, c, slot, u)
+                        total = total + (done if weights.scale_last else scaled(done, scales[j], c))
+                    if not gpu:
+                        # The interpreter wants a fence between reading and the next copy over it;
+                        # on a GPU the values have come when the products are done.
+                        plgpu.commit_smem()
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return total, ahead
+
+                total = jnp.zeros((64, c), jnp.float32)
+                if gpu:
+                    total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
+                scales = scales_of(group, column, i32(0))
+                total, scales = lax.fori_loop(0, steps, multiply_step, (total, scales))
+                if weights.scale_last:
+                    total = scaled(total, scales[0], c)
+                done = total.astype(jnp.bfloat16)
+                if gpu:
+                    registers.store(out_g.at[pl.ds(row, c), pl.ds(column, 64)], done, rows, parts)
+                    return
+                for j in range(c):
+
+                    @pl.when(j < rows)
+                    def _(j=j):
+                        out_g[row + j, pl.ds(column, 64)] = done[:, j]
+
+            def multiply_tile(i, carry):
+                here = locate(i)
+                for_class(here[2], lambda n, c: tile_of(i, here, n, c))
+                return carry
+
+            lax.fori_loop(0, mine, multiply_tile, 0)
+
+    swizzle = (plgpu.SwizzleTransform(128),)
+    tiling = (plgpu.TilingTransform((8, 64)), *swizzle)
+    if gpu:
+        x_scratch = plgpu.RefUnion(
+            *(
+                plgpu.SMEM((S * (most // c), blocks, c, 64), jnp.bfloat16, transforms=transforms)
+                for c in classes
+                for transforms in (tiling, swizzle)
+            )
+        )
+    else:
+        x_scratch = plgpu.SMEM((S, blocks, most, 64), jnp.bfloat16)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        scratch_types=[
+            x_scratch,
+            plgpu.SMEM((S, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()),
+            plgpu.Barrier(num_arrivals=2, num_barriers=S),
+            plgpu.Barrier(num_arrivals=W, num_barriers=S),
+        ],
+        grid=(blocks_of_grid,),
+        grid_names=("sm",),
+        num_threads=W + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(x, w, scale, work)

@@ -1,0 +1,244 @@
+"""What a thread of few_rows does to its own registers: read packed weights, unpack them in place
+into an operand of a tensor core product, read their scales, write the result.
+
+Of a product of 64 matrix rows, thread ``lane`` of a warp holds two rows, ``lane // 4`` and the one
+8 further down, and 4 of 16 columns. Which matrix rows and columns these are is free as long as x
+and the result agree: see few_rows.arranged for the columns and _lane_row for the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _c(value: int):
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _lane_row(parts: int):
+    """(row of the first of a thread's two, lane % 4): of 64 rows.
+
+    128-byte rows are swizzled by their number's low three bits. A quarter of a warp reads 64 bytes
+    of two rows at once; that these be rows r and r + 4 puts them into different banks, hence bits 0
+    and 2 change places. 64-byte rows lie one after the other.
+    """
+    thread = mgpu.utils.thread_idx()
+    lane = arith.andi(thread, _c(31))
+    warp = arith.andi(arith.shrui(thread, _c(5)), _c(3))
+    q = arith.shrui(lane, _c(2))
+    if parts == 2:
+        low, high = arith.andi(q, _c(1)), arith.shrui(q, _c(2))
+        q = arith.ori(arith.andi(q, _c(2)), arith.ori(arith.shli(low, _c(2)), high))
+    return arith.addi(arith.muli(warp, _c(16)), q), arith.andi(lane, _c(3))
+
+
+def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False):
+    return llvm.inline_asm(
+        result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
+    )
+
+
+def _offset(ptr: Any, count: Any, bytes_each: int):
+    i8 = ir.IntegerType.get_signless(8)
+    at = arith.muli(count, _c(bytes_each)) if bytes_each != 1 else count
+    return mgpu.utils.getelementptr(ptr, [at], i8)
+
+
+def _array(registers: list, shape: tuple[int, ...], layout: Any):
+    layout = layout.to_mgpu()
+    found = np.empty(len(registers), dtype=object)
+    found[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=found.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
+
+
+def _int8(word: Any) -> list:
+    """4 integers -> bytes (0, 2), (1, 3): 128 + the low 7 bits, less 128, or 256 if negative."""
+    found = []
+    for shift in (0, 8):
+        text = """{
+            .reg .b32 w, a, b;
+            shr.u32 w, $1, SHIFT;
+            lop3.b32 a, w, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, w, 0x00800080, 0x43004300, 0xEA;
+            sub.rn.bf16x2 $0, a, b;
+        }""".replace("SHIFT", str(shift))
+        found.append(_asm(text, "=r,r", word, result=_i32()))
+    return found
+
+
+def _int4(word: Any) -> list:
+    """8 integers -> (0, 4), (1, 5), (2, 6), (3, 7): 128 + the nibble with its top bit flipped."""
+    found = []
+    for shift in (0, 4, 8, 12):
+        text = """{
+            .reg .b32 w, a, b;
+            shr.u32 w, $1, SHIFT;
+            lop3.b32 a, w, 0x000F000F, 0x43084308, 0x6A;
+            mov.b32 b, 0x43084308;
+            sub.rn.bf16x2 $0, a, b;
+        }""".replace("SHIFT", str(shift))
+        found.append(_asm(text, "=r,r", word, result=_i32()))
+    return found
+
+
+def _float8(word: Any) -> list:
+    """4 float8_e4m3fn -> bytes (0, 2), (1, 3): their bits are bfloat16s, only 2^-120 as large."""
+    found = []
+    for shift in (8, 0):
+        text = """{
+            .reg .b32 w, a, b, s;
+            shl.b32 w, $1, SHIFT;
+            shr.u32 a, w, 4;
+            and.b32 a, a, 0x07F007F0;
+            lop3.b32 b, w, 0x80008000, a, 0xEA;
+            mov.b32 s, 0x7B807B80;
+            mul.rn.bf16x2 $0, b, s;
+        }""".replace("SHIFT", str(shift))
+        found.append(_asm(text, "=r,r", word, result=_i32()))
+    return found
+
+
+_UNPACK = {"int8": _int8, "int4": _int4, "float8": _float8}
+
+
+def unpack(words: Any, format: str, p: int, parts: int) -> tuple[jax.Array, ...]:
+    """bfloat16 [64, 64] blocks, one of int8 and float8, two of int4, of bytes 64 p to 64 p + 64 of
+    64 matrix rows in shared memory."""
+    layout = plgpu.Layout.WGMMA
+    blocks = 2 if format == "int4" else 1
+    swizzle = (plgpu.SwizzleTransform(128),) if parts == 2 else ()
+    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle),), return_type=(result,) * blocks)
+    def read(ctx, ref):
+        base = mgpu.utils.memref_ptr(ref)
+        row, t = _lane_row(parts)
+        if parts == 2:
+            chunk = arith.xori(t, arith.andi(row, _c(7)))
+            chunk = arith.xori(chunk, _c(4 * p))
+        else:
+            chunk = t
+        at = arith.addi(arith.muli(row, _c(64 * parts)), arith.muli(chunk, _c(16)))
+        four = ir.VectorType.get((4,), _i32())
+        words = []
+        for half in range(2):
+            ptr = _offset(base, arith.addi(at, _c(half * 8 * 64 * parts)), 1)
+            loaded = llvm.load(four, ptr, alignment=16)
+            words.append([llvm.extractelement(loaded, _c(i)) for i in range(4)])
+        unpacked = [[r for word in of_row for r in _UNPACK[format](word)] for of_row in words]
+        bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
+        # Of each 8 columns first the upper row, then the lower.
+        flat = [llvm.bitcast(bf16x2, r) for pair in zip(*unpacked, strict=True) for r in pair]
+        each = len(flat) // blocks
+        return tuple(
+            _array(flat[b * each : (b + 1) * each], (64, 64), layout) for b in range(blocks)
+        )
+
+    return read(words)
+
+
+def hold(*arrays: jax.Array) -> None:
+    """Reads arrays, to no effect that ptxas could know of: stores that no thread makes, by fours
+    as the product takes them."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(arrays))
+    def read(ctx, *arrays):
+        words = [llvm.bitcast(_i32(), r) for a in arrays for r in a.registers.flat]
+        fours = range(0, len(words), 4)
+        stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
+        text = [
+            "{ .reg .b32 z; .reg .pred p; .reg .b64 a;",
+            "mov.u32 z, %nctaid.z;",  # the grid is one block deep
+            "setp.ne.u32 p, z, 77;",
+            "@p bra.uni HELD;",
+            "mov.b64 a, 0;",
+            *stores,
+            "HELD: }",
+        ]
+        _asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
+
+    read(*arrays)
+
+
+def row_scales(scales: Any, parts: int) -> jax.Array:
+    """float32 [64] of one column of scales in global memory."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout),
+    )
+    def read(ctx, ref):
+        (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        base = mgpu.utils.memref_ptr(ref)
+        row, _ = _lane_row(parts)
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        found = []
+        for half in range(2):
+            at = _offset(base, arith.addi(row, _c(8 * half)), 4 * stride)
+            loaded = _asm(
+                "ld.global.nc.f32 $0, [$1];",
+                "=f,l",
+                llvm.ptrtoint(i64, at),
+                result=f32,
+                effects=True,
+            )
+            found.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
+        return _array(found, (64,), layout)
+
+    return read(scales)
+
+
+def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
+    """Writes the first ``rows`` columns of bfloat16 [64, c] to rows of [c, 64] in global memory."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
+    def write(ctx, ref, values, rows):
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        base = mgpu.utils.memref_ptr(ref)
+        rows = rows.registers.item()
+        row, t = _lane_row(parts)
+        first = arith.muli(t, _c(2))
+        i64 = ir.IntegerType.get_signless(64)
+        column = _offset(base, row, 2)
+        registers = values.registers.flat
+        for n in range(values.shape[1] // 8):
+            for e in range(2):
+                m = arith.addi(first, _c(8 * n + e))
+                at = _offset(column, m, 2 * stride)
+                for half in range(2):
+                    pair = llvm.bitcast(_i32(), registers[2 * n + half])
+                    text = f"""{{
+                        .reg .pred p; .reg .b16 low, high;
+                        setp.lt.s32 p, $2, $3;
+                        mov.b32 {{low, high}}, $1;
+                        @p st.global.b16 [$0 + {16 * half}], {"high" if e else "low"};
+                    }}"""
+                    _asm(text, "l,r,r,r", llvm.ptrtoint(i64, at), pair, m, rows, effects=True)
+
+    write(out, values, rows)
+
+
+def plain(bytes_: jax.Array, format: str) -> jax.Array:
+    """float32 [64, blocks, 64] as :func:`unpack` orders it, for the interpreter."""
+    if format != "int4":
+        values = bytes_.astype(jnp.float32).reshape(64, 4, 4, 2, 2)  # thread, word, pair, half
+        return values.transpose(0, 2, 4, 1, 3).reshape(64, 1, 64)
+    integers = bytes_.astype(jnp.int32)
+    nibbles = jnp.stack([integers & 15, integers >> 4], axis=-1)
+    values = ((nibbles ^ 8) - 8).astype(jnp.float32).reshape(64, 4, 2, 2, 2, 2, 2)
+    return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)

@@ -1,0 +1,179 @@
+"""few_rows, the decoding kernel of grouped_matmul: on a Hopper GPU, or interpreted with race
+detection.
+
+The interpreter runs everything but the instructions that unpack weights in registers, in whose
+place it has the same order of columns in jax.numpy.
+"""
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import few_rows
+from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from tests.pallas_kernels.grouped_matmul_cases import (
+    FLOAT8,
+    ROWS_OF_GROUPS,
+    GroupedMatmulRowCases,
+    Inputs,
+    run,
+)
+from tests.pallas_kernels.numerics import check, tolerance
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRETED = not ON_GPU and jax.__version_info__ >= (0, 11)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETED else None
+
+kernel_runs = pytest.mark.skipif(
+    not (ON_GPU or INTERPRETED), reason="the Mosaic GPU interpreter needs jax 0.11"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_races():
+    yield
+    if not INTERPRETED:
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    races = gpu_callbacks._races
+    assert races is None or not races.races_found
+
+
+def back_end(config: Config | None = None):
+    return functools.partial(few_rows.grouped_matmul, config=config, interpret=INTERPRET)
+
+
+def inputs(sizes, N, K, rhs_dtype, block_shape, M=None) -> Inputs:
+    return Inputs.random(
+        sizes,
+        M=M,
+        N=N,
+        K=K,
+        lhs_dtype="bfloat16",
+        rhs_dtype=rhs_dtype,
+        block_shape=block_shape,
+    )
+
+
+class FewRowsCases(GroupedMatmulRowCases):
+    implementation = staticmethod(back_end())
+    dtype = "bfloat16"
+    rhs_dtype: ClassVar[str]
+    block_shape: ClassVar[tuple[int, int]]
+
+    def inputs(self, sizes, M=None):
+        return inputs(sizes, self.N, self.K, self.rhs_dtype, self.block_shape, M)
+
+
+@kernel_runs
+class TestInt4(FewRowsCases):
+    rhs_dtype, block_shape = "int4", (1, 128)
+    N, K = 64, 128
+
+
+@kernel_runs
+class TestInt8(FewRowsCases):
+    rhs_dtype, N, K = "int8", 64, 64
+    block_shape = (1, 64)
+    groups = 384 if ON_GPU else 24
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("rhs_dtype", "N", "K", "block_shape", "config"),
+    [
+        # A ring that goes round, two warpgroups, tiles of every width.
+        ("int8", 128, 512, (1, 512), Config(2, (8, 16), stages=2)),
+        ("int4", 128, 1024, (1, 128), Config(2, (8, 16), stages=2)),
+        (FLOAT8, 128, 512, (128, 128), Config(2, (8, 16), stages=2)),
+        # Copies of 64 bytes of a row, a last tile that is moved back, one width of x.
+        ("int8", 192, 320, (1, 320), Config(2, (8,), stages=3)),
+        ("int4", 192, 384, (1, 128), Config(2, (8,), stages=3)),
+        (FLOAT8, 192, 320, (128, 128), Config(2, (8,), stages=3)),
+        # Scales by 64 columns, by 256, and one a row.
+        ("int8", 64, 256, (1, 64), None),
+        ("int8", 64, 512, (1, 256), None),
+        ("int4", 64, 512, (1, 512), None),
+        ("int4", 64, 512, (1, 256), None),
+        (FLOAT8, 64, 256, (64, 64), None),
+    ],
+)
+@pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+def test_configs(rhs_dtype, N, K, block_shape, config, sizes):
+    x = inputs(sizes, N, K, rhs_dtype, block_shape)
+    check(run(x, back_end(config)), x.expected(), tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("M", "G", "bits", "warpgroups", "classes"),
+    [
+        (8, 8, 4, 4, (8,)),
+        (8, 256, 8, 4, (8,)),
+        (640, 256, 4, 4, (8, 16)),
+        (512, 32, 4, 4, (8, 16, 32)),
+        (2048, 32, 4, 3, (16, 32, 64)),
+        (4096, 8, 8, 4, (16, 32, 64)),
+    ],
+)
+def test_default_config(M, G, bits, warpgroups, classes):
+    weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
+    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes)
+
+
+@pytest.mark.parametrize(
+    ("lhs_dtype", "rhs_dtype", "N", "K", "block_shape", "message"),
+    [
+        ("float32", "int8", 64, 64, (1, 64), "takes bfloat16 rows"),
+        ("bfloat16", "bfloat16", 64, 64, (1, 64), "got bfloat16, bfloat16"),
+        ("bfloat16", "int8", 72, 64, (1, 64), "N=72"),
+        ("bfloat16", "int8", 64, 200, (1, 64), "K=200"),
+        ("bfloat16", "int4", 64, 192, (1, 64), "K=192"),
+        ("bfloat16", "int8", 64, 128, (1, 32), r"block_shape=\(1, 32\)"),
+        ("bfloat16", "int8", 64, 128, (64, 128), r"block_shape=\(64, 128\)"),
+        ("bfloat16", FLOAT8, 64, 128, (1, 128), r"block_shape=\(1, 128\)"),
+    ],
+)
+def test_refuses(lhs_dtype, rhs_dtype, N, K, block_shape, message, monkeypatch):
+    monkeypatch.setattr(few_rows, "require_hopper", lambda interpret: None)
+    x = Inputs.random(
+        (3, 0, 4),
+        N=N,
+        K=K,
+        lhs_dtype=lhs_dtype,
+        rhs_dtype=rhs_dtype,
+        block_shape=block_shape,
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        few_rows.grouped_matmul(*x.arrays(), block_shape=block_shape)
+
+
+@pytest.mark.skipif(ON_GPU, reason="of machines without one")
+def test_elsewhere_it_refuses():
+    x = inputs((3, 4), 64, 128, "int8", (1, 128))
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
+        few_rows.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 20, 8, 0, 1), (0, 0), (16,)])
+def test_row_tiles(sizes):
+    """Each row of a group once, in order, and none of an empty group."""
+    M = max(sum(sizes), 1) + 3
+    tiles = np.asarray(few_rows.row_tiles(jnp.asarray(sizes, jnp.int32), M, 8))
+    found = [
+        (group, row + i)
+        for group, row, rows, _ in tiles.T[: tiles[3, 0]].tolist()
+        for i in range(rows)
+    ]
+    assert found == list(enumerate_rows(sizes))
+    assert (tiles[2, : tiles[3, 0]] <= 8).all()
+
+
+def enumerate_rows(sizes):
+    groups = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    return zip(groups, range(sum(sizes)), strict=True)
