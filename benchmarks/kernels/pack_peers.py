@@ -1,0 +1,70 @@
+"""Packs what the benchmark's peers need out of vLLM's wheel, into one file.
+
+    pip download --no-deps vllm==0.22.0 && python -m benchmarks.kernels.pack_peers vllm-*.whl DIR
+
+DIR/peers.tar.xz then holds FlashMLA's and FlashAttention-3's extension modules and DeepGEMM with
+the headers that it compiles with, 13 MB of the wheel's 260. The wheel itself need not be installed.
+DeepGEMM compiles a kernel a shape in ten seconds or so: ``tar cf DIR/jit.tar -C
+/tmp/dsv3_kernel_peers jit`` after a run spares the next one that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+ARCHIVE = "peers.tar.xz"
+COMPILED = "jit.tar"  # DeepGEMM's directory of compiled kernels from an earlier run, if it was kept
+PYTHON = "cpython-312"  # whose DeepGEMM is packed; the others are for every CPython
+MEMBERS = {
+    "vllm/_flashmla_C.abi3.so": "flash_mla.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "flash_attention_3.so",
+}
+DEEP_GEMM = "vllm/third_party/deep_gemm/"
+
+
+def packed_name(name: str) -> str | None:
+    """Where a file of the wheel goes, None for those that stay out."""
+    if name.startswith(DEEP_GEMM) and (not name.endswith(".so") or PYTHON in name):
+        return "deep_gemm/" + name.removeprefix(DEEP_GEMM)
+    return MEMBERS.get(name)
+
+
+def pack(wheel: Path, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ARCHIVE
+    with zipfile.ZipFile(wheel) as source, tarfile.open(path, "w:xz", preset=6) as target:
+        for name in source.namelist():
+            if to := packed_name(name):
+                member = tarfile.TarInfo(to)
+                member.size = source.getinfo(name).file_size
+                target.addfile(member, io.BytesIO(source.read(name)))
+    return path
+
+
+def unpack(directory: Path, to: Path) -> Path:
+    """The unpacked files, which stay for the next run."""
+    done = to / "unpacked"
+    if not done.exists():
+        to.mkdir(parents=True, exist_ok=True)
+        for path in (directory / ARCHIVE, directory / COMPILED):
+            if path.exists():
+                with tarfile.open(path) as archive:
+                    archive.extractall(to, filter="data")
+        done.touch()
+    return to
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pack the peers out of vLLM's wheel.")
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    print(pack(arguments.wheel, arguments.directory))
+
+
+if __name__ == "__main__":
+    main()

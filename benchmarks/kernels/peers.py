@@ -1,0 +1,489 @@
+"""The child process of torch: the kernels that ours are measured beside.
+
+Each is loaded by itself, from what :mod:`benchmarks.kernels.pack_peers` packed or from torch; one
+that cannot be had or gives wrong results is a reason in the report. Times are medians of CUDA-graph
+replays over rotated inputs. What a peer computes once a step (FlashMLA's plan) and how it wants its
+inputs laid out (DeepGEMM's scales, padded groups) is outside the times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.shapes import (
+    BLOCK,
+    LATENT,
+    PAGE,
+    ROPE,
+    Case,
+    Decode,
+    Grouped,
+    Prefill,
+    decoded,
+    guessed_us,
+    rotation,
+)
+from benchmarks.kernels.workers import Reply, reason, serve
+
+Tensor = torch.Tensor
+Inputs = dict[str, Any]
+TOLERANCE = 4 * 2.0**-8  # of a row's norm; twice ours, for peers may round once more
+WINDOWS, WINDOW_S = 7, 0.02
+MASKED_BYTES = 6e9  # of padded rows, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    name: str
+    prepare: Callable[[Inputs], Any]
+    """From the case's inputs what the peer wants; not timed."""
+    call: Callable[[Any], Tensor]
+    rows: Callable[[Any, Tensor], Tensor] = lambda prepared, out: out
+    """The output as the op of this repository gives it."""
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def flash_mla(directory: Path) -> Any:
+    torch.ops.load_library(str(directory / "flash_mla.so"))
+    return torch.ops._flashmla_C
+
+
+@functools.cache
+def flash_attention_3(directory: Path) -> Any:
+    torch.ops.load_library(str(directory / "flash_attention_3.so"))
+    return torch.ops._vllm_fa3_C
+
+
+@functools.cache
+def deep_gemm(directory: Path) -> ModuleType:
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(directory / "jit"))
+    for place in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.1*"):
+        ctypes.CDLL(str(place), mode=ctypes.RTLD_GLOBAL)  # torch loads its copy late, or never
+    sys.path.insert(0, str(directory))
+    return importlib.import_module("deep_gemm")
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def make(case: Case, seed: int) -> Inputs:
+    random = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=random)
+        return x.to(dtype)
+
+    def scale(*shape: int) -> Tensor:
+        x = torch.empty(shape, device="cuda").uniform_(0.5, 2.0, generator=random)
+        return x / 64
+
+    if isinstance(case, Decode):
+        B, T, H = case.rows, case.queries, case.heads
+        pages = -(-case.cached // PAGE)
+        tables = torch.randperm(B * pages, device="cuda", generator=random)
+        return {
+            "q": normal(B, T, H, LATENT + ROPE),
+            "pages": normal(B * pages, PAGE, LATENT + ROPE),
+            "tables": tables.reshape(B, pages).int(),
+            "lengths": torch.full((B,), case.cached, device="cuda", dtype=torch.int32),
+        }
+    if isinstance(case, Grouped):
+        G, M, N, K = len(case.sizes), case.M, case.N, case.K
+        dtype = torch.float8_e4m3fn if case.dtype == "fp8" else torch.bfloat16
+        arrays = {"lhs": normal(M, K, dtype=dtype), "rhs": normal(G, N, K, dtype=dtype)}
+        if case.dtype == "fp8":
+            arrays["lhs_scale"] = scale(M, K // BLOCK)
+            arrays["rhs_scale"] = scale(G, N // BLOCK, K // BLOCK)
+        return arrays
+    B, T, S, H = case.rows, case.queries, case.keys, case.heads
+    return {
+        "q": normal(B, T, H, case.K),
+        "k": normal(B, S, H, case.K),
+        "v": normal(B, S, H, case.V),
+    }
+
+
+# ---- the peers of each op ------------------------------------------------------------------------
+
+
+def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
+    """Names, and what makes the peer or fails with the reason."""
+    if isinstance(case, Decode):
+        yield "FlashMLA", lambda: _flash_mla(case, directory)
+        yield "FlashAttention-3", lambda: _flash_attention_decode(case, directory)
+    elif isinstance(case, Prefill):
+        yield "FlashAttention-3", lambda: _flash_attention(case, directory)
+        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
+            name = f"torch SDPA {backend.split('_')[0].lower()}"
+            yield name, functools.partial(_sdpa, case, backend, name)
+    elif case.dtype in ("bf16", "fp8"):
+        if case.layout != "masked":
+            yield "DeepGEMM contiguous", lambda: _deep_gemm_contiguous(case, directory)
+        if case.layout != "contiguous":
+            yield "DeepGEMM masked", lambda: _deep_gemm_masked(case, directory)
+        if case.dtype == "bf16":
+            yield "torch._grouped_mm", lambda: _torch_grouped(case)
+
+
+def _softmax_scale(case: Decode | Prefill) -> float:
+    return 192**-0.5 if isinstance(case, Decode) else case.K**-0.5
+
+
+def _flash_mla(case: Decode, directory: Path) -> Peer:
+    ops = flash_mla(directory)
+
+    def run(x: Inputs, plan: tuple[Tensor | None, Tensor | None]):
+        return ops.dense_decode_fwd(
+            x["q"], x["pages"].unsqueeze(2), LATENT, x["lengths"], x["tables"],
+            _softmax_scale(case), True, *plan, None,
+        )  # fmt: skip
+
+    def prepare(x: Inputs) -> Any:
+        *_, metadata, splits = run(x, (None, None))
+        return x, (metadata, splits)
+
+    return Peer("FlashMLA", prepare, lambda prepared: run(*prepared)[0])
+
+
+def _flash_attention_decode(case: Decode, directory: Path) -> Peer:
+    """The rope part as its queries and keys, the latent as its values and second queries."""
+    ops = flash_attention_3(directory)
+    B, T = case.rows, case.queries
+
+    def prepare(x: Inputs) -> Any:
+        starts = torch.arange(0, (B + 1) * T, T, device="cuda", dtype=torch.int32)
+        latent, rope = (q.contiguous() for q in x["q"].flatten(0, 1).split([LATENT, ROPE], -1))
+        plan = ops.get_scheduler_metadata(
+            B, T, case.cached, case.heads, 1, ROPE, LATENT, torch.bfloat16, x["lengths"], starts,
+            None, None, None, None, PAGE, 0, True, -1, -1, False, 0, None, 0,
+        )  # fmt: skip
+        return x, starts, latent, rope, plan
+
+    def call(prepared: Any) -> Tensor:
+        x, starts, latent, rope, plan = prepared
+        value, key_ = x["pages"].unsqueeze(2).split([LATENT, ROPE], -1)
+        return _fa3(
+            ops, rope, key_, value, latent, starts, None, x["lengths"], T, case.cached,
+            x["tables"], _softmax_scale(case), plan,
+        )  # fmt: skip
+
+    return Peer(
+        "FlashAttention-3", prepare, call, lambda _, out: out.view(B, T, case.heads, LATENT)
+    )
+
+
+def _fa3(ops, q, k, v, q_v, starts_q, starts_k, lengths, T, S, tables, scale, plan) -> Tensor:
+    out, *_ = ops.fwd(
+        q, k, v, None, None, q_v, None, starts_q, starts_k, None, None, lengths, T, S, tables,
+        None, None, None, None, None, None, None, None, scale, True, -1, -1, 0.0, True, plan,
+        0, None, 0, None, 1, 0, None,
+    )  # fmt: skip
+    return out
+
+
+def _flash_attention(case: Prefill, directory: Path) -> Peer:
+    ops = flash_attention_3(directory)
+    B, T, S = case.rows, case.queries, case.keys
+
+    def prepare(x: Inputs) -> Any:
+        starts_q, starts_k = (
+            torch.arange(0, (B + 1) * n, n, device="cuda", dtype=torch.int32) for n in (T, S)
+        )
+        return {name: a.flatten(0, 1) for name, a in x.items()}, starts_q, starts_k
+
+    def call(prepared: Any) -> Tensor:
+        x, starts_q, starts_k = prepared
+        return _fa3(
+            ops, x["q"], x["k"], x["v"], None, starts_q, starts_k, None, T, S, None,
+            _softmax_scale(case), None,
+        )  # fmt: skip
+
+    return Peer(
+        "FlashAttention-3", prepare, call, lambda _, out: out.view(B, T, case.heads, case.V)
+    )
+
+
+def _sdpa(case: Prefill, backend: str, name: str) -> Peer:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    square = case.queries == case.keys
+    mask = None if square else causal_lower_right(case.queries, case.keys)
+
+    def call(x: Inputs) -> Tensor:
+        q, k, v = (x[n].transpose(1, 2) for n in "qkv")
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=square, scale=_softmax_scale(case)
+            )
+
+    return Peer(name, lambda x: x, call, lambda _, out: out.transpose(1, 2))
+
+
+def _deep_gemm_contiguous(case: Grouped, directory: Path) -> Peer:
+    """Groups one after the other, each padded to the rows of a tile."""
+    library = deep_gemm(directory)
+    align = library.get_mk_alignment_for_contiguous_layout()
+    places, groups, row = [], [], 0
+    for g, size in enumerate(case.sizes):
+        padded = -(-size // align) * align
+        places.append(torch.arange(row, row + size))
+        groups += [g] * size + [-1] * (padded - size)
+        row += padded
+    place = torch.cat(places).cuda()
+    indices = torch.tensor(groups, dtype=torch.int32, device="cuda")
+
+    def prepare(x: Inputs) -> Any:
+        lhs = _scattered(x["lhs"], place, (row, case.K))
+        out = torch.empty(row, case.N, device="cuda", dtype=torch.bfloat16)
+        if case.dtype == "bf16":
+            return lhs, x["rhs"], out
+        scale = _scattered(x["lhs_scale"], place, (row, case.K // BLOCK))
+        scale = library.get_mn_major_tma_aligned_tensor(scale)
+        return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
+
+    def call(prepared: Any) -> Tensor:
+        if case.dtype == "bf16":
+            library.m_grouped_bf16_gemm_nt_contiguous(*prepared, indices)
+        else:
+            library.m_grouped_fp8_gemm_nt_contiguous(*prepared, indices, disable_ue8m0_cast=True)
+        return prepared[2]
+
+    return Peer("DeepGEMM contiguous", prepare, call, lambda _, out: out[place])
+
+
+def _deep_gemm_masked(case: Grouped, directory: Path) -> Peer:
+    """As many rows for every group as the largest has, of which the first are used."""
+    library = deep_gemm(directory)
+    G, most = len(case.sizes), -(-max(case.sizes) // BLOCK) * BLOCK
+    if G * most * case.K * 2 > MASKED_BYTES:
+        raise NotImplementedError(f"{G} groups of {most} rows do not fit")
+    place = torch.cat([torch.arange(g * most, g * most + m) for g, m in enumerate(case.sizes)])
+    place = place.cuda()
+    masked = torch.tensor(case.sizes, dtype=torch.int32, device="cuda")
+    expected = max(1, -(-case.M // G))
+
+    def prepare(x: Inputs) -> Any:
+        lhs = _scattered(x["lhs"], place, (G * most, case.K)).view(G, most, case.K)
+        out = torch.empty(G, most, case.N, device="cuda", dtype=torch.bfloat16)
+        if case.dtype == "bf16":
+            return lhs, x["rhs"], out
+        scale = _scattered(x["lhs_scale"], place, (G * most, case.K // BLOCK))
+        scale = library.get_mn_major_tma_aligned_tensor(scale.view(G, most, -1))
+        return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
+
+    def call(prepared: Any) -> Tensor:
+        if case.dtype == "bf16":
+            library.m_grouped_bf16_gemm_nt_masked(*prepared, masked, expected)
+        else:
+            library.m_grouped_fp8_gemm_nt_masked(
+                *prepared, masked, expected, disable_ue8m0_cast=True
+            )
+        return prepared[2]
+
+    return Peer("DeepGEMM masked", prepare, call, lambda _, out: out.flatten(0, 1)[place])
+
+
+def _scattered(rows: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
+    out = torch.zeros(shape, device="cuda", dtype=rows.dtype)
+    bits = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype  # float8 has no scatter
+    out.view(bits)[place] = rows.view(bits)
+    return out
+
+
+def _torch_grouped(case: Grouped) -> Peer:
+    ends = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
+    return Peer(
+        "torch._grouped_mm",
+        lambda x: (x["lhs"], x["rhs"].transpose(1, 2)),
+        lambda prepared: torch._grouped_mm(*prepared, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
+    """None where sampled rows of ``out`` are right in float32."""
+    sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
+    got, want = sample[type(case)](case, x, out)
+    error = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
+    return None if error <= TOLERANCE else f"wrong: relative error {error:.3g}"
+
+
+def _softmax_of(scores: Tensor, first: Tensor) -> Tensor:
+    """Over keys up to ``first`` [.., 1] for each query; scores [..., T, H, S]."""
+    s = torch.arange(scores.shape[-1], device="cuda")
+    return scores.masked_fill(s > first[..., None, None], -torch.inf).softmax(-1)
+
+
+def _sample_decode(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    b = case.rows - 1
+    cache = x["pages"][x["tables"][b].long()].flatten(0, 1)[: case.cached].float()
+    scores = torch.einsum("thc,sc->ths", x["q"][b].float(), cache) * _softmax_scale(case)
+    last = case.cached - case.queries + torch.arange(case.queries, device="cuda")
+    return out[b], torch.einsum("ths,sc->thc", _softmax_of(scores, last), cache[:, :LATENT])
+
+
+def _sample_grouped(case: Grouped, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    rows = torch.linspace(0, case.M - 1, 13).long().unique()
+    ends = torch.tensor(case.sizes).cumsum(0)
+    want = []
+    for row, g in zip(
+        rows.tolist(), torch.searchsorted(ends, rows, right=True).tolist(), strict=True
+    ):
+        left, right = x["lhs"][row].float(), x["rhs"][g].float()
+        if case.dtype == "fp8":
+            left = left * x["lhs_scale"][row].repeat_interleave(BLOCK)
+            scale = x["rhs_scale"][g].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            right = right * scale
+        want.append((right * left).sum(-1))
+    return out[rows.cuda()], torch.stack(want)
+
+
+def _sample_prefill(case: Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    queries = torch.linspace(0, case.queries - 1, 9, device="cuda").long()
+    q, k, v = (x[name][-1].float() for name in "qkv")
+    scores = torch.einsum("thk,shk->ths", q[queries], k) * _softmax_scale(case)
+    weights = _softmax_of(scores, case.keys - case.queries + queries)
+    return out[-1, queries], torch.einsum("ths,shv->thv", weights, v)
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def median_us(calls: list[Callable[[], Any]], laps: int) -> float:
+    """A call's, replayed from one captured graph of ``laps`` turns over ``calls``."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(laps):
+            for call in calls:
+                call()
+    once = _replay_ms(graph, 2) / 2
+    replays = max(1, int(WINDOW_S * 1e3 / once))
+    each = [_replay_ms(graph, replays) / replays for _ in range(WINDOWS)]
+    return statistics.median(each) * 1e3 / (laps * len(calls))
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+class Session:
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def start(self) -> Reply:
+        versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+        return {"versions": versions, "gpu": torch.cuda.get_device_name()}
+
+    def run(self, case: dict[str, Any]) -> Reply:
+        """{"peers": {peer: {"us": ...} or {"error": reason}}}."""
+        return {"peers": self._run(decoded(case))}
+
+    def _run(self, case: Case) -> Reply:
+        sets, laps = rotation(case, guessed_us(case))
+        available = list(peers_of(case, self._directory))
+        arrays = [make(case, seed) for seed in range(sets)] if available else []
+        found: Reply = {}
+        for peer, build in available:
+            try:
+                found[peer] = self._time(case, build(), arrays, laps)
+            except Exception as error:
+                found[peer] = {"error": reason(error)}
+            torch.cuda.synchronize()
+        del arrays
+        torch.cuda.empty_cache()
+        return found
+
+    def _time(self, case: Case, peer: Peer, arrays: list[Inputs], laps: int) -> Reply:
+        prepared = [peer.prepare(x) for x in arrays]
+        out = peer.rows(prepared[0], peer.call(prepared[0]))
+        if fault := wrong(case, arrays[0], out):
+            return {"error": fault}
+        del out
+        return {"us": median_us([functools.partial(peer.call, p) for p in prepared], laps)}
+
+    def warm(self, cases: list[dict[str, Any]]) -> Reply:
+        """Lets DeepGEMM compile what it will need: its cache outlives this process."""
+        for case in map(decoded, cases):
+            for peer, build in peers_of(case, self._directory):
+                if peer.startswith("DeepGEMM"):
+                    try:
+                        made = build()
+                        made.call(made.prepare(make(case, 0)))
+                        torch.cuda.synchronize()
+                    except Exception as error:
+                        print(case.shape, peer, reason(error), flush=True)
+            torch.cuda.empty_cache()
+        return {}
+
+    def ceilings(self) -> Reply:
+        found: Reply = {}
+
+        def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:
+            try:
+                found[name] = scale / (median_us(build(), 1) * 1e-6)
+            except Exception as error:
+                found[name.rsplit("_", 1)[0]] = reason(error)
+            torch.cuda.empty_cache()
+
+        n = 8192
+        a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        note("torch_bf16_tflops", 2 * n**3 / 1e12, lambda: [lambda: a @ b.T])
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+
+        def scaled():
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        note("torch_fp8_tflops", 2 * n**3 / 1e12, lambda: [scaled])
+        x, y = (torch.randn(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        note("torch_copy_gbs", 2 * x.nbytes / 1e9, lambda: [lambda: y.copy_(x)])
+        wide = x.view(torch.float32).nan_to_num_()
+        note("torch_read_sum_gbs", x.nbytes / 1e9, lambda: [wide.sum])
+        return found
+
+
+def main() -> None:
+    session = Session(Path(sys.argv[1]))
+    serve({
+        "start": session.start, "run": session.run, "warm": session.warm,
+        "ceilings": session.ceilings,
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

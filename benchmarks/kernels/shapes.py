@@ -1,0 +1,255 @@
+"""The shapes that the kernel benchmark times, and what each costs at the least.
+
+FLOPs count real tokens and rows only, no padding; bytes count each operand once: what a kernel must
+read and write, not what it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+Dtype = Literal["bf16", "fp8", "int8", "int4"]
+OPS = ("mla_decode", "grouped_matmul", "mla_prefill")
+
+BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+LATENT, ROPE, PAGE = 512, 64, 64
+BLOCK = 128  # of float8 scales, and of the columns under one scale of an integer
+WORKING_SET = 320e6  # bytes of rotated inputs, six times an H200's L2
+CALLS = 64  # of one program, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """``heads`` queries of ``queries`` tokens a row, against ``cached`` tokens a row in pages."""
+
+    rows: int
+    cached: int
+    queries: int
+    heads: int
+    core: bool = True
+    op: str = "mla_decode"
+    dtype: Dtype = "bf16"
+
+    @property
+    def shape(self) -> str:
+        return f"h{self.heads} b{self.rows} kv{self.cached} sq{self.queries}"
+
+    @property
+    def flops(self) -> float:
+        visible = sum(self.cached - t for t in range(self.queries))
+        return 2.0 * self.rows * self.heads * (2 * LATENT + ROPE) * visible
+
+    @property
+    def bytes(self) -> float:
+        per_query = 2 * (2 * LATENT + ROPE) + 4  # in, out, and the float32 LSE
+        tokens = self.rows * self.queries * self.heads
+        return self.rows * self.cached * 2 * (LATENT + ROPE) + tokens * per_query
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """``sizes`` rows a group; ``layout`` is how a peer without ragged rows would hold them."""
+
+    name: str
+    sizes: tuple[int, ...]
+    N: int
+    K: int
+    dtype: Dtype
+    layout: Literal["contiguous", "masked", "both"]
+    core: bool = True
+    op: str = "grouped_matmul"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.name} {self.N}x{self.K}"
+
+    @property
+    def M(self) -> int:  # noqa: N802, the letter of all rows
+        return sum(self.sizes)
+
+    @property
+    def lhs_dtype(self) -> Dtype:
+        return "fp8" if self.dtype == "fp8" else "bf16"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.M * self.N * self.K
+
+    @property
+    def bytes(self) -> float:
+        used = sum(size > 0 for size in self.sizes)
+        blocks = -(-self.K // BLOCK)
+        scales = {
+            "bf16": 0,
+            "fp8": 4 * (self.M * blocks + used * -(-self.N // BLOCK) * blocks),
+            "int8": 4 * used * self.N,
+            "int4": 4 * used * self.N * blocks,
+        }[self.dtype]
+        lhs = self.M * self.K * BYTES[self.lhs_dtype]
+        return lhs + used * self.N * self.K * BYTES[self.dtype] + scales + self.M * self.N * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """``queries`` tokens a row, the last of ``keys``: causal."""
+
+    rows: int
+    queries: int
+    keys: int
+    heads: int = 128
+    K: int = 192
+    V: int = 128
+    core: bool = True
+    op: str = "mla_prefill"
+    dtype: Dtype = "bf16"
+
+    @property
+    def shape(self) -> str:
+        over = "" if self.queries == self.keys else f" over {self.keys}"
+        return f"h{self.heads} {self.rows}x{self.queries}{over}"
+
+    @property
+    def flops(self) -> float:
+        T, start = self.queries, self.keys - self.queries
+        visible = T * start + T * (T + 1) // 2
+        return 2.0 * self.rows * self.heads * (self.K + self.V) * visible
+
+    @property
+    def bytes(self) -> float:
+        of_queries = self.queries * (2 * (self.K + self.V) + 4)
+        return self.rows * self.heads * (of_queries + self.keys * 2 * (self.K + self.V))
+
+
+Case = Decode | Grouped | Prefill
+
+
+def key(case: Case) -> str:
+    return f"{case.op} {case.dtype} {case.shape}"
+
+
+def check_key(case: Case) -> str:
+    """Cases of one key share the check on ragged inputs."""
+    if isinstance(case, Decode):
+        return f"{case.op} h{case.heads} sq{case.queries}"
+    if isinstance(case, Grouped):
+        return f"{case.op} {case.dtype} {case.N}x{case.K}"
+    return f"{case.op} {case.K}/{case.V}"
+
+
+def encoded(case: Case) -> dict[str, Any]:
+    """For a request to another process; :func:`decoded` undoes it."""
+    return dataclasses.asdict(case)
+
+
+def decoded(fields: dict[str, Any]) -> Case:
+    kinds: dict[str, type[Case]] = {
+        "mla_decode": Decode,
+        "grouped_matmul": Grouped,
+        "mla_prefill": Prefill,
+    }
+    if "sizes" in fields:
+        fields = fields | {"sizes": tuple(fields["sizes"])}
+    return kinds[fields["op"]](**fields)
+
+
+def rotation(case: Case, us: float, most: int = CALLS) -> tuple[int, int]:
+    """(input sets, laps over them) of one program, for calls of about ``us`` microseconds.
+
+    The sets outgrow the L2 cache; a program is about a millisecond, long beside its launch; and
+    ``most`` calls at most.
+    """
+    sets = int(min(most, max(2, -(-WORKING_SET // case.bytes))))
+    laps = int(min(most // sets, max(1, -(-1000 // (sets * us)))))
+    return sets, laps
+
+
+def guessed_us(case: Case) -> float:
+    """What a good kernel might take on an H200: for the length of programs, not for figures."""
+    peak = 1200e12 if case.dtype == "fp8" else 650e12
+    return 1e6 * max(case.flops / peak, case.bytes / 4.2e12) * 1.2 + 5
+
+
+def zipf_sizes(rows: int, groups: int) -> tuple[int, ...]:
+    """``rows`` over ``groups`` in proportion to 1 / rank^0.8, ranks shuffled."""
+    share = 1 / np.arange(1, groups + 1) ** 0.8
+    edges = np.round(np.cumsum(share) / share.sum() * rows).astype(int)
+    sizes = np.diff(edges, prepend=0)
+    return tuple(np.random.default_rng(0).permutation(sizes).tolist())
+
+
+def few_sizes(groups: int) -> tuple[int, ...]:
+    """1 to 4 rows in each group."""
+    return tuple(np.random.default_rng(1).integers(1, 5, groups).tolist())
+
+
+def decode_cases() -> list[Decode]:
+    long = [(1, 4096), (16, 4096), (64, 4096), (128, 4096), (128, 8192), (32, 32768), (4, 131072)]
+    cases = [Decode(b, s, t, 128) for t in (1, 2) for b, s in long]
+    cases += [Decode(b, 4096, t, 64) for t in (1, 2) for b in (64, 128)]
+    cases += [Decode(b, s, 1, 16) for b, s in [(64, 1024), (64, 4096), (256, 4096), (32, 32768)]]
+    cases += [Decode(64, 4096, 2, 16)]
+    cases += [Decode(b, 1024, 1, 128, core=False) for b in (1, 64, 128, 256)]
+    cases += [Decode(b, 1024, 1, 16, core=False) for b in (1, 128)]
+    return cases
+
+
+def grouped_cases() -> list[Grouped]:
+    cases = []
+    widths = [(4096, 7168), (7168, 2048)]  # the experts' two products in DeepSeek-V3
+
+    def add(name, sizes, dtype, layout, core):
+        for N, K in widths:
+            cases.append(Grouped(name, tuple(sizes), N, K, dtype, layout, core))
+
+    few, many = few_sizes(256), zipf_sizes(8192, 256)
+    dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
+    for dtype in dtypes:
+        for g, m in [(8, 4096), (8, 1024), (32, 1024), (4, 8192), (32, 256)]:
+            add(f"g{g} m{m}", [m] * g, dtype, "both" if m == 256 else "contiguous", True)
+        for g, m in [(32, 16), (8, 16), (32, 64), (8, 64)]:
+            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
+        add("g256 zipf8192", many, dtype, "both", True)
+        add("g256 m1-4", few, dtype, "masked", True)
+    for dtype in ("int8", "int4"):
+        for g, m in [(8, 16), (32, 16)]:
+            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
+        add("g256 m1-4", few, dtype, "masked", True)
+    for dtype in dtypes:
+        for g in (32, 8, 4):
+            for m in (8192, 4096, 1024, 256):
+                add(f"g{g} m{m}", [m] * g, dtype, "contiguous", False)
+        for g in (36, 32, 16, 8, 4, 1) if dtype == "fp8" else (32, 8, 4):
+            for m in (16, 64, 128, 256) if dtype == "fp8" else (16, 64, 256):
+                # Their rows are those of the contiguous layout, where both hold 256 a group.
+                layout = "both" if m == 256 else "masked"
+                add(f"g{g} m{m}", [m] * g, dtype, layout, False)
+    return cases
+
+
+def prefill_cases() -> list[Prefill]:
+    shapes = [(1, 8192, 8192), (4, 4096, 4096), (8, 2048, 2048), (1, 2048, 8192)]
+    return [Prefill(*shape) for shape in shapes]
+
+
+def cases() -> list[Case]:
+    """All, each once: the core ones first."""
+    unique: dict[str, Case] = {}
+    for case in (*decode_cases(), *grouped_cases(), *prefill_cases()):
+        unique.setdefault(key(case), case)
+    return sorted(unique.values(), key=lambda case: not case.core)
+
+
+def select(
+    available: Iterable[Case], ops: Sequence[str], shapes: Sequence[str], *, everything: bool
+) -> list[Case]:
+    """Cases of those ops whose key holds one of ``shapes``; no filter: the core, or all."""
+    return [
+        case
+        for case in available
+        if (not ops or case.op in ops)
+        and (any(s in key(case) for s in shapes) if shapes else everything or case.core)
+    ]

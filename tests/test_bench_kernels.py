@@ -1,0 +1,279 @@
+"""The pure parts of scripts/bench_kernels.py, and a whole run of it on tiny shapes on a CPU."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.kernels import checks, inputs, pack_peers, report
+from benchmarks.kernels.ours import Session, call_of, program
+from benchmarks.kernels.shapes import (
+    OPS,
+    Decode,
+    Grouped,
+    Prefill,
+    cases,
+    decoded,
+    encoded,
+    few_sizes,
+    guessed_us,
+    key,
+    rotation,
+    select,
+    zipf_sizes,
+)
+from benchmarks.kernels.workers import Worker
+from scripts import bench_kernels
+
+TINY = [
+    Decode(3, 100, 2, 4),
+    Grouped("g3", (3, 0, 4), 136, 264, "bf16", "both"),
+    Grouped("g3", (3, 0, 4), 136, 264, "fp8", "both"),
+    Grouped("g2", (9, 30), 136, 264, "int8", "both"),
+    Grouped("g3", (3, 0, 4), 136, 264, "int4", "both"),
+    Prefill(2, 40, 70, 2, 64, 64),
+]
+BEST = {"bf16_tflops": 650.0, "fp8_tflops": 1250.0, "gbs": 4000.0}
+
+
+def test_every_case_is_named_once():
+    every = cases()
+    assert len({key(case) for case in every}) == len(every)
+    assert {case.op for case in every} == set(OPS)
+    core = select(every, (), (), everything=False)
+    assert 0 < len(core) < len(select(every, (), (), everything=True)) == len(every)
+    assert every[: len(core)] == core
+    assert [
+        key(c) for c in select(every, ["mla_decode"], ["b64 kv4096 sq1"], everything=False)
+    ] == [f"mla_decode bf16 h{h} b64 kv4096 sq1" for h in (128, 64, 16)]
+    assert select(every, ["mla_prefill"], ["h16"], everything=True) == []
+
+
+def test_sizes():
+    sizes = zipf_sizes(8192, 256)
+    assert sum(sizes) == 8192
+    assert len(sizes) == 256
+    assert (min(sizes), int(np.median(sizes)), max(sizes)) == (9, 16, 764)
+    assert set(few_sizes(256)) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("case", "gflop", "megabytes"),
+    [
+        # 2 * 64 * 4096 * 128 * (576 + 512); the cache, and per query 576 + 512 values and an LSE.
+        (Decode(64, 4096, 1, 128), 73.014, 301.990 + 17.826 + 0.033),
+        (Decode(1, 4096, 2, 128), 2.2814, 4.7186 + 0.557 + 0.001),  # 4096 and 4095 tokens
+        (Grouped("", (4096,) * 8, 4096, 7168, "bf16", "both"), 1924.145, 1208.0),
+        # Weights of the six groups that have rows; a scale a row and 128 columns, and a block.
+        (Grouped("", (2, 2, 0, 2, 2, 2, 2, 0), 256, 256, "fp8", "both"), 0.0015729, 0.402624),
+        (Grouped("", (1, 1), 256, 256, "int8", "both"), 0.000262144, 0.135168),
+        (Grouped("", (1, 1), 256, 256, "int4", "both"), 0.000262144, 0.0717),
+        # 2 * 128 * 320 * 8192 * 8193 / 2
+        (Prefill(1, 8192, 8192), 2749.1, 4 * 8192 * 128 * 320 / 1e6 + 4.19),
+        (Prefill(1, 2048, 8192), 1202.7, 2 * 10240 * 128 * 320 / 1e6 + 1.05),
+    ],
+)
+def test_flops_and_bytes(case, gflop, megabytes):
+    np.testing.assert_allclose([case.flops / 1e9, case.bytes / 1e6], [gflop, megabytes], rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", TINY, ids=key)
+def test_bytes_are_those_of_the_arrays(case):
+    """Where every group has rows and pages are full."""
+    if isinstance(case, Decode):
+        case = Decode(3, 128, 2, 4)
+    elif isinstance(case, Grouped):
+        case = Grouped("", (3, 2), 136, 264, case.dtype, "both")
+    arrays = inputs.structs(case)
+    results = jax.eval_shape(call_of(case, "reference"), arrays)
+    sizes = ("lengths", "group_sizes", "starts", "block_tables")
+    moved = [x for name, x in arrays.items() if name not in sizes] + jax.tree.leaves(results)
+    assert case.bytes == sum(x.size * x.dtype.itemsize for x in moved)
+
+
+def test_rotation():
+    for case in cases():
+        sets, laps = rotation(case, guessed_us(case))
+        assert sets >= 2
+        assert sets * laps <= 64
+        assert sets * case.bytes >= 320e6 or sets == 64
+        assert sets * laps * guessed_us(case) >= 300
+
+
+@pytest.mark.parametrize("case", TINY, ids=key)
+def test_requests_carry_cases(case):
+    assert decoded(json.loads(json.dumps(encoded(case)))) == case
+
+
+def test_rows():
+    case = Grouped("g8 m4096", (4096,) * 8, 4096, 7168, "fp8", "both")
+    roof = case.flops / 1250e12 * 1e6
+    peers = {"slow": {"us": 3 * roof}, "good": {"us": 1.5 * roof}, "broken": {"error": "wrong"}}
+    row = report.row(case, {"us": 1.25 * roof, "sets": 2, "compile_s": 1.0}, peers, BEST)
+    assert set(report.COLUMNS) <= set(row)
+    assert "no_peer" not in row
+    assert row["peer"] == "good"
+    found = [row[name] for name in ("tflops", "roof_fraction", "ratio")]
+    np.testing.assert_allclose(found, [1000, 0.8, 1.2], rtol=1e-3)
+    assert row["peers"]["broken"] == {"error": "wrong"}
+    json.dumps(row, allow_nan=False)
+    # The bandwidth is the limit of a few rows; XLA's lowering is a peer like the others.
+    case = Decode(64, 4096, 1, 16)
+    ours = {"us": case.bytes / 4000e9 * 2e6, "xla": {"us": 400.0}}
+    row = report.row(case, ours, {}, BEST)
+    assert (row["roof_fraction"], row["peer"], row["peer_us"]) == (0.5, "XLA", 400.0)
+
+
+def test_rows_without_times():
+    case = Prefill(1, 8192, 8192)
+    ours = {"us": 10.0, "xla": {"error": "does not fit"}}
+    row = report.row(case, ours, {"other": {"error": "no module"}}, BEST)
+    assert (row["peer"], row["peer_us"], row["ratio"]) == (None, None, None)
+    assert row["no_peer"] == "other: no module; XLA: does not fit"
+    assert report.row(case, {"us": 10.0}, {}, BEST)["no_peer"] == "none was asked for"
+    row = report.row(case, {"error": "wrong: 0.1"}, {"other": {"us": 5.0}}, {})
+    assert (row["us"], row["ratio"], row["roof_fraction"]) == (None, None, None)
+    assert (row["peer_us"], row["error"]) == (5.0, "wrong: 0.1")
+    assert "[wrong: 0.1]" in report.table([row])
+
+
+def test_ceilings():
+    measured = {"xla_bf16_tflops": 600.0, "torch_bf16_tflops": 650.0, "xla_copy_gbs": 4000.0}
+    measured |= {"torch_read_sum_gbs": 4300.0, "torch_fp8": "RuntimeError: none"}
+    assert report.ceilings(measured) == {"bf16_tflops": 650.0, "gbs": 4300.0}
+    assert report.roof_us(TINY[2], report.ceilings(measured)) is None
+
+
+@pytest.mark.parametrize("case", TINY, ids=key)
+def test_checks_tell_right_from_wrong(case):
+    session = Session("reference")
+    assert session.check(encoded(case), repeats=2) == {"wrong": None}
+    arrays = inputs.make(case, 0)
+    out, lse = call_of(case, "reference")(arrays)
+    assert checks.spot(case, arrays, (out, lse)) is None
+    assert "relative error" in str(checks.spot(case, arrays, (out * 1.1, lse)))
+    assert "relative error" in str(checks.spot(case, arrays, (out.at[-1].set(jnp.nan), lse)))
+    if lse is not None:
+        assert "LSE off by 0.1" in str(checks.spot(case, arrays, (out, lse + 0.1)))
+
+
+@pytest.mark.parametrize("odd", [None, 7])
+def test_results_that_differ_between_runs(odd):
+    """By less than what rounding to bfloat16 excuses."""
+    out, count = jnp.ones((3, 4)), iter(range(100))
+
+    def run(arrays):
+        return out * (1 + 2.0**-12 * (next(count) == odd)), None
+
+    def defined(result):
+        return result
+
+    differ = Session("reference")._differ(run, {}, (out, None), defined, 20)
+    assert differ == (odd is not None)
+
+
+def test_every_call_of_a_program_is_made():
+    made = []
+
+    def call(arrays):
+        jax.debug.callback(lambda _: made.append(1), arrays["q"])
+        return jnp.sum(arrays["q"]), None
+
+    sets = [{"q": jnp.ones(4)}, {"q": jnp.zeros(4)}]
+    results = jax.jit(program(call, laps=3))(sets)
+    jax.effects_barrier()
+    assert [float(x) for x in results] == [4, 0, 4, 0, 4, 0]
+    assert len(made) == 6
+
+
+def result_of(words, chosen, out):
+    bench = bench_kernels.Bench(bench_kernels.parse(words))
+    try:
+        bench.run(chosen)
+    finally:
+        bench.stop()
+    return json.loads(out.read_text())
+
+
+def test_a_whole_run(tmp_path):
+    out = tmp_path / "kernels.json"
+    words = ["--implementation", "reference", "--calls", "2", "--out", str(out), "--repeats", "2"]
+    result = result_of(words, [TINY[0], TINY[1], TINY[5]], out)
+    assert {"date", "machine", "versions", "gpu", "ceilings", "checks", "rows"} <= set(result)
+    assert {"python", "jax", "jaxlib"} <= set(result["versions"])
+    assert list(result["checks"].values()) == ["right"] * 3
+    assert result["ceilings"]["best_gbs"] > 0
+    for case, row in zip([TINY[0], TINY[1], TINY[5]], result["rows"], strict=True):
+        assert (row["op"], row["shape"], row["dtype"]) == (case.op, case.shape, case.dtype)
+        assert row["us"] > 0, row
+        assert ("ratio" in row and row["ratio"] is not None) != ("no_peer" in row)
+    assert "all scores at once" in result["rows"][2]["no_peer"]
+
+
+def test_an_op_that_is_refused_is_not_timed(tmp_path):
+    out = tmp_path / "kernels.json"
+    words = ["--implementation", "mosaic_gpu", "--calls", "2", "--out", str(out)]
+    (row,) = result_of(words, [TINY[1]], out)["rows"]
+    assert row["us"] is None
+    assert row["error"].startswith(("NotImplementedError", "ValueError"))
+    assert row["peer"] == "XLA"
+
+
+def test_nothing_is_run_without_time(tmp_path):
+    out = tmp_path / "kernels.json"
+    words = [
+        "--implementation",
+        "reference",
+        "--calls",
+        "2",
+        "--out",
+        str(out),
+        "--time-budget",
+        "-1",
+    ]
+    result = result_of(words, TINY[:2], out)
+    assert result["rows"] == []
+    assert result["not_run"] == [key(case) for case in TINY[:2]]
+
+
+def test_worker_that_dies_or_hangs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "child.py").write_text(
+        "import os, sys, time\n"
+        "from benchmarks.kernels.workers import serve\n"
+        "def die(): print('last words', file=sys.stderr, flush=True); os._exit(3)\n"
+        "def fail(): raise RuntimeError('no  luck')\n"
+        "def sleep(seconds): time.sleep(seconds)\n"
+        "serve({'sleep': sleep, 'die': die, 'fail': fail, 'echo': lambda x: {'x': x}})\n"
+    )
+    worker = Worker("child", [], str(tmp_path / "log"))
+    try:
+        assert worker.ask({"do": "echo", "x": 1}, 60) == {"x": 1}
+        assert worker.ask({"do": "fail"}, 60) == {"error": "RuntimeError: no luck"}
+        worker.send({"do": "echo", "x": 2})
+        assert worker.ask({"do": "echo", "x": 3}, 60) == {"x": 3}
+        ended = worker.ask({"do": "die"}, 60)["error"]
+        assert "status 3" in ended
+        assert "last words" in ended
+        assert worker.ask({"do": "echo", "x": 4}, 60) == {"x": 4}
+        assert worker.ask({"do": "sleep", "seconds": 60}, 1) == {"error": "no reply within 1 s"}
+        assert worker.ask({"do": "echo", "x": 5}, 60) == {"x": 5}
+    finally:
+        worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("vllm/_flashmla_C.abi3.so", "flash_mla.so"),
+        ("vllm/third_party/deep_gemm/__init__.py", "deep_gemm/__init__.py"),
+        ("vllm/third_party/deep_gemm/_C.cpython-312-x.so", "deep_gemm/_C.cpython-312-x.so"),
+        ("vllm/third_party/deep_gemm/_C.cpython-311-x.so", None),
+        ("vllm/_C.abi3.so", None),
+    ],
+)
+def test_packed_names(name, to):
+    assert pack_peers.packed_name(name) == to
