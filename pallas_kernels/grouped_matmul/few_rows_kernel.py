@@ -1,12 +1,14 @@
 """The kernel of few_rows: copies, loops, products and scales. What threads do to their registers
 is in few_rows_registers.
 
-Plan, for 4.3 TB/s on 132 multiprocessors of 128 lanes: 18.6 bytes of matrices a cycle. int4: 37
-weights of 1.4 instructions (7 of 11 a word at half rate) and 0.25 to hold registers: 80 of 128
-lanes. A step of 64 bytes of 256 rows is 880 cycles: 128 of copying in, 128 of reading it, 32 tensor
-products of 16 cycles (8 rows) to 32 (64 rows), shared memory 64 to 512 for their x. Registers: 32 a
-thread of unpacked weights, 8 as read, rows / 2 of sums twice; four warpgroups hide each other's
-chain of read, unpack, multiply, wait. 128 KiB and more are under way.
+Plan, for 4.3 TB/s on 132 multiprocessors: 16.5 bytes of matrices a cycle at 1.98 GHz, 64 bytes of
+256 rows in 990 cycles. Of int4 these are 64 weights a thread: 24 shifts, 32 ands (both at half
+rate), 32 additions, 8 products, 6 reads, 30 more for scales and the ring: 130 issue slots of each of
+a scheduler's 4 warps, 520 in all, 450 of them in its integer unit. Shared memory: 128 cycles of
+copying in, 128 of reading, and 256 for each 8 rows of x, which every warp reads, up to 16 rows;
+more rows take the product of a warpgroup, which reads x once, but makes its four warps wait for one
+another and for it. Registers: 32 a thread of unpacked weights, 8 as read, rows / 2 of sums twice.
+128 KiB and more are under way.
 """
 
 from __future__ import annotations
@@ -25,8 +27,17 @@ from pallas_kernels.grouped_matmul import few_rows_registers as registers
 from pallas_kernels.grouped_matmul.reference import Matrices
 
 _SHARED_BYTES = 232448 - 1024  # what a block may have, less barriers and alignment
-# (copying, multiplying) of each warpgroup, by multiplying warpgroups; the pool is 504 or 512.
-_REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
+_MOST_COPIED = 256  # rows of one copy
+# (copying, multiplying) of each warpgroup, by multiplying warpgroups.
+_REGISTERS = {
+    1: (40, 216),
+    2: (40, 232),
+    3: (56, 152),
+    4: (32, 112),
+    5: (40, 88),
+    6: (24, 80),
+    7: (24, 64),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +48,9 @@ class Config:
     warpgroups: int = 4
     classes: tuple[int, ...] = (8, 16)
     stages: int | None = None
+    alone: int = 16
+    """Widest x that each warp multiplies its 16 rows with on its own; wider ones take the product
+    of a warpgroup, which reads x once for 64 rows."""
     hold: bool = True
     """Keeps unpacked weights in their registers until the product is done: ptxas before 13.3 may
     give them away earlier."""
@@ -65,11 +79,12 @@ class Weights:
         part = 512 // bits
         rows, group = block_shape[0], min(block_shape[1], K)
         whole = group == K or group % part == 0
-        row_blocks = (64, 128) if format == "float8" else (1,)
-        if K % part or N % 64 or not whole or rows not in row_blocks:
+        row_block = 64 if format == "float8" else 1
+        blocked = rows % 64 == 0 if format == "float8" else rows == 1
+        if K % part or N % 64 or not (whole and blocked):
             raise NotImplementedError(
-                f"takes K in {part}, N in 64, scales of {row_blocks} rows and columns in {part}"
-                f" or all, got {K=} {N=} {block_shape=}"
+                f"takes K in {part}, N in 64, a scale for {row_block} rows and columns in {part} or"
+                f" all, got {K=} {N=} {block_shape=}"
             )
         return cls(format, N, K, group, rows, 2 if K % (2 * part) == 0 else 1)
 
@@ -133,8 +148,9 @@ def product(
 
         def locate(i):
             """Of this block's i-th tile: group, first row, rows, first column, first own column."""
-            t = jnp.maximum(jnp.minimum(block + i * blocks_of_grid, total - 1), 0)
-            m = jnp.minimum(lax.div(t, i32(column_tiles)), i32(T - 1))
+            # Not held below their number, for then all else would wait for that to be read.
+            t = jnp.minimum(block + i * blocks_of_grid, i32(T * column_tiles - 1))
+            m = lax.div(t, i32(column_tiles))
             own = lax.rem(t, i32(column_tiles)) * tile
             # The last tile is moved back to end where N ends: not all its columns are its own.
             column = jnp.minimum(own, N - tile) if N % tile else own
@@ -170,11 +186,13 @@ def product(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    plgpu.copy_gmem_to_smem(
-                        w_g.at[group, pl.ds(column, tile), pl.ds(k * width, width)],
-                        w_s.at[slot],
-                        full.at[slot],
-                    )
+                    for top in range(0, tile, _MOST_COPIED):
+                        some = min(_MOST_COPIED, tile - top)
+                        plgpu.copy_gmem_to_smem(
+                            w_g.at[group, pl.ds(column + top, some), pl.ds(k * width, width)],
+                            w_s.at[slot, pl.ds(top, some)],
+                            full.at[slot],
+                        )
                     for_class(
                         rows,
                         lambda n, c: plgpu.copy_gmem_to_smem(
@@ -238,8 +256,12 @@ def product(
                         precision="highest",
                     )
 
+                words = w_s.at[slot, rows]
+                if c <= config.alone:
+                    at = x_slot(n, c, slot, tiled=False)
+                    return registers.multiply(words, at, weights.format, of_unit, parts, c)
+
                 def scoped(acc):
-                    words = w_s.at[slot, rows]
                     unpacked = [registers.unpack(words, weights.format, p, parts) for p in of_unit]
                     flat = [a for p in unpacked for a in p]
                     at = x_slot(n, c, slot, tiled=True)
@@ -250,7 +272,8 @@ def product(
                         registers.hold(*flat)
                     return done
 
-                return pl.run_scoped(scoped, plgpu.ACC((64, c), jnp.float32))
+                acc = plgpu.ACC((64, c), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+                return pl.run_scoped(scoped, acc)
 
             def scaled(value, by, c):
                 if by.ndim:
@@ -321,7 +344,7 @@ def product(
         scratch_types=[
             x_scratch,
             plgpu.SMEM((S, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()),
-            plgpu.Barrier(num_arrivals=2, num_barriers=S),
+            plgpu.Barrier(num_arrivals=1 + -(-tile // _MOST_COPIED), num_barriers=S),
             plgpu.Barrier(num_arrivals=W, num_barriers=S),
         ],
         grid=(blocks_of_grid,),

@@ -44,7 +44,7 @@ def _lane_row(parts: int):
     return arith.addi(arith.muli(warp, _c(16)), q), arith.andi(lane, _c(3))
 
 
-def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False):
+def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
     return llvm.inline_asm(
         result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
     )
@@ -115,40 +115,96 @@ def _float8(word: Any) -> list:
 _UNPACK = {"int8": _int8, "int4": _int4, "float8": _float8}
 
 
+def _read(ref: Any, format: str, p: int, parts: int) -> list[list]:
+    """A thread's bfloat16 pairs of bytes 64 p to 64 p + 64 of its two rows, by products 16 columns
+    deep: upper row, lower row, and so again 8 columns on."""
+    base = mgpu.utils.memref_ptr(ref)
+    row, t = _lane_row(parts)
+    chunk = t
+    if parts == 2:
+        chunk = arith.xori(arith.xori(t, arith.andi(row, _c(7))), _c(4 * p))
+    at = arith.addi(arith.muli(row, _c(64 * parts)), arith.muli(chunk, _c(16)))
+    four = ir.VectorType.get((4,), _i32())
+    rows = []
+    for half in range(2):
+        ptr = _offset(base, arith.addi(at, _c(half * 8 * 64 * parts)), 1)
+        loaded = llvm.load(four, ptr, alignment=16)
+        words = [llvm.extractelement(loaded, _c(i)) for i in range(4)]
+        rows.append([r for word in words for r in _UNPACK[format](word)])
+    upper, lower = rows
+    return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
+
+
 def unpack(words: Any, format: str, p: int, parts: int) -> tuple[jax.Array, ...]:
     """bfloat16 [64, 64] blocks, one of int8 and float8, two of int4, of bytes 64 p to 64 p + 64 of
     64 matrix rows in shared memory."""
     layout = plgpu.Layout.WGMMA
     blocks = 2 if format == "int4" else 1
-    swizzle = (plgpu.SwizzleTransform(128),) if parts == 2 else ()
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle),), return_type=(result,) * blocks)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_swizzle(parts)),), return_type=(result,) * blocks)
     def read(ctx, ref):
-        base = mgpu.utils.memref_ptr(ref)
-        row, t = _lane_row(parts)
-        if parts == 2:
-            chunk = arith.xori(t, arith.andi(row, _c(7)))
-            chunk = arith.xori(chunk, _c(4 * p))
-        else:
-            chunk = t
-        at = arith.addi(arith.muli(row, _c(64 * parts)), arith.muli(chunk, _c(16)))
-        four = ir.VectorType.get((4,), _i32())
-        words = []
-        for half in range(2):
-            ptr = _offset(base, arith.addi(at, _c(half * 8 * 64 * parts)), 1)
-            loaded = llvm.load(four, ptr, alignment=16)
-            words.append([llvm.extractelement(loaded, _c(i)) for i in range(4)])
-        unpacked = [[r for word in of_row for r in _UNPACK[format](word)] for of_row in words]
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
-        # Of each 8 columns first the upper row, then the lower.
-        flat = [llvm.bitcast(bf16x2, r) for pair in zip(*unpacked, strict=True) for r in pair]
-        each = len(flat) // blocks
-        return tuple(
-            _array(flat[b * each : (b + 1) * each], (64, 64), layout) for b in range(blocks)
-        )
+        flat = [llvm.bitcast(bf16x2, r) for of in _read(ref, format, p, parts) for r in of]
+        return tuple(_array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(blocks))
 
-    return read(words)
+    return read(words)  # pyright: ignore[reportCallIssue]
+
+
+def _swizzle(parts: int) -> tuple:
+    return (plgpu.SwizzleTransform(128),) if parts == 2 else ()
+
+
+_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
+_LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+
+
+def multiply(words: Any, x: Any, format: str, of: range, parts: int, c: int) -> jax.Array:
+    """float32 [64, c]: parts ``of`` of 64 packed matrix rows times x, [blocks, c, 64] in shared
+    memory, each warp its 16 rows."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_swizzle(parts)), plgpu.RefType(_swizzle(2))),
+        return_type=plgpu.ShapeDtypeStruct((64, c), jnp.float32, layout=layout),
+    )
+    def product(ctx, words, x):
+        f32 = ir.F32Type.get()
+        # Lane l points at 16 bytes of row l % 8: the l // 8th eight columns of 32.
+        lane = arith.andi(mgpu.utils.thread_idx(), _c(31))
+        row, eight = arith.andi(lane, _c(7)), arith.shrui(lane, _c(3))
+        address = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(x))
+        address = arith.addi(address, arith.muli(row, _c(128)))
+        chunk = arith.muli(arith.xori(row, eight), _c(16))
+        halves = [arith.addi(address, chunk), arith.addi(address, arith.xori(chunk, _c(64)))]
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        sums: list[list[Any]] = [[zero] * 4 for _ in range(c // 8)]
+        slices = [a for p in of for a in _read(words, format, p, parts)]
+        first = of.start * (8 if format == "int4" else 4)
+        four_words = llvm.StructType.get_literal([_i32()] * 4)
+        four_sums = llvm.StructType.get_literal([f32] * 4)
+        for s in range(0, len(slices), 2):  # 32 columns
+            block, half = divmod((first + s) // 2, 2)
+            for n in range(c // 8):
+                at = arith.addi(halves[half], _c((block * c + 8 * n) * 128))
+                loaded = _asm(_LDMATRIX, "=r,=r,=r,=r,r", at, result=four_words, effects=True)
+                b = [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
+                for d in range(2):
+                    done = _asm(
+                        _MMA,
+                        "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r",
+                        *sums[n],
+                        *slices[s + d],
+                        *b[2 * d : 2 * d + 2],
+                        result=four_sums,
+                    )
+                    sums[n] = [llvm.extractvalue(f32, done, [i]) for i in range(4)]
+        pair = ir.VectorType.get((2,), f32)
+        flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
+        return _array(flat, (64, c), layout)
+
+    return product(words, x)  # pyright: ignore[reportCallIssue]
 
 
 def hold(*arrays: jax.Array) -> None:
@@ -200,7 +256,7 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
             found.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
         return _array(found, (64,), layout)
 
-    return read(scales)
+    return read(scales)  # pyright: ignore[reportCallIssue]
 
 
 def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
@@ -230,7 +286,7 @@ def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
                     }}"""
                     _asm(text, "l,r,r,r", llvm.ptrtoint(i64, at), pair, m, rows, effects=True)
 
-    write(out, values, rows)
+    write(out, values, rows)  # pyright: ignore[reportCallIssue]
 
 
 def plain(bytes_: jax.Array, format: str) -> jax.Array:
