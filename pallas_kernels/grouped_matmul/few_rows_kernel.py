@@ -3,8 +3,8 @@ is in few_rows_registers.
 
 Plan, for 4.3 TB/s on 132 multiprocessors: 16.5 bytes of matrices a cycle at 1.98 GHz, 64 bytes of
 256 rows in 990 cycles. Of int4 these are 64 weights a thread: 24 shifts, 32 ands (both at half
-rate), 32 additions, 8 products, 6 reads, 30 more for scales and the ring: 130 issue slots of each of
-a scheduler's 4 warps, 520 in all, 450 of them in its integer unit. Shared memory: 128 cycles of
+rate), 32 additions, 8 products, 6 reads, 30 more for scales and the ring: 130 issue slots of each
+of a scheduler's 4 warps, 520 in all, 450 of them in its integer unit. Shared memory: 128 cycles of
 copying in, 128 of reading, and 256 for each 8 rows of x, which every warp reads, up to 16 rows;
 more rows take the product of a warpgroup, which reads x once, but makes its four warps wait for one
 another and for it. Registers: 32 a thread of unpacked weights, 8 as read, rows / 2 of sums twice.
