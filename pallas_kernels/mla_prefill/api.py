@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill import mosaic_gpu, reference
 
-BACKENDS = {"reference": reference.mla_prefill}
+BACKENDS = {"mosaic_gpu": mosaic_gpu.mla_prefill, "reference": reference.mla_prefill}
 
 
 def mla_prefill(

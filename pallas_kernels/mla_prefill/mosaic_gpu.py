@@ -1,0 +1,81 @@
+"""mla_prefill on Hopper GPUs (Pallas Mosaic GPU): bfloat16, widths in multiples of 64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.hopper import require_hopper
+from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill.mosaic_gpu_kernel import COLUMNS, Config, attend
+
+_ROWS_OF_A_COPY = 8
+"""TMA sees queries and keys in groups of this many."""
+
+
+def mla_prefill(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    """Gradients are the reference's, from all scores at once.
+
+    Args:
+      config: how the kernel is cut.
+      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
+    """
+    require_hopper(interpret)
+    arrays = {"q": q, "k": k, "v": v}
+    if wrong := {name: x.dtype.name for name, x in arrays.items() if x.dtype != jnp.bfloat16}:
+        raise NotImplementedError(f"takes bfloat16, got {wrong}")
+    K, V = q.shape[-1], v.shape[-1]
+    if K % COLUMNS or V % COLUMNS or K > 192 or V > 128 or not K or not V:
+        raise NotImplementedError(
+            f"takes keys 64, 128 or 192 wide and values 64 or 128 wide, got {K} and {V}"
+        )
+    if scale <= 0:
+        raise NotImplementedError(f"takes a positive scale, got {scale}")
+    if 0 in q.shape or 0 in k.shape:
+        raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
+    return _mla_prefill(q, k, v, starts, lengths, float(scale), config or Config(), interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _mla_prefill(q, k, v, starts, lengths, scale: float, config: Config, interpret: Any):
+    T = q.shape[1]
+    q, k, v = (_to_whole_rows(x) for x in (q, k, v))
+    starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
+    out, lse = attend(q, k, v, starts, lengths, scale=scale, config=config, interpret=interpret)
+    return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
+
+
+def _to_whole_rows(x: jax.Array) -> jax.Array:
+    missing = -x.shape[1] % _ROWS_OF_A_COPY
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def _forward(q, k, v, starts, lengths, scale, config, interpret):
+    out = _mla_prefill(q, k, v, starts, lengths, scale, config, interpret)
+    return out, (q, k, v, starts, lengths)
+
+
+def _backward(scale, config, interpret, inputs, cotangents):
+    *qkv, starts, lengths = inputs
+
+    def of_floats(q, k, v):
+        return reference.mla_prefill(q, k, v, starts, lengths, scale=scale)
+
+    return *jax.vjp(of_floats, *qkv)[1](cotangents), None, None
+
+
+_mla_prefill.defvjp(_forward, _backward)

@@ -1,0 +1,143 @@
+"""mla_prefill's kernel for Hopper GPUs: interpreted on a CPU, the real one on such a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mla_prefill
+from pallas_kernels.mla_prefill import mosaic_gpu, reference
+from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config, heads_together
+from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, run
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
+INTERPRET = None if ON_GPU or INTERPRETER is None else INTERPRETER(detect_races=True)
+
+needs_kernel = pytest.mark.skipif(
+    not ON_GPU and INTERPRETER is None, reason="the Mosaic GPU interpreter needs jax 0.11"
+)
+
+
+def kernel(**config):
+    """The back-end's function; interpreted where there is no GPU."""
+    config = Config(**config) if config else None
+    return functools.partial(mosaic_gpu.mla_prefill, config=config, interpret=INTERPRET)
+
+
+# One object for all tests: they share what it compiles.
+KERNEL = kernel()
+
+
+@needs_kernel
+class TestMosaicGpu(MlaPrefillCases):
+    implementation = "mosaic_gpu" if ON_GPU else KERNEL
+    dtype = "bfloat16"
+    widths = (192, 128)
+    more_widths = ((64, 64), (128, 128), (192, 64))
+
+    def test_several_blocks_and_tiles(self):
+        """Prompts, chunks behind a cache, prefixes and rows that begin before the keys."""
+        starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
+        self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"ctas": 2},
+            {"ctas": 3, "turns": False},
+            {"ctas": 2, "block": 64, "stages": 3, "registers_a": False},
+        ],
+        ids=["two-ctas", "no-turns", "small-blocks"],
+    )
+    def test_tile_after_tile(self, config):
+        """More tiles than CTAs, of all lengths; the rings run on from tile to tile."""
+        x = self.random((0, 100), (300, 213), T=260, S=300, H=2, scale=0.07)
+        out, lse = run(x, kernel(**config))
+        want = run(x, "reference")
+        np.testing.assert_allclose(
+            np.asarray(out, np.float32), np.asarray(want[0], np.float32), rtol=0, atol=0.02
+        )
+        np.testing.assert_allclose(lse, want[1], rtol=1e-5)
+
+    def test_values_and_keys_past_the_end_count_for_nothing(self):
+        """NaN (in all other tests) or numbers: the very same bits."""
+        x = self.random((3, 0), (12, 8), T=9, S=12)
+        q, k, v, *rest = x.arrays()
+        again = jax.jit(functools.partial(self.function, scale=x.scale))(
+            q, jnp.nan_to_num(k), jnp.nan_to_num(v), *rest
+        )
+        for a, b in zip(run(x, self.implementation), again, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    function = staticmethod(KERNEL)
+
+    def test_gradients_are_the_reference_s(self):
+        """Bit for bit: of sums whose cotangents do not depend on the outputs."""
+        x = self.random((0, 2), (9, 9), T=9, S=9)
+        *qkv, starts, lengths = x.arrays()
+        rng = np.random.default_rng(1)
+        of_out = jnp.asarray(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), jnp.bfloat16)
+        of_lse = jnp.asarray(rng.standard_normal(x.q.shape[:-1]), jnp.float32)
+
+        def gradients(function):
+            def loss(*qkv):
+                out, lse = function(*qkv, starts, lengths, scale=x.scale)
+                return (out * of_out).sum(dtype=jnp.float32) + (lse * of_lse).sum()
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
+
+        for a, b in zip(gradients(KERNEL), gradients(reference.mla_prefill), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def arrays(T=8, S=8, widths=(192, 128), dtype="bfloat16"):
+    K, V = widths
+    q, k, v = (jnp.ones((1, n, 1, width), dtype) for n, width in ((T, K), (S, K), (S, V)))
+    return q, k, v, jnp.zeros(1, jnp.int32), jnp.full(1, S, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "takes bfloat16"),
+        ({"widths": (192, 96)}, "got 192 and 96"),
+        ({"widths": (256, 128)}, "got 256 and 128"),
+        ({"T": 0}, "empty"),
+        ({"S": 0}, "empty"),
+    ],
+)
+def test_what_it_does_not_take(changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu.mla_prefill(*arrays(**changes), scale=0.1, interpret=object())
+
+
+def test_negative_scale():
+    with pytest.raises(NotImplementedError, match="positive scale"):
+        mosaic_gpu.mla_prefill(*arrays(), scale=-0.1, interpret=object())
+
+
+@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+def test_no_gpu():
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
+        mla_prefill(*arrays(), scale=0.1, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("config", [Config(), Config(block=64, stages=3, registers_a=False)])
+@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
+def test_lowers_for_cuda(config, T, S, monkeypatch):
+    """SMEM's size and the layouts of registers are checked without a GPU."""
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    f = jax.jit(functools.partial(mosaic_gpu.mla_prefill, scale=0.1, config=config))
+    text = f.trace(*arrays(T, S)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("heads", "bytes_a_head", "expected"), [(16, 10, 4), (14, 9, 2), (7, 1, 7), (7, 10, 1)]
+)
+def test_heads_together(heads, bytes_a_head, expected):
+    assert heads_together(heads, bytes_a_head, budget=45) == expected
