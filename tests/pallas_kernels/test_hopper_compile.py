@@ -1,0 +1,271 @@
+"""Every Hopper kernel compiles for sm_90a without a GPU, and keeps all its values in registers.
+
+ptxas compiles what Mosaic GPU makes of each kernel, and its report is read: no spills, and none of
+the warnings with which it says that it waits for each tensor core product. Needs JAX's CUDA plugin
+and ptxas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+MOST_SECONDS = 20
+# Of ptxas: C7519, that it began a group of products itself, costs nothing.
+SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
+FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
+WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
+
+Struct = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One compilation: a back-end's module, and what its function is called with."""
+
+    module: str
+    arrays: dict[str, Struct]
+    options: dict[str, Any]
+
+    @property
+    def op(self) -> str:
+        return self.module.split(".")[1]
+
+
+def decode(queries: int, heads: int, rows: int = 64, pages: int = 64) -> Kernel:
+    return Kernel(
+        "pallas_kernels.mla_decode.mosaic_gpu",
+        {
+            "q_latent": Struct((rows, queries, heads, 512), BF16),
+            "q_rope": Struct((rows, queries, heads, 64), BF16),
+            "pages": Struct((rows * pages, 64, 576), BF16),
+            "block_tables": Struct((rows, pages), I32),
+            "lengths": Struct((rows,), I32),
+        },
+        {"scale": 192**-0.5},
+    )
+
+
+def prefill(queries: int, keys: int, K: int = 192, V: int = 128, **options: Any) -> Kernel:
+    rows, heads = 1, 128
+    return Kernel(
+        "pallas_kernels.mla_prefill.mosaic_gpu",
+        {
+            "q": Struct((rows, queries, heads, K), BF16),
+            "k": Struct((rows, keys, heads, K), BF16),
+            "v": Struct((rows, keys, heads, V), BF16),
+            "starts": Struct((rows,), I32),
+            "lengths": Struct((rows,), I32),
+        },
+        {"scale": K**-0.5, **options},
+    )
+
+
+def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) -> Kernel:
+    """``rows`` a group; float8 or bfloat16 of both operands."""
+    M, blocks = rows * groups, -(-K // 128)
+    arrays = {
+        "lhs": Struct((M, K), dtype),
+        "rhs": Struct((groups, N, K), dtype),
+        "group_sizes": Struct((groups,), I32),
+    }
+    if dtype == FP8:
+        arrays["lhs_scale"] = Struct((M, blocks), F32)
+        arrays["rhs_scale"] = Struct((groups, -(-N // 128), blocks), F32)
+    return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
+
+
+def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
+    """``rows`` a group in bfloat16, quantized matrices."""
+    dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
+    block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
+    return Kernel(
+        "pallas_kernels.grouped_matmul.few_rows",
+        {
+            "lhs": Struct((rows * groups, K), BF16),
+            "rhs": Struct((groups, N, columns), dtype),
+            "group_sizes": Struct((groups,), I32),
+            "rhs_scale": Struct((groups, -(-N // block[0]), -(-K // block[1])), F32),
+        },
+        {"block_shape": block},
+    )
+
+
+def kernels() -> dict[str, Kernel]:
+    """All that must compile; a new kernel or setting is a line here."""
+    found = {
+        f"mla_decode h{heads} sq{queries}": decode(queries, heads)
+        for heads, queries in [(128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (16, 1), (16, 2)]
+    }
+    found |= {
+        "mla_prefill 8192": prefill(8192, 8192),
+        "mla_prefill 2048 over 8192": prefill(2048, 8192),
+        "mla_prefill 128 wide": prefill(2048, 2048, K=128, V=128),
+        "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
+    }
+    for width, (N, K) in WIDTHS.items():
+        for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+            for rows in (16, 4096):
+                shape = f"grouped_matmul {name} {width} {rows} rows"
+                found[shape] = grouped(rows, 8, N, K, dtype)
+        for form in ("int8", "int4", "fp8"):
+            for rows in (1, 4, 16, 64) if width == "gate_up" else (4,):
+                shape = f"grouped_matmul {form} by bf16 {width} {rows} rows"
+                found[shape] = few(rows, 8, N, K, form)
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for N in (128, 64, 576):
+            found[f"grouped_matmul {name} {N} wide"] = grouped(256, 8, N, 1024, dtype)
+            found[f"grouped_matmul {name} {N} wide, few rows"] = grouped(4, 8, N, 1024, dtype)
+    return found
+
+
+KERNELS = kernels()
+OPS = sorted({kernel.op for kernel in KERNELS.values()})
+
+
+# ---- the child process, which has no compilation cache and dumps what ptxas says -----------------
+
+
+def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """Name -> {"seconds", "reports"} or {"error"}."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    described = Path(__file__).with_name("h200.pbtxt").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=described
+    )
+    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    found = {}
+    for number, (name, kernel) in enumerate(KERNELS.items()):
+        if kernel.op == op:
+            dumps = directory / str(number)
+            dumps.mkdir()
+            os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
+            try:
+                seconds = compile_one(kernel, sharding)
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+                continue
+            reports = [path.read_text() for path in sorted(dumps.rglob("*.ptxas"))]
+            found[name] = {"seconds": seconds, "reports": reports}
+    return found
+
+
+def compile_one(kernel: Kernel, sharding: Any) -> float:
+    function = backend(kernel)
+    arrays = {
+        name: Struct(x.shape, x.dtype, sharding=sharding) for name, x in kernel.arrays.items()
+    }
+    began = time.perf_counter()
+    jax.jit(lambda arrays: function(**arrays, **kernel.options)).lower(arrays).compile()
+    return time.perf_counter() - began
+
+
+def backend(kernel: Kernel) -> Callable[..., Any]:
+    """The function, which believes that this is a Hopper GPU."""
+    module = importlib.import_module(kernel.module)
+    for name, other in list(sys.modules.items()):
+        if name.startswith("pallas_kernels.") and hasattr(other, "require_hopper"):
+            vars(other)["require_hopper"] = lambda interpret=None: None
+    return getattr(module, kernel.op)
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+
+def reason_to_skip() -> str | None:
+    version = tuple(int(x) for x in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return "needs jax 0.11"
+    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13)):
+        return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
+    return None
+
+
+@pytest.fixture(scope="module", params=OPS)
+def compiled(request, tmp_path_factory):
+    """What came of all kernels of one op."""
+    directory = tmp_path_factory.mktemp("ptxas")
+    without = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"}
+    run = subprocess.run(
+        [sys.executable, __file__, request.param, str(directory)],
+        env={name: value for name, value in os.environ.items() if name not in without}
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "MOSAIC_GPU_DUMP_PTX": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads((directory / "found.json").read_text())
+
+
+@pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
+@pytest.mark.slow
+def test_every_kernel_keeps_its_registers(compiled):
+    faults = []
+    for name, found in compiled.items():
+        print(f"{name}: {found.get('seconds', 0):.1f} s")
+        faults += [f"{name}: {fault}" for fault in faults_of(found)]
+    assert not faults, "\n".join(faults)
+
+
+def faults_of(found: dict[str, Any]) -> list[str]:
+    if "error" in found:
+        return [found["error"]]
+    faults = []
+    if found["seconds"] > MOST_SECONDS:
+        faults.append(f"compiled for {found['seconds']:.0f} s, above {MOST_SECONDS}")
+    if not found["reports"]:
+        faults.append("ptxas reported nothing")
+    for report in found["reports"]:
+        frames = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes", report)
+        if not frames or any(frame != ("0", "0") for frame in frames):
+            faults.append(f"bytes of spill stores and loads: {frames}")
+        if serialized := SERIALIZED.findall(report):
+            faults.append(f"{len(serialized)} times {serialized[0]}")
+    return faults
+
+
+GOOD = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads (C7519) arrive is injected"
+
+
+def test_a_good_report_has_no_faults():
+    assert faults_of({"seconds": 19.0, "reports": [GOOD, GOOD]}) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        ({"error": "ValueError: no"}, "ValueError: no"),
+        ({"seconds": 21.0, "reports": [GOOD]}, "for 21 s"),
+        ({"seconds": 1.0, "reports": []}, "nothing"),
+        ({"seconds": 1.0, "reports": [GOOD.replace("0 bytes spill l", "8 bytes spill l")]}, "'8'"),
+        ({"seconds": 1.0, "reports": [f"(C7510) wgmma serialized {GOOD}"]}, "C7510"),
+    ],
+)
+def test_faults_are_seen(found, fault):
+    assert any(fault in each for each in faults_of(found))
+
+
+if __name__ == "__main__":
+    results = compile_all(sys.argv[1], Path(sys.argv[2]))
+    (Path(sys.argv[2]) / "found.json").write_text(json.dumps(results))
