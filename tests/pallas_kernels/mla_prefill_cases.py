@@ -185,7 +185,7 @@ class MlaPrefillCases:
 class MlaPrefillGradientCases:
     """For back-ends that training uses."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
     widths: ClassVar[tuple[int, int]] = (24, 16)  # K, V
 
     def test_gradients(self):
@@ -195,18 +195,11 @@ class MlaPrefillGradientCases:
         rng = np.random.default_rng(2)
         out, lse = x.expected()
         seen = np.isfinite(lse)
+        *_, starts, lengths = x.arrays()
         of_out, of_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
 
         def loss(q, k, v):
-            out, lse = mla_prefill(
-                q,
-                k,
-                v,
-                jnp.asarray(x.starts, jnp.int32),
-                jnp.asarray(x.lengths, jnp.int32),
-                scale=x.scale,
-                implementation=self.implementation,
-            )
+            out, lse = compiled(self.implementation, x.scale)(q, k, v, starts, lengths)
             return jnp.sum(out * of_out) + jnp.sum(jnp.where(seen, lse, 0) * of_lse)
 
         inputs = (x.q, x.k, x.v)
