@@ -5,9 +5,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import blocked, cpu, reference
+from pallas_kernels.grouped_matmul import blocked, cpu, mosaic_gpu, reference
 
 BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.grouped_matmul,
     "cpu": cpu.grouped_matmul,
     "blocked": blocked.grouped_matmul,
     "reference": reference.grouped_matmul,

@@ -27,6 +27,7 @@ from tests.pallas_kernels.numerics import (
 
 FLOAT8 = "float8_e4m3fn"
 INTEGERS = {"int8": 127, "int4": 7}
+BackEnd = Callable[..., jax.Array]
 
 # A back-end may have a way for each: no more rows than groups, few rows a group, many rows a group.
 ROWS_OF_GROUPS = [(0, 2, 0), (3, 0, 4), (37, 0, 4)]
@@ -109,22 +110,38 @@ class Inputs:
 
 @functools.cache
 def compiled(
-    implementation: Implementation, block_shape: tuple[int, int]
+    implementation: Implementation | BackEnd, block_shape: tuple[int, int]
 ) -> Callable[..., jax.Array]:
     """Cached, so that tests of the same shapes share a compilation."""
+    if callable(implementation):
+        return jax.jit(functools.partial(implementation, block_shape=block_shape))
     return jax.jit(
         functools.partial(grouped_matmul, block_shape=block_shape, implementation=implementation)
     )
 
 
-def run(x: Inputs, implementation: Implementation) -> jax.Array:
+def run(x: Inputs, implementation: Implementation | BackEnd) -> jax.Array:
     return compiled(implementation, x.block_shape)(*x.arrays())
 
 
-class GroupedMatmulCases:
-    """Subclassed by each back-end, which sets ``implementation``."""
+class GroupedMatmulRowCases:
+    """Every way in which rows may fall into groups, for one dtype and one size of matrix.
 
-    implementation: ClassVar[Implementation]
+    Subclassed by each back-end, which sets ``implementation``: a name, or a function that takes
+    what grouped_matmul takes, such as a kernel to be interpreted.
+    """
+
+    implementation: ClassVar[Implementation | BackEnd]
+    dtype: ClassVar[str] = "float32"
+    N: ClassVar[int] = 16
+    K: ClassVar[int] = 24
+    groups: ClassVar[int] = 384
+    """Of test_many_groups."""
+
+    def inputs(self, sizes: tuple[int, ...], M: int | None = None) -> Inputs:
+        return Inputs.random(
+            sizes, M=M, N=self.N, K=self.K, lhs_dtype=self.dtype, rhs_dtype=self.dtype
+        )
 
     def check(self, x: Inputs) -> None:
         out = run(x, self.implementation)
@@ -147,7 +164,7 @@ class GroupedMatmulCases:
         ],
     )
     def test_more_rows_than_groups(self, sizes, M):
-        self.check(Inputs.random(sizes, M=M))
+        self.check(self.inputs(sizes, M))
 
     @pytest.mark.parametrize(
         ("sizes", "M"),
@@ -161,7 +178,7 @@ class GroupedMatmulCases:
         ],
     )
     def test_at_most_as_many_rows_as_groups(self, sizes, M):
-        self.check(Inputs.random(sizes, M=M))
+        self.check(self.inputs(sizes, M))
 
     @pytest.mark.parametrize(
         ("sizes", "M"),
@@ -174,12 +191,18 @@ class GroupedMatmulCases:
         ],
     )
     def test_many_rows_a_group(self, sizes, M):
-        self.check(Inputs.random(sizes, M=M))
+        self.check(self.inputs(sizes, M))
 
     @pytest.mark.parametrize("M", [8, 400])
     def test_many_groups(self, M):
-        sizes = np.bincount(np.random.default_rng(1).integers(0, 384, M), minlength=384)
-        self.check(Inputs.random(tuple(sizes.tolist()), N=8, K=16))
+        sizes = np.bincount(
+            np.random.default_rng(1).integers(0, self.groups, M), minlength=self.groups
+        )
+        self.check(self.inputs(tuple(sizes.tolist())))
+
+
+class GroupedMatmulCases(GroupedMatmulRowCases):
+    """The same, and every dtype and block of scales, of matrices of odd sizes."""
 
     @pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
     def test_bfloat16(self, sizes):

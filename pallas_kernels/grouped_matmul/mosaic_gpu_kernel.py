@@ -1,0 +1,487 @@
+"""The Hopper kernel of grouped_matmul: one persistent block a multiprocessor.
+
+    out[r] = rhs[g(r)] @ lhs[r]      bfloat16, or float8 with a scale a row and 128 columns of lhs
+                                     and a scale a 128 x 128 block of rhs
+
+Three warpgroups share a block. One copies: it walks the block's tiles and keeps a ring of stages
+filled, each with 128 bytes of K of the tile's rows and of its columns. Two
+multiply, each its half of the tile, and write the result out through a staging buffer by TMA.
+
+Three things are not obvious.
+
+1.  A tiled TMA copy starts at multiples of eight rows only, and groups start anywhere. A tile one
+    swizzle atom wide, 128 bytes, has the same bytes as a plain array [rows, 128 bytes] under that
+    swizzle; a ``RefUnion`` names both: copies use the plain name, products the tiled one.
+2.  A tile's rows past its group's end are the next group's, or zeros past the array's. They are
+    multiplied like the others and not stored: rows of a product do not mix.
+3.  float8 products are summed over 128 of K by the tensor cores, then scaled and added to float32
+    sums in registers. The warpgroups take turns at the tensor cores (``Config.turns``): one scales
+    while the other multiplies. Left alone they start together, end together, and then both leave
+    the tensor cores idle.
+
+Measured on an H200, float8, 8 groups of 4,096 rows, N 4096, K 7168: tiles of 128 x 128 with two
+products in flight and Pallas' barriers 998 TFLOP/s; tiles of 128 x 192 instead 1,134, for shared
+memory is read less often for each product; barriers of single threads 1,197; turns 1,221.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
+
+from pallas_kernels.grouped_matmul.ring import (
+    Copy,
+    LeaderBarriers,
+    PallasBarriers,
+    Position,
+    Ring,
+    Turns,
+)
+from pallas_kernels.hopper import multiprocessors
+
+SCALE_BLOCK = 128
+_ATOM = 128  # bytes: a row of a swizzled tile
+_STAGED = 64  # columns of a staging buffer: 128 bytes of bfloat16, the least that TMA stores from
+_STORES = (32, 16, 8, 4, 2, 1)  # rows of the stores that write fewer than 64
+_MULTIPLIERS = 2  # warpgroups that multiply
+_INTERPRETED_BLOCKS = 2
+_PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
+_COPIER = 2  # the warpgroup that copies
+# A copy of row scales starts at a multiple of four, and its size must divide by 128 bytes.
+EXTRA_SCALES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a block computes a tile of the result."""
+
+    rows: int
+    columns: int
+    stages: int
+    split: Literal["rows", "columns"]
+    """What the two multiplying warpgroups share out."""
+    slots: int = 1
+    """Staging buffers of [64, 64] a warpgroup: what is written at once."""
+    panel: int | None = None
+    """Row tiles that are visited for a column tile before the next column tile; None for as many
+    as the L2 cache holds well beside the matrices that pass."""
+    turns: bool = False
+    """float8: the multiplying warpgroups start their products in turn."""
+    registers: tuple[int, int] = (232, 40)
+    """Of a thread that multiplies, of one that copies."""
+    blocks: int | None = None
+    """Of the grid; None for one a multiprocessor."""
+
+
+class Tile(NamedTuple):
+    group: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    column: jax.Array
+    """Where the tile starts; it may reach back over columns of the tile before it."""
+    new: jax.Array
+    """The first column that no other tile writes."""
+
+
+class _Refs(NamedTuple):
+    lhs: Any
+    rhs: Any
+    tiles: Any
+    lhs_scale: Any
+    rhs_scale: Any
+    out: Any
+    a: Any
+    """[stages, rows, atom], tiled."""
+    a_plain: Any
+    b: Any
+    b_plain: Any
+    scales: Any
+    staging: Any
+    staging_plain: Any
+    block: jax.Array
+    """This block's number, which the body of a WarpMesh could not ask for in jax 0.10."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is known when the kernel is traced."""
+
+    config: Config
+    M: int
+    N: int
+    K: int
+    float8: bool
+    row_tiles: int
+    blocks: int
+
+    @property
+    def atom(self) -> int:
+        """Elements of K that a swizzle atom holds."""
+        return _ATOM if self.float8 else _ATOM // 2
+
+    @property
+    def steps(self) -> int:
+        return self.K // self.atom
+
+    @property
+    def column_tiles(self) -> int:
+        return pl.cdiv(self.N, self.config.columns)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(rows, columns) of a tile that one warpgroup multiplies."""
+        rows, columns = self.config.rows, self.config.columns
+        return (rows // 2, columns) if self.config.split == "rows" else (rows, columns // 2)
+
+    @property
+    def scaled(self) -> int:
+        """Columns of a warpgroup's part that always lie under one scale."""
+        width = self.part[1]
+        aligned = self.config.columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
+        whole = width == SCALE_BLOCK and aligned
+        return width if whole or width == 64 else 64
+
+    @property
+    def panel(self) -> int:
+        tile_bytes = self.config.rows * self.steps * _ATOM
+        return self.config.panel or max(1, _PANEL_BYTES // tile_bytes)
+
+    @property
+    def copied_rows(self) -> int:
+        return min(self.config.rows, self.M)
+
+    def offsets(self, warpgroup: jax.Array) -> tuple[Any, Any]:
+        """First row and column of a warpgroup's part of the tile."""
+        rows, columns = self.part
+        if self.config.split == "rows":
+            return pl.multiple_of(warpgroup * jnp.int32(rows), 64), 0
+        return 0, pl.multiple_of(warpgroup * jnp.int32(columns), 64)
+
+
+def check_shapes(config: Config, N: int, K: int, float8: bool) -> None:
+    """Raises NotImplementedError where ``config`` does not fit."""
+    atom = _ATOM if float8 else _ATOM // 2
+    if K % atom or N % 64 or config.columns > N:
+        raise NotImplementedError(
+            f"a tile of {config.columns} columns takes at least as many, in multiples of 64, and"
+            f" multiples of {atom} of K, got N {N} and K {K}"
+        )
+    if float8 and config.split == "rows" and config.rows != 128:
+        raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.rows // 2}")
+
+
+def grouped_product(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G N K"],
+    tiles: Int32[Array, "4 row_tiles"],
+    lhs_scale: Float32[Array, "Kb Mp"] | None,
+    rhs_scale: Float32[Array, "G Nb Kb"] | None,
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> BFloat16[Array, "M N"]:
+    """The product of every row with its group's matrix; rows of no tile are undefined.
+
+    Args:
+      lhs, rhs: both bfloat16, or both float8_e4m3fn.
+      tiles: as by :func:`tile_schedule` for ``config.rows``.
+      lhs_scale: transposed, for TMA copies what is contiguous; Mp is at least ``config.rows + 32``
+        and a multiple of 4.
+    """
+    (M, K), (_, N, _) = lhs.shape, rhs.shape
+    float8 = lhs_scale is not None
+    check_shapes(config, N, K, float8)
+    # The interpreter keeps a RefUnion's members apart, knows Pallas' barriers only, and makes a
+    # thread of this machine of each of a block's warpgroups.
+    aliased = interpret is None
+    blocks = config.blocks or (multiprocessors() if aliased else _INTERPRETED_BLOCKS)
+    plan = _Plan(config, M, N, K, float8, tiles.shape[1], blocks)
+
+    def body(*refs: Any) -> None:
+        *memory, barriers = refs
+        if not float8:
+            memory = [*memory[:3], None, None, *memory[3:6], None, memory[6]]
+        *arrays, a, b, scales, staging = memory
+        both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
+        block = lax.axis_index("block")
+        named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), block)  # pyright: ignore[reportCallIssue]
+        ring: Ring = (LeaderBarriers if aliased else PallasBarriers)(config.stages, barriers)
+        ring.initialise()
+        turns = Turns(aliased and config.turns)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == _COPIER)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            _copy(plan, named, ring)
+
+        @pl.when(warpgroup != _COPIER)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            _multiply(plan, named, ring, turns, warpgroup)
+
+    def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+        swizzle = plgpu.SwizzleTransform(_ATOM)
+        tiling = plgpu.TilingTransform((8, _ATOM // jnp.dtype(dtype).itemsize))
+        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+        if not aliased:
+            return tiled
+        return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+
+    stages, copies = config.stages, 3 if float8 else 2
+    scratch: list[Any] = [
+        swizzled((stages, config.rows, plan.atom), lhs.dtype),
+        swizzled((stages, config.columns, plan.atom), rhs.dtype),
+        *([plgpu.SMEM((stages, config.rows + EXTRA_SCALES), jnp.float32)] if float8 else []),
+        swizzled((_MULTIPLIERS * config.slots, 64, _STAGED), jnp.bfloat16),
+        (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies, _MULTIPLIERS),
+    ]
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        scratch_types=scratch,
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=_MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(lhs, rhs, tiles, *((lhs_scale, rhs_scale) if float8 else ()))
+
+
+def _locate(plan: _Plan, refs: _Refs, i: jax.Array | int) -> Tile:
+    """This block's i-th tile; some tile of the block's or of another past the last."""
+    panel, columns = jnp.int32(plan.panel), plan.config.columns
+    row_tiles, total = _tiles(plan, refs)
+    tile = refs.block + i * jnp.int32(plan.blocks)
+    tile = jnp.maximum(jnp.minimum(tile, total - 1), 0)
+    in_panel = panel * jnp.int32(plan.column_tiles)
+    first = lax.div(tile, in_panel) * panel
+    tile = lax.rem(tile, in_panel)
+    width = jnp.maximum(jnp.minimum(panel, row_tiles - first), 1)
+    column_tile = lax.div(tile, width)
+    row_tile = jnp.minimum(first + tile - column_tile * width, jnp.int32(plan.row_tiles - 1))
+    new = column_tile * jnp.int32(columns)
+    column = jnp.minimum(new, plan.N - columns) if plan.N % columns else new
+    group, row, rows = (refs.tiles[j, row_tile] for j in range(3))
+    return Tile(group, row, rows, column, new)
+
+
+def _tiles(plan: _Plan, refs: _Refs) -> tuple[jax.Array, jax.Array]:
+    """Numbers of row tiles and of tiles."""
+    row_tiles = refs.tiles[3, 0]
+    return row_tiles, row_tiles * plan.column_tiles
+
+
+def _my_tiles(plan: _Plan, refs: _Refs) -> jax.Array:
+    blocks = jnp.int32(plan.blocks)
+    _, total = _tiles(plan, refs)
+    return lax.div(total - refs.block + (blocks - 1), blocks)
+
+
+def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
+    """Fills the ring with the stages of all of this block's tiles."""
+    config, atom, rows = plan.config, plan.atom, plan.copied_rows
+
+    def copy_tile(i: jax.Array, at: Position) -> Position:
+        tile = _locate(plan, refs, i)
+        aligned = tile.row - (tile.row & 3)
+
+        def fill(step: jax.Array, at: Position) -> Position:
+            k = pl.ds(step * jnp.int32(atom), atom)
+            a = refs.a_plain.at[at.slot]
+            if rows < config.rows:
+                a = refs.a_plain.at[at.slot, pl.ds(0, rows)]
+            b_window = (tile.group, pl.ds(tile.column, config.columns), k)
+            copies = [
+                Copy(refs.rhs, b_window, refs.b_plain.at[at.slot], _ATOM),
+                Copy(refs.lhs, (pl.ds(tile.row, rows), k), a, _ATOM),
+            ]
+            if plan.float8:
+                window = (step, pl.ds(aligned, config.rows + EXTRA_SCALES))
+                copies.append(Copy(refs.lhs_scale, window, refs.scales.at[at.slot], None))
+            ring.fill(at, copies)
+            return ring.next(at)
+
+        return lax.fori_loop(0, plan.steps, fill, at)
+
+    ring.drain(lax.fori_loop(0, _my_tiles(plan, refs), copy_tile, ring.begin()))
+
+
+def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax.Array) -> None:
+    """Multiplies this warpgroup's part of each of the block's tiles, and stores it."""
+    ring.release_all()
+    turns.begin(warpgroup)
+    product = _float8_tile if plan.float8 else _bfloat16_tile
+
+    def multiply_tile(i: jax.Array, carry: Any) -> Any:
+        tile, scale, at = carry
+        after = _locate(plan, refs, i + 1)  # long loaded when it is asked for
+        sums, scale, at = product(plan, refs, ring, turns, warpgroup, tile, after, scale, at)
+        _store(plan, refs, warpgroup, tile, sums)
+        return after, scale, at
+
+    first = _locate(plan, refs, 0)
+    scale = _matrix_scales(plan, refs, warpgroup, first, 0) if plan.float8 else ()
+    lax.fori_loop(0, _my_tiles(plan, refs), multiply_tile, (first, scale, ring.begin()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _bfloat16_tile(
+    plan: _Plan,
+    refs: _Refs,
+    ring: Ring,
+    turns: Turns,
+    warpgroup: jax.Array,
+    tile: Tile,
+    after: Tile,
+    scale: tuple[()],
+    at: Position,
+) -> tuple[tuple[jax.Array], tuple[()], Position]:
+    """The part's sums, in one array."""
+    del turns, tile, after
+    row, column = plan.offsets(warpgroup)
+    rows, columns = plan.part
+
+    def sum_up(accumulator: Any) -> tuple[jax.Array, Position]:
+        def step(i: jax.Array, carry: tuple[Position, Position]) -> tuple[Position, Position]:
+            before, at = carry
+            ring.wait_full(at)
+            a = refs.a.at[at.slot, pl.ds(row, rows)]
+            b = refs.b.at[at.slot, pl.ds(column, columns)]
+            plgpu.wgmma(accumulator, a, b.T)
+            plgpu.wgmma_wait(1)
+            pl.when(i > 0)(lambda: ring.release(before))
+            return at, ring.next(at)
+
+        last, at_end = lax.fori_loop(0, plan.steps, step, (at, at))
+        sums = accumulator[...]
+        ring.release(last)
+        return sums, at_end
+
+    sums, at = pl.run_scoped(sum_up, plgpu.ACC((rows, columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return (sums,), scale, at
+
+
+def _matrix_scales(
+    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, step: Any
+) -> tuple[jax.Array, ...]:
+    """Of the 128 of K at ``step``: one for each ``plan.scaled`` columns of the part."""
+    _, column = plan.offsets(warpgroup)
+    return tuple(
+        refs.rhs_scale[tile.group, lax.div(tile.column + column + c, SCALE_BLOCK), step]
+        for c in range(0, plan.part[1], plan.scaled)
+    )
+
+
+def _float8_tile(
+    plan: _Plan,
+    refs: _Refs,
+    ring: Ring,
+    turns: Turns,
+    warpgroup: jax.Array,
+    tile: Tile,
+    after: Tile,
+    scale: tuple[jax.Array, ...],
+    at: Position,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], Position]:
+    """The part's sums, ``plan.scaled`` columns each.
+
+    ``scale`` holds the matrix's scales of the step to come: they are loaded one step ahead, and so
+    are those of the next tile's first step, which are returned.
+    """
+    steps, scaled = plan.steps, plan.scaled
+    row, column = plan.offsets(warpgroup)
+    _, columns = plan.part
+
+    def scales_after(step: jax.Array) -> tuple[jax.Array, ...]:
+        last = step + 1 == steps
+        where = Tile(*(jnp.where(last, b, a) for a, b in zip(tile, after, strict=True)))
+        return _matrix_scales(plan, refs, warpgroup, where, jnp.where(last, 0, step + 1))
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        sums, scales, at = carry
+        ahead = scales_after(i)
+        ring.wait_full(at)
+
+        def scaled_product(accumulator: Any) -> tuple[jax.Array, ...]:
+            turns.wait(warpgroup)
+            a = refs.a.at[at.slot, pl.ds(row, 64)]
+            b = refs.b.at[at.slot, pl.ds(column, columns)]
+            plgpu.wgmma(accumulator, a, b.T)
+            turns.pass_on(warpgroup)
+            rows = refs.scales[at.slot, pl.ds(row + (tile.row & 3), 64)]
+            rows = plgpu.layout_cast(rows, plgpu.Layout.WGMMA.reduce(1))
+            factors = [lax.broadcast_in_dim(rows * s, (64, scaled), (0,)) for s in scales]
+            product = accumulator[...]
+            ring.release(at)
+            return tuple(
+                s + product[:, j * scaled : (j + 1) * scaled] * f
+                for j, (s, f) in enumerate(zip(sums, factors, strict=True))
+            )
+
+        accumulator = plgpu.ACC((64, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        return pl.run_scoped(scaled_product, accumulator), ahead, ring.next(at)
+
+    zero = plgpu.layout_cast(jnp.zeros((64, scaled), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, steps, step, ((zero,) * (columns // scaled), scale, at))
+
+
+def _store(
+    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]
+) -> None:
+    """Writes the rows and columns of this warpgroup's part that no other tile writes."""
+    slots = plan.config.slots
+    row, column = plan.offsets(warpgroup)
+    rows, columns = plan.part
+    parts = [x.astype(jnp.bfloat16) for x in sums]
+    width = parts[0].shape[1]
+    pieces = [(r, c) for r in range(0, rows, 64) for c in range(0, columns, _STAGED)]
+    for batch in (pieces[i : i + slots] for i in range(0, len(pieces), slots)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffers = [warpgroup * jnp.int32(slots) + jnp.int32(i) for i in range(len(batch))]
+        for buffer, (r, c) in zip(buffers, batch, strict=True):
+            start = c % width
+            refs.staging[buffer] = parts[c // width][r : r + 64, start : start + _STAGED]
+        plgpu.commit_smem()
+        for buffer, (r, c) in zip(buffers, batch, strict=True):
+            keep = jnp.clip(tile.rows - row - r, 0, 64)
+            first_column = tile.column + column + c
+            if plan.N % plan.config.columns:
+                keep = jnp.where(first_column >= tile.new, keep, 0)
+            window = pl.ds(first_column, _STAGED)
+            _store_rows(refs.staging_plain.at[buffer], refs.out, keep, tile.row + row + r, window)
+
+
+def _store_rows(staged: Any, out: Any, keep: jax.Array, row: jax.Array, columns: Any) -> None:
+    """The first ``keep`` rows of 64: at once, or by stores of 32 to 1 rows in one group."""
+
+    @pl.when(keep == 64)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, 64), columns])
+
+    @pl.when((keep > 0) & (keep < 64))
+    def _() -> None:
+        done: Any = 0
+        for rows in _STORES:
+
+            @pl.when((keep & rows) != 0)
+            def _(done: Any = done, rows: int = rows) -> None:
+                plgpu.copy_smem_to_gmem(
+                    staged.at[pl.ds(done, rows)],
+                    out.at[pl.ds(row + done, rows), columns],
+                    commit_group=False,
+                )
+
+            done = done + (keep & rows)
+        plgpu.commit_smem_to_gmem_group()

@@ -1,0 +1,298 @@
+"""A ring of stages in shared memory that one warpgroup fills by TMA and others empty.
+
+A position in the ring is a slot and a phase, which flips each time round. Those who empty the ring
+release every stage once before they begin, so the filling warpgroup waits for a release before
+every fill, and for as many more at its end as there are stages: no barrier is left behind.
+
+Two kinds of barrier serve it. Pallas' own count the arrival of every thread of a warpgroup, 128
+for each copy and each release; they are all that the interpreter knows. ``LeaderBarriers`` are made
+by hand: one thread announces the bytes of all of a stage's copies, one thread of each warp releases
+the stage.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+_WARPS = 4  # of a warpgroup
+_EMPTIERS = 2  # warpgroups that release
+_FIRST_TURN = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
+
+
+class Position(NamedTuple):
+    slot: jax.Array
+    phase: jax.Array
+
+
+class Copy(NamedTuple):
+    """A window of an array in global memory, and the shared memory it goes to."""
+
+    source: Any
+    window: tuple[Any, ...]
+    """An index or a ``pl.ds`` of each axis."""
+    target: Any
+    swizzle: int | None
+
+    @property
+    def sizes(self) -> list[int | None]:
+        return [i.size if isinstance(i, pl.Slice) else None for i in self.window]  # pyright: ignore
+
+    @property
+    def starts(self) -> list[jax.Array]:
+        starts = [i.start if isinstance(i, pl.Slice) else i for i in self.window]
+        return [jnp.asarray(i, jnp.int32) for i in starts]
+
+    @property
+    def bytes(self) -> int:
+        size = jnp.dtype(self.source.dtype).itemsize
+        for n in self.sizes:
+            size *= n or 1
+        return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(abc.ABC):
+    stages: int
+    memory: Any
+    """What ``scratch`` asked for."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def scratch(stages: int, copies: int, emptiers: int) -> Any:
+        """Of a ring of so many copies a stage and so many warpgroups that release."""
+
+    @abc.abstractmethod
+    def initialise(self) -> None:
+        """By every thread of the block, before any other use."""
+
+    @abc.abstractmethod
+    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
+        """Waits until the stage is released, and starts its copies."""
+
+    @abc.abstractmethod
+    def wait_empty(self, at: Position) -> None: ...
+
+    @abc.abstractmethod
+    def wait_full(self, at: Position) -> None: ...
+
+    @abc.abstractmethod
+    def release(self, at: Position) -> None:
+        """By each warpgroup that empties the ring, when it has read the stage."""
+
+    def begin(self) -> Position:
+        return Position(jnp.int32(0), jnp.int32(0))
+
+    def next(self, at: Position) -> Position:
+        last = at.slot == self.stages - 1
+        return Position(jnp.where(last, 0, at.slot + 1), jnp.where(last, 1 - at.phase, at.phase))
+
+    def release_all(self) -> None:
+        for slot in range(self.stages):
+            self.release(Position(jnp.int32(slot), jnp.int32(0)))
+
+    def drain(self, at: Position) -> None:
+        def wait(_: Any, at: Position) -> Position:
+            self.wait_empty(at)
+            return self.next(at)
+
+        lax.fori_loop(0, self.stages, wait, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasBarriers(Ring):
+    @staticmethod
+    def scratch(stages: int, copies: int, emptiers: int) -> Any:
+        return [
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+            for arrivals in (copies, emptiers)
+        ]
+
+    @property
+    def full(self) -> Any:
+        return self.memory[0]
+
+    @property
+    def empty(self) -> Any:
+        return self.memory[1]
+
+    def initialise(self) -> None:
+        pass
+
+    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
+        self.wait_empty(at)
+        for copy in copies:
+            source = copy.source.at[copy.window]
+            plgpu.copy_gmem_to_smem(source, copy.target, self.full.at[at.slot])
+
+    def wait_empty(self, at: Position) -> None:
+        plgpu.barrier_wait(self.empty.at[at.slot])
+
+    def wait_full(self, at: Position) -> None:
+        plgpu.barrier_wait(self.full.at[at.slot])
+
+    def release(self, at: Position) -> None:
+        # The memory model asks for a fence between reads and the copy that overwrites what they
+        # read, and the interpreter checks it. The machine reads before it arrives.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.empty.at[at.slot])
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderBarriers(Ring):
+    """Two words a barrier in shared memory, those of the full stages first."""
+
+    @staticmethod
+    def scratch(stages: int, copies: int, emptiers: int) -> Any:
+        del copies
+        assert emptiers == _EMPTIERS
+        return plgpu.SMEM((4 * stages,), jnp.int32)
+
+    def initialise(self) -> None:
+        stages, releases = self.stages, _EMPTIERS * _WARPS
+
+        @_inline(plgpu.RefType())
+        def make(words: Any) -> None:
+            leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
+            for i in range(2 * stages):
+                arrivals = mgpu.c(1 if i < stages else releases, _i32())
+                pointer = _barrier(words, mgpu.c(i, _i32())).get_ptr()
+                nvvm.mbarrier_init(pointer, arrivals, predicate=leader)
+            _ptx("fence.mbarrier_init.release.cluster;")
+            _ptx("bar.sync 0;")
+
+        make(self.memory)
+
+    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
+        self.wait_empty(at)
+        size = sum(copy.bytes for copy in copies)
+
+        @_inline(plgpu.RefType(), _SCALAR)
+        def expect(words: Any, slot: Any) -> None:
+            _barrier(words, _value(slot)).arrive_expect_tx(size, predicate=_leader())
+
+        expect(self.memory, at.slot)
+        for copy in copies:
+            self._start(at, copy)
+
+    def _start(self, at: Position, copy: Copy) -> None:
+        transforms = () if copy.swizzle is None else (plgpu.SwizzleTransform(copy.swizzle),)
+        refs = plgpu.RefType(), plgpu.RefType(), plgpu.RefType(transforms=transforms)
+
+        def start(context: Any, words: Any, source: Any, target: Any, slot: Any, *starts: Any):
+            indices = [arith.index_cast(ir.IndexType.get(), _value(i)) for i in starts]
+            context.async_copy(
+                src_ref=source,
+                dst_ref=target,
+                gmem_slice=tuple(
+                    i if n is None else mgpu.ds(i, n)
+                    for i, n in zip(indices, copy.sizes, strict=True)
+                ),
+                barrier=_barrier(words, _value(slot)),
+                swizzle=copy.swizzle,
+                arrive=False,
+                predicate=_leader(),
+            )
+
+        starts = copy.starts
+        inlined: Any = plgpu.inline_mgpu(arg_types=(*refs, _SCALAR, *[_SCALAR] * len(starts)))(
+            start
+        )
+        inlined(self.memory, copy.source, copy.target, at.slot, *starts)
+
+    def wait_empty(self, at: Position) -> None:
+        self._wait(at.slot + self.stages, at.phase)
+
+    def wait_full(self, at: Position) -> None:
+        self._wait(at.slot, at.phase)
+
+    def _wait(self, barrier: jax.Array, phase: jax.Array) -> None:
+        @_inline(plgpu.RefType(), _SCALAR, _SCALAR)
+        def wait(words: Any, barrier: Any, phase: Any) -> None:
+            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(phase))
+            _barrier(words, _value(barrier)).wait_parity(odd)
+
+        wait(self.memory, barrier, phase)
+
+    def release(self, at: Position) -> None:
+        @_inline(plgpu.RefType(), _SCALAR)
+        def arrive(words: Any, barrier: Any) -> None:
+            _ptx("bar.warp.sync 0xffffffff;")  # the arriving thread speaks for its warp's reads
+            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+            _barrier(words, _value(barrier)).arrive(predicate=lane)
+
+        arrive(self.memory, at.slot + self.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Lets warpgroups 0 and 1 do something in turn, 0 first; on the machine alone."""
+
+    on: bool
+
+    def begin(self, warpgroup: jax.Array) -> None:
+        if self.on:
+            pl.when(warpgroup == 1)(lambda: self.pass_on(warpgroup))
+
+    def wait(self, warpgroup: jax.Array) -> None:
+        if self.on:
+            _hardware_barrier("bar.sync", _FIRST_TURN + warpgroup)
+
+    def pass_on(self, warpgroup: jax.Array) -> None:
+        if self.on:
+            _hardware_barrier("bar.arrive", _FIRST_TURN + 1 - warpgroup)
+
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
+    """plgpu.inline_mgpu for functions that ask nothing of the launch context."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return plgpu.inline_mgpu(arg_types=arguments)(lambda _, *args: function(*args))
+
+    return decorate
+
+
+def _leader() -> Any:
+    return mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _value(scalar: Any) -> Any:
+    return scalar.registers.flat[0]
+
+
+def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
+    phases: Any = None  # the ring's positions know them
+    return mgpu.BarrierRef(mgpu_utils.memref_ptr(words), i, phases, 1)
+
+
+def _hardware_barrier(instruction: str, barrier: jax.Array) -> None:
+    @_inline(_SCALAR)
+    def apply(barrier: Any) -> None:
+        _ptx(f"{instruction} $0, {_EMPTIERS * _WARPS * 32};", _value(barrier))
+
+    apply(barrier)
+
+
+def _ptx(text: str, *words: Any) -> None:
+    constraints = ",".join(["r"] * len(words) + ["~{memory}"])
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(words), text, constraints, has_side_effects=True)

@@ -1,0 +1,183 @@
+"""grouped_matmul's kernel for Hopper GPUs: on one, or interpreted with race detection."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config
+from pallas_kernels.grouped_matmul.tile_schedule import tile_schedule
+from tests.pallas_kernels.grouped_matmul_cases import (
+    FLOAT8,
+    GroupedMatmulRowCases,
+    Inputs,
+    run,
+)
+from tests.pallas_kernels.numerics import check, tolerance
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRETER = not ON_GPU and jax.__version_info__ >= (0, 11)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
+
+kernel_runs = pytest.mark.skipif(
+    not ON_GPU and not INTERPRETER, reason="the Mosaic GPU interpreter needs jax 0.11"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_races():
+    """Interpreted kernels have none; the interpreter reports them by a variable."""
+    yield
+    if not INTERPRETER:
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    races = gpu_callbacks._races
+    assert races is None or not races.races_found
+
+
+def back_end(config: Config | None = None):
+    return functools.partial(mosaic_gpu.grouped_matmul, config=config, interpret=INTERPRET)
+
+
+@kernel_runs
+class TestBfloat16(GroupedMatmulRowCases):
+    implementation = "mosaic_gpu" if ON_GPU else staticmethod(back_end())
+    dtype, N, K = "bfloat16", 64, 64
+
+
+@kernel_runs
+class TestFloat8(GroupedMatmulRowCases):
+    implementation = "mosaic_gpu" if ON_GPU else staticmethod(back_end())
+    dtype, N, K = FLOAT8, 64, 128
+    groups = 384 if ON_GPU else 64  # row scales make the interpreter slow
+
+
+def configs(float8: bool) -> list[Config]:
+    """Every tile that is chosen for some shape, and every setting, with a ring that goes round."""
+    few = mosaic_gpu.FEW_ROWS
+    many = mosaic_gpu.MANY_ROWS_FLOAT8 if float8 else mosaic_gpu.MANY_ROWS_BFLOAT16
+    found = [dataclasses.replace(config, stages=2) for config in dict.fromkeys((*few, *many))]
+    return [*found, dataclasses.replace(many[1], stages=2, slots=2, panel=1)]
+
+
+CONFIGS = [(dtype, c) for dtype in ("bfloat16", FLOAT8) for c in configs(dtype == FLOAT8)]
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    CONFIGS,
+    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.slots}",
+)
+def test_configs(dtype, config):
+    """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
+    N = config.columns + 64
+    x = Inputs.random((130, 0, 1, 67, 3), M=230, N=N, K=256, lhs_dtype=dtype, rhs_dtype=dtype)
+    out = run(x, back_end(config))
+    check(out[: sum(x.group_sizes)], x.expected(), tolerance("bfloat16"))
+
+
+@kernel_runs
+def test_matrices_of_empty_groups_are_not_read():
+    x = Inputs.random((0, 5, 0), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    rhs = np.where(np.arange(3)[:, None, None] == 1, x.rhs, np.nan)
+    out = run(dataclasses.replace(x, rhs=rhs), back_end())
+    check(out, x.expected(), tolerance("bfloat16"))
+
+
+@kernel_runs
+def test_in_a_while_loop():
+    """Sizes that change from step to step, as a decoding loop has them."""
+    x = Inputs.random((2, 0, 5), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    lhs, rhs, sizes, *_ = x.arrays()
+
+    def step(carry):
+        i, _ = carry
+        return i + 1, back_end()(lhs, rhs, jnp.roll(sizes, i))
+
+    _, out = jax.jit(
+        lambda: lax.while_loop(lambda c: c[0] < 3, step, (0, jnp.zeros((7, 64), jnp.bfloat16)))
+    )()
+    rolled = dataclasses.replace(x, group_sizes=tuple(np.roll(x.group_sizes, 2).tolist()))
+    check(out, rolled.expected(), tolerance("bfloat16"))
+
+
+@kernel_runs
+@pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
+def test_gradients_equal_the_reference_s(sizes):
+    """The backward pass is another back-end's, whatever computed the forward pass."""
+    x = Inputs.random(sizes, N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    lhs, rhs, group_sizes, *_ = x.arrays()
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal((sum(sizes), 64)), jnp.bfloat16)
+
+    def gradients(product):
+        return jax.grad(lambda a, b: jnp.sum(product(a, b, group_sizes) * weights), (0, 1))(
+            lhs, rhs
+        )
+
+    got, want = gradients(back_end()), gradients(reference.grouped_matmul)
+    for a, b in zip(got, want, strict=True):
+        check(a, np.float64(b), tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "block_shape", "message"),
+    [
+        ({}, (128, 128), "takes bfloat16 by bfloat16 and .*, got float32 by float32"),
+        ({"rhs_dtype": FLOAT8}, (128, 128), f"got float32 by {FLOAT8}"),
+        ({"lhs_dtype": FLOAT8}, (128, 128), f"got {FLOAT8} by float32"),
+        (
+            {"lhs_dtype": FLOAT8, "rhs_dtype": FLOAT8},
+            (64, 128),
+            r"scales of blocks of 128 x 128, got \(64, 128\)",
+        ),
+        (
+            {"lhs_dtype": "bfloat16", "rhs_dtype": "bfloat16", "K": 96},
+            (128, 128),
+            "multiples of 64, and multiples of 64 of K, got N 64 and K 96",
+        ),
+        (
+            {"lhs_dtype": FLOAT8, "rhs_dtype": FLOAT8, "K": 192},
+            (128, 128),
+            "multiples of 64, and multiples of 128 of K, got N 64 and K 192",
+        ),
+        (
+            {"lhs_dtype": "bfloat16", "rhs_dtype": "bfloat16", "N": 72},
+            (128, 128),
+            "multiples of 64, and multiples of 64 of K, got N 72 and K 64",
+        ),
+    ],
+)
+def test_refusals(settings, block_shape, message):
+    x = Inputs.random((3, 4), **{"N": 64, "K": 64, "block_shape": block_shape, **settings})
+    anything = object()  # for it does not come to interpreting
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu.grouped_matmul(*x.arrays(), block_shape=block_shape, interpret=anything)
+
+
+@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+def test_elsewhere_it_refuses():
+    x = Inputs.random((3, 4), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: runs on Hopper GPUs, this is cpu"):
+        grouped_matmul(*x.arrays(), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("sizes", [(130, 0, 1, 67, 3), (0, 0, 0), (64,), (0, 5)])
+def test_tile_schedule(sizes):
+    """Against a loop over the groups."""
+    rows = 64
+    expected, first = [], 0
+    for group, size in enumerate(sizes):
+        expected += [(group, first + r, min(rows, size - r)) for r in range(0, size, rows)]
+        first += size
+    schedule = np.asarray(tile_schedule(jnp.asarray(sizes, jnp.int32), sum(sizes) + 9, rows))
+    assert (schedule[3] == len(expected)).all()
+    assert [tuple(tile) for tile in schedule[:3, : len(expected)].T] == expected
