@@ -106,7 +106,7 @@ class _Refs(NamedTuple):
     staging: Any
     staging_plain: Any
     block: jax.Array
-    """This block's number, which the body of a WarpMesh could not ask for in jax 0.10."""
+    """This block's number."""
 
 
 @dataclasses.dataclass(frozen=True)
