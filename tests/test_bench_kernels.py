@@ -198,6 +198,7 @@ def result_of(words, chosen, out):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path):
     out = tmp_path / "kernels.json"
     words = ["--implementation", "reference", "--calls", "2", "--out", str(out), "--repeats", "2"]

@@ -206,25 +206,29 @@ class Session:
             total = total + differs(run(arrays), first)
         return int(total) > 0
 
-    def run(self, case: dict[str, Any], ours: bool) -> Reply:
-        """Times XLA's lowering, and our kernel unless that is known to be wrong."""
-        return self._run(decoded(case), ours)
+    def run(self, case: dict[str, Any], ours: bool, xla: bool) -> Reply:
+        """Times our kernel, XLA's lowering, or both: {"us": ...} and {"xla": {"us": ...}}."""
+        return self._run(decoded(case), ours, xla)
 
-    def _run(self, case: Case, ours: bool) -> Reply:
+    def _run(self, case: Case, ours: bool, xla: bool) -> Reply:
         sets, laps = rotation(case, guessed_us(case), self._most_calls)
         arrays = [inputs.make(case, seed) for seed in range(sets)]
         reply: Reply = {"sets": sets}
         if ours:
             reply |= self._ours(case, arrays, laps)
-        call = xla_call(case)
-        try:
-            if isinstance(call, str):
-                raise NotImplementedError(call)
-            build = compile_program(case, call, sets, 1, False)
-            reply["xla"] = self._time(case, build(), arrays, 1)
-        except Exception as error:
-            reply["xla"] = {"error": reason(error)}
+        if xla:
+            reply["xla"] = self._xla(case, arrays)
         return reply
+
+    def _xla(self, case: Case, arrays: list[Arrays]) -> Reply:
+        call = xla_call(case)
+        if isinstance(call, str):
+            return {"error": call}
+        try:
+            build = compile_program(case, call, len(arrays), 1, False)
+            return self._time(case, build(), arrays, 1)
+        except Exception as error:
+            return {"error": reason(error)}
 
     def _ours(self, case: Case, arrays: list[Arrays], laps: int) -> Reply:
         if key(case) not in self._programs:  # lost with the process that a row before took along

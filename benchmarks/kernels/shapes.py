@@ -236,11 +236,14 @@ def prefill_cases() -> list[Prefill]:
 
 
 def cases() -> list[Case]:
-    """All, each once: the core ones first."""
+    """All, each once: the core ones first, the ops mixed for runs that end early."""
+    place: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
-    for case in (*decode_cases(), *grouped_cases(), *prefill_cases()):
-        unique.setdefault(key(case), case)
-    return sorted(unique.values(), key=lambda case: not case.core)
+    for of_op in (prefill_cases(), decode_cases(), grouped_cases()):
+        for i, case in enumerate(of_op):
+            place.setdefault(key(case), (not case.core, i / len(of_op)))
+            unique.setdefault(key(case), case)
+    return [unique[name] for name in sorted(place, key=place.__getitem__)]
 
 
 def select(

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -195,6 +196,10 @@ def reason_to_skip() -> str | None:
         return "needs jax 0.11"
     if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13)):
         return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
+    wheels = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc-cu13"}
+    installed = {found.name for found in importlib.metadata.distributions()}
+    if shutil.which("ptxas") is None and not wheels & installed:
+        return "needs ptxas: CUDA's, or the package nvidia-cuda-nvcc"
     return None
 
 
