@@ -57,6 +57,8 @@ class Config:
         falls into the other's products.
       ctas: at most this many, each of which takes tile after tile; by default one a
         multiprocessor.
+      pair: two CTAs with neighbouring tiles each copy half of a block for both (TMA multicast),
+        which halves what the L2 cache delivers; the lower tile may do one block for nothing.
       l2_bytes: heads whose keys and values fit here run side by side.
       registers: of a compute thread and of a copying thread; at most 504 for the three together.
     """
@@ -67,6 +69,7 @@ class Config:
     hold: bool = True
     turns: bool = True
     ctas: int | None = None
+    pair: bool = False
     l2_bytes: int = 24 << 20
     registers: tuple[int, int] = (240, 24)
 
@@ -159,10 +162,12 @@ def attend(
     interpreted = interpret is not None
     in_registers = config.registers_a and not interpreted  # the interpreter wants P in SMEM
 
-    q_tiles = pl.cdiv(T, TILE)
+    neighbours = 2 if config.pair else 1
+    q_tiles = pl.cdiv(T, TILE * neighbours)  # of a CTA, or of a pair
     together = heads_together(B * H, S * (K + V) * 2, config.l2_bytes)
     tiles = B * H * q_tiles
-    ctas = min(tiles, config.ctas or multiprocessors())
+    ctas = min(tiles, (config.ctas or multiprocessors()) // neighbours)
+    multicast = {"collective_axes": "pair"} if config.pair else {}
 
     def body(
         q_g, k_g, v_g, starts_g, lengths_g, out_g, lse_g,
@@ -181,11 +186,23 @@ def attend(
             section, index = lax.div(index, together * q_tiles), lax.rem(index, together * q_tiles)
             row_head = section * together + lax.rem(index, together)
             b, h = lax.div(row_head, H), lax.rem(row_head, H)
-            t0 = (q_tiles - 1 - lax.div(index, together)) * TILE  # the longest tiles first
+            # The longest tiles first.
+            t0 = (q_tiles - 1 - lax.div(index, together)) * (TILE * neighbours)
             start, length = starts_g[b] + t0, lengths_g[b]
-            seen = jnp.clip(jnp.minimum(length, start + TILE), 0, S)
+            seen = jnp.clip(jnp.minimum(length, start + TILE * neighbours), 0, S)
             blocks = jnp.maximum(lax.div(seen + block - 1, block), 1)
+            if config.pair:
+                here = lax.axis_index("pair") * TILE
+                t0, start = t0 + here, start + here
             return b, h, t0, start, length, blocks
+
+        def copy_block(source, target, barrier):
+            plgpu.copy_gmem_to_smem(source, target, barrier, **multicast)
+
+        def release(barrier):
+            if config.pair:  # one thread arrives, for four warps that must all be done
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(barrier)
 
         @pl.when(wg == WARPGROUPS)
         def _copy():
@@ -202,7 +219,7 @@ def attend(
                     def _():
                         plgpu.barrier_wait(k_free.at[slot])
 
-                    plgpu.copy_gmem_to_smem(k_g.at[b, keys, h], k_s.at[slot], k_full.at[slot])
+                    copy_block(k_g.at[b, keys, h], k_s.at[slot], k_full.at[slot])
 
                     @pl.when(i == 0)
                     def _():
@@ -218,7 +235,7 @@ def attend(
                     def _():
                         plgpu.barrier_wait(v_free.at[slot])
 
-                    plgpu.copy_gmem_to_smem(v_g.at[b, keys, h], v_s.at[slot], v_full.at[slot])
+                    copy_block(v_g.at[b, keys, h], v_s.at[slot], v_full.at[slot])
                     return count + 1
 
                 return lax.fori_loop(0, blocks, block_step, count)
@@ -323,7 +340,7 @@ def attend(
                     give_turn()
 
                 s = product(first_scores, block)
-                plgpu.barrier_arrive(k_free.at[slot])
+                release(k_free.at[slot])
                 top = _as_layout(jnp.full((ROWS,), _LOWEST, jnp.float32), _ROW)
                 total = _as_layout(jnp.zeros((ROWS,), jnp.float32), _ROW)
                 p, top, total = softmax(s, top, total, (start, length, first))[:3]
@@ -345,7 +362,7 @@ def attend(
                     take_turn()
 
                     def after_scores(s):
-                        plgpu.barrier_arrive(k_free.at[slot])
+                        release(k_free.at[slot])
                         return softmax(s, top, total, bound)
 
                     def overlapped(refs):
@@ -379,7 +396,7 @@ def attend(
                         )
                     if in_registers and config.hold:
                         alpha = _hold(alpha, acc, before_p)
-                    plgpu.barrier_arrive(v_free.at[before])
+                    release(v_free.at[before])
                     # Only now: a register that a product in flight reads may not be written.
                     p = p.astype(jnp.bfloat16)
                     acc = acc * lax.broadcast_in_dim(alpha, (ROWS, V), [0])
@@ -399,7 +416,7 @@ def attend(
                     plgpu.wgmma(ref, p_operand, v_s.at[slot])
 
                 acc = acc + product(last, V) if interpreted else _run_state(last)(_ACC.init(acc))
-                plgpu.barrier_arrive(v_free.at[slot])
+                release(v_free.at[slot])
 
                 rows = pl.ds(t0 + wg * ROWS, ROWS)
                 seen = total > 0.0
@@ -429,13 +446,20 @@ def attend(
                 def _():
                     plgpu.barrier_wait(turn.at[0])
 
-    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+    options: dict[str, Any] = {"interpret": interpret} if interpreted else {}
+    if config.pair:
+        options |= {"cluster": (2,), "cluster_names": ("pair",)}
+        free: Any = plgpu.ClusterBarrier(
+            collective_axes=("pair",), num_arrivals=WARPGROUPS, num_barriers=stages
+        )
+    else:
+        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
     kernel = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Whole tiles: a copy of float32 in one piece is not cut at T, and would run on.
-            jax.ShapeDtypeStruct((B, H, q_tiles * TILE), jnp.float32),
+            jax.ShapeDtypeStruct((B, H, q_tiles * TILE * neighbours), jnp.float32),
         ],
         scratch_types=[
             _smem(WARPGROUPS, ROWS, K),
@@ -463,6 +487,6 @@ def attend(
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,
         ),
-        **({"interpret": interpret} if interpreted else {}),
+        **options,
     )
     return tuple(kernel(q, k, v, starts, lengths))

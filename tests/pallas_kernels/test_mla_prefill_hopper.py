@@ -49,9 +49,10 @@ class TestMosaicGpu(MlaPrefillCases):
         [
             {"ctas": 2},
             {"ctas": 3, "turns": False},
+            {"ctas": 4, "pair": True},
             {"ctas": 2, "block": 64, "stages": 3, "registers_a": False},
         ],
-        ids=["two-ctas", "no-turns", "small-blocks"],
+        ids=["two-ctas", "no-turns", "pair", "small-blocks"],
     )
     def test_tile_after_tile(self, config):
         """More tiles than CTAs, of all lengths; the rings run on from tile to tile."""
