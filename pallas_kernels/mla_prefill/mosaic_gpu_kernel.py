@@ -167,7 +167,7 @@ def attend(
     together = heads_together(B * H, S * (K + V) * 2, config.l2_bytes)
     tiles = B * H * q_tiles
     ctas = min(tiles, (config.ctas or multiprocessors()) // neighbours)
-    multicast = {"collective_axes": "pair"} if config.pair else {}
+    multicast: dict[str, Any] = {"collective_axes": "pair"} if config.pair else {}
 
     def body(
         q_g, k_g, v_g, starts_g, lengths_g, out_g, lse_g,
