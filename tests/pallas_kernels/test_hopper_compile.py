@@ -8,8 +8,8 @@ and ptxas.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -194,10 +194,10 @@ def reason_to_skip() -> str | None:
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     if version < (0, 11):
         return "needs jax 0.11"
-    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13)):
-        return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
-    wheels = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc-cu13"}
     installed = {found.name for found in importlib.metadata.distributions()}
+    if not {"jax-cuda12-plugin", "jax-cuda13-plugin"} & installed:
+        return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
+    wheels = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"}
     if shutil.which("ptxas") is None and not wheels & installed:
         return "needs ptxas: CUDA's, or the package nvidia-cuda-nvcc"
     return None
