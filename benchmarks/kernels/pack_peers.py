@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 ARCHIVE = "peers.tar.xz"
-COMPILED = "jit.tar"  # DeepGEMM's directory of compiled kernels from an earlier run, if it was kept
+COMPILED = "jit.t*"  # DeepGEMM's directory of compiled kernels from an earlier run, if it was kept
 PYTHON = "cpython-312"  # whose DeepGEMM is packed; the others are for every CPython
 MEMBERS = {
     "vllm/_flashmla_C.abi3.so": "flash_mla.so",
@@ -50,10 +50,9 @@ def unpack(directory: Path, to: Path) -> Path:
     done = to / "unpacked"
     if not done.exists():
         to.mkdir(parents=True, exist_ok=True)
-        for path in (directory / ARCHIVE, directory / COMPILED):
-            if path.exists():
-                with tarfile.open(path) as archive:
-                    archive.extractall(to, filter="data")
+        for path in (directory / ARCHIVE, *directory.glob(COMPILED)):
+            with tarfile.open(path) as archive:
+                archive.extractall(to, filter="data")
         done.touch()
     return to
 
