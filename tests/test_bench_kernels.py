@@ -175,6 +175,12 @@ def test_results_that_differ_between_runs(odd):
     assert differ == (odd is not None)
 
 
+def test_xla_decodes_from_a_dense_cache():
+    session = Session("reference", most_calls=2)
+    found = session.run(encoded(TINY[0]), ours=False, xla=True)
+    assert found["xla"].get("us", 0) > 0, found
+
+
 def test_every_call_of_a_program_is_made():
     made = []
 
