@@ -8,6 +8,7 @@ platform that has a faster way.
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.softmax import merge_attention
 
@@ -18,5 +19,6 @@ __all__ = [
     "integer_quant",
     "merge_attention",
     "mla_decode",
+    "mla_decode_schedule",
     "mla_prefill",
 ]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_decode import cpu, reference
+from pallas_kernels.mla_decode import cpu, mosaic_gpu, reference
+from pallas_kernels.mla_decode.schedule import Schedule
 
-BACKENDS = {"cpu": cpu.mla_decode, "reference": reference.mla_decode}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.mla_decode,
+    "cpu": cpu.mla_decode,
+    "reference": reference.mla_decode,
+}
 
 
 def mla_decode(
@@ -18,6 +25,7 @@ def mla_decode(
     lengths: Int[Array, " B"],
     *,
     scale: float,
+    schedule: Schedule | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
     """Softmax attention of T queries a row over that row's cached latents.
@@ -38,6 +46,8 @@ def mla_decode(
         (``lengths < T - t``) gives zeros and an LSE of -inf; one that would see past the table's
         end is padding, and its result undefined.
       scale: factor of the scores, ``(N + R)^-0.5`` times YaRN's correction.
+      schedule: :func:`pallas_kernels.mla_decode_schedule` of these lengths, for the back-end that
+        divides its work by one (``mosaic_gpu``); made here if it is missing.
 
     Returns:
       ``out`` in q_latent's dtype, still latent: the caller folds it through W_UV; and the scores'
@@ -47,9 +57,10 @@ def mla_decode(
       ValueError: ``implementation`` names no back-end.
       NotImplementedError: the named back-end does not take these arguments.
     """
+    scheduled = functools.partial(mosaic_gpu.mla_decode, schedule=schedule)
     return dispatch(
         "mla_decode",
-        BACKENDS,
+        BACKENDS | {"mosaic_gpu": scheduled},
         implementation,
         q_latent,
         q_rope,

@@ -1,0 +1,71 @@
+"""mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.mla_decode.merge_kernel import merge_pieces
+from pallas_kernels.mla_decode.mosaic_gpu_kernel import LATENT, ROPE, TILE, Config, attend
+from pallas_kernels.mla_decode.schedule import BLOCK, Schedule, schedule
+
+
+def mla_decode(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page C+R"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    schedule: Schedule | None = None,
+    config: Config = Config(),
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """As :func:`pallas_kernels.mla_decode`.
+
+    A row's last rounding may depend on the other rows' lengths, which decide where it is cut.
+    """
+    require_hopper(interpret)
+    B, T, H, C = q_latent.shape
+    dtypes = {str(x.dtype) for x in (q_latent, q_rope, pages)}
+    if dtypes != {"bfloat16"}:
+        raise NotImplementedError(f"takes bfloat16, got {', '.join(sorted(dtypes))}")
+    widths = (pages.shape[1], C, q_rope.shape[-1])
+    if widths != (BLOCK, LATENT, ROPE):
+        raise NotImplementedError(
+            f"takes pages of {BLOCK} tokens, {LATENT} latent and {ROPE} rope columns, got {widths}"
+        )
+    M = T * H
+    if M % 8 and M < TILE:
+        raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
+    if schedule is None:
+        schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
+    # Whole tiles of query rows, or one that is not full.
+    padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
+    out, lse, pieces = attend(
+        jnp.pad(q_latent.reshape(B, M, C), padding),
+        jnp.pad(q_rope.reshape(B, M, ROPE), padding),
+        pages,
+        block_tables.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+        schedule,
+        queries=T,
+        heads=H,
+        scale=scale,
+        config=config,
+        interpret=interpret,
+    )
+    out, lse = merge_pieces(out, lse, *pieces, schedule.split, interpret=interpret)
+    return out[:, :M].reshape(B, T, H, C), lse[:, :M].reshape(B, T, H)
+
+
+def make_schedule(
+    lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
+) -> Schedule:
+    """The schedule that fills the default device; one serves all layers of a step."""
+    tiles = -(-queries * heads // TILE)
+    return schedule(lengths, max_pages=max_pages, parts=max(1, multiprocessors() // tiles))

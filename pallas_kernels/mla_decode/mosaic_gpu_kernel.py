@@ -1,0 +1,434 @@
+"""The Hopper kernels behind mla_decode: attention by parts of a schedule, and the merge of pieces.
+
+One program takes 64 query rows (of a row's T * H) through one part of the schedule, block after
+block of 64 cached tokens, with four warpgroups that wait for each other at barriers alone:
+
+* two score warpgroups take the even and the odd blocks. Each fetches its blocks into its own half
+  of the shared memory, multiplies S = Q K^T, and leaves P = exp(S - maximum) in place of the
+  block's rope keys, which nobody needs any more. The running maximum passes from one to the other.
+* two value warpgroups hold 256 of the 512 output columns each, in registers, and add P V.
+
+So one block's softmax runs under the products of its neighbours, and a block is fetched while the
+other is in use. Two programs whose query rows belong to the same row of the batch form a cluster:
+each fetches half of a block for both (multicast), for the SMs ask more of the L2 cache than it can
+give. Scores are kept in base 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int
+
+from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
+
+LATENT, ROPE = 512, 64
+TILE = 64  # query rows of a program: the M of one wgmma
+_HALF = LATENT // 2  # output columns of a value warpgroup
+_PIECE = 128  # latent columns that are fetched, multiplied and given back together
+_SLOTS = 2
+# Score warpgroups take pieces as the value warpgroups, who own two each, give them back; rope last.
+_ORDER = (0, 2, 1, 3)
+_LOG2E = math.log2(math.e)
+_NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
+
+# 4 * 128 registers a thread are the SM's: what the value warpgroups take, the others give.
+_VALUE_REGISTERS, _SCORE_REGISTERS = 160, 96
+
+_WGMMA = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a WGMMA tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What may be tuned without changing a result."""
+
+    multicast: bool = True
+    """Two programs of a row share the fetching of its blocks."""
+
+    prefetch: int = 0
+    """Blocks ahead of the one being fetched that are brought into the L2 cache."""
+
+
+_Pieces = tuple[Float32[Array, "pieces M C"], Float32[Array, "pieces M"]]
+
+
+def attend(
+    q_latent: BFloat16[Array, "B M C"],
+    q_rope: BFloat16[Array, "B M R"],
+    pages: BFloat16[Array, "P page C+R"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    schedule: Schedule,
+    *,
+    queries: int,
+    heads: int,
+    scale: float,
+    config: Config = Config(),
+    interpret: Any = None,
+) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Pieces]:
+    """M = T * H rounded up to whole tiles, or less than one; query row m is query m // H.
+
+    Returns:
+      ``out`` and ``lse`` of the rows that one part took whole, and the pieces of all others.
+    """
+    B, M, _ = q_latent.shape
+    rows = min(TILE, M)
+    tiles = -(-M // TILE)
+    pair = 2 if tiles % 2 == 0 and config.multicast else 1
+    parts = schedule.parts.shape[0]
+    shared = {"collective_axes": "pair"} if pair == 2 else {}
+    # Table entries past a row's length may be anything; they must not lead out of the pool.
+    last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
+
+    def body(ql_g, qr_g, kv_g, table_g, length_g, part_g, row_g, out_g, lse_g, piece_g, piece_lse_g,
+             ql_s, qr_s, v_s, rope_s, vectors_s,
+             q_full, q_free, kv_full, max_ready, p_ready, sum_ready, sum_free, kv_free):  # fmt: skip
+        max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
+        sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
+        part, wg = lax.axis_index("part"), lax.axis_index("wg")
+        tile = lax.axis_index("tile") * pair + lax.axis_index("pair")
+        m0 = tile * TILE
+        first_row, last_row = part_g[part, 0], part_g[part, 1]
+        row_count = last_row - first_row + 1
+
+        def segment(i):
+            """Of the part's i-th row: row, first block, blocks taken here, whether to its end."""
+            b = first_row + i
+            begin = jnp.where(i == 0, part_g[part, 2], 0)
+            end = jnp.where(b == last_row, part_g[part, 3], row_g[b, 0])
+            return b, begin, end - begin, end == row_g[b, 0]
+
+        def row_vector(value):
+            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
+
+        def score_warpgroup():
+            plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
+            own = wg - 2  # the parity of its blocks, and their slot
+            other = 1 - own
+
+            def page_of(b, block):
+                page = table_g[b, jnp.minimum(block, max_pages - 1)]
+                return jnp.clip(page, 0, last_page)
+
+            def fetch(page, *, wait):
+                """Into this warpgroup's slot, piece by piece as its last block is done with."""
+                for piece in _ORDER:
+                    if wait:
+                        plgpu.barrier_wait(kv_free.at[own * 4 + piece])
+                    plgpu.copy_gmem_to_smem(
+                        kv_g.at[page, :, pl.ds(_PIECE * piece, _PIECE)],
+                        v_s.at[own, piece],
+                        kv_full.at[own * 5 + piece],
+                        **shared,
+                    )
+                plgpu.copy_gmem_to_smem(
+                    kv_g.at[page, :, pl.ds(LATENT, ROPE)],
+                    rope_s.at[own],
+                    kv_full.at[own * 5 + 4],
+                    **shared,
+                )
+
+            def prefetch(page):
+                """Into the L2 cache; a pair of programs shares the page."""
+                for first in (0, _HALF):
+                    columns = pl.ds(first, _HALF)
+
+                    @pl.when((pair == 1) | ((tile & 1) * _HALF == first))
+                    def _(columns=columns):
+                        plgpu.async_prefetch(kv_g.at[page, :, columns])
+
+                plgpu.async_prefetch(kv_g.at[page, :, pl.ds(LATENT, ROPE)])
+
+            def run_segment(i, done):
+                """``done``: blocks of the part before this segment, whoever took them."""
+                b, begin, count, _ = segment(i)
+                length = length_g[b]
+                first = (own + done) & 1
+                mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
+                # Blocks that every query sees whole, and how many of them are mine.
+                whole = jnp.clip(lax.div(length - queries + 1, BLOCK) - begin, 0, count)
+                whole = lax.shift_right_logical(jnp.maximum(whole - first + 1, 0), jnp.int32(1))
+
+                for fresh in (True, False):
+
+                    @pl.when((first < count) & ((done + first < _SLOTS) == fresh))
+                    def _(fresh=fresh):
+                        fetch(page_of(b, begin + first), wait=not fresh)
+
+                plgpu.barrier_arrive(q_free)
+
+                @pl.when(own == 0)
+                def _():
+                    plgpu.barrier_wait(q_free)
+                    m = pl.ds(m0, rows)
+                    for piece in range(4):
+                        plgpu.copy_gmem_to_smem(
+                            ql_g.at[b, m, pl.ds(_PIECE * piece, _PIECE)],
+                            ql_s.at[piece, pl.ds(0, rows)],
+                            q_full,
+                        )
+                    plgpu.copy_gmem_to_smem(qr_g.at[b, m, :], qr_s.at[0, pl.ds(0, rows)], q_full)
+
+                plgpu.barrier_wait(q_full)
+
+                def scores(k):
+                    # Zero, but not to the compiler: it would else compute all 72 descriptors before
+                    # the loop, and keep them in registers that this warpgroup does not have.
+                    zero = lax.shift_right_logical(k, jnp.int32(24))
+                    slot = own + zero
+
+                    def multiply(acc):
+                        for piece in _ORDER:
+                            plgpu.barrier_wait(kv_full.at[own * 5 + piece])
+                            keys = v_s.at[slot, piece]
+                            plgpu.wgmma(acc, ql_s.at[piece + zero], keys.transpose((1, 0)))
+                        plgpu.barrier_wait(kv_full.at[own * 5 + 4])
+                        plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
+                        return acc[...]
+
+                    return pl.run_scoped(multiply, plgpu.ACC((TILE, BLOCK), jnp.float32))
+
+                def masked_scores(s, block):
+                    column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=_WGMMA)
+                    seen = length - (queries - 1) - block * BLOCK
+                    end = max_pages * BLOCK - block * BLOCK
+                    if queries > 1:
+                        m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_WGMMA)
+                        seen = seen + lax.div(m + m0, jnp.int32(heads))
+                    return jnp.where(column < jnp.minimum(seen, end), s, -jnp.inf)
+
+                def take_block(k, carry, *, masked):
+                    own_max, total = carry
+                    j = first + 2 * k
+                    ahead = page_of(b, begin + j + 2)  # early: its latency hides behind the product
+                    if config.prefetch:
+
+                        @pl.when(j + 2 + config.prefetch < count)
+                        def _():
+                            prefetch(page_of(b, begin + j + 2 + config.prefetch))
+
+                    s = scores(k)
+                    if masked:
+                        s = masked_scores(s, begin + j)
+                    top = s.max(axis=1) * (scale * _LOG2E)
+
+                    @pl.when(done + j >= 1)
+                    def _():
+                        plgpu.barrier_wait(max_ready.at[other])
+
+                    before = lax.cond(
+                        j == 0,
+                        lambda: row_vector(_NO_SCORE),
+                        lambda: plgpu.layout_cast(max_s[other], _ROW),
+                    )
+                    running = jnp.maximum(before, top)
+                    max_s[own] = running
+                    alpha_s[own] = jnp.exp2(before - running)
+                    plgpu.barrier_arrive(max_ready.at[own])
+                    p = jnp.exp2(
+                        s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
+                    )
+                    rope_s[own] = p.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(p_ready.at[own])
+                    total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
+
+                    @pl.when(j + 2 < count)
+                    def _():
+                        fetch(ahead, wait=True)
+
+                    return running, total
+
+                carry = row_vector(_NO_SCORE), row_vector(0.0)
+                carry = lax.fori_loop(0, whole, functools.partial(take_block, masked=False), carry)
+                carry = lax.fori_loop(
+                    whole, mine, functools.partial(take_block, masked=True), carry
+                )
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_wait(sum_free)
+
+                sum_max_s[own], sum_s[own] = carry
+                plgpu.barrier_arrive(sum_ready)
+                return done + count
+
+            done = lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
+
+            # Nobody leaves before all that is still to arrive at its barriers has come.
+            @pl.when((done >= 1) & ((done & 1) == own))
+            def _():
+                plgpu.barrier_wait(max_ready.at[other])
+
+            @pl.when(done > own)
+            def _():
+                for piece in _ORDER:
+                    plgpu.barrier_wait(kv_free.at[own * 4 + piece])
+
+            @pl.when(row_count > 0)
+            def _():
+                plgpu.barrier_wait(sum_free)
+
+        def value_warpgroup():
+            plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
+
+            def release(slot, piece):
+                # One thread arrives for the warpgroup, which must be done as a whole.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(kv_free.at[slot * 4 + piece])
+
+            def add_block(block, acc, clear):
+                """Adds P V. ``clear``: only in the last block of a segment, which keeps its slot;
+                tokens of the block that are there, for what follows them is to be zeroed."""
+                slot = block & 1
+                plgpu.barrier_wait(max_ready.at[slot])
+                alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
+                acc = acc * lax.broadcast_in_dim(alpha, (TILE, _HALF), [0])
+                plgpu.barrier_wait(p_ready.at[slot])
+                if clear is not None:
+
+                    @pl.when(clear < BLOCK)
+                    def _():
+                        for column in range(0, _HALF, 64):
+                            values = v_s.at[slot, wg * 2 + column // _PIECE]
+                            part = values.at[:, pl.ds(column % _PIECE, 64)]
+                            token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, 64), 0, layout=_WGMMA)
+                            kept = plgpu.layout_cast(part[...], _WGMMA)
+                            part[...] = jnp.where(token < clear, kept, jnp.zeros_like(kept))
+                        plgpu.commit_smem()
+
+                def multiply(acc_ref):
+                    for half in range(2):
+                        part = acc_ref.at[:, half * _PIECE : (half + 1) * _PIECE]
+                        plgpu.wgmma(part, rope_s.at[slot], v_s.at[slot, wg * 2 + half])
+                    if clear is None:
+                        plgpu.wgmma_wait(1)
+                        release(slot, wg * 2)
+                    return acc_ref[...] if interpret is not None else None
+
+                if interpret is not None:  # it cannot carry an accumulator through run_state
+                    acc = acc + pl.run_scoped(multiply, plgpu.ACC((TILE, _HALF), jnp.float32))
+                else:
+                    acc = pl.run_state(multiply)(plgpu.ACC.init(acc))
+                if clear is None:
+                    release(slot, wg * 2 + 1)
+                return acc
+
+            def run_segment(i, done):
+                b, begin, count, to_end = segment(i)
+
+                def step(j, acc):
+                    return add_block(done + j, acc, None)
+
+                acc = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), _WGMMA)
+                acc = lax.fori_loop(0, count - 1, step, acc)
+                last = done + count - 1
+                slot = last & 1
+                clear = jnp.where(to_end, length_g[b] - (begin + count - 1) * BLOCK, BLOCK)
+                acc = add_block(last, acc, clear)
+
+                plgpu.barrier_wait(sum_ready)
+                maxima = [plgpu.layout_cast(sum_max_s[k], _ROW) for k in range(2)]
+                sums = [plgpu.layout_cast(sum_s[k], _ROW) for k in range(2)]
+                top = jnp.maximum(*maxima)
+                total = sums[0] * jnp.exp2(maxima[0] - top) + sums[1] * jnp.exp2(maxima[1] - top)
+                plgpu.barrier_arrive(sum_free)
+                inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
+                acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
+                pieces = row_g[b, 1]
+
+                @pl.when(wg == 0)
+                def _():
+                    lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
+                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
+                    plgpu.commit_smem()
+
+                @pl.when(pieces == 1)
+                def _():
+                    # Into the pieces of the block that only this warpgroup reads.
+                    for half in range(2):
+                        part = acc[:, half * _PIECE : (half + 1) * _PIECE]
+                        v_s[slot, wg * 2 + half] = part.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    for half in range(2):
+                        columns = pl.ds((wg * 2 + half) * _PIECE, _PIECE)
+                        plgpu.copy_smem_to_gmem(
+                            v_s.at[slot, wg * 2 + half, pl.ds(0, rows)],
+                            out_g.at[b, pl.ds(m0, rows), columns],
+                        )
+
+                    @pl.when(wg == 0)
+                    def _():
+                        plgpu.copy_smem_to_gmem(
+                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0, rows)]
+                        )
+
+                @pl.when(pieces > 1)
+                def _():
+                    piece = row_g[b, 2] + part
+                    piece_g[piece, pl.ds(m0, TILE), pl.ds(wg * _HALF, _HALF)] = acc
+
+                    @pl.when(wg == 0)
+                    def _():
+                        plgpu.copy_smem_to_gmem(lse_s, piece_lse_g.at[piece, pl.ds(m0, TILE)])
+
+                plgpu.wait_smem_to_gmem(0)
+                for half in range(2):
+                    release(slot, wg * 2 + half)
+                return done + count
+
+            lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
+
+        pl.when(wg >= 2)(score_warpgroup)
+        pl.when(wg < 2)(value_warpgroup)
+
+    def tiles_of(*shape):
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+    padded, f32 = tiles * TILE, jnp.float32
+    out, lse, *pieces = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((B, M, LATENT), jnp.bfloat16),
+            jax.ShapeDtypeStruct((B, M), f32),
+            jax.ShapeDtypeStruct((2 * parts, padded, LATENT), f32),
+            jax.ShapeDtypeStruct((2 * parts, padded), f32),
+        ],
+        scratch_types=[
+            tiles_of(4, TILE, _PIECE),
+            tiles_of(1, TILE, ROPE),
+            tiles_of(_SLOTS, 4, BLOCK, _PIECE),
+            tiles_of(_SLOTS, BLOCK, ROPE),
+            plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
+            plgpu.Barrier(num_arrivals=5),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=5 * _SLOTS),
+            plgpu.Barrier(num_barriers=_SLOTS),
+            plgpu.Barrier(num_barriers=_SLOTS),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=4 * _SLOTS),
+        ],
+        # The last axis runs fastest: tiles that read the same pages run together.
+        grid=(parts, tiles // pair),
+        grid_names=("part", "tile"),
+        cluster=(pair,),
+        cluster_names=("pair",),
+        num_threads=4,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(q_latent, q_rope, pages, block_tables, lengths, schedule.parts, schedule.rows)
+    return out, lse, tuple(pieces)

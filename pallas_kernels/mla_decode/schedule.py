@@ -1,0 +1,88 @@
+"""Who reads what in mla_decode's Hopper kernel: rows' cached blocks dealt out to the GPU.
+
+The kernel runs as ``parts`` equal programs, each of which takes a run of consecutive blocks of
+consecutive rows. A row that falls into several parts is attended in pieces, which a second kernel
+merges. The schedule depends on lengths alone: one serves all layers of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+BLOCK = 64
+"""Cached tokens a block: the kernel's page."""
+
+_ROW_COST = 4  # what starting and finishing a row costs a part, in blocks
+_SPLIT_COST = 6  # what writing and merging pieces costs a step, in blocks
+_LEAST_BLOCKS = 2  # of a part: smaller pieces cost more to merge than they save
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Made by :func:`schedule` once a step, read by every layer's mla_decode."""
+
+    parts: Int[Array, "parts 4"]
+    """First row, last row, first block of the first row, end block of the last row; a part
+    without work has its last row before its first."""
+
+    rows: Int[Array, "B 3"]
+    """Blocks; pieces; and the index of the row's first piece among all pieces of split rows, less
+    the number of its first part (so that part p's piece is the sum of that and p)."""
+
+    split: Int[Array, "parts 3"]
+    """Rows in several pieces: row, its first piece, its pieces. Beyond the last one, 0 pieces."""
+
+
+def schedule(lengths: Int[Array, " B"], *, max_pages: int, parts: int) -> Schedule:
+    """Cuts the rows' blocks evenly, or deals out whole rows where that ends no later.
+
+    Args:
+      lengths: cached tokens a row. An empty row counts as one block, for its zeros to be written.
+      max_pages: width of the block table, in pages of ``BLOCK`` tokens.
+      parts: programs that run side by side.
+    """
+    B = lengths.shape[0]
+    i32 = jnp.int32
+    blocks = jnp.clip((lengths.astype(i32) + BLOCK - 1) // BLOCK, 1, max_pages)
+    cost = blocks + _ROW_COST
+    # Masked sums, not scans: XLA makes one kernel of them.
+    number = jnp.arange(B)
+    begin = jnp.sum(jnp.where(number[None] < number[:, None], cost, 0), axis=1, dtype=i32)
+    share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // parts), _LEAST_BLOCKS + _ROW_COST)
+    edge = jnp.arange(parts + 1, dtype=i32)
+    rows_a_part = -(-B // parts)
+    first_whole = jnp.append(begin, jnp.sum(cost, dtype=i32))[jnp.minimum(edge * rows_a_part, B)]
+    longest = jnp.max(first_whole[1:] - first_whole[:-1])
+    edges = jnp.where(longest <= share + _SPLIT_COST, first_whole, edge * share)
+
+    # [B, parts]: the blocks of each row that fall between two edges.
+    cut = jnp.clip(edges[None] - begin[:, None], 0, blocks[:, None])
+    low, high = cut[:, :-1], cut[:, 1:]
+    held = high > low
+    pieces = jnp.sum(held, axis=1, dtype=i32)
+    first_row = jnp.argmax(held, axis=0).astype(i32)
+    last_row = jnp.where(
+        jnp.any(held, axis=0), B - 1 - jnp.argmax(held[::-1], axis=0).astype(i32), -1
+    )
+    part = jnp.arange(parts)
+    taken = [first_row, last_row, low[first_row, part], high[last_row, part]]
+
+    extra = jnp.where(pieces > 1, pieces, 0)
+    before = number[None] < number[:, None]
+    first_piece = jnp.sum(jnp.where(before, extra, 0), axis=1, dtype=i32)
+    # A split row's place among the split ones; the others are dropped.
+    place = jnp.sum(jnp.where(before, extra > 0, False), axis=1, dtype=i32)
+    place = jnp.where(extra > 0, place, parts)
+    split = jnp.zeros((parts, 3), i32).at[place]
+    split = split.set(jnp.stack([number.astype(i32), first_piece, extra], axis=1), mode="drop")
+    first_part = jnp.argmax(held, axis=1).astype(i32)
+    return Schedule(
+        parts=jnp.stack(taken, axis=1),
+        rows=jnp.stack([blocks, pieces, first_piece - first_part], axis=1),
+        split=split,
+    )
