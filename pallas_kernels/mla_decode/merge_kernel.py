@@ -15,6 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
+from pallas_kernels.hopper import multiprocessors
+
+_PROGRAMS_AN_SM = 16
 _UNROLLED = 8  # pieces whose loads are under way together
 
 
@@ -23,19 +26,24 @@ def merge_pieces(
     lse: Float32[Array, "B M"],
     pieces: Float32[Array, "pieces Mp C"],
     piece_lse: Float32[Array, "pieces Mp"],
-    split: Int[Array, "parts 3"],
+    split: Int[Array, "parts 4"],
     *,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"]]:
     """``out`` and ``lse`` with the split rows filled in; see :class:`schedule.Schedule`."""
     M, C = out.shape[1:]
+    # As many programs as run at once, whatever there is to merge: often it is nothing.
+    programs = min(split.shape[0] * M, _PROGRAMS_AN_SM * multiprocessors())
 
     def body(piece_g, piece_lse_g, split_g, out_g, lse_g):
-        place, m = lax.axis_index("place"), lax.axis_index("m")
-        b, first, count = (split_g[place, i] for i in range(3))
+        program = lax.axis_index("program")
+        left = split_g[0, 3] * M - program
 
-        @pl.when(count > 0)
-        def _():
+        def merge_row(i, _):
+            place = program + i * programs
+            m = lax.rem(place, M)
+            b, first, count = (split_g[lax.div(place, M), k] for k in range(3))
+
             # Several loads under way together; past the last piece the last one again, for nothing.
             def several(i):
                 numbers = [i * _UNROLLED + j for j in range(_UNROLLED)]
@@ -62,11 +70,14 @@ def merge_pieces(
             out_g[b, m] = (total / jnp.where(weight == 0.0, 1.0, weight)).astype(out.dtype)
             lse_g[b, m] = jnp.where(weight == 0.0, -jnp.inf, jnp.log(weight) + top)
 
+        rows = lax.div(jnp.maximum(left + programs - 1, 0), programs)
+        lax.fori_loop(0, rows, merge_row, None)
+
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
-        grid=(split.shape[0], M),
-        grid_names=("place", "m"),
+        grid=(programs,),
+        grid_names=("program",),
         **({} if interpret is None else {"interpret": interpret}),
     )(pieces, piece_lse, split, out_ref, lse_ref)
     return out_ref[...], lse_ref[...]

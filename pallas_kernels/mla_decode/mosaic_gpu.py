@@ -51,7 +51,6 @@ def mla_decode(
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),
         pages,
         block_tables.astype(jnp.int32),
-        lengths.astype(jnp.int32),
         schedule,
         queries=T,
         heads=H,

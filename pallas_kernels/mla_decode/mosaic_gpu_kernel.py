@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
+from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 
 LATENT, ROPE = 512, 64
@@ -38,6 +39,7 @@ _SLOTS = 2
 # Score warpgroups take pieces as the value warpgroups, who own two each, give them back; rope last.
 _ORDER = (0, 2, 1, 3)
 _LOG2E = math.log2(math.e)
+_SLACK = 8.0  # a maximum stays until it is exceeded by more: P then reaches 2^8, and sums stand
 _NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
 
 # 4 * 128 registers a thread are the SM's: what the value warpgroups take, the others give.
@@ -54,9 +56,6 @@ class Config:
     multicast: bool = True
     """Two programs of a row share the fetching of its blocks."""
 
-    prefetch: int = 0
-    """Blocks ahead of the one being fetched that are brought into the L2 cache."""
-
 
 _Pieces = tuple[Float32[Array, "pieces M C"], Float32[Array, "pieces M"]]
 
@@ -66,7 +65,6 @@ def attend(
     q_rope: BFloat16[Array, "B M R"],
     pages: BFloat16[Array, "P page C+R"],
     block_tables: Int[Array, "B max_pages"],
-    lengths: Int[Array, " B"],
     schedule: Schedule,
     *,
     queries: int,
@@ -84,12 +82,12 @@ def attend(
     rows = min(TILE, M)
     tiles = -(-M // TILE)
     pair = 2 if tiles % 2 == 0 and config.multicast else 1
-    parts = schedule.parts.shape[0]
+    parts = schedule.parts
     shared = {"collective_axes": "pair"} if pair == 2 else {}
     # Table entries past a row's length may be anything; they must not lead out of the pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
-    def body(ql_g, qr_g, kv_g, table_g, length_g, part_g, row_g, out_g, lse_g, piece_g, piece_lse_g,
+    def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
              q_full, q_free, kv_full, max_ready, p_ready, sum_ready, sum_free, kv_free):  # fmt: skip
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
@@ -97,15 +95,15 @@ def attend(
         part, wg = lax.axis_index("part"), lax.axis_index("wg")
         tile = lax.axis_index("tile") * pair + lax.axis_index("pair")
         m0 = tile * TILE
-        first_row, last_row = part_g[part, 0], part_g[part, 1]
+        first_row, last_row = plan_g[part, 0], plan_g[part, 1]
         row_count = last_row - first_row + 1
 
         def segment(i):
             """Of the part's i-th row: row, first block, blocks taken here, whether to its end."""
             b = first_row + i
-            begin = jnp.where(i == 0, part_g[part, 2], 0)
-            end = jnp.where(b == last_row, part_g[part, 3], row_g[b, 0])
-            return b, begin, end - begin, end == row_g[b, 0]
+            begin = jnp.where(i == 0, plan_g[part, 2], 0)
+            end = jnp.where(b == last_row, plan_g[part, 3], plan_g[parts + b, 0])
+            return b, begin, end - begin, end == plan_g[parts + b, 0]
 
         def row_vector(value):
             return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
@@ -116,7 +114,7 @@ def attend(
             other = 1 - own
 
             def page_of(b, block):
-                page = table_g[b, jnp.minimum(block, max_pages - 1)]
+                page = pages_g[b, jnp.minimum(block, max_pages - 1)]
                 return jnp.clip(page, 0, last_page)
 
             def fetch(page, *, wait):
@@ -137,21 +135,10 @@ def attend(
                     **shared,
                 )
 
-            def prefetch(page):
-                """Into the L2 cache; a pair of programs shares the page."""
-                for first in (0, _HALF):
-                    columns = pl.ds(first, _HALF)
-
-                    @pl.when((pair == 1) | ((tile & 1) * _HALF == first))
-                    def _(columns=columns):
-                        plgpu.async_prefetch(kv_g.at[page, :, columns])
-
-                plgpu.async_prefetch(kv_g.at[page, :, pl.ds(LATENT, ROPE)])
-
             def run_segment(i, done):
                 """``done``: blocks of the part before this segment, whoever took them."""
                 b, begin, count, _ = segment(i)
-                length = length_g[b]
+                length = plan_g[parts + b, 3]
                 first = (own + done) & 1
                 mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
                 # Blocks that every query sees whole, and how many of them are mine.
@@ -210,12 +197,6 @@ def attend(
                     own_max, total = carry
                     j = first + 2 * k
                     ahead = page_of(b, begin + j + 2)  # early: its latency hides behind the product
-                    if config.prefetch:
-
-                        @pl.when(j + 2 + config.prefetch < count)
-                        def _():
-                            prefetch(page_of(b, begin + j + 2 + config.prefetch))
-
                     s = scores(k)
                     if masked:
                         s = masked_scores(s, begin + j)
@@ -230,7 +211,7 @@ def attend(
                         lambda: row_vector(_NO_SCORE),
                         lambda: plgpu.layout_cast(max_s[other], _ROW),
                     )
-                    running = jnp.maximum(before, top)
+                    running = jnp.where(top > before + _SLACK, top, before)
                     max_s[own] = running
                     alpha_s[own] = jnp.exp2(before - running)
                     plgpu.barrier_arrive(max_ready.at[own])
@@ -292,7 +273,7 @@ def attend(
                 slot = block & 1
                 plgpu.barrier_wait(max_ready.at[slot])
                 alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
-                acc = acc * lax.broadcast_in_dim(alpha, (TILE, _HALF), [0])
+                acc = scale_rows(acc, alpha, interpret=interpret)
                 plgpu.barrier_wait(p_ready.at[slot])
                 if clear is not None:
 
@@ -333,7 +314,7 @@ def attend(
                 acc = lax.fori_loop(0, count - 1, step, acc)
                 last = done + count - 1
                 slot = last & 1
-                clear = jnp.where(to_end, length_g[b] - (begin + count - 1) * BLOCK, BLOCK)
+                clear = jnp.where(to_end, plan_g[parts + b, 3] - (begin + count - 1) * BLOCK, BLOCK)
                 acc = add_block(last, acc, clear)
 
                 plgpu.barrier_wait(sum_ready)
@@ -344,7 +325,7 @@ def attend(
                 plgpu.barrier_arrive(sum_free)
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
-                pieces = row_g[b, 1]
+                pieces = plan_g[parts + b, 1]
 
                 @pl.when(wg == 0)
                 def _():
@@ -374,7 +355,7 @@ def attend(
 
                 @pl.when(pieces > 1)
                 def _():
-                    piece = row_g[b, 2] + part
+                    piece = plan_g[parts + b, 2] + part
                     piece_g[piece, pl.ds(m0, TILE), pl.ds(wg * _HALF, _HALF)] = acc
 
                     @pl.when(wg == 0)
@@ -430,5 +411,5 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(q_latent, q_rope, pages, block_tables, lengths, schedule.parts, schedule.rows)
+    )(q_latent, q_rope, pages, block_tables, schedule.table)
     return out, lse, tuple(pieces)

@@ -26,16 +26,19 @@ _LEAST_BLOCKS = 2  # of a part: smaller pieces cost more to merge than they save
 class Schedule:
     """Made by :func:`schedule` once a step, read by every layer's mla_decode."""
 
-    parts: Int[Array, "parts 4"]
-    """First row, last row, first block of the first row, end block of the last row; a part
-    without work has its last row before its first."""
+    table: Int[Array, "parts+B 4"]
+    """First the parts: first row, last row, first block of the first row, end block of the last
+    row; a part without work has its last row before its first. Then the rows of the batch: blocks;
+    pieces; the index of the row's first piece among all pieces of split rows, less the number of
+    its first part (so that part p's piece is the sum of that and p); cached tokens."""
 
-    rows: Int[Array, "B 3"]
-    """Blocks; pieces; and the index of the row's first piece among all pieces of split rows, less
-    the number of its first part (so that part p's piece is the sum of that and p)."""
+    split: Int[Array, "parts 4"]
+    """Rows in several pieces: row, its first piece, its pieces; and how many such rows there are,
+    the same in all. Beyond the last one, 0 pieces."""
 
-    split: Int[Array, "parts 3"]
-    """Rows in several pieces: row, its first piece, its pieces. Beyond the last one, 0 pieces."""
+    @property
+    def parts(self) -> int:
+        return self.split.shape[0]
 
 
 def schedule(lengths: Int[Array, " B"], *, max_pages: int, parts: int) -> Schedule:
@@ -78,11 +81,12 @@ def schedule(lengths: Int[Array, " B"], *, max_pages: int, parts: int) -> Schedu
     # A split row's place among the split ones; the others are dropped.
     place = jnp.sum(jnp.where(before, extra > 0, False), axis=1, dtype=i32)
     place = jnp.where(extra > 0, place, parts)
-    split = jnp.zeros((parts, 3), i32).at[place]
-    split = split.set(jnp.stack([number.astype(i32), first_piece, extra], axis=1), mode="drop")
+    split = jnp.stack([number.astype(i32), first_piece, extra], axis=1)
+    split = jnp.zeros((parts, 3), i32).at[place].set(split, mode="drop")
+    count = jnp.full((parts, 1), jnp.sum(extra > 0), i32)
     first_part = jnp.argmax(held, axis=1).astype(i32)
+    rows = [blocks, pieces, first_piece - first_part, lengths.astype(i32)]
     return Schedule(
-        parts=jnp.stack(taken, axis=1),
-        rows=jnp.stack([blocks, pieces, first_piece - first_part], axis=1),
-        split=split,
+        table=jnp.concatenate([jnp.stack(taken, axis=1), jnp.stack(rows, axis=1)]),
+        split=jnp.concatenate([split, count], axis=1),
     )

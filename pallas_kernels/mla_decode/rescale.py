@@ -1,0 +1,73 @@
+"""Rows of a register tile times their factors, which nearly always are all 1: then nothing is done.
+
+Mosaic branches on scalars alone, and a factor is spread over the threads that hold its row. So the
+threads of the warpgroup vote: one instruction, a barrier with a reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+_FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
+_VOTE = """{
+    .reg .pred p, any;
+    setp.ne.b32 p, $2, 0;
+    bar.red.or.pred any, $1, 128, p;
+    selp.b32 $0, 1, 0, any;
+}"""
+
+
+def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """``x * factors[:, None]`` for a float32 tile in WGMMA layout, called by a whole warpgroup."""
+    if interpret is not None:
+        return x * lax.broadcast_in_dim(factors, x.shape, [0])
+    tile, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=tile)
+
+    @plgpu.inline_mgpu(arg_types=(tile, row), return_type=result)
+    def scaled(_: Any, x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
+        i32 = ir.IntegerType.get_signless(32)
+        one = mgpu_utils.c(1.0, ir.F32Type.get())
+        moved = None
+        for register in factors.registers.flat:
+            for i in range(ir.VectorType(register.type).shape[0]):
+                factor = vector.extract(
+                    register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
+                )
+                other = arith.cmpf(arith.CmpFPredicate.UNE, factor, one)
+                moved = other if moved is None else arith.ori(moved, other)
+        barrier = arith.addi(
+            arith.divui(mgpu_utils.thread_idx(), mgpu_utils.c(128, i32)),
+            mgpu_utils.c(_FIRST_VOTE, i32),
+        )
+        vote = llvm.inline_asm(
+            i32,
+            [barrier, arith.extui(i32, moved)],
+            _VOTE,
+            "=r,r,r",
+            has_side_effects=True,
+        )
+        anyone = arith.cmpi(arith.CmpIPredicate.ne, vote, mgpu_utils.c(0, i32))
+        kept = list(x.registers.flat)
+        branch = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            product = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
+            scf.yield_(list(product.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(kept)
+        registers = x.registers.copy()
+        registers.flat = list(branch.results)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=x.is_signed
+        )
+
+    return scaled(x, factors)
