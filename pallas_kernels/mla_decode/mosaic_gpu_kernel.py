@@ -89,7 +89,7 @@ def attend(
 
     def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
-             q_full, q_free, kv_full, max_ready, p_ready, sum_ready, sum_free, kv_free):  # fmt: skip
+             q_full, ready, shared_ready, kv_free):  # fmt: skip
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
         sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
         part, wg = lax.axis_index("part"), lax.axis_index("wg")
@@ -97,6 +97,18 @@ def attend(
         m0 = tile * TILE
         first_row, last_row = plan_g[part, 0], plan_g[part, 1]
         row_count = last_row - first_row + 1
+
+        # Few arrays of barriers: each keeps its phases in a register of every thread.
+        def kv_full(slot, piece):
+            return ready.at[slot * 5 + piece]
+
+        def max_ready(slot):
+            return ready.at[5 * _SLOTS + slot]
+
+        def p_ready(slot):
+            return ready.at[6 * _SLOTS + slot]
+
+        q_free, sum_ready, sum_free = (shared_ready.at[i] for i in range(3))
 
         def segment(i):
             """Of the part's i-th row: row, first block, blocks taken here, whether to its end."""
@@ -125,13 +137,13 @@ def attend(
                     plgpu.copy_gmem_to_smem(
                         kv_g.at[page, :, pl.ds(_PIECE * piece, _PIECE)],
                         v_s.at[own, piece],
-                        kv_full.at[own * 5 + piece],
+                        kv_full(own, piece),
                         **shared,
                     )
                 plgpu.copy_gmem_to_smem(
                     kv_g.at[page, :, pl.ds(LATENT, ROPE)],
                     rope_s.at[own],
-                    kv_full.at[own * 5 + 4],
+                    kv_full(own, 4),
                     **shared,
                 )
 
@@ -175,10 +187,10 @@ def attend(
 
                     def multiply(acc):
                         for piece in _ORDER:
-                            plgpu.barrier_wait(kv_full.at[own * 5 + piece])
+                            plgpu.barrier_wait(kv_full(own, piece))
                             keys = v_s.at[slot, piece]
                             plgpu.wgmma(acc, ql_s.at[piece + zero], keys.transpose((1, 0)))
-                        plgpu.barrier_wait(kv_full.at[own * 5 + 4])
+                        plgpu.barrier_wait(kv_full(own, 4))
                         plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
                         return acc[...]
 
@@ -204,7 +216,7 @@ def attend(
 
                     @pl.when(done + j >= 1)
                     def _():
-                        plgpu.barrier_wait(max_ready.at[other])
+                        plgpu.barrier_wait(max_ready(other))
 
                     before = lax.cond(
                         j == 0,
@@ -214,13 +226,13 @@ def attend(
                     running = jnp.where(top > before + _SLACK, top, before)
                     max_s[own] = running
                     alpha_s[own] = jnp.exp2(before - running)
-                    plgpu.barrier_arrive(max_ready.at[own])
+                    plgpu.barrier_arrive(max_ready(own))
                     p = jnp.exp2(
                         s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                     )
                     rope_s[own] = p.astype(jnp.bfloat16)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready.at[own])
+                    plgpu.barrier_arrive(p_ready(own))
                     total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
 
                     @pl.when(j + 2 < count)
@@ -248,7 +260,7 @@ def attend(
             # Nobody leaves before all that is still to arrive at its barriers has come.
             @pl.when((done >= 1) & ((done & 1) == own))
             def _():
-                plgpu.barrier_wait(max_ready.at[other])
+                plgpu.barrier_wait(max_ready(other))
 
             @pl.when(done > own)
             def _():
@@ -271,10 +283,10 @@ def attend(
                 """Adds P V. ``clear``: only in the last block of a segment, which keeps its slot;
                 tokens of the block that are there, for what follows them is to be zeroed."""
                 slot = block & 1
-                plgpu.barrier_wait(max_ready.at[slot])
+                plgpu.barrier_wait(max_ready(slot))
                 alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
                 acc = scale_rows(acc, alpha, interpret=interpret)
-                plgpu.barrier_wait(p_ready.at[slot])
+                plgpu.barrier_wait(p_ready(slot))
                 if clear is not None:
 
                     @pl.when(clear < BLOCK)
@@ -392,12 +404,8 @@ def attend(
             tiles_of(_SLOTS, BLOCK, ROPE),
             plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
             plgpu.Barrier(num_arrivals=5),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=5 * _SLOTS),
-            plgpu.Barrier(num_barriers=_SLOTS),
-            plgpu.Barrier(num_barriers=_SLOTS),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=7 * _SLOTS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=3),
             plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=4 * _SLOTS),
         ],
         # The last axis runs fastest: tiles that read the same pages run together.
