@@ -28,8 +28,9 @@ def default_config(M: int, G: int, weights: Weights) -> Config:
     most = min(M, 4 * mean if mean <= 4 else 2 * mean)
     last = next((i for i, c in enumerate(_CLASSES) if c >= most), len(_CLASSES) - 1)
     classes = _CLASSES[max(last - 2, 0) : last + 1]
-    # Four warpgroups have too few registers for sums 64 wide beside much else.
-    warpgroups = 3 if classes[-1] == 64 and weights.format != "int8" else 4
+    # Four warpgroups have too few registers for sums 64 wide beside much else, and tiles of three
+    # rarely fill the last wave.
+    warpgroups = 2 if classes[-1] == 64 and weights.format != "int8" else 4
     return Config(warpgroups=min(warpgroups, weights.N // 64), classes=classes)
 
 

@@ -27,22 +27,13 @@ from pallas_kernels.grouped_matmul import few_rows_registers as registers
 from pallas_kernels.grouped_matmul.reference import Matrices
 
 _SHARED_BYTES = 232448 - 1024  # what a block may have, less barriers and alignment
-_MOST_COPIED = 256  # rows of one copy
 # (copying, multiplying) of each warpgroup, by multiplying warpgroups.
-_REGISTERS = {
-    1: (40, 216),
-    2: (40, 232),
-    3: (56, 152),
-    4: (32, 112),
-    5: (40, 88),
-    6: (24, 80),
-    7: (24, 64),
-}
+_REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """``warpgroups`` of 64 matrix rows a tile; widths of x that a tile may take, the narrowest that
+    """1 to 4 ``warpgroups`` of 64 matrix rows a tile; widths of x that a tile may take, the narrowest that
     holds its rows is taken; ``stages`` of copies under way, by default as many as fit."""
 
     warpgroups: int = 4
@@ -186,13 +177,11 @@ def product(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    for top in range(0, tile, _MOST_COPIED):
-                        some = min(_MOST_COPIED, tile - top)
-                        plgpu.copy_gmem_to_smem(
-                            w_g.at[group, pl.ds(column + top, some), pl.ds(k * width, width)],
-                            w_s.at[slot, pl.ds(top, some)],
-                            full.at[slot],
-                        )
+                    plgpu.copy_gmem_to_smem(
+                        w_g.at[group, pl.ds(column, tile), pl.ds(k * width, width)],
+                        w_s.at[slot],
+                        full.at[slot],
+                    )
                     for_class(
                         rows,
                         lambda n, c: plgpu.copy_gmem_to_smem(
@@ -344,7 +333,7 @@ def product(
         scratch_types=[
             x_scratch,
             plgpu.SMEM((S, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()),
-            plgpu.Barrier(num_arrivals=1 + -(-tile // _MOST_COPIED), num_barriers=S),
+            plgpu.Barrier(num_arrivals=2, num_barriers=S),
             plgpu.Barrier(num_arrivals=W, num_barriers=S),
         ],
         grid=(blocks_of_grid,),
