@@ -33,8 +33,9 @@ _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """1 to 4 ``warpgroups`` of 64 matrix rows a tile; widths of x that a tile may take, the narrowest that
-    holds its rows is taken; ``stages`` of copies under way, by default as many as fit."""
+    """``warpgroups``, 1 to 4, of 64 matrix rows a tile; ``classes``, widths of x that a tile may
+    take, of which it takes the narrowest that holds its rows; ``stages`` of copies under way, by
+    default as many as fit."""
 
     warpgroups: int = 4
     classes: tuple[int, ...] = (8, 16)
