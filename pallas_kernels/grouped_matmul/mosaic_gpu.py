@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul import blocked, reference
+from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     EXTRA_SCALES,
     SCALE_BLOCK,
@@ -38,6 +39,7 @@ FEW_ROWS = (
     Config(128, 64, 6, "rows"),
 )
 _MANY = 128  # rows a group, on average
+_QUANTIZED_ROWS = 64  # a group, on average: few_rows is for no more
 
 
 def grouped_matmul(
@@ -48,50 +50,64 @@ def grouped_matmul(
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    config: Config | None = None,
+    config: Config | few_rows_kernel.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """grouped_matmul of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU.
+    """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, and few rows of
+    bfloat16 by int8, int4 or float8.
 
     Gradients are those of the other back-ends.
 
     Raises:
-      NotImplementedError: no Hopper GPU, other dtypes, other blocks of scales than 128 x 128, N no
-        multiple of 64, or K no multiple of 64 (bfloat16) or 128 (float8).
+      NotImplementedError: no Hopper GPU, other dtypes, or N no multiple of 64. Without quantized
+        matrices: K no multiple of 64 (bfloat16) or 128 (float8), other blocks of scales than
+        128 x 128. With them: more than 64 rows a group on average, and what
+        :func:`few_rows.grouped_matmul` refuses.
     """
     require_hopper(interpret)
-    _check(lhs, rhs, rhs_scale, block_shape)
+    if 0 in (lhs.size, rhs.size):
+        raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
-    config = config or choose_config(M, G, N, K, lhs_scale is not None)
-    check_shapes(config, N, K, lhs_scale is not None)
-    return _grouped_matmul(config, interpret, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
-
-
-def _check(
-    lhs: jax.Array, rhs: jax.Array, rhs_scale: jax.Array | None, block_shape: tuple[int, int]
-) -> None:
     if lhs.dtype == jnp.bfloat16 and rhs_scale is not None:
+        if M > _QUANTIZED_ROWS * G:
+            raise NotImplementedError(
+                f"takes {_QUANTIZED_ROWS} rows a group at most, on average, by {rhs.dtype}"
+                f" matrices, got {M} rows for {G} groups"
+            )
+    else:
+        check_dtypes(lhs, rhs, block_shape)
+        config = config or choose_config(M, G, N, K, lhs_scale is not None)
+        check_shapes(config, N, K, lhs_scale is not None)
+    settings = config, interpret, block_shape
+    return _grouped_matmul(settings, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
+
+
+def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]) -> None:
+    """Raises NotImplementedError for all but bfloat16 by bfloat16 and float8 by float8."""
+    if lhs.dtype not in (jnp.bfloat16, FLOAT8) or matrix.dtype != lhs.dtype:
         raise NotImplementedError(
-            f"takes bfloat16 rows by bfloat16 matrices, got {rhs.dtype} matrices with scales"
-        )
-    if lhs.dtype not in (jnp.bfloat16, FLOAT8) or rhs.dtype != lhs.dtype:
-        raise NotImplementedError(
-            f"takes bfloat16 by bfloat16 and {FLOAT8} by {FLOAT8}, got {lhs.dtype} by {rhs.dtype}"
+            f"takes bfloat16 by bfloat16 and {FLOAT8} by {FLOAT8}, got {lhs.dtype} by"
+            f" {matrix.dtype}"
         )
     if lhs.dtype == FLOAT8 and block_shape != (SCALE_BLOCK, SCALE_BLOCK):
         raise NotImplementedError(f"takes scales of blocks of 128 x 128, got {block_shape}")
-    if 0 in (lhs.size, rhs.size):
-        raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
 
 
 def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
     """What was measured best on an H200 for that many rows a group, of what takes N and K."""
     many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
     candidates = FEW_ROWS if M < _MANY * G else many
+    return first_that_fits(candidates, N, K, float8)
+
+
+def first_that_fits(
+    candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int = 1
+) -> Config:
+    """Raises NotImplementedError, the last one's, if none does."""
     refusals = []
     for config in candidates:
         try:
-            check_shapes(config, N, K, float8)
+            check_shapes(config, N, K, float8, matrices)
         except NotImplementedError as refusal:
             refusals.append(str(refusal))
         else:
@@ -99,41 +115,67 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
     raise NotImplementedError(refusals[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_matmul(
+def product(
+    lhs: Float[Array, "M K"],
+    matrices: Sequence[Float[Array, "G N K"]],
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None,
+    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     config: Config,
     interpret: Any,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs_scale: jax.Array | None,
-) -> jax.Array:
+) -> BFloat16[Array, "M N"]:
+    """:func:`grouped_product` of rows and scales as they come."""
     M = lhs.shape[0]
     if lhs_scale is not None:
         padded = max(M + -M % 4, config.rows + EXTRA_SCALES)
         lhs_scale = jnp.pad(lhs_scale, ((0, padded - M), (0, 0))).T
     tiles = tile_schedule(group_sizes, M, config.rows)
     return grouped_product(
-        lhs, rhs, tiles, lhs_scale, rhs_scale, config=config, interpret=interpret
+        lhs, matrices, tiles, lhs_scale, matrix_scales, config=config, interpret=interpret
     )
 
 
-def _forward(config: Config, interpret: Any, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _grouped_matmul(config, interpret, *args), args
+# (the kernel's Config, how to interpret it, the blocks of scales)
+_Settings = tuple[Any, Any, tuple[int, int]]
 
 
-def _backward(
-    config: Config, interpret: Any, args: tuple[Any, ...], cotangent: jax.Array
-) -> tuple[Any, ...]:
-    del config, interpret
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(
+    settings: _Settings,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    lhs_scale: jax.Array | None,
+    rhs_scale: jax.Array | None,
+) -> jax.Array:
+    config, interpret, block_shape = settings
+    if lhs_scale is None and rhs_scale is not None:
+        return few_rows.grouped_matmul(
+            lhs,
+            rhs,
+            group_sizes,
+            rhs_scale=rhs_scale,
+            block_shape=block_shape,
+            config=config,
+            interpret=interpret,
+        )
+    scales = () if rhs_scale is None else (rhs_scale,)
+    return product(lhs, (rhs,), group_sizes, lhs_scale, scales, config, interpret)
+
+
+def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _grouped_matmul(settings, *args), args
+
+
+def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, group_sizes, *scales = args
+    shape = {"block_shape": settings[2]}
 
     def product(lhs: Any, rhs: Any, *scales: Any) -> jax.Array:
         try:
-            return blocked.grouped_matmul(lhs, rhs, group_sizes, *scales)
+            return blocked.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
         except NotImplementedError:
-            return reference.grouped_matmul(lhs, rhs, group_sizes, *scales)
+            return reference.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
 
     _, pull = jax.vjp(product, lhs, rhs, *scales)
     of_lhs, of_rhs, *of_scales = pull(cotangent)

@@ -2,12 +2,13 @@
 
     out[r] = rhs[g(r)] @ lhs[r]      bfloat16, or float8 with a scale a row and 128 columns of lhs
                                      and a scale a 128 x 128 block of rhs
+    out[r] = silu(gate[g(r)] @ lhs[r]) * (up[g(r)] @ lhs[r])     of two such matrices a group
 
 Three warpgroups share a block. One copies: it walks the block's tiles and keeps a ring of stages
 filled, each with 128 bytes of K of the tile's rows and of its columns. Two
 multiply, each its half of the tile, and write the result out through a staging buffer by TMA.
 
-Three things are not obvious.
+Four things are not obvious.
 
 1.  A tiled TMA copy starts at multiples of eight rows only, and groups start anywhere. A tile one
     swizzle atom wide, 128 bytes, has the same bytes as a plain array [rows, 128 bytes] under that
@@ -18,6 +19,8 @@ Three things are not obvious.
     sums in registers. The warpgroups take turns at the tensor cores (``Config.turns``): one scales
     while the other multiplies. Left alone they start together, end together, and then both leave
     the tensor cores idle.
+4.  Of two matrices a tile holds as many columns of each, side by side within a warpgroup's part:
+    one product serves both, and what belongs together ends in the same registers.
 
 Measured on an H200, float8, 8 groups of 4,096 rows, N 4096, K 7168: tiles of 128 x 128 with two
 products in flight and Pallas' barriers 998 TFLOP/s; tiles of 128 x 192 instead 1,134, for shared
@@ -27,6 +30,8 @@ memory is read less often for each product; barriers of single threads 1,197; tu
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -74,6 +79,10 @@ class Config:
     as the L2 cache holds well beside the matrices that pass."""
     turns: bool = False
     """float8: the multiplying warpgroups start their products in turn."""
+    classes: tuple[int, ...] = ()
+    """Rows that are copied of a tile: the least of these that holds its group's, else all."""
+    early: bool = False
+    """The block starts, and gets its barriers ready, while the kernel before it ends."""
     registers: tuple[int, int] = (232, 40)
     """Of a thread that multiplies, of one that copies."""
     blocks: int | None = None
@@ -92,10 +101,10 @@ class Tile(NamedTuple):
 
 class _Refs(NamedTuple):
     lhs: Any
-    rhs: Any
+    matrices: tuple[Any, ...]
     tiles: Any
     lhs_scale: Any
-    rhs_scale: Any
+    matrix_scales: tuple[Any, ...]
     out: Any
     a: Any
     """[stages, rows, atom], tiled."""
@@ -118,6 +127,7 @@ class _Plan:
     N: int
     K: int
     float8: bool
+    matrices: int
     row_tiles: int
     blocks: int
 
@@ -131,8 +141,13 @@ class _Plan:
         return self.K // self.atom
 
     @property
+    def columns(self) -> int:
+        """Of the result, in a tile."""
+        return self.config.columns // self.matrices
+
+    @property
     def column_tiles(self) -> int:
-        return pl.cdiv(self.N, self.config.columns)
+        return pl.cdiv(self.N, self.columns)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -143,8 +158,8 @@ class _Plan:
     @property
     def scaled(self) -> int:
         """Columns of a warpgroup's part that always lie under one scale."""
-        width = self.part[1]
-        aligned = self.config.columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
+        width = self.part[1] // self.matrices
+        aligned = self.columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
         whole = width == SCALE_BLOCK and aligned
         return width if whole or width == 64 else 64
 
@@ -154,8 +169,24 @@ class _Plan:
         return self.config.panel or max(1, _PANEL_BYTES // tile_bytes)
 
     @property
-    def copied_rows(self) -> int:
-        return min(self.config.rows, self.M)
+    def copied_rows(self) -> tuple[int, ...]:
+        """The classes, ascending; the last holds every tile's rows."""
+        most = min(self.config.rows, self.M)
+        return *(rows for rows in self.config.classes if rows < most), most
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """Of a stage's columns: which matrix, from which column of the tile of the result, how
+        many, to which row of the stage."""
+        parts = 1 if self.config.split == "rows" else _MULTIPLIERS
+        width = self.part[1] // self.matrices
+        if self.matrices == 1:
+            parts, width = 1, self.columns
+        return [
+            (matrix, part * width, width, (part * self.matrices + matrix) * width)
+            for part in range(parts)
+            for matrix in range(self.matrices)
+        ]
 
     def offsets(self, warpgroup: jax.Array) -> tuple[Any, Any]:
         """First row and column of a warpgroup's part of the tile."""
@@ -164,56 +195,77 @@ class _Plan:
             return pl.multiple_of(warpgroup * jnp.int32(rows), 64), 0
         return 0, pl.multiple_of(warpgroup * jnp.int32(columns), 64)
 
+    def out_column(self, warpgroup: jax.Array) -> Any:
+        """First column of the result that a warpgroup's part gives, in the tile."""
+        if self.config.split == "rows":
+            return 0
+        return pl.multiple_of(warpgroup * jnp.int32(self.part[1] // self.matrices), 64)
 
-def check_shapes(config: Config, N: int, K: int, float8: bool) -> None:
+
+def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1) -> None:
     """Raises NotImplementedError where ``config`` does not fit."""
     atom = _ATOM if float8 else _ATOM // 2
-    if K % atom or N % 64 or config.columns > N:
+    columns = config.columns // matrices
+    if K % atom or N % 64 or columns > N:
         raise NotImplementedError(
-            f"a tile of {config.columns} columns takes at least as many, in multiples of 64, and"
+            f"a tile of {columns} columns takes at least as many, in multiples of 64, and"
             f" multiples of {atom} of K, got N {N} and K {K}"
         )
+    if matrices > 1 and columns % (64 if config.split == "rows" else 128):
+        raise NotImplementedError(f"two matrices take 64 columns a warpgroup, got {config}")
     if float8 and config.split == "rows" and config.rows != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.rows // 2}")
 
 
 def grouped_product(
     lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G N K"],
+    matrices: Sequence[Float[Array, "G N K"]],
     tiles: Int32[Array, "4 row_tiles"],
     lhs_scale: Float32[Array, "Kb Mp"] | None,
-    rhs_scale: Float32[Array, "G Nb Kb"] | None,
+    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
     config: Config,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """The product of every row with its group's matrix; rows of no tile are undefined.
+    """The product of every row with its group's matrix, or of two silu of the first times the
+    second; rows of no tile are undefined.
 
     Args:
-      lhs, rhs: both bfloat16, or both float8_e4m3fn.
+      lhs, matrices: all bfloat16, or all float8_e4m3fn; one matrix or two.
       tiles: as by :func:`tile_schedule` for ``config.rows``.
       lhs_scale: transposed, for TMA copies what is contiguous; Mp is at least ``config.rows + 32``
         and a multiple of 4.
+      matrix_scales: of float8, one array a matrix.
     """
-    (M, K), (_, N, _) = lhs.shape, rhs.shape
-    float8 = lhs_scale is not None
-    check_shapes(config, N, K, float8)
+    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
+    float8, count = lhs_scale is not None, len(matrices)
+    check_shapes(config, N, K, float8, count)
     # The interpreter keeps a RefUnion's members apart, knows Pallas' barriers only, and makes a
     # thread of this machine of each of a block's warpgroups.
     aliased = interpret is None
     blocks = config.blocks or (multiprocessors() if aliased else _INTERPRETED_BLOCKS)
-    plan = _Plan(config, M, N, K, float8, tiles.shape[1], blocks)
+    plan = _Plan(config, M, N, K, float8, count, tiles.shape[1], blocks)
+    early = config.early and aliased and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def body(*refs: Any) -> None:
-        *memory, barriers = refs
-        if not float8:
-            memory = [*memory[:3], None, None, *memory[3:6], None, memory[6]]
-        *arrays, a, b, scales, staging = memory
+        remaining = iter(refs)
+        lhs = next(remaining)
+        matrices = tuple(next(remaining) for _ in range(count))
+        tiles = next(remaining)
+        lhs_scale = next(remaining) if float8 else None
+        matrix_scales = tuple(next(remaining) for _ in range(count if float8 else 0))
+        out, a, b = (next(remaining) for _ in range(3))
+        scales = next(remaining) if float8 else None
+        staging, barriers = remaining
         both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
+        arrays = lhs, matrices, tiles, lhs_scale, matrix_scales, out
         block = lax.axis_index("block")
         named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), block)  # pyright: ignore[reportCallIssue]
         ring: Ring = (LeaderBarriers if aliased else PallasBarriers)(config.stages, barriers)
         ring.initialise()
+        if early:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         turns = Turns(aliased and config.turns)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -235,10 +287,10 @@ def grouped_product(
             return tiled
         return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
 
-    stages, copies = config.stages, 3 if float8 else 2
+    stages, copies = config.stages, 1 + float8 + len(plan.pieces)
     scratch: list[Any] = [
         swizzled((stages, config.rows, plan.atom), lhs.dtype),
-        swizzled((stages, config.columns, plan.atom), rhs.dtype),
+        swizzled((stages, config.columns, plan.atom), matrices[0].dtype),
         *([plgpu.SMEM((stages, config.rows + EXTRA_SCALES), jnp.float32)] if float8 else []),
         swizzled((_MULTIPLIERS * config.slots, 64, _STAGED), jnp.bfloat16),
         (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies, _MULTIPLIERS),
@@ -256,23 +308,29 @@ def grouped_product(
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(lhs, rhs, tiles, *((lhs_scale, rhs_scale) if float8 else ()))
+    return kernel(lhs, *matrices, tiles, *((lhs_scale, *matrix_scales) if float8 else ()))
 
 
 def _locate(plan: _Plan, refs: _Refs, i: jax.Array | int) -> Tile:
     """This block's i-th tile; some tile of the block's or of another past the last."""
-    panel, columns = jnp.int32(plan.panel), plan.config.columns
-    row_tiles, total = _tiles(plan, refs)
+    columns, last = jnp.int32(plan.columns), jnp.int32(plan.row_tiles - 1)
     tile = refs.block + i * jnp.int32(plan.blocks)
-    tile = jnp.maximum(jnp.minimum(tile, total - 1), 0)
-    in_panel = panel * jnp.int32(plan.column_tiles)
-    first = lax.div(tile, in_panel) * panel
-    tile = lax.rem(tile, in_panel)
-    width = jnp.maximum(jnp.minimum(panel, row_tiles - first), 1)
-    column_tile = lax.div(tile, width)
-    row_tile = jnp.minimum(first + tile - column_tile * width, jnp.int32(plan.row_tiles - 1))
-    new = column_tile * jnp.int32(columns)
-    column = jnp.minimum(new, plan.N - columns) if plan.N % columns else new
+    if plan.panel == 1:  # does not wait for the number of tiles to be read
+        row_tile = lax.div(tile, jnp.int32(plan.column_tiles))
+        column_tile = tile - row_tile * jnp.int32(plan.column_tiles)
+    else:
+        panel = jnp.int32(plan.panel)
+        row_tiles, total = _tiles(plan, refs)
+        tile = jnp.maximum(jnp.minimum(tile, total - 1), 0)
+        in_panel = panel * jnp.int32(plan.column_tiles)
+        first = lax.div(tile, in_panel) * panel
+        tile = lax.rem(tile, in_panel)
+        width = jnp.maximum(jnp.minimum(panel, row_tiles - first), 1)
+        column_tile = lax.div(tile, width)
+        row_tile = first + tile - column_tile * width
+    row_tile = jnp.minimum(row_tile, last)
+    new = column_tile * columns
+    column = jnp.minimum(new, plan.N - plan.columns) if plan.N % plan.columns else new
     group, row, rows = (refs.tiles[j, row_tile] for j in range(3))
     return Tile(group, row, rows, column, new)
 
@@ -291,26 +349,40 @@ def _my_tiles(plan: _Plan, refs: _Refs) -> jax.Array:
 
 def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
     """Fills the ring with the stages of all of this block's tiles."""
-    config, atom, rows = plan.config, plan.atom, plan.copied_rows
+    config, atom = plan.config, plan.atom
+
+    def copy_stage(tile: Tile, step: jax.Array, at: Position, rows: int) -> None:
+        k = pl.ds(step * jnp.int32(atom), atom)
+        copies = []
+        for matrix, column, width, to in plan.pieces:
+            b = refs.b_plain.at[at.slot]
+            if width < config.columns:
+                b = refs.b_plain.at[at.slot, pl.ds(to, width)]
+            window = (tile.group, pl.ds(tile.column + column, width), k)
+            copies.append(Copy(refs.matrices[matrix], window, b, _ATOM))
+        a = refs.a_plain.at[at.slot]
+        if rows < config.rows:
+            a = refs.a_plain.at[at.slot, pl.ds(0, rows)]
+        copies.append(Copy(refs.lhs, (pl.ds(tile.row, rows), k), a, _ATOM))
+        if plan.float8:
+            aligned = tile.row - (tile.row & 3)
+            window = (step, pl.ds(aligned, config.rows + EXTRA_SCALES))
+            copies.append(Copy(refs.lhs_scale, window, refs.scales.at[at.slot], None))
+        ring.fill(at, copies)
 
     def copy_tile(i: jax.Array, at: Position) -> Position:
         tile = _locate(plan, refs, i)
-        aligned = tile.row - (tile.row & 3)
 
         def fill(step: jax.Array, at: Position) -> Position:
-            k = pl.ds(step * jnp.int32(atom), atom)
-            a = refs.a_plain.at[at.slot]
-            if rows < config.rows:
-                a = refs.a_plain.at[at.slot, pl.ds(0, rows)]
-            b_window = (tile.group, pl.ds(tile.column, config.columns), k)
-            copies = [
-                Copy(refs.rhs, b_window, refs.b_plain.at[at.slot], _ATOM),
-                Copy(refs.lhs, (pl.ds(tile.row, rows), k), a, _ATOM),
-            ]
-            if plan.float8:
-                window = (step, pl.ds(aligned, config.rows + EXTRA_SCALES))
-                copies.append(Copy(refs.lhs_scale, window, refs.scales.at[at.slot], None))
-            ring.fill(at, copies)
+            fewer = 0
+            for rows in plan.copied_rows:
+                last = rows == plan.copied_rows[-1]
+                if last and not fewer:
+                    copy_stage(tile, step, at, rows)
+                else:
+                    mine = (tile.rows > fewer) & ((tile.rows <= rows) | last)
+                    pl.when(mine)(functools.partial(copy_stage, tile, step, at, rows))
+                fewer = rows
             return ring.next(at)
 
         return lax.fori_loop(0, plan.steps, fill, at)
@@ -377,10 +449,11 @@ def _matrix_scales(
     plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, step: Any
 ) -> tuple[jax.Array, ...]:
     """Of the 128 of K at ``step``: one for each ``plan.scaled`` columns of the part."""
-    _, column = plan.offsets(warpgroup)
+    first = tile.column + plan.out_column(warpgroup)
     return tuple(
-        refs.rhs_scale[tile.group, lax.div(tile.column + column + c, SCALE_BLOCK), step]
-        for c in range(0, plan.part[1], plan.scaled)
+        scales[tile.group, lax.div(first + c, SCALE_BLOCK), step]
+        for scales in refs.matrix_scales
+        for c in range(0, plan.part[1] // plan.matrices, plan.scaled)
     )
 
 
@@ -442,8 +515,10 @@ def _store(
 ) -> None:
     """Writes the rows and columns of this warpgroup's part that no other tile writes."""
     slots = plan.config.slots
-    row, column = plan.offsets(warpgroup)
-    rows, columns = plan.part
+    (row, _), column = plan.offsets(warpgroup), plan.out_column(warpgroup)
+    rows, columns = plan.part[0], plan.part[1] // plan.matrices
+    if plan.matrices == 2:
+        sums = _gated(sums, columns)
     parts = [x.astype(jnp.bfloat16) for x in sums]
     width = parts[0].shape[1]
     pieces = [(r, c) for r in range(0, rows, 64) for c in range(0, columns, _STAGED)]
@@ -457,10 +532,19 @@ def _store(
         for buffer, (r, c) in zip(buffers, batch, strict=True):
             keep = jnp.clip(tile.rows - row - r, 0, 64)
             first_column = tile.column + column + c
-            if plan.N % plan.config.columns:
+            if plan.N % plan.columns:
                 keep = jnp.where(first_column >= tile.new, keep, 0)
             window = pl.ds(first_column, _STAGED)
             _store_rows(refs.staging_plain.at[buffer], refs.out, keep, tile.row + row + r, window)
+
+
+def _gated(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
+    """silu of the first matrix' ``columns`` times the second's."""
+    if len(sums) == 1:
+        gates, ups = [sums[0][:, :columns]], [sums[0][:, columns:]]
+    else:
+        gates, ups = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+    return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
 
 
 def _store_rows(staged: Any, out: Any, keep: jax.Array, row: jax.Array, columns: Any) -> None:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_matmul
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config
 from pallas_kernels.grouped_matmul.tile_schedule import tile_schedule
 from tests.pallas_kernels.grouped_matmul_cases import (
@@ -65,7 +65,11 @@ def configs(float8: bool) -> list[Config]:
     few = mosaic_gpu.FEW_ROWS
     many = mosaic_gpu.MANY_ROWS_FLOAT8 if float8 else mosaic_gpu.MANY_ROWS_BFLOAT16
     found = [dataclasses.replace(config, stages=2) for config in dict.fromkeys((*few, *many))]
-    return [*found, dataclasses.replace(many[1], stages=2, slots=2, panel=1)]
+    return [
+        *found,
+        dataclasses.replace(many[1], stages=2, slots=2, panel=1),
+        dataclasses.replace(few[0], stages=2, panel=1, classes=(8, 32), early=True),
+    ]
 
 
 CONFIGS = [(dtype, c) for dtype in ("bfloat16", FLOAT8) for c in configs(dtype == FLOAT8)]
@@ -75,7 +79,7 @@ CONFIGS = [(dtype, c) for dtype in ("bfloat16", FLOAT8) for c in configs(dtype =
 @pytest.mark.parametrize(
     ("dtype", "config"),
     CONFIGS,
-    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.slots}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.panel}",
 )
 def test_configs(dtype, config):
     """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
@@ -126,6 +130,61 @@ def test_gradients_equal_the_reference_s(sizes):
     got, want = gradients(back_end()), gradients(reference.grouped_matmul)
     for a, b in zip(got, want, strict=True):
         check(a, np.float64(b), tolerance("bfloat16"))
+
+
+# As dsv3 convert and DeepSeek store them.
+QUANTIZED = [("int8", (1, 128)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
+
+
+def quantized(rhs_dtype, block_shape, sizes=(3, 0, 9), **settings) -> Inputs:
+    return Inputs.random(
+        sizes,
+        N=64,
+        K=128,
+        lhs_dtype="bfloat16",
+        rhs_dtype=rhs_dtype,
+        block_shape=block_shape,
+        **settings,
+    )
+
+
+@kernel_runs
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
+def test_quantized_matrices_go_to_few_rows(rhs_dtype, block_shape, monkeypatch):
+    calls = []
+    product = few_rows.grouped_matmul
+    monkeypatch.setattr(
+        few_rows, "grouped_matmul", lambda *a, **k: [calls.append(1), product(*a, **k)][1]
+    )
+    x = quantized(rhs_dtype, block_shape, M=14)
+    out = functools.partial(back_end(), block_shape=block_shape)(*x.arrays())
+    assert calls
+    check(out[: sum(x.group_sizes)], x.expected(), tolerance("bfloat16"))
+
+
+@kernel_runs
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
+def test_gradients_of_quantized_matrices_equal_the_reference_s(rhs_dtype, block_shape):
+    """Of the rows; of float8's scales too."""
+    x = quantized(rhs_dtype, block_shape)
+    lhs, rhs, sizes, _, scale = x.arrays()
+
+    def gradients(product):
+        def loss(lhs, scale):
+            out = product(lhs, rhs, sizes, None, scale, block_shape=block_shape)
+            return jnp.sum(out * jnp.arange(64, dtype=jnp.float32))
+
+        return jax.grad(loss, (0, 1))(lhs, scale)
+
+    for got, want in zip(gradients(back_end()), gradients(reference.grouped_matmul), strict=True):
+        check(got, np.float64(want), tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
+def test_many_rows_by_quantized_matrices_are_refused(rhs_dtype, block_shape):
+    x = quantized(rhs_dtype, block_shape, sizes=(100, 29))
+    with pytest.raises(NotImplementedError, match=r"64 rows a group at most, .* 129 rows for 2"):
+        mosaic_gpu.grouped_matmul(*x.arrays(), block_shape=block_shape, interpret=object())
 
 
 @pytest.mark.parametrize(
