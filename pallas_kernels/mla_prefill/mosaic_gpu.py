@@ -39,9 +39,10 @@ def mla_prefill(
     if wrong := {name: x.dtype.name for name, x in arrays.items() if x.dtype != jnp.bfloat16}:
         raise NotImplementedError(f"takes bfloat16, got {wrong}")
     K, V = q.shape[-1], v.shape[-1]
-    if K % COLUMNS or V % COLUMNS or K > 192 or V > 128 or not K or not V:
+    if K % COLUMNS or V % COLUMNS or not 0 < V <= min(K, 128) or K > 192:
         raise NotImplementedError(
-            f"takes keys 64, 128 or 192 wide and values 64 or 128 wide, got {K} and {V}"
+            "takes keys 64, 128 or 192 wide and values 64 or 128 wide, no wider than the keys,"
+            f" got {K} and {V}"
         )
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, got {scale}")

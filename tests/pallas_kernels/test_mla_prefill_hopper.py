@@ -44,20 +44,10 @@ class TestMosaicGpu(MlaPrefillCases):
         starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
         self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
 
-    @pytest.mark.parametrize(
-        "config",
-        [
-            {"ctas": 2},
-            {"ctas": 3, "turns": False},
-            {"ctas": 4, "pair": True},
-            {"ctas": 2, "block": 64, "stages": 3, "registers_a": False},
-        ],
-        ids=["two-ctas", "no-turns", "pair", "small-blocks"],
-    )
-    def test_tile_after_tile(self, config):
-        """More tiles than CTAs, of all lengths; the rings run on from tile to tile."""
+    def test_small_blocks(self):
+        """Rings that are longer and shorter than a tile's blocks; heads one after the other."""
         x = self.random((0, 100), (300, 213), T=260, S=300, H=2, scale=0.07)
-        out, lse = run(x, kernel(**config))
+        out, lse = run(x, kernel(block=64, stages=3, l2_bytes=1))
         want = run(x, "reference")
         np.testing.assert_allclose(
             np.asarray(out, np.float32), np.asarray(want[0], np.float32), rtol=0, atol=0.02
@@ -107,6 +97,7 @@ def arrays(T=8, S=8, widths=(192, 128), dtype="bfloat16"):
         ({"dtype": "float32"}, "takes bfloat16"),
         ({"widths": (192, 96)}, "got 192 and 96"),
         ({"widths": (256, 128)}, "got 256 and 128"),
+        ({"widths": (64, 128)}, "no wider than the keys, got 64 and 128"),
         ({"T": 0}, "empty"),
         ({"S": 0}, "empty"),
     ],
@@ -121,13 +112,19 @@ def test_negative_scale():
         mosaic_gpu.mla_prefill(*arrays(), scale=-0.1, interpret=object())
 
 
+@pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 0}, {"stages": 1}])
+def test_config_is_checked(wrong):
+    with pytest.raises(ValueError, match="expected a block of 64"):
+        Config(**wrong)
+
+
 @pytest.mark.skipif(ON_GPU, reason="this is a GPU")
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
         mla_prefill(*arrays(), scale=0.1, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("config", [Config(), Config(block=64, stages=3, registers_a=False)])
+@pytest.mark.parametrize("config", [Config(), Config(block=64, stages=4)])
 @pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
 def test_lowers_for_cuda(config, T, S, monkeypatch):
     """SMEM's size and the layouts of registers are checked without a GPU."""
