@@ -6,6 +6,7 @@ at once and in float32, into the places that the first kernel left open.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors
 
+_NO_SCORE = -1e30  # below every score, and finite: -inf - -inf would be NaN
 _PROGRAMS_AN_SM = 16
 _UNROLLED = 8  # pieces whose loads are under way together
 
@@ -44,29 +46,28 @@ def merge_pieces(
             m = lax.rem(place, M)
             b, first, count = (split_g[lax.div(place, M), k] for k in range(3))
 
-            # Several loads under way together; past the last piece the last one again, for nothing.
-            def several(i):
+            def add(i, carry):
+                """Several pieces, all their loads under way together; past the last one the last
+                one again, for nothing."""
+                total, weight, top = carry
                 numbers = [i * _UNROLLED + j for j in range(_UNROLLED)]
                 pieces = [first + jnp.minimum(n, count - 1) for n in numbers]
-                return zip(numbers, pieces, [piece_lse_g[p, m] for p in pieces], strict=True)
-
-            def largest(i, top):
-                for _, _, lse in several(i):
-                    top = jnp.maximum(top, lse)
-                return top
-
-            def add(i, carry):
-                total, weight = carry
-                for n, piece, lse in several(i):
-                    share = jnp.where(n < count, jnp.exp(lse - top), 0.0)
-                    total, weight = total + share * piece_g[piece, m], weight + share
-                return total, weight
+                lses = [piece_lse_g[piece, m] for piece in pieces]
+                parts = [piece_g[piece, m] for piece in pieces]
+                highest = functools.reduce(jnp.maximum, lses, top)
+                kept = jnp.exp(top - highest)
+                total, weight = total * kept, weight * kept
+                for n, lse, part in zip(numbers, lses, parts, strict=True):
+                    share = jnp.where(n < count, jnp.exp(lse - highest), 0.0)
+                    total, weight = total + share * part, weight + share
+                return total, weight, highest
 
             rounds = lax.div(count + _UNROLLED - 1, _UNROLLED)
-            top = lax.fori_loop(0, rounds, largest, jnp.float32(-jnp.inf))
-            top = jnp.where(top == -jnp.inf, 0.0, top)
-            nothing = jnp.zeros((C,), jnp.float32), jnp.float32(0.0)
-            total, weight = lax.fori_loop(0, rounds, add, nothing)
+            zeros = plgpu.layout_cast(
+                jnp.zeros((C,), jnp.float32), plgpu.Layout.WG_STRIDED((C,), vec_size=2)
+            )
+            nothing = zeros, jnp.float32(0.0), jnp.float32(_NO_SCORE)
+            total, weight, top = lax.fori_loop(0, rounds, add, nothing)
             out_g[b, m] = (total / jnp.where(weight == 0.0, 1.0, weight)).astype(out.dtype)
             lse_g[b, m] = jnp.where(weight == 0.0, -jnp.inf, jnp.log(weight) + top)
 
@@ -74,10 +75,10 @@ def merge_pieces(
         lax.fori_loop(0, rows, merge_row, None)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    plgpu.kernel(
+    pl.kernel(  # not plgpu.kernel, which takes no refs in jax 0.10
         body,
-        grid=(programs,),
-        grid_names=("program",),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         **({} if interpret is None else {"interpret": interpret}),
-    )(pieces, piece_lse, split, out_ref, lse_ref)
+    )(pieces, piece_lse, split, out_ref, lse_ref)  # pyright: ignore[reportCallIssue]
     return out_ref[...], lse_ref[...]

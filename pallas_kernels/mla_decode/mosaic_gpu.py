@@ -22,7 +22,7 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """As :func:`pallas_kernels.mla_decode`.
@@ -55,7 +55,7 @@ def mla_decode(
         queries=T,
         heads=H,
         scale=scale,
-        config=config,
+        config=config or Config(),
         interpret=interpret,
     )
     out, lse = merge_pieces(out, lse, *pieces, schedule.split, interpret=interpret)

@@ -45,6 +45,7 @@ _NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
 # 4 * 128 registers a thread are the SM's: what the value warpgroups take, the others give.
 _VALUE_REGISTERS, _SCORE_REGISTERS = 160, 96
 
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a WGMMA tile
 
@@ -70,7 +71,7 @@ def attend(
     queries: int,
     heads: int,
     scale: float,
-    config: Config = Config(),
+    config: Config,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Pieces]:
     """M = T * H rounded up to whole tiles, or less than one; query row m is query m // H.
@@ -83,7 +84,7 @@ def attend(
     tiles = -(-M // TILE)
     pair = 2 if tiles % 2 == 0 and config.multicast else 1
     parts = schedule.parts
-    shared = {"collective_axes": "pair"} if pair == 2 else {}
+    shared = "pair" if pair == 2 else None  # the axis over which copies are multicast
     # Table entries past a row's length may be anything; they must not lead out of the pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
@@ -138,13 +139,13 @@ def attend(
                         kv_g.at[page, :, pl.ds(_PIECE * piece, _PIECE)],
                         v_s.at[own, piece],
                         kv_full(own, piece),
-                        **shared,
+                        collective_axes=shared,
                     )
                 plgpu.copy_gmem_to_smem(
                     kv_g.at[page, :, pl.ds(LATENT, ROPE)],
                     rope_s.at[own],
                     kv_full(own, 4),
-                    **shared,
+                    collective_axes=shared,
                 )
 
             def run_segment(i, done):
@@ -194,7 +195,7 @@ def attend(
                         plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
                         return acc[...]
 
-                    return pl.run_scoped(multiply, plgpu.ACC((TILE, BLOCK), jnp.float32))
+                    return pl.run_scoped(multiply, _ACC((TILE, BLOCK), jnp.float32))
 
                 def masked_scores(s, block):
                     column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=_WGMMA)
@@ -309,9 +310,9 @@ def attend(
                     return acc_ref[...] if interpret is not None else None
 
                 if interpret is not None:  # it cannot carry an accumulator through run_state
-                    acc = acc + pl.run_scoped(multiply, plgpu.ACC((TILE, _HALF), jnp.float32))
+                    acc = acc + pl.run_scoped(multiply, _ACC((TILE, _HALF), jnp.float32))
                 else:
-                    acc = pl.run_state(multiply)(plgpu.ACC.init(acc))
+                    acc = pl.run_state(multiply)(_ACC.init(acc))
                 if clear is None:
                     release(slot, wg * 2 + 1)
                 return acc
@@ -322,7 +323,7 @@ def attend(
                 def step(j, acc):
                     return add_block(done + j, acc, None)
 
-                acc = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), _WGMMA)
+                acc: Any = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), _WGMMA)
                 acc = lax.fori_loop(0, count - 1, step, acc)
                 last = done + count - 1
                 slot = last & 1

@@ -6,10 +6,12 @@ threads of the warpgroup vote: one instruction, a barrier with a reduction.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -37,19 +39,20 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
     def scaled(_: Any, x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
         i32 = ir.IntegerType.get_signless(32)
         one = mgpu_utils.c(1.0, ir.F32Type.get())
-        moved = None
-        for register in factors.registers.flat:
-            for i in range(ir.VectorType(register.type).shape[0]):
-                factor = vector.extract(
-                    register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
-                )
-                other = arith.cmpf(arith.CmpFPredicate.UNE, factor, one)
-                moved = other if moved is None else arith.ori(moved, other)
+        registers = [
+            vector.extract(
+                register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
+            )
+            for register in factors.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        others = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
+        moved: Any = functools.reduce(arith.ori, others)
         barrier = arith.addi(
             arith.divui(mgpu_utils.thread_idx(), mgpu_utils.c(128, i32)),
             mgpu_utils.c(_FIRST_VOTE, i32),
         )
-        vote = llvm.inline_asm(
+        vote: Any = llvm.inline_asm(
             i32,
             [barrier, arith.extui(i32, moved)],
             _VOTE,
@@ -58,16 +61,13 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         )
         anyone = arith.cmpi(arith.CmpIPredicate.ne, vote, mgpu_utils.c(0, i32))
         kept = list(x.registers.flat)
-        branch = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
+        branch: Any = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             product = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
             scf.yield_(list(product.registers.flat))
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(kept)
-        registers = x.registers.copy()
-        registers.flat = list(branch.results)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=x.layout, _is_signed=x.is_signed
-        )
+        registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
-    return scaled(x, factors)
+    return scaled(x, factors)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
