@@ -308,12 +308,13 @@ def attend(
             lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
             lse_s[wg] = jnp.where(seen, lse, -jnp.inf)
             acc = acc * lax.broadcast_in_dim(jnp.where(seen, 1.0 / total, 0.0), (ROWS, V), [0])
-            pieces = [pl.ds(c * COLUMNS, COLUMNS) for c in range(V // COLUMNS)]
-            for c, columns in enumerate(pieces):  # where no product reads the queries any more
-                q_s[wg, c] = acc[:, columns.start : columns.start + COLUMNS].astype(jnp.bfloat16)
+            for c in range(V // COLUMNS):  # where no product reads the queries any more
+                columns = slice(c * COLUMNS, (c + 1) * COLUMNS)
+                q_s[wg, c] = acc[:, columns].astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, h, rows])
-            for c, columns in enumerate(pieces):
+            for c in range(V // COLUMNS):
+                columns = pl.ds(c * COLUMNS, COLUMNS)
                 plgpu.copy_smem_to_gmem(q_s.at[wg, c], out_g.at[b, rows, h, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
