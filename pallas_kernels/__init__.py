@@ -7,6 +7,7 @@ platform that has a faster way.
 
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
@@ -16,6 +17,7 @@ __all__ = [
     "block_dequant",
     "block_quant",
     "grouped_matmul",
+    "grouped_swiglu",
     "integer_quant",
     "merge_attention",
     "mla_decode",

@@ -77,6 +77,7 @@ def grouped_matmul(
     else:
         check_dtypes(lhs, rhs, block_shape)
         config = config or choose_config(M, G, N, K, lhs_scale is not None)
+        assert isinstance(config, Config)
         check_shapes(config, N, K, lhs_scale is not None)
     settings = config, interpret, block_shape
     return _grouped_matmul(settings, lhs, rhs, group_sizes, lhs_scale, rhs_scale)

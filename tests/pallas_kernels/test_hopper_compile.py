@@ -90,6 +90,15 @@ def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) 
     return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
+def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any) -> Kernel:
+    """As ``grouped``, with two matrices a group."""
+    arrays = dict(grouped(rows, groups, F, K, dtype).arrays)
+    arrays["gate"] = arrays["up"] = arrays.pop("rhs")
+    if dtype == FP8:
+        arrays["gate_scale"] = arrays["up_scale"] = arrays.pop("rhs_scale")
+    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, {})
+
+
 def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
     """``rows`` a group in bfloat16, quantized matrices."""
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
@@ -131,6 +140,10 @@ def kernels() -> dict[str, Kernel]:
         for N in (128, 64, 576):
             found[f"grouped_matmul {name} {N} wide"] = grouped(256, 8, N, 1024, dtype)
             found[f"grouped_matmul {name} {N} wide, few rows"] = grouped(4, 8, N, 1024, dtype)
+        for F, K in ((2048, 7168), (64, 1024)):
+            for rows in (4, 4096):
+                shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
+                found[shape] = swiglu(rows, 8, F, K, dtype)
     return found
 
 

@@ -1,0 +1,1 @@
+"""The gated half of the experts' feed-forward: two grouped products and what joins them."""

@@ -1,0 +1,98 @@
+"""grouped_swiglu for Hopper GPUs: grouped_matmul's kernel, with both matrices in a tile.
+
+Neither product is written to memory: 2 x M x F values are neither stored nor read again, and the
+rows are read once for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, first_that_fits, product
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config, check_shapes
+from pallas_kernels.grouped_matmul.reference import Matrices
+from pallas_kernels.grouped_swiglu import reference
+from pallas_kernels.hopper import require_hopper
+
+# Columns are those of both matrices: half as many of the result.
+MANY_ROWS_FLOAT8 = (Config(128, 128, 6, "rows", turns=True),)
+MANY_ROWS_BFLOAT16 = (Config(128, 256, 4, "rows"), Config(128, 128, 6, "rows"))
+FEW_ROWS = (Config(64, 256, 5, "columns"), Config(128, 128, 6, "rows"))
+_MANY = 128  # rows a group, on average
+
+
+def grouped_swiglu(
+    lhs: Float[Array, "M K"],
+    gate: Matrices,
+    up: Matrices,
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None = None,
+    gate_scale: Float32[Array, "G Fb Kb"] | None = None,
+    up_scale: Float32[Array, "G Fb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M F"]:
+    """grouped_swiglu of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU, rounded once.
+
+    Gradients are those of the other back-ends.
+
+    Raises:
+      NotImplementedError: no Hopper GPU, other dtypes, other blocks of scales than 128 x 128, F no
+        multiple of 64, or K no multiple of 64 (bfloat16) or 128 (float8).
+    """
+    require_hopper(interpret)
+    check_dtypes(lhs, gate, block_shape)
+    if 0 in (lhs.size, gate.size):
+        raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
+    (M, K), (G, F, _) = lhs.shape, gate.shape
+    float8 = lhs_scale is not None
+    if config is None:
+        many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
+        candidates = FEW_ROWS if M < _MANY * G else many
+        config = first_that_fits(candidates, F, K, float8, matrices=2)
+    check_shapes(config, F, K, float8, matrices=2)
+    return _grouped_swiglu(
+        (config, interpret), lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_swiglu(
+    settings: tuple[Config, Any],
+    lhs: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    group_sizes: jax.Array,
+    lhs_scale: jax.Array | None,
+    gate_scale: jax.Array | None,
+    up_scale: jax.Array | None,
+) -> jax.Array:
+    scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
+    return product(lhs, (gate, up), group_sizes, lhs_scale, scales, *settings)
+
+
+def _forward(settings: tuple[Config, Any], *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _grouped_swiglu(settings, *args), args
+
+
+def _backward(
+    settings: tuple[Config, Any], args: tuple[Any, ...], cotangent: jax.Array
+) -> tuple[Any, ...]:
+    del settings
+    lhs, gate, up, group_sizes, *scales = args
+
+    def both(lhs: Any, gate: Any, up: Any, *scales: Any) -> jax.Array:
+        return reference.grouped_swiglu(lhs, gate, up, group_sizes, *scales)
+
+    _, pull = jax.vjp(both, lhs, gate, up, *scales)
+    of_lhs, of_gate, of_up, *of_scales = pull(cotangent)
+    return of_lhs, of_gate, of_up, None, *of_scales
+
+
+_grouped_swiglu.defvjp(_forward, _backward)

@@ -1,0 +1,29 @@
+"""The specification of grouped_swiglu: two grouped products, joined in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.reference import Matrices
+
+
+def grouped_swiglu(
+    lhs: Float[Array, "M K"],
+    gate: Matrices,
+    up: Matrices,
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None = None,
+    gate_scale: Float32[Array, "G Fb Kb"] | None = None,
+    up_scale: Float32[Array, "G Fb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+) -> Float[Array, "M F"]:
+    gated, upward = (
+        grouped_matmul(lhs, matrices, group_sizes, lhs_scale, scale, block_shape=block_shape)
+        for matrices, scale in ((gate, gate_scale), (up, up_scale))
+    )
+    joined = jax.nn.silu(gated.astype(jnp.float32)) * upward.astype(jnp.float32)
+    return joined.astype(gated.dtype)

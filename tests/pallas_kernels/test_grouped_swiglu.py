@@ -1,0 +1,145 @@
+"""grouped_swiglu's back-ends: the reference, and the Hopper kernel on its machine or interpreted
+with race detection."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import grouped_swiglu
+from pallas_kernels.grouped_swiglu import mosaic_gpu
+from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
+from tests.pallas_kernels.grouped_swiglu_cases import ROUNDINGS, GroupedSwigluCases, Inputs, run
+from tests.pallas_kernels.numerics import check, tolerance
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRETER = not ON_GPU and jax.__version_info__ >= (0, 11)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
+
+kernel_runs = pytest.mark.skipif(
+    not ON_GPU and not INTERPRETER, reason="the Mosaic GPU interpreter needs jax 0.11"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_races():
+    """Interpreted kernels have none; the interpreter reports them by a variable."""
+    yield
+    if not INTERPRETER:
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    races = gpu_callbacks._races
+    assert races is None or not races.races_found
+
+
+def back_end(config=None):
+    return functools.partial(mosaic_gpu.grouped_swiglu, config=config, interpret=INTERPRET)
+
+
+class TestReference(GroupedSwigluCases):
+    implementation = "reference"
+    dtypes = ("float32", "bfloat16", FLOAT8)
+
+
+@kernel_runs
+class TestHopper(GroupedSwigluCases):
+    implementation = "mosaic_gpu" if ON_GPU else staticmethod(back_end())
+
+
+CONFIGS = [
+    (dtype, dataclasses.replace(config, stages=2))
+    for dtype, many in (
+        ("bfloat16", mosaic_gpu.MANY_ROWS_BFLOAT16),
+        (FLOAT8, mosaic_gpu.MANY_ROWS_FLOAT8),
+    )
+    for config in dict.fromkeys((*mosaic_gpu.FEW_ROWS, *many))
+]
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    CONFIGS,
+    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}",
+)
+def test_configs(dtype, config):
+    """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
+    x = Inputs.random((130, 0, 1, 3), M=140, F=config.columns // 2 + 64, K=256, dtype=dtype)
+    out = run(x, back_end(config))
+    check(out[: x.defined], x.expected(), ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
+def test_the_kernel_rounds_once():
+    x = Inputs.random((5, 3), F=64, K=64, dtype="bfloat16")
+    check(run(x, back_end()), x.expected(), tolerance("bfloat16") / 2)
+
+
+def test_large_gates():
+    """silu is the gate itself, and zero; no exponential of them overflows into a NaN."""
+    gates = np.array([-1e4, -200.0, 0.0, 200.0, 1e4])
+    for name, product in {"reference": "reference", "kernel": back_end()}.items():
+        if name == "kernel" and not (ON_GPU or INTERPRETER):
+            continue
+        lhs = np.zeros((5, 64))
+        lhs[:, 0] = gates
+        ones = np.zeros((1, 64, 64))
+        ones[..., 0] = 1
+        arrays = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(ones, jnp.bfloat16)
+        call = (
+            product
+            if callable(product)
+            else functools.partial(grouped_swiglu, implementation=product)
+        )
+        out = call(arrays[0], arrays[1], arrays[1], jnp.array([5]))
+        rounded = np.float64(arrays[0][:, :1])
+        want = np.where(rounded > 0, rounded**2, 0) * np.ones((1, 64))
+        np.testing.assert_allclose(np.float64(out), want, rtol=2.0**-8, atol=1e-30)
+
+
+def test_matrices_of_two_dtypes_are_refused():
+    lhs, gate, up, *rest = Inputs.random((3, 4), F=64, K=64, dtype="bfloat16").arrays()
+    with pytest.raises(ValueError, match=r"up: expected bfloat16 .*, got float32"):
+        grouped_swiglu(lhs, gate, up.astype(jnp.float32), *rest)
+
+
+def test_scales_are_checked():
+    lhs, gate, up, sizes, of_lhs, of_gate, _ = Inputs.random(
+        (3, 4), F=64, K=128, dtype=FLOAT8
+    ).arrays()
+    with pytest.raises(ValueError, match=r"float8 .* with no scale"):
+        grouped_swiglu(lhs, gate, up, sizes, of_lhs, of_gate, None)
+
+
+@pytest.mark.parametrize(
+    ("F", "K", "dtype", "message"),
+    [
+        (64, 64, "float32", "takes bfloat16 by bfloat16 and .*, got float32 by float32"),
+        (72, 64, "bfloat16", "multiples of 64, and multiples of 64 of K, got N 72 and K 64"),
+        (64, 192, FLOAT8, "multiples of 64, and multiples of 128 of K, got N 64 and K 192"),
+    ],
+)
+def test_refusals(F, K, dtype, message):
+    x = Inputs.random((3, 4), F=F, K=K, dtype=dtype)
+    anything = object()  # for it does not come to interpreting
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu.grouped_swiglu(*x.arrays(), interpret=anything)
+
+
+def test_part_tiles_are_refused():
+    config = dataclasses.replace(mosaic_gpu.FEW_ROWS[0], columns=128)
+    x = Inputs.random((3, 4), F=128, K=128, dtype=FLOAT8)
+    with pytest.raises(NotImplementedError, match="two matrices take 64 columns a warpgroup"):
+        mosaic_gpu.grouped_swiglu(*x.arrays(), config=config, interpret=object())
+
+
+@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+def test_elsewhere_it_refuses():
+    x = Inputs.random((3, 4), F=64, K=64, dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: runs on Hopper GPUs, this is cpu"):
+        grouped_swiglu(*x.arrays(), implementation="mosaic_gpu")
