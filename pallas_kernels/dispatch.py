@@ -4,6 +4,10 @@
 arguments; a name takes that back-end or fails; a sequence of names is tried in its own order. A
 back-end refuses by raising NotImplementedError, so one that the caller named is never replaced
 silently.
+
+A Pallas kernel is one call to XLA, which cannot divide it: given arrays spread over a mesh, it
+gathers them first. So where several devices are visible, ``None`` passes over kernels, except
+inside ``shard_map``, where every array lies on one device.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 Implementation = str | Sequence[str] | None
+
+_KERNELS = ("mosaic_gpu", "mosaic_tpu")
 
 _log = logging.getLogger("pallas_kernels")
 
@@ -36,8 +44,15 @@ def dispatch(
       ValueError: a name is not among ``backends``.
       NotImplementedError: no selected back-end takes the arguments; says why for each.
     """
+    refusals: list[str] = []
     if implementation is None:
         names = tuple(backends)
+        if set(names) & set(_KERNELS) and _may_be_spread():
+            names = tuple(name for name in names if name not in _KERNELS)
+            refusals.append(
+                f"kernels: XLA may spread the arrays over {jax.device_count()} devices, which a"
+                " kernel does not survive; name one, call it in shard_map, or hide the others"
+            )
     elif isinstance(implementation, str):
         names = (implementation,)
     else:
@@ -46,7 +61,6 @@ def dispatch(
     if unknown or not names:
         wrong = ", ".join(map(repr, unknown)) or "an empty sequence"
         raise ValueError(f"{op}: expected implementations among {', '.join(backends)}; got {wrong}")
-    refusals: list[str] = []
     for name in names:
         try:
             result = backends[name](*args, **kwargs)
@@ -59,6 +73,13 @@ def dispatch(
     raise NotImplementedError(
         f"{op}: no implementation takes these arguments ({'; '.join(refusals)})"
     )
+
+
+def _may_be_spread() -> bool:
+    """Whether XLA decides here which devices hold the parts of an array."""
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return jax.device_count() > 1 and not inside
 
 
 @functools.cache
