@@ -78,6 +78,16 @@ class Inputs:
             jnp.asarray(self.lengths, jnp.int32),
         )
 
+    def shuffled(self, seed: int) -> "Inputs":
+        """The same tokens in other pages."""
+        order = np.random.default_rng(seed).permutation(len(self.pages))
+        place = np.argsort(order)
+        tables, page = self.block_tables.copy(), self.pages.shape[1]
+        for b, length in enumerate(self.lengths):
+            held = -(-length // page)
+            tables[b, :held] = place[tables[b, :held]]
+        return dataclasses.replace(self, pages=self.pages[order], block_tables=tables)
+
     def tokens(self, b: int, count: int) -> Array:
         """The first ``count`` cached tokens of row b, or all, one by one through its table."""
         page = self.pages.shape[1]
@@ -101,106 +111,139 @@ class Inputs:
         return out, lse
 
 
+Operation = Implementation | Callable[..., tuple[jax.Array, ...]]
+"""What mla_decode calls an implementation, or a back-end's function itself."""
+
+
 @functools.cache
-def compiled(implementation: Implementation, scale: float) -> Callable[..., tuple[jax.Array, ...]]:
+def compiled(implementation: Operation, scale: float) -> Callable[..., tuple[jax.Array, ...]]:
     """Cached, so that tests of the same shapes share a compilation."""
+    if callable(implementation):
+        return jax.jit(functools.partial(implementation, scale=scale))
     return jax.jit(functools.partial(mla_decode, scale=scale, implementation=implementation))
 
 
-def run(x: Inputs, implementation: Implementation) -> tuple[jax.Array, jax.Array]:
+def run(x: Inputs, implementation: Operation) -> tuple[jax.Array, ...]:
     return compiled(implementation, x.scale)(*x.arrays())
 
 
 class MlaDecodeCases:
     """Subclassed by each back-end, which sets ``implementation`` and what else it asks for."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
+    dtype: ClassVar[str] = "float32"
     widths: ClassVar[tuple[int, int]] = (24, 8)  # C, R
+    page: ClassVar[int] = 16
+    heads: ClassVar[int] = 2
+    more_heads: ClassVar[tuple[tuple[int, int], ...]] = ((1, 1), (3, 2), (16, 1))  # H, T
+    page_borders: ClassVar[tuple[tuple[int, tuple[int, ...]], ...]] = (
+        (1, (9, 2, 290)),
+        (8, (1, 8, 9)),
+        (64, (320, 63, 256)),
+        (320, (10, 330)),
+    )
+    """Sizes of a page, and lengths about their multiples."""
 
-    def check(self, x: Inputs, *, bound: float | None = None) -> None:
-        out, lse = run(x, self.implementation)
+    def random(self, lengths: tuple[int, ...], **kwargs) -> Inputs:
+        fixed = {"widths": self.widths, "dtype": self.dtype, "page": self.page, "H": self.heads}
+        return Inputs.random(lengths, **{**fixed, **kwargs})
+
+    def check(
+        self,
+        x: Inputs,
+        implementation: Operation = None,
+        *,
+        bound: float = TOLERANCES["float32"],
+    ) -> None:
+        """``bound`` is what float32 may lose; ``implementation`` is the class' if it is missing."""
+        out, lse = run(x, implementation or self.implementation)
         want_out, want_lse = x.expected()
         assert out.dtype == x.dtype, f"out: expected {x.dtype}, got {out.dtype}"
         assert lse.dtype == np.float32, f"lse: expected float32, got {lse.dtype}"
-        check(out, want_out, bound or tolerance(x.dtype))
+        check(out, want_out, max(bound, tolerance(x.dtype)))
         # Products of bfloat16 are exact in float32: the log-sum-exp is as good from either.
-        check(np.ravel(lse), np.ravel(want_lse), bound or TOLERANCES["float32"])
+        check(np.ravel(lse), np.ravel(want_lse), bound)
 
     @pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
     def test_queries_and_ragged_rows(self, T):
-        self.check(Inputs.random((37, 5, 16, 48, 17), T=T, widths=self.widths))
+        page = self.page
+        self.check(self.random((2 * page + 5, 5, page, 3 * page, page + 1), T=T))
 
-    @pytest.mark.parametrize(("H", "T"), [(1, 1), (3, 2), (16, 1)])
-    def test_heads(self, H, T):
-        self.check(Inputs.random((21, 34), H=H, T=T, widths=self.widths))
+    def test_heads(self):
+        for H, T in self.more_heads:
+            self.check(self.random((self.page + 5, 2 * self.page + 2), H=H, T=T))
 
-    @pytest.mark.parametrize(
-        ("page", "lengths"),
-        [(1, (9, 2, 290)), (8, (1, 8, 9)), (64, (320, 63, 256)), (320, (10, 330))],
-    )
-    def test_page_sizes(self, page, lengths):
+    def test_page_borders(self):
         """Also a full table: five pages of 64, which no block of two or four divides."""
-        max_pages = -(-max(lengths) // page)
-        x = Inputs.random(lengths, T=1, page=page, max_pages=max_pages, widths=self.widths)
-        self.check(x)
+        for page, lengths in self.page_borders:
+            max_pages = -(-max(lengths) // page)
+            self.check(self.random(lengths, page=page, max_pages=max_pages))
 
     def test_table_far_longer_than_rows(self):
-        self.check(Inputs.random((18, 40), T=2, max_pages=90, widths=self.widths))
+        self.check(self.random((self.page + 2, 2 * self.page + 8), T=2, max_pages=90))
 
     @pytest.mark.parametrize("lengths", [(2, 20, 0, 5, 1), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)])
     def test_query_that_sees_no_token(self, lengths):
         T = 5
-        x = Inputs.random(lengths, T=T, widths=self.widths)
+        x = self.random(lengths, T=T)
         out, lse = (np.asarray(a, np.float32) for a in run(x, self.implementation))
         blind = np.array([[length < T - t for t in range(T)] for length in lengths])
         assert (out[blind] == 0).all()
         assert (lse[blind] == -np.inf).all()
         self.check(x)
 
+    def test_queries_across_the_last_page_s_border(self):
+        """The last page holds tokens that the first queries do not see, or that none but the last
+        does."""
+        page = self.page
+        self.check(self.random((2 * page + 2, page + 4, 3 * page + 1, page, page + 3), T=5))
+
     @pytest.mark.parametrize("past", [1, 3])
     def test_padding_past_the_table(self, past):
         """A length that counts queries beyond the table leaves the others as they are."""
         T, max_pages = 4, 17
-        x = Inputs.random((max_pages * 16 + past, 7), T=T, max_pages=max_pages, widths=self.widths)
-        for got, want in zip(run(x, self.implementation), x.expected(), strict=True):
-            check(got[0, : T - past], want[0, : T - past], TOLERANCES["float32"])
-            check(got[1], want[1], TOLERANCES["float32"])
+        x = self.random((max_pages * self.page + past, 7), T=T, max_pages=max_pages)
+        results = zip(
+            run(x, self.implementation),
+            x.expected(),
+            (tolerance(x.dtype), TOLERANCES["float32"]),
+            strict=True,
+        )
+        for got, want, bound in results:
+            check(got[0, : T - past], want[0, : T - past], bound)
+            check(got[1], want[1], bound)
 
     @pytest.mark.parametrize("T", [1, 3])
     def test_bfloat16(self, T):
-        x = Inputs.random((50, 2, 33), T=T, H=4, widths=self.widths, dtype="bfloat16")
-        self.check(x)
+        lengths = (3 * self.page + 2, 2, 2 * self.page + 1, 0, self.page - 1)
+        self.check(self.random(lengths, T=T, dtype="bfloat16"))
 
     def test_published_widths(self):
-        x = Inputs.random(
-            (70, 129), T=2, page=64, widths=(512, 64), scale=0.1352338, dtype="bfloat16"
-        )
-        self.check(x)
+        fixed = {"page": 64, "widths": (512, 64), "dtype": "bfloat16"}
+        self.check(self.random((70, 129), T=2, scale=0.1352338, **fixed))
 
     def test_large_scores(self):
         """Scores of hundreds, whose exponentials float32 cannot hold."""
-        x = Inputs.random((40, 64), T=2, widths=self.widths, scale=40.0)
+        scale = 40.0 * (32 / sum(self.widths)) ** 0.5
+        x = self.random((2 * self.page + 8, 4 * self.page), T=2, scale=scale)
         assert np.abs(x.expected()[1]).max() > 400
         self.check(x, bound=TOLERANCES["large scores"])
 
     def test_scale_zero_is_the_mean(self):
-        T, lengths = 2, (12, 35)
-        x = Inputs.random(lengths, T=T, widths=self.widths, scale=0.0)
+        T, lengths = 2, (12, 2 * self.page + 3)
+        x = self.random(lengths, T=T, scale=0.0)
         out, lse = run(x, self.implementation)
         for b, t in np.ndindex(len(lengths), T):
             p = lengths[b] - T + 1 + t
             mean = x.tokens(b, p)[:, : self.widths[0]].mean(axis=0)
-            check(out[b, t], np.tile(mean, (2, 1)), TOLERANCES["float32"])
-            check(lse[b, t], np.full(2, np.log(p)), TOLERANCES["float32"])
+            check(out[b, t], np.tile(mean, (self.heads, 1)), tolerance(x.dtype))
+            check(lse[b, t], np.full(self.heads, np.log(p)), TOLERANCES["float32"])
 
     def test_rows_do_not_depend_on_each_other(self):
         """Bit for bit: another row's length, and where the pages stand, change nothing."""
-        x = Inputs.random((33, 64), T=2, widths=self.widths)
+        x = self.random((2 * self.page + 1, 4 * self.page), T=2)
         out, lse = run(x, self.implementation)
-        shuffle = np.random.default_rng(1).permutation(len(x.pages))
-        tables = x.block_tables.copy()
-        tables[0, :3] = np.argsort(shuffle)[tables[0, :3]]
-        moved = dataclasses.replace(x, pages=x.pages[shuffle], block_tables=tables, lengths=(33, 0))
+        moved = dataclasses.replace(x.shuffled(1), lengths=(x.lengths[0], 0))
         moved_out, moved_lse = run(moved, self.implementation)
         np.testing.assert_array_equal(moved_out[0], out[0])
         np.testing.assert_array_equal(moved_lse[0], lse[0])

@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
+
 MOST_SECONDS = 20
 # Of ptxas: C7519, that it began a group of products itself, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
@@ -47,7 +49,7 @@ class Kernel:
         return self.module.split(".")[1]
 
 
-def decode(queries: int, heads: int, rows: int = 64, pages: int = 64) -> Kernel:
+def decode(queries: int, heads: int, rows: int = 64, pages: int = 64, **options: Any) -> Kernel:
     return Kernel(
         "pallas_kernels.mla_decode.mosaic_gpu",
         {
@@ -57,7 +59,7 @@ def decode(queries: int, heads: int, rows: int = 64, pages: int = 64) -> Kernel:
             "block_tables": Struct((rows, pages), I32),
             "lengths": Struct((rows,), I32),
         },
-        {"scale": 192**-0.5},
+        {"scale": 192**-0.5, **options},
     )
 
 
@@ -121,6 +123,13 @@ def kernels() -> dict[str, Kernel]:
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (16, 1), (16, 2)]
     }
+    # Tiles of which the last is not full, three tiles, the fewest query rows, and one long row.
+    found |= {
+        f"mla_decode h{heads} sq{queries}": decode(queries, heads)
+        for heads, queries in [(16, 5), (64, 3), (8, 1)]
+    }
+    found["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
+    found["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
     found |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mla_decode
+from pallas_kernels import mla_decode, mla_decode_schedule
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, run
 from tests.pallas_kernels.numerics import central_difference, check_slope
 
@@ -61,4 +61,18 @@ def test_default(monkeypatch, platform, chosen):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     got = jax.jit(functools.partial(mla_decode, scale=x.scale))(*x.arrays())
     for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "cpu"])
+def test_a_schedule_is_for_those_who_divide_by_it(implementation):
+    """Others give what they give without one, bit for bit."""
+    x = Inputs.random((20, 33), T=2, widths=(24, 8), scale=0.2)
+
+    @jax.jit
+    def scheduled(*arrays):
+        schedule = mla_decode_schedule(arrays[4], queries=2, heads=2, max_pages=4)
+        return mla_decode(*arrays, scale=x.scale, schedule=schedule, implementation=implementation)
+
+    for a, b in zip(scheduled(*x.arrays()), run(x, implementation), strict=True):
         np.testing.assert_array_equal(a, b)

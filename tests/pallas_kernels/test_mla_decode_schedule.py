@@ -1,0 +1,139 @@
+"""The schedule of mla_decode's Hopper kernel: who attends which blocks of which rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.mla_decode.schedule import (
+    _LEAST_BLOCKS,
+    _ROW_COST,
+    _SPLIT_COST,
+    BLOCK,
+    Schedule,
+    schedule,
+)
+
+MAX_PAGES = 700
+make = jax.jit(functools.partial(schedule, max_pages=MAX_PAGES), static_argnames="parts")
+
+
+def blocks_of(lengths):
+    return np.clip(-(-np.asarray(lengths) // BLOCK), 1, MAX_PAGES)
+
+
+def segments(made: Schedule):
+    """(part, row, first block, end block) of all that is attended, in order."""
+    parts, table = made.parts, np.asarray(made.table)
+    found = []
+    for part, (first_row, last_row, begin, end) in enumerate(table[:parts].tolist()):
+        for row in range(first_row, last_row + 1):
+            first = begin if row == first_row else 0
+            found.append((part, row, first, end if row == last_row else table[parts + row, 0]))
+    return found
+
+
+def check_schedule(lengths, parts):
+    """All that the kernels rely on; returns the segments."""
+    made = make(jnp.asarray(lengths, jnp.int32), parts=parts)
+    table, split = np.asarray(made.table), np.asarray(made.split)
+    B = len(lengths)
+    assert table.shape == (parts + B, 4)
+    assert split.shape == (parts, 4)
+    assert table.dtype == split.dtype == np.int32
+    rows, want_blocks = table[parts:], blocks_of(lengths)
+    np.testing.assert_array_equal(rows[:, 0], want_blocks)
+    np.testing.assert_array_equal(rows[:, 3], lengths)
+
+    found = segments(made)
+    covered = [(row, block) for _, row, a, b in found for block in range(a, b)]
+    assert covered == [(row, block) for row in range(B) for block in range(want_blocks[row])]
+    assert all(a < b for _, _, a, b in found)
+
+    holders = [[part for part, r, _, _ in found if r == row] for row in range(B)]
+    for row, of_row in enumerate(holders):
+        assert of_row == list(range(of_row[0], of_row[0] + len(of_row))), f"row {row}"
+    assert rows[:, 1].tolist() == [len(of_row) for of_row in holders]
+
+    numbers = [
+        rows[row, 2] + part for row in range(B) if len(holders[row]) > 1 for part in holders[row]
+    ]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) <= 2 * parts
+
+    several = [row for row in range(B) if len(holders[row]) > 1]
+    want = [[row, rows[row, 2] + holders[row][0], len(holders[row])] for row in several]
+    assert split[: len(several), :3].tolist() == want
+    assert (split[len(several) :, 2] == 0).all()
+    assert (split[:, 3] == len(several)).all()
+
+    cost = np.zeros(parts, int)
+    for part, _, a, b in found:
+        cost[part] += b - a + _ROW_COST
+    share = max(-(-(want_blocks + _ROW_COST).sum() // parts), _LEAST_BLOCKS + _ROW_COST)
+    # A piece that begins in a row's middle pays for the row again.
+    assert cost.max() <= share + max(_SPLIT_COST, _ROW_COST)
+    return found
+
+
+def adversarial(B, parts):
+    """Lengths that stand at or about the borders of blocks, of shares and of the table."""
+    longest = MAX_PAGES * BLOCK
+    yield np.zeros(B, int)
+    yield np.full(B, 1)
+    for length in (BLOCK - 1, BLOCK, BLOCK + 1, longest, longest + 3):
+        yield np.full(B, length)
+    for place in (0, B // 2, B - 1):
+        one = np.zeros(B, int)
+        one[place] = longest
+        yield one
+        yield longest - one
+    yield np.arange(B) * BLOCK
+    yield np.arange(B)[::-1] * BLOCK + 1
+    yield np.where(np.arange(B) % 2, 0, longest)
+    # Rows whose costs end at a share's border, and one block before and behind it.
+    for more in (-1, 0, 1):
+        yield np.full(B, (max(parts // B, 1) * 8 - _ROW_COST + more) * BLOCK)
+
+
+# One compilation each: fewer rows than parts, as many, more; one of either.
+SHAPES = [(1, 1), (1, 7), (7, 1), (2, 132), (3, 5), (16, 16), (64, 66), (128, 66), (300, 33)]
+
+
+@pytest.mark.parametrize(("B", "parts"), SHAPES)
+def test_every_block_once(B, parts):
+    for lengths in adversarial(B, parts):
+        check_schedule(lengths, parts)
+    rng = np.random.default_rng(B)
+    for longest in (100, 1000, MAX_PAGES * BLOCK + 100):
+        for _ in range(4):
+            check_schedule(rng.integers(0, longest, B), parts)
+            check_schedule((longest ** rng.random(B)).astype(int), parts)
+
+
+def test_whole_rows_stay_whole_where_that_ends_no_later():
+    """128 equal rows: two for each of 64 parts, and two parts without work."""
+    found = check_schedule(np.full(128, 4096), 66)
+    assert [row for _, row, _, _ in found] == list(range(128))
+    assert np.bincount([part for part, *_ in found], minlength=66).tolist() == [2] * 64 + [0] * 2
+
+
+def test_few_long_rows_are_cut():
+    """One row over 132 parts: its 700 blocks by sixes."""
+    found = check_schedule(np.array([MAX_PAGES * BLOCK]), 132)
+    taken = [b - a for _, _, a, b in found]
+    assert taken == [6] * 116 + [4]
+
+
+@pytest.mark.parametrize(("queries", "heads", "tiles"), [(1, 8, 1), (1, 128, 2), (2, 72, 3)])
+def test_public_schedule_fills_the_device(queries, heads, tiles):
+    lengths = jnp.asarray([100, 5000], jnp.int32)
+    made = pallas_kernels.mla_decode_schedule(lengths, queries=queries, heads=heads, max_pages=100)
+    assert made.parts == multiprocessors() // tiles
+    want = schedule(lengths, max_pages=100, parts=made.parts)
+    np.testing.assert_array_equal(made.table, want.table)
+    np.testing.assert_array_equal(made.split, want.split)
