@@ -53,7 +53,6 @@ from pallas_kernels.hopper import multiprocessors
 
 SCALE_BLOCK = 128
 _ATOM = 128  # bytes: a row of a swizzled tile
-_STAGED = 64  # columns of a staging buffer: 128 bytes of bfloat16, the least that TMA stores from
 _STORES = (32, 16, 8, 4, 2, 1)  # rows of the stores that write fewer than 64
 _MULTIPLIERS = 2  # warpgroups that multiply
 _INTERPRETED_BLOCKS = 2
@@ -73,7 +72,7 @@ class Config:
     split: Literal["rows", "columns"]
     """What the two multiplying warpgroups share out."""
     slots: int = 1
-    """Staging buffers of [64, 64] a warpgroup: what is written at once."""
+    """Staging buffers of 64 rows a warpgroup: what is written at once."""
     panel: int | None = None
     """Row tiles that are visited for a column tile before the next column tile; None for as many
     as the L2 cache holds well beside the matrices that pass."""
@@ -161,7 +160,13 @@ class _Plan:
         width = self.part[1] // self.matrices
         aligned = self.columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
         whole = width == SCALE_BLOCK and aligned
-        return width if whole or width == 64 else 64
+        return width if whole else self.staged
+
+    @property
+    def staged(self) -> int:
+        """Columns of a staging buffer. Stores start at even rows, or take them from the first on,
+        so that 64 bytes a row suffice: TMA reads shared memory from multiples of 128."""
+        return 32 if self.columns % 64 else 64
 
     @property
     def panel(self) -> int:
@@ -211,8 +216,10 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
             f"a tile of {columns} columns takes at least as many, in multiples of 64, and"
             f" multiples of {atom} of K, got N {N} and K {K}"
         )
-    if matrices > 1 and columns % (64 if config.split == "rows" else 128):
-        raise NotImplementedError(f"two matrices take 64 columns a warpgroup, got {config}")
+    if matrices > 1 and columns % (32 if config.split == "rows" else 128):
+        raise NotImplementedError(
+            f"two matrices take multiples of 32 or, split, of 128 columns, got {columns}"
+        )
     if float8 and config.split == "rows" and config.rows != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.rows // 2}")
 
@@ -280,8 +287,9 @@ def grouped_product(
             _multiply(plan, named, ring, turns, warpgroup)
 
     def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-        swizzle = plgpu.SwizzleTransform(_ATOM)
-        tiling = plgpu.TilingTransform((8, _ATOM // jnp.dtype(dtype).itemsize))
+        width = shape[-1] * jnp.dtype(dtype).itemsize
+        swizzle = plgpu.SwizzleTransform(width)
+        tiling = plgpu.TilingTransform((8, shape[-1]))
         tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
         if not aliased:
             return tiled
@@ -292,7 +300,7 @@ def grouped_product(
         swizzled((stages, config.rows, plan.atom), lhs.dtype),
         swizzled((stages, config.columns, plan.atom), matrices[0].dtype),
         *([plgpu.SMEM((stages, config.rows + EXTRA_SCALES), jnp.float32)] if float8 else []),
-        swizzled((_MULTIPLIERS * config.slots, 64, _STAGED), jnp.bfloat16),
+        swizzled((_MULTIPLIERS * config.slots, 64, plan.staged), jnp.bfloat16),
         (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies, _MULTIPLIERS),
     ]
     kernel = plgpu.kernel(
@@ -521,20 +529,20 @@ def _store(
         sums = _gated(sums, columns)
     parts = [x.astype(jnp.bfloat16) for x in sums]
     width = parts[0].shape[1]
-    pieces = [(r, c) for r in range(0, rows, 64) for c in range(0, columns, _STAGED)]
+    pieces = [(r, c) for r in range(0, rows, 64) for c in range(0, columns, plan.staged)]
     for batch in (pieces[i : i + slots] for i in range(0, len(pieces), slots)):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffers = [warpgroup * jnp.int32(slots) + jnp.int32(i) for i in range(len(batch))]
         for buffer, (r, c) in zip(buffers, batch, strict=True):
             start = c % width
-            refs.staging[buffer] = parts[c // width][r : r + 64, start : start + _STAGED]
+            refs.staging[buffer] = parts[c // width][r : r + 64, start : start + plan.staged]
         plgpu.commit_smem()
         for buffer, (r, c) in zip(buffers, batch, strict=True):
             keep = jnp.clip(tile.rows - row - r, 0, 64)
             first_column = tile.column + column + c
             if plan.N % plan.columns:
                 keep = jnp.where(first_column >= tile.new, keep, 0)
-            window = pl.ds(first_column, _STAGED)
+            window = pl.ds(first_column, plan.staged)
             _store_rows(refs.staging_plain.at[buffer], refs.out, keep, tile.row + row + r, window)
 
 

@@ -19,7 +19,10 @@ from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
 
 # Columns are those of both matrices: half as many of the result.
-MANY_ROWS_FLOAT8 = (Config(128, 128, 6, "rows", turns=True),)
+MANY_ROWS_FLOAT8 = (
+    Config(128, 192, 5, "rows", turns=True),
+    Config(128, 128, 6, "rows", turns=True),
+)
 MANY_ROWS_BFLOAT16 = (Config(128, 256, 4, "rows"), Config(128, 128, 6, "rows"))
 FEW_ROWS = (Config(64, 256, 5, "columns"), Config(128, 128, 6, "rows"))
 _MANY = 128  # rows a group, on average
