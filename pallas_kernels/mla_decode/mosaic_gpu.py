@@ -42,6 +42,8 @@ def mla_decode(
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
+    if scale < 0:
+        raise NotImplementedError(f"takes a scale of 0 and more, got {scale}")
     if schedule is None:
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Whole tiles of query rows, or one that is not full.
@@ -54,7 +56,7 @@ def mla_decode(
         schedule,
         queries=T,
         heads=H,
-        scale=scale,
+        scale=max(scale, 1e-30),  # masked scores are -inf, which times 0 would be NaN
         config=config or Config(),
         interpret=interpret,
     )

@@ -58,7 +58,7 @@ class Config:
     """Two programs of a row share the fetching of its blocks."""
 
 
-_Pieces = tuple[Float32[Array, "pieces M C"], Float32[Array, "pieces M"]]
+_Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
 
 
 def attend(

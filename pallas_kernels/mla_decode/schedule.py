@@ -26,9 +26,9 @@ _LEAST_BLOCKS = 2  # of a part: smaller pieces cost more to merge than they save
 class Schedule:
     """Made by :func:`schedule` once a step, read by every layer's mla_decode."""
 
-    table: Int[Array, "parts+B 4"]
-    """First the parts: first row, last row, first block of the first row, end block of the last
-    row; a part without work has its last row before its first. Then the rows of the batch: blocks;
+    table: Int[Array, "places 4"]
+    """One place a part, then one a row. Parts: first row, last row, first block of the first row,
+    end block of the last row; a part without work has its last row before its first. Rows: blocks;
     pieces; the index of the row's first piece among all pieces of split rows, less the number of
     its first part (so that part p's piece is the sum of that and p); cached tokens."""
 
