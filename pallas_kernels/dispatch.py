@@ -58,7 +58,7 @@ def dispatch(
     else:
         names = tuple(implementation)
     unknown = [n for n in names if n not in backends]
-    if unknown or not names:
+    if unknown or (implementation is not None and not names):
         wrong = ", ".join(map(repr, unknown)) or "an empty sequence"
         raise ValueError(f"{op}: expected implementations among {', '.join(backends)}; got {wrong}")
     for name in names:

@@ -1,4 +1,4 @@
-"""What the Hopper kernels (Pallas Mosaic GPU) share: where they run, and how wide the machine is."""
+"""What the Hopper kernels (Pallas Mosaic GPU) share: where they run, how wide the machine is."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ whose unused slots hold NaN, against float32 at full precision, ``--repeats`` ru
 and on samples of every timed shape. One that is wrong is not timed. Then every shape: ours, XLA's
 own lowering, and the peers out of the directory PEERS (``python -m benchmarks.kernels.pack_peers``
 makes it) and of torch, each checked too, beside the ceilings of the same run. Times are medians
-over rotated random inputs, larger than the L2 cache where that takes no more than 64 sets.
+over rotated random inputs, larger than the L2 cache where that takes no more than 32 sets.
 
 JAX and torch run in two processes that take turns. ``ratio`` is the best peer's time by ours: above
 1 ours is faster. ``roof_fraction`` is the least time that the run's ceilings allow by ours. What

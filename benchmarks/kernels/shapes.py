@@ -19,7 +19,7 @@ BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 LATENT, ROPE, PAGE = 512, 64, 64
 BLOCK = 128  # of float8 scales, and of the columns under one scale of an integer
 WORKING_SET = 320e6  # bytes of rotated inputs, six times an H200's L2
-CALLS = 64  # of one program, at most
+CALLS = 32  # of one program, at most: XLA compiles a kernel anew for each
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     for title, rows in found.items():
         print(title)
         for name, value in rows.items():
-            print(f"  {name:24} {value}")
+            print(f"  {name:27} {value}")
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -91,14 +91,16 @@ def _try(
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     f32 = jnp.float32
     worst = max(float(jnp.max(jnp.abs(a.astype(f32) - b.astype(f32)))) for a, b in pairs)
-    return "works" if worst < 1e-2 else f"wrong: differs from the reference by {worst:.2g}"
+    # Results of up to 4 in bfloat16, rounded in two ways; one that is wrong is off by about 1.
+    return "works" if worst < 5e-2 else f"wrong: differs from the reference by {worst:.2g}"
 
 
 def _small_inputs() -> dict[str, tuple[tuple, dict[str, Any]]]:
     key = jax.random.key(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(key, shape, jnp.float32)
+        # What kernels take.
+        return jax.random.normal(key, shape, jnp.bfloat16)
 
     qk = normal(1, 8, 4, 192)
     zero, eight = jnp.zeros(1, jnp.int32), jnp.full(1, 8, jnp.int32)
@@ -111,6 +113,15 @@ def _small_inputs() -> dict[str, tuple[tuple, dict[str, Any]]]:
         "mla_prefill": ((qk, qk, normal(1, 8, 4, 128), zero, eight), {"scale": 0.05}),
         "grouped_matmul": (
             (normal(64, 128), normal(4, 128, 128) * 0.1, jnp.full(4, 16, jnp.int32)),
+            {},
+        ),
+        "grouped_swiglu": (
+            (
+                normal(64, 128),
+                normal(4, 128, 128) * 0.1,
+                normal(4, 128, 128) * 0.1,
+                jnp.full(4, 16, jnp.int32),
+            ),
             {},
         ),
         "block_quant": ((normal(4, 256),), {}),

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -117,6 +118,41 @@ def test_a_replacement_is_told_once(caplog):
     assert caplog.messages[1:] == ["another op of this test runs on b (a: not here)"]
 
 
+def test_kernels_are_passed_over_where_arrays_may_be_spread(caplog):
+    """Eight devices, and none of shard_map: XLA may spread arrays, which a kernel does not see."""
+    assert jax.device_count() == 8
+    kernel = Recorder("mosaic_gpu")
+    backends = {"mosaic_gpu": kernel, "plain": Recorder("plain")}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert dispatch("an op with a kernel", backends, None) == "plain"
+    assert kernel.calls == []
+    assert "over 8 devices" in caplog.text
+    assert dispatch("an op with a kernel", backends, "mosaic_gpu") == "mosaic_gpu"
+    with pytest.raises(NotImplementedError, match="kernels: XLA may spread"):
+        dispatch("an op with a kernel", {"mosaic_gpu": kernel}, None)
+
+
+@pytest.mark.parametrize(
+    ("axes", "chosen"), [({"a", "b"}, "mosaic_gpu"), ({"a"}, "plain")], ids=["all", "one of two"]
+)
+def test_kernels_run_where_every_axis_is_taken_by_shard_map(axes, chosen):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    backends = {"mosaic_gpu": Recorder("mosaic_gpu"), "plain": Recorder("plain")}
+
+    def body(x):
+        assert dispatch("op in shard_map", backends, None) == chosen
+        return x
+
+    spec = jax.sharding.PartitionSpec("a")
+    jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)(jnp.ones(8))
+
+
+def test_kernels_are_the_first_choice_of_one_device(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    backends = {"mosaic_gpu": Recorder("mosaic_gpu"), "plain": Recorder("plain")}
+    assert dispatch("op", backends, None) == "mosaic_gpu"
+
+
 def test_the_first_choice_is_not_told(caplog):
     with caplog.at_level(logging.DEBUG, logger="pallas_kernels"):
         dispatch("quiet op", {"a": Recorder("a")}, None)
@@ -130,6 +166,7 @@ ARGUMENTS = {
     "mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, COUNT), {"scale": 1.0}),
     "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
     "grouped_matmul": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
+    "grouped_swiglu": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
     "block_quant": ((jnp.ones((2, 2)),), {}),
     "integer_quant": ((jnp.ones((2, 2)), 8), {}),
     "block_dequant": ((jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones((1, 1)), (2, 2)), {}),
