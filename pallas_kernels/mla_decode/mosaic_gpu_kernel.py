@@ -10,8 +10,8 @@ block of 64 cached tokens, with four warpgroups that wait for each other at barr
 
 So one block's softmax runs under the products of its neighbours, and a block is fetched while the
 other is in use. Two programs whose query rows belong to the same row of the batch form a cluster:
-each fetches half of a block for both (multicast), for the SMs ask more of the L2 cache than it can
-give. Scores are kept in base 2.
+each fetches half of a block for both (multicast), which halves what they ask of the L2 cache.
+Scores are kept in base 2.
 """
 
 from __future__ import annotations
