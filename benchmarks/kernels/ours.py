@@ -248,7 +248,8 @@ class Session:
         if isinstance(compiled, str):
             return {"error": compiled}
         try:
-            with_plan = [a | jax.jit(functools.partial(plan, case))(a) for a in arrays]
+            planned = jax.jit(functools.partial(plan, case))  # one, or each set compiles its own
+            with_plan = [a | planned(a) for a in arrays]
             executable, seconds = compiled.result()
             return self._time(case, executable, with_plan, laps) | {"compile_s": seconds}
         except Exception as error:
