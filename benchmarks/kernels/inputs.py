@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +28,9 @@ def structs(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: make(case, 0))
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype | type) -> jax.Array:
-    return jax.jit(
-        lambda key: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype),
-    )(key)
+@functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for all sets of a shape
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 def _decode(case: Decode, key: jax.Array, seed: int) -> Arrays:
