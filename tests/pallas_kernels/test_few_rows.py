@@ -8,11 +8,9 @@ place it has the same order of columns in jax.numpy.
 import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import few_rows
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
@@ -22,26 +20,8 @@ from tests.pallas_kernels.grouped_matmul_cases import (
     Inputs,
     run,
 )
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, tolerance
-
-ON_GPU = jax.default_backend() == "gpu"
-INTERPRETED = not ON_GPU and jax.__version_info__ >= (0, 11)
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETED else None
-
-kernel_runs = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED), reason="the Mosaic GPU interpreter needs jax 0.11"
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_races():
-    yield
-    if not INTERPRETED:
-        return
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    races = gpu_callbacks._races
-    assert races is None or not races.races_found
 
 
 def back_end(config: Config | None = None):
@@ -147,7 +127,7 @@ def test_refuses(lhs_dtype, rhs_dtype, N, K, block_shape, message, monkeypatch):
         few_rows.grouped_matmul(*x.arrays(), block_shape=block_shape)
 
 
-@pytest.mark.skipif(ON_GPU, reason="of machines without one")
+@off_gpu
 def test_elsewhere_it_refuses():
     x = inputs((3, 4), 64, 128, "int8", (1, 128))
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
@@ -20,27 +19,8 @@ from tests.pallas_kernels.grouped_matmul_cases import (
     Inputs,
     run,
 )
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, tolerance
-
-ON_GPU = jax.default_backend() == "gpu"
-INTERPRETER = not ON_GPU and jax.__version_info__ >= (0, 11)
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
-
-kernel_runs = pytest.mark.skipif(
-    not ON_GPU and not INTERPRETER, reason="the Mosaic GPU interpreter needs jax 0.11"
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_races():
-    """Interpreted kernels have none; the interpreter reports them by a variable."""
-    yield
-    if not INTERPRETER:
-        return
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    races = gpu_callbacks._races
-    assert races is None or not races.races_found
 
 
 def back_end(config: Config | None = None):
@@ -222,7 +202,7 @@ def test_refusals(settings, block_shape, message):
         mosaic_gpu.grouped_matmul(*x.arrays(), block_shape=block_shape, interpret=anything)
 
 
-@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+@off_gpu
 def test_elsewhere_it_refuses():
     x = Inputs.random((3, 4), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: runs on Hopper GPUs, this is cpu"):

@@ -7,30 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check
-
-ON_GPU = jax.default_backend() == "gpu"
-INTERPRETER = not ON_GPU and jax.__version_info__ >= (0, 11)
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
-
-kernel_runs = pytest.mark.skipif(
-    not ON_GPU and not INTERPRETER, reason="the Mosaic GPU interpreter needs jax 0.11"
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_races(capsys):
-    """Interpreted kernels have none. The interpreter prints one (since jax 0.12 it raises it);
-    what it keeps in a variable is of its last kernel alone, and here there are two."""
-    yield
-    assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +139,7 @@ def test_what_it_does_not_take(changes, message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
-@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+@off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
         mla_decode(*arrays(), scale=0.1, implementation="mosaic_gpu")

@@ -6,20 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import mosaic_gpu, reference
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config, heads_together
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, run
-
-ON_GPU = jax.default_backend() == "gpu"
-INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)
-INTERPRET = None if ON_GPU or INTERPRETER is None else INTERPRETER(detect_races=True)
-
-needs_kernel = pytest.mark.skipif(
-    not ON_GPU and INTERPRETER is None, reason="the Mosaic GPU interpreter needs jax 0.11"
-)
 
 
 def kernel(**config):
@@ -32,7 +24,7 @@ def kernel(**config):
 KERNEL = kernel()
 
 
-@needs_kernel
+@kernel_runs
 class TestMosaicGpu(MlaPrefillCases):
     implementation = "mosaic_gpu" if ON_GPU else KERNEL
     dtype = "bfloat16"
@@ -118,7 +110,7 @@ def test_config_is_checked(wrong):
         Config(**wrong)
 
 
-@pytest.mark.skipif(ON_GPU, reason="this is a GPU")
+@off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
         mla_prefill(*arrays(), scale=0.1, implementation="mosaic_gpu")

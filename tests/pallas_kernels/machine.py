@@ -1,0 +1,15 @@
+"""Where the Hopper kernels are tested: on such a GPU, or interpreted with race detection."""
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRETER = not ON_GPU and jax.__version_info__ >= (0, 11)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
+
+kernel_runs = pytest.mark.skipif(
+    not ON_GPU and not INTERPRETER,
+    reason="no Hopper GPU here, and the interpreter in its place needs jax 0.11",
+)
+off_gpu = pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
