@@ -9,6 +9,7 @@ from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_q
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_latent
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.softmax import merge_attention
@@ -16,6 +17,7 @@ from pallas_kernels.softmax import merge_attention
 __all__ = [
     "block_dequant",
     "block_quant",
+    "dequantize_latent",
     "grouped_matmul",
     "grouped_swiglu",
     "integer_quant",
@@ -23,4 +25,5 @@ __all__ = [
     "mla_decode",
     "mla_decode_schedule",
     "mla_prefill",
+    "quantize_latent",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.mla_decode import reference
 from pallas_kernels.softmax import merge_attention
@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 256
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"],
+    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,

@@ -1,13 +1,18 @@
-"""mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys."""
+"""mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys.
+
+The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.mla_decode import float8_kernel
+from pallas_kernels.mla_decode.float8_cache import TOKEN_BYTES
 from pallas_kernels.mla_decode.merge_kernel import merge_pieces
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import LATENT, ROPE, TILE, Config, attend
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule, schedule
@@ -16,13 +21,13 @@ from pallas_kernels.mla_decode.schedule import BLOCK, Schedule, schedule
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"],
+    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | None = None,
+    config: Config | float8_kernel.Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """As :func:`pallas_kernels.mla_decode`.
@@ -31,7 +36,8 @@ def mla_decode(
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
-    dtypes = {str(x.dtype) for x in (q_latent, q_rope, pages)}
+    float8 = pages.dtype == jnp.uint8
+    dtypes = {str(x.dtype) for x in (q_latent, q_rope, *([] if float8 else [pages]))}
     if dtypes != {"bfloat16"}:
         raise NotImplementedError(f"takes bfloat16, got {', '.join(sorted(dtypes))}")
     widths = (pages.shape[1], C, q_rope.shape[-1])
@@ -39,6 +45,8 @@ def mla_decode(
         raise NotImplementedError(
             f"takes pages of {BLOCK} tokens, {LATENT} latent and {ROPE} rope columns, got {widths}"
         )
+    if float8 and pages.shape[2] != TOKEN_BYTES:
+        raise NotImplementedError(f"takes tokens of {TOKEN_BYTES} bytes, got {pages.shape[2]}")
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
@@ -48,7 +56,8 @@ def mla_decode(
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Whole tiles of query rows, or one that is not full.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
-    out, lse, pieces = attend(
+    kernel: Any = float8_kernel.attend if float8 else attend
+    out, lse, pieces = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),
         pages,
@@ -57,7 +66,7 @@ def mla_decode(
         queries=T,
         heads=H,
         scale=max(scale, 1e-30),  # masked scores are -inf, which times 0 would be NaN
-        config=config or Config(),
+        config=config or (float8_kernel.Config() if float8 else Config()),
         interpret=interpret,
     )
     out, lse = merge_pieces(out, lse, *pieces, schedule.split, interpret=interpret)

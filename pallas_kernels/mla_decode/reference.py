@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES, dequantize_latent
 from pallas_kernels.softmax import masked_softmax
 
 
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"],
+    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -27,7 +28,7 @@ def mla_decode(
 def attend(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"],
+    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B some_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -37,8 +38,17 @@ def attend(
 ) -> tuple[Float32[Array, "B T H C"], Float32[Array, "B T H"]]:
     """Attention to the tokens of some of the pages, from token ``first`` on and before ``end``."""
     B, T, _, C = q_latent.shape
+    float8 = pages.dtype == jnp.uint8
+    widths = (C, q_rope.shape[-1], pages.shape[-1])
+    if float8 and widths != (LATENT, ROPE, TOKEN_BYTES):
+        raise NotImplementedError(
+            f"takes float8 caches of {LATENT} latent and {ROPE} rope columns in {TOKEN_BYTES}"
+            f" bytes, got {widths}"
+        )
     # mode="clip": entries past a row's length may be anything, and are masked below.
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
+    if float8:
+        cached = jnp.concatenate(dequantize_latent(cached, q_latent.dtype), axis=-1)
     s = first + jnp.arange(cached.shape[1])
     visible = jnp.minimum(lengths[:, None] - T + 1 + jnp.arange(T), end)
     # A masked slot may hold anything, NaN included: zero it, for 0 * NaN is NaN.

@@ -1,0 +1,244 @@
+"""What a thread of the float8 kernel does in its own registers: fetch a block's bytes from global
+memory, and write them to shared memory as bfloat16.
+
+A block is 64 tokens; warp w has tokens 16 w to 16 w + 16. Two tokens of a warp are read together,
+256 columns of each, 16 bytes a thread. Shared memory has tiles of 8 tokens by 64 columns, in whose
+128-byte rows a piece of 16 bytes stands in place ``piece ^ token % 8``. A quarter of a warp, which
+writes at once, has four threads of an even and four of an odd token, so the 16 bytes that each
+writes of its 32 fall into different banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mla_decode.float8_cache import GROUP, LATENT, ROPE_AT, SCALES_AT, TOKEN_BYTES
+from pallas_kernels.mla_decode.schedule import BLOCK
+
+HALF = LATENT // 2
+_TOKENS = BLOCK // 4  # of a warp
+_PAIRS = _TOKENS // 2
+_ROPE_LOADS = _TOKENS // 4  # of a thread: 8 threads read a token's 128 bytes
+# What a thread holds, as arrays of a warpgroup: four words a load, and a word of scales.
+_WORDS = plgpu.Layout.WGMMA
+_LONE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+_TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def _words(loads: int) -> Any:
+    return plgpu.ShapeDtypeStruct((64, 8 * loads), jnp.int32, layout=_WORDS)
+
+
+def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
+    """Bytes of 256 latent columns of a page [64, 656] in global memory, and their scales."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=(
+            _words(_PAIRS),
+            plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LONE_WORD),
+        ),
+    )
+    def fetch(_: Any, page: Any):
+        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        warp, lane = _warp_and_lane()
+        first = arith.muli(warp, _c(_TOKENS))
+        token = arith.addi(first, _bit(lane, 2))
+        column = arith.ori(
+            arith.shli(arith.shrui(lane, _c(3)), _c(6)), arith.shli(_low(lane, 2), _c(4))
+        )
+        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), column))
+        words = [w for i in range(_PAIRS) for w in _load(at, half * HALF + i * 2 * TOKEN_BYTES)]
+        # Each of the 32 scales of 16 tokens and 2 groups in one thread.
+        token = arith.addi(first, _low(lane, 4))
+        group = arith.shli(arith.shrui(lane, _c(4)), _c(2))
+        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), group))
+        offset = SCALES_AT + half * 4 * (HALF // GROUP)
+        text = f"ld.global.nc.L1::no_allocate.b32 $0, [$1 + {offset}];"
+        scale = _asm(text, "=r,l", at, result=_i32(), effects=True)
+        lone = vector.broadcast(ir.VectorType.get((1,), _i32()), scale)
+        return _pairs(words), _array([lone], (128,), _LONE_WORD)
+
+    return fetch(page)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+
+
+def fetch_rope(page: Any) -> jax.Array:
+    """Bytes of the rope keys of a page [64, 656] in global memory."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_words(_ROPE_LOADS))
+    def fetch(_: Any, page: Any):
+        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        warp, lane = _warp_and_lane()
+        token = arith.addi(arith.muli(warp, _c(_TOKENS)), arith.shrui(lane, _c(3)))
+        column = arith.shli(_low(lane, 3), _c(4))
+        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), column))
+        loads = range(_ROPE_LOADS)
+        return _pairs([w for i in loads for w in _load(at, ROPE_AT + i * 4 * TOKEN_BYTES)])
+
+    return fetch(page)  # pyright: ignore[reportCallIssue]
+
+
+def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
+    """``words`` times their scales to bfloat16 [64, 256] in shared memory.
+
+    Tokens from number ``tokens`` on become zeros, whatever they hold. The scale is rounded to
+    bfloat16. A NaN of float8 becomes 480 times its scale.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS, _LONE_WORD, _SCALAR))
+    def store(_: Any, tile: Any, words: Any, scales: Any, tokens: Any):
+        warp, lane = _warp_and_lane()
+        word = vector.extract(
+            scales.registers.item(),
+            dynamic_position=[],
+            static_position=ir.DenseI64ArrayAttr.get([0]),
+        )
+        token = arith.addi(arith.muli(warp, _c(_TOKENS)), _low(lane, 4))
+        # Two copies of the scale, times 2^120: a float8's bits as bfloat16's are 2^-120 as large.
+        text = """{
+            .reg .f32 s; .reg .pred p;
+            mov.b32 s, $1;
+            mul.f32 s, s, 0f7B800000;
+            setp.lt.s32 p, $2, $3;
+            selp.f32 s, s, 0f00000000, p;
+            cvt.rn.bf16x2.f32 $0, s, s;
+        }"""
+        scale = _asm(text, "=r,r,r,r", word, token, tokens.registers.item(), result=_i32())
+        odd = _bit(lane, 2)
+        holder = arith.ori(arith.andi(lane, _c(16)), odd)  # of the scale of the first pair
+        row = arith.addi(arith.muli(warp, _c(2 * 4 * 1024)), arith.shli(odd, _c(7)))
+        column = arith.shli(arith.shrui(lane, _c(3)), _c(10))
+        piece = arith.ori(arith.shli(_low(lane, 2), _c(5)), arith.shli(odd, _c(4)))
+        at = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), piece))
+        words = _singles(words)
+        for i in range(_PAIRS):
+            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            factor = _asm(
+                text, "=r,r,r", scale, arith.addi(holder, _c(2 * i)), result=_i32(), effects=True
+            )
+            for j in range(2):
+                place = arith.xori(at, _c(32 * (i % 4) + 16 * j))
+                four = [_times(w, factor, k) for w in words[4 * i + 2 * j :][:2] for k in range(2)]
+                _store(place, (i // 4) * 4 * 1024 + (i % 4) * 256, four)
+
+    store(tile, words, scales, tokens)  # pyright: ignore[reportCallIssue]
+
+
+def store_rope(tile: Any, words: jax.Array) -> None:
+    """``words`` to bfloat16 [64, 64] in shared memory, as they are."""
+
+    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS))
+    def store(_: Any, tile: Any, words: Any):
+        warp, lane = _warp_and_lane()
+        token, piece = arith.shrui(lane, _c(3)), arith.shli(_low(lane, 3), _c(4))
+        row = arith.addi(arith.muli(warp, _c(2 * 1024)), arith.shli(token, _c(7)))
+        piece = arith.xori(piece, arith.shli(token, _c(4)))
+        at = arith.addi(_shared(tile), arith.addi(row, piece))
+        words = _singles(words)
+        for i in range(_ROPE_LOADS):
+            place = arith.xori(at, _c(64 * (i % 2)))
+            _store(place, (i // 2) * 1024 + (i % 2) * 512, words[4 * i : 4 * i + 4])
+
+    store(tile, words)  # pyright: ignore[reportCallIssue]
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def _c(value: int) -> Any:
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
+    return llvm.inline_asm(
+        result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
+    )
+
+
+def _warp_and_lane() -> tuple[Any, Any]:
+    thread = mgpu.utils.thread_idx()
+    return arith.andi(arith.shrui(thread, _c(5)), _c(3)), arith.andi(thread, _c(31))
+
+
+def _low(x: Any, bits: int) -> Any:
+    return arith.andi(x, _c(2**bits - 1))
+
+
+def _bit(x: Any, number: int) -> Any:
+    return _low(arith.shrui(x, _c(number)), 1)
+
+
+def _moved(pointer: Any, bytes_: Any) -> Any:
+    return arith.addi(pointer, arith.extui(_i64(), bytes_))
+
+
+def _shared(tile: Any) -> Any:
+    return llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+
+
+def _load(pointer: Any, offset: int) -> list[Any]:
+    text = f"ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    four = llvm.StructType.get_literal([_i32()] * 4)
+    loaded = _asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
+    return [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
+
+
+def _store(pointer: Any, offset: int, words: list[Any]) -> None:
+    text = f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    _asm(text, "r,r,r,r,r", pointer, *words, effects=True)
+
+
+def _times(word: Any, factor: Any, pair: int) -> Any:
+    """bfloat16 of bytes 2 pair and 2 pair + 1 of four float8_e4m3fn, times the factor's halves.
+
+    A byte with its sign repeated above it, moved up by 4, has all its bits where bfloat16 has them,
+    and copies of the sign between the first two.
+    """
+    text = """{
+        .reg .b32 w;
+        prmt.b32 w, $1, 0, BYTES;
+        shl.b32 w, w, 4;
+        and.b32 w, w, 0x87F087F0;
+        mul.rn.bf16x2 $0, w, $2;
+    }""".replace("BYTES", "0xB3A2" if pair else "0x9180")
+    return _asm(text, "=r,r,r", word, factor, result=_i32())
+
+
+def _array(registers: list[Any], shape: tuple[int, ...], layout: Any) -> Any:
+    layout = layout.to_mgpu()
+    found = np.empty(len(registers), dtype=object)
+    found[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=found.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=True
+    )
+
+
+def _pairs(words: list[Any]) -> Any:
+    two = ir.VectorType.get((2,), _i32())
+    pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
+    return _array(pairs, (64, 2 * len(words)), _WORDS)
+
+
+def _singles(words: Any) -> list[Any]:
+    def at(i: int) -> Any:
+        return ir.DenseI64ArrayAttr.get([i])
+
+    return [
+        vector.extract(register, dynamic_position=[], static_position=at(i))
+        for register in words.registers.flat
+        for i in range(2)
+    ]
