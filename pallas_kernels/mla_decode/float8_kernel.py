@@ -18,6 +18,7 @@ kept in base 2. Rows, parts, pieces and what follows the kernel are as in mosaic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -33,6 +34,8 @@ from pallas_kernels.mla_decode.float8_registers import (
     HALF,
     fetch_half,
     fetch_rope,
+    meet,
+    show,
     store_half,
     store_rope,
 )
@@ -56,6 +59,10 @@ class Config:
 
     registers: tuple[int, int] = (192, 120)
     """A thread's, of the computing warpgroups and of the filling one: 2 a + b <= 504."""
+
+    readers_fence: bool = True
+    """Those who read a block make it visible to the tensor cores, not those who wrote it: their
+    fence would also wait for the next block's bytes."""
 
 
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
@@ -110,15 +117,15 @@ def attend(
 
         def arrive_once(barrier):
             """One thread arrives for the warpgroup, which must be done as a whole."""
-            plgpu.commit_smem()
+            meet(interpret)
             plgpu.barrier_arrive(barrier)
 
         def segment(i):
-            """Of the part's i-th row: row, first block, blocks taken here."""
+            """Of the part's i-th row: row, its length, first block, blocks taken here."""
             b = first_row + i
             begin = jnp.where(i == 0, plan_g[part, 2], 0)
             end = jnp.where(b == last_row, plan_g[part, 3], plan_g[parts + b, 0])
-            return b, begin, end - begin
+            return b, plan_g[parts + b, 3], begin, end - begin
 
         def row_vector(value):
             return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
@@ -172,6 +179,8 @@ def attend(
                     store_half(v_s.at[slot, half], held[2 * half], held[2 * half + 1], tokens)
                     if half:
                         store_rope(rope_s.at[slot], held[4])
+                    if not config.readers_fence:
+                        show()
                     arrive_once(kv_full(slot, half))
                     held[2 * half : 2 * half + 2] = fetch_half(kv_g.at[page], half)
                     if half:
@@ -180,7 +189,7 @@ def attend(
 
             def run_segment(i, carry):
                 done, *carry = carry
-                b, begin, count = segment(i)
+                b, _, begin, count = segment(i)
 
                 def step(j, carry):
                     held, tokens = carry
@@ -215,13 +224,14 @@ def attend(
                         for half in range(2):
                             plgpu.barrier_wait(kv_free(slot, half))
 
-        def computing_warpgroup():
+        def computing_warpgroup(own):
+            """``own``: the parity of the blocks whose scores it takes, and their slot."""
             plgpu.set_max_registers(config.registers[0], action="increase")
-            own, other = wg, 1 - wg  # parity of the blocks whose scores it takes, and their slot
+            other = 1 - own
 
-            def masked_scores(s, b, block):
+            def masked_scores(s, length, block):
                 column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=_WGMMA)
-                seen = plan_g[parts + b, 3] - (queries - 1) - block * BLOCK
+                seen = length - (queries - 1) - block * BLOCK
                 end = max_pages * BLOCK - block * BLOCK
                 if queries > 1:
                     m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_WGMMA)
@@ -235,6 +245,8 @@ def attend(
                 slot = own + zero
                 for half in range(2):
                     plgpu.barrier_wait(kv_full(own, half))
+                    if config.readers_fence:
+                        show(interpret)
                     keys = v_s.at[slot, half].transpose((1, 0))
                     plgpu.wgmma(acc, ql_s.at[half + zero], keys)
                 plgpu.wgmma(acc, qr_s, rope_s.at[slot].transpose((1, 0)))
@@ -252,18 +264,18 @@ def attend(
                 def multiply(acc_ref):
                     if interpret is None:
                         acc_ref[...] = acc
-                    plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, wg])
+                    plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, own])
                     return acc_ref[...]
 
                 added = pl.run_scoped(multiply, _ACC((TILE, HALF), jnp.float32))
                 return added if interpret is None else acc + added
 
-            def softmax(s, before, b, block, own_max, total):
+            def softmax(s, before, length, block, own_max, total):
                 """Leaves P to all, and the maximum and its factor; returns them and the sum."""
-                whole = plan_g[parts + b, 3] - (queries - 1)  # tokens that every query sees
+                whole = length - (queries - 1)  # tokens that every query sees
                 whole = jnp.minimum(whole, max_pages * BLOCK)
                 s = lax.cond(
-                    (block + 1) * BLOCK <= whole, lambda: s, lambda: masked_scores(s, b, block)
+                    (block + 1) * BLOCK <= whole, lambda: s, lambda: masked_scores(s, length, block)
                 )
                 top = s.max(axis=1) * (scale * _LOG2E)
                 running = jnp.where(top > before + _SLACK, top, before)
@@ -275,12 +287,13 @@ def attend(
                     s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
                 rope_s[own] = p.astype(jnp.bfloat16)
+                show(interpret)
                 arrive_once(p_ready(own))
                 total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
                 return alpha, running, total
 
             def run_segment(i, done):
-                b, begin, count = segment(i)
+                b, length, begin, count = segment(i)
                 first = (own + done) & 1
                 mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
                 zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), _WGMMA)
@@ -296,13 +309,13 @@ def attend(
                         plgpu.barrier_wait(max_ready.at[other])
 
                     acc, *sums = nothing
-                    _, *sums = softmax(s, row_vector(_NO_SCORE), b, begin, *sums)
+                    _, *sums = softmax(s, row_vector(_NO_SCORE), length, begin, *sums)
                     return finish_last(add_values(acc, own), count > 1), *sums
 
                 def finish_last(acc, more):
                     @pl.when(more)
                     def _():
-                        arrive_once(kv_free(own, wg))
+                        arrive_once(kv_free(own, own))
 
                     return acc
 
@@ -320,12 +333,12 @@ def attend(
 
                     def soft(s):
                         before = plgpu.layout_cast(max_s[other], _ROW)
-                        return softmax(s, before, b, begin + j, *sums)
+                        return softmax(s, before, length, begin + j, *sums)
 
                     def overlapped(s_ref, acc_ref):
                         add_scores(s_ref, k)
                         acc_ref[...] = rescaled()
-                        plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, wg])
+                        plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
                         kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
                         return acc_ref[...], *kept
 
@@ -339,7 +352,7 @@ def attend(
                         s = scores(k)
                         acc = add_values(rescaled(), other)
                         alpha, *sums = soft(s)
-                    arrive_once(kv_free(other, wg))
+                    arrive_once(kv_free(other, own))
                     acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
                     return finish_last(acc, j + 1 < count), *sums
 
@@ -376,7 +389,7 @@ def attend(
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
                 pieces = plan_g[parts + b, 1]
 
-                @pl.when(wg == 0)
+                @pl.when(own == 0)
                 def _():
                     lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
@@ -385,14 +398,14 @@ def attend(
                 @pl.when(pieces == 1)
                 def _():
                     # Into the half of the last block that only this warpgroup reads.
-                    v_s[slot, wg] = acc.astype(jnp.bfloat16)
+                    v_s[slot, own] = acc.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        v_s.at[slot, wg, pl.ds(0, rows)],
-                        out_g.at[b, pl.ds(m0, rows), pl.ds(wg * HALF, HALF)],
+                        v_s.at[slot, own, pl.ds(0, rows)],
+                        out_g.at[b, pl.ds(m0, rows), pl.ds(own * HALF, HALF)],
                     )
 
-                    @pl.when(wg == 0)
+                    @pl.when(own == 0)
                     def _():
                         plgpu.copy_smem_to_gmem(
                             lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0, rows)]
@@ -401,14 +414,14 @@ def attend(
                 @pl.when(pieces > 1)
                 def _():
                     piece = plan_g[parts + b, 2] + part
-                    piece_g[piece, pl.ds(m0, TILE), pl.ds(wg * HALF, HALF)] = acc
+                    piece_g[piece, pl.ds(m0, TILE), pl.ds(own * HALF, HALF)] = acc
 
-                    @pl.when(wg == 0)
+                    @pl.when(own == 0)
                     def _():
                         plgpu.copy_smem_to_gmem(lse_s, piece_lse_g.at[piece, pl.ds(m0, TILE)])
 
                 plgpu.wait_smem_to_gmem(0)
-                arrive_once(kv_free(slot, wg))
+                arrive_once(kv_free(slot, own))
 
             done = lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
 
@@ -422,7 +435,8 @@ def attend(
                 plgpu.barrier_wait(sum_free)
 
         pl.when(wg == 2)(filling_warpgroup)
-        pl.when(wg < 2)(computing_warpgroup)
+        for own in range(2):
+            pl.when(wg == own)(functools.partial(computing_warpgroup, own))
 
     def tiles_of(*shape):
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

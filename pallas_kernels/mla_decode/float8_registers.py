@@ -63,7 +63,7 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
         group = arith.shli(arith.shrui(lane, _c(4)), _c(2))
         at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), group))
         offset = SCALES_AT + half * 4 * (HALF // GROUP)
-        text = f"ld.global.nc.L1::no_allocate.b32 $0, [$1 + {offset}];"
+        text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
         scale = _asm(text, "=r,l", at, result=_i32(), effects=True)
         lone = vector.broadcast(ir.VectorType.get((1,), _i32()), scale)
         return _pairs(words), _array([lone], (128,), _LONE_WORD)
@@ -151,6 +151,32 @@ def store_rope(tile: Any, words: jax.Array) -> None:
     store(tile, words)  # pyright: ignore[reportCallIssue]
 
 
+def meet(interpret: Any = None) -> None:
+    """The warpgroup's threads wait for each other, and for nothing that is under way in memory."""
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any):
+        mgpu.utils.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def show(interpret: Any = None) -> None:
+    """What is known to be written in shared memory, to this thread's tensor core products."""
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any):
+        _asm("fence.proxy.async.shared::cta;", "", effects=True)
+
+    fence()  # pyright: ignore[reportCallIssue]
+
+
 def _i32() -> Any:
     return ir.IntegerType.get_signless(32)
 
@@ -191,7 +217,7 @@ def _shared(tile: Any) -> Any:
 
 
 def _load(pointer: Any, offset: int) -> list[Any]:
-    text = f"ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    text = f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     four = llvm.StructType.get_literal([_i32()] * 4)
     loaded = _asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
     return [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]

@@ -185,7 +185,7 @@ def test_what_the_kernel_does_not_take(changes, message):
 @pytest.mark.parametrize("changes", [{"widths": (256, 64)}, {"widths": (512, 32)}])
 def test_no_backend_takes_other_widths(changes):
     """One line with each back-end's reason."""
-    with pytest.raises(NotImplementedError, match="cpu: .*; reference: takes float8"):
+    with pytest.raises(NotImplementedError, match=r"cpu: .*; reference: takes float8"):
         mla_decode(*arrays(**changes), scale=0.1)
 
 
