@@ -7,12 +7,15 @@ Each op is checked before it is timed, through the functions of pallas_kernels: 
 whose unused slots hold NaN, against float32 at full precision, ``--repeats`` runs equal bit by bit;
 and on samples of every timed shape. One that is wrong is not timed. Then every shape: ours, XLA's
 own lowering, and the peers out of the directory PEERS (``python -m benchmarks.kernels.pack_peers``
-makes it) and of torch, each checked too, beside the ceilings of the same run. Times are medians
-over rotated random inputs, larger than the L2 cache where that takes no more than 32 sets.
+makes it) and of torch, each checked too, beside the ceilings of the same run. Inputs are random and
+rotated, larger than the L2 cache where that takes no more than 32 sets.
 
-JAX and torch run in two processes that take turns. ``ratio`` is the best peer's time by ours: above
-1 ours is faster. ``roof_fraction`` is the least time that the run's ceilings allow by ours. What
-the time budget left undone is named in the result.
+JAX and torch run in two processes that take turns, twice a shape, each on a GPU that was busy with
+the same work just before; a time is the median of the windows of both turns. Nothing compiles and
+no other shape is prepared meanwhile. ``ratio`` is the best peer's time by ours: above 1 ours is
+faster. ``roof_fraction`` is the least time that the run's ceilings allow by ours; a row beyond them
+has no time. ``kernels_a_call`` counts what one call launches: ours, and what XLA puts beside it.
+What the time budget left undone is named in the result.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +39,9 @@ from benchmarks.kernels import pack_peers, report
 from benchmarks.kernels.shapes import (
     CALLS,
     OPS,
+    WARM_S,
     Case,
+    Decode,
     Grouped,
     cases,
     check_key,
@@ -45,7 +51,11 @@ from benchmarks.kernels.shapes import (
 )
 from benchmarks.kernels.workers import Worker
 
-BATCH = 8  # cases that compile at once, while the peers are timed
+BATCH = 32  # cases that compile at once, before the first of them is timed
+TURNS = 2  # of ours and of the peers, by turns
+CLOSE = 1.3  # peers slower than the best by this have one turn
+FIRST_WARM_S = 1.0  # of a process that has not timed anything yet
+COMPILE_S = 180
 ROW_S = 60  # seconds for a case, after which its process is ended
 CHECK_S = 180
 WARM_WORKERS = 8
@@ -83,40 +93,67 @@ class Bench:
             "not_run": [],
         }
         self._measured: dict[str, Any] = {}
+        self._warmed: set[str] = set()
         self._raw: list[tuple[Case, dict[str, Any], dict[str, Any]]] = []
 
     def left(self) -> float:
         return self._arguments.time_budget - (time.monotonic() - self._began)
 
     def run(self, chosen: Sequence[Case]) -> None:
-        started = self._ours.ask({"do": "start"}, 120)
-        self._note("ours", started)
-        self._compile(chosen[:BATCH])
-        if self._peers:
-            self._note("peers", self._peers.ask({"do": "start"}, 120))
-            self._warm(chosen)
-        for worker in filter(None, (self._peers, self._ours)):
-            self._measured |= worker.ask({"do": "ceilings"}, 120)
+        for worker in self._workers():
+            worker.send({"do": "start"})
+        for who, worker in zip(("ours", "peers"), self._workers(), strict=False):
+            self._note(who, worker.receive(120))
         self.save()
         for first in range(0, len(chosen), BATCH):
-            batch = chosen[first : first + BATCH]
-            if first:
-                self._compile(batch)
-            found = [self._of_peers(case) for case in batch]
-            for case, peers in zip(batch, found, strict=True):
-                if self.left() < 0:
-                    self.result["not_run"].append(key(case))
-                    continue
-                ours = self._of_ours(case, not any("us" in each for each in peers.values()))
-                self._raw.append((case, ours, peers))
-                line = report.row(case, ours, peers, report.ceilings(self._measured))
-                print(report.table([line]).splitlines()[1], f"{self.left():.0f} s", flush=True)
-            self.save()
+            self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
+        self._time_xla([raw for raw in self._raw if "xla" not in raw[1]])
 
-        for case, ours, _ in self._raw:
-            if "xla" not in ours and self.left() > 0:
-                ours |= self._ask_ours(case, False, True)
+    def _workers(self) -> list[Worker]:
+        return [self._ours] + ([self._peers] if self._peers else [])
+
+    def _batch(self, batch: Sequence[Case], to_warm: Sequence[Case]) -> None:
+        if self.left() < 0:
+            self.result["not_run"] += map(key, batch)
+            self.save()
+            return
+        began = time.monotonic()
+        parts = [["check", "ours"] + ["xla"] * (not self._has_peers(case)) for case in batch]
+        self._ours.send(_compilation(batch, parts))
+        if to_warm:
+            self._warm(to_warm)
+        self._ours.receive(COMPILE_S)
+        print(f"compiled {len(batch)} shapes in {time.monotonic() - began:.0f} s", flush=True)
+        if to_warm:
+            for worker in self._workers():
+                self._measured |= worker.ask({"do": "ceilings"}, 120)
         self.save()
+        for case in batch:
+            if self.left() < 0:
+                self.result["not_run"].append(key(case))
+                continue
+            began = time.monotonic()
+            ours, peers = self._case(case)
+            ours["seconds"] = round(time.monotonic() - began, 1)
+            self._raw.append((case, ours, peers))
+            line = report.row(case, ours, peers, report.ceilings(self._measured))
+            print(report.table([line]).splitlines()[1], f"{self.left():.0f} s", flush=True)
+        self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
+        self.save()
+
+    def _time_xla(self, rows: Sequence[tuple[Case, dict[str, Any], dict[str, Any]]]) -> None:
+        """Of the cases that another peer was timed beside: when all else is done."""
+        for first in range(0, len(rows), BATCH // 2):
+            batch = rows[first : first + BATCH // 2]
+            if self.left() > 0:
+                cases = [case for case, _, _ in batch]
+                self._ours.ask(
+                    _compilation(cases, [["xla"]] * len(cases)), self._patience(COMPILE_S)
+                )
+            for case, ours, _ in batch:
+                if self.left() > 0:
+                    ours["xla"] = self._xla(case)
+            self.save()
 
     def _note(self, who: str, started: dict[str, Any]) -> None:
         self.result["versions"] |= started.get("versions", {})
@@ -126,11 +163,11 @@ class Bench:
             self.result.setdefault("errors", {})[who] = started["error"]
 
     def _warm(self, chosen: Sequence[Case]) -> None:
-        """DeepGEMM compiles for each shape, ten seconds at a time: in several processes at once."""
+        """While ours compile: DeepGEMM takes ten seconds a shape, so in several processes."""
         compiled = [
             encoded(c) for c in chosen if isinstance(c, Grouped) and c.dtype in ("bf16", "fp8")
         ]
-        count = min(WARM_WORKERS, len(compiled))
+        count = min(WARM_WORKERS, len(compiled)) if self._peers else 0
         workers = [Worker(*self._peer_command, self._log) for _ in range(count)]
         for i, worker in enumerate(workers):
             worker.send({"do": "warm", "cases": compiled[i::count]})
@@ -139,39 +176,79 @@ class Bench:
             worker.receive(until - time.monotonic())
             worker.stop()
 
-    def _compile(self, batch: Sequence[Case]) -> None:
-        """Nobody waits for the reply: it goes on while the peers are timed."""
-        self._ours.send({"do": "compile", "cases": [encoded(case) for case in batch]})
-
-    def _of_peers(self, case: Case) -> dict[str, Any]:
-        if self._peers is None or self.left() < 0:
-            return {}
-        reply = self._peers.ask({"do": "run", "case": encoded(case)}, self._patience(ROW_S))
-        return reply.get("peers", {"torch": reply})
+    def _has_peers(self, case: Case) -> bool:
+        """Whether anything but XLA's own lowering may be timed beside ours."""
+        with_peers = ("bf16",) if isinstance(case, Decode) else ("bf16", "fp8")
+        return self._peers is not None and case.dtype in with_peers
 
     def _patience(self, seconds: float) -> float:
         return min(seconds, max(10.0, self.left() + 20))
 
-    def _of_ours(self, case: Case, xla: bool) -> dict[str, Any]:
-        """XLA's lowering at once where there is no other peer, else when all else is done."""
-        repeats, checked = self._arguments.repeats, check_key(case)
-        checks = self.result["checks"]
-        if checked not in checks:
-            request = {"do": "check", "case": encoded(case), "repeats": repeats}
-            reply = self._ours.ask(request, self._patience(CHECK_S))
-            checks[checked] = reply.get("wrong") or reply.get("error") or RIGHT
-        right = checks[checked] == RIGHT
-        if not right:
-            found = self._ask_ours(case, False, xla) if xla else {}
-            return found | {"error": checks[checked]}
-        return self._ask_ours(case, True, xla)
+    def _case(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What :func:`report.row` takes: ours, and the peers'."""
+        request = {"do": "prepare", "case": encoded(case)}
+        if self._peers:
+            self._peers.send(request)
+        fault = self._check(case)
+        ours: dict[str, Any] = {"error": fault}
+        if not fault:
+            ours = self._ours.ask(request, self._patience(ROW_S))
+        peers: dict[str, Any] = {}
+        if self._peers:
+            reply = self._peers.receive(self._patience(ROW_S))
+            peers = reply.get("peers", {"torch": reply})
+        self._time(ours, peers)
+        for worker in self._workers():
+            worker.ask({"do": "release"}, ROW_S)
+        if not any("us" in each for each in peers.values()):
+            ours["xla"] = self._xla(case)
+        return ours, peers
 
-    def _ask_ours(self, case: Case, ours: bool, xla: bool) -> dict[str, Any]:
-        request = {"do": "run", "case": encoded(case), "ours": ours, "xla": xla}
-        found = self._ours.ask(request, self._patience(ROW_S))
-        if not ours and "error" in found:
-            return {"xla": {"error": found["error"]}}
-        return found
+    def _check(self, case: Case) -> str | None:
+        """What is wrong on ragged inputs; cases that share the check share the answer."""
+        checks, name = self.result["checks"], check_key(case)
+        if name not in checks:
+            request = {"do": "check", "case": encoded(case), "repeats": self._arguments.repeats}
+            reply = self._ours.ask(request, self._patience(CHECK_S))
+            checks[name] = reply.get("wrong") or reply.get("error") or RIGHT
+        return None if checks[name] == RIGHT else checks[name]
+
+    def _time(self, ours: dict[str, Any], peers: dict[str, Any]) -> None:
+        """Adds "us" to those that were prepared."""
+        names = [name for name, each in peers.items() if "error" not in each]
+        of_peers: dict[str, list[float]] = {name: [] for name in names}
+        of_ours: list[float] = []
+        for _ in range(TURNS):
+            if names and self._peers:
+                request = {"do": "time", "names": names, "warm_s": self._warm_s("peers")}
+                reply = self._peers.ask(request, self._patience(ROW_S))
+                if "error" in reply:
+                    peers |= {name: {"error": reply["error"]} for name in names}
+                    names, of_peers = [], {}
+                for name in names:
+                    of_peers[name] += reply["us"][name]
+                names = _close(of_peers)
+            if "error" not in ours:
+                request = {"do": "time", "warm_s": self._warm_s("ours")}
+                reply = self._ours.ask(request, self._patience(ROW_S))
+                of_ours += reply.get("us", [])
+                if "error" in reply:
+                    ours["error"] = reply["error"]
+        for name, windows in of_peers.items():
+            peers[name] = {"us": statistics.median(windows)}
+        if of_ours and "error" not in ours:
+            ours["us"] = statistics.median(of_ours)
+            ours["spread"] = round((max(of_ours) - min(of_ours)) / ours["us"], 4)
+
+    def _warm_s(self, who: str) -> float:
+        """Seconds of work before the first window of a turn."""
+        seconds = WARM_S if who in self._warmed else FIRST_WARM_S
+        self._warmed.add(who)
+        return seconds
+
+    def _xla(self, case: Case) -> dict[str, Any]:
+        reply = self._ours.ask({"do": "xla", "case": encoded(case)}, self._patience(ROW_S))
+        return {"us": statistics.median(reply["us"])} if "us" in reply else reply
 
     def save(self) -> None:
         best = report.ceilings(self._measured)
@@ -187,8 +264,18 @@ class Bench:
         out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def stop(self) -> None:
-        for worker in filter(None, (self._peers, self._ours)):
+        for worker in self._workers():
             worker.stop()
+
+
+def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
+
+
+def _close(windows: dict[str, list[float]]) -> list[str]:
+    """The fastest, and those that may be it."""
+    medians = {name: statistics.median(each) for name, each in windows.items()}
+    return [name for name, us in medians.items() if us <= CLOSE * min(medians.values())]
 
 
 def _short_name(gpu: str) -> str:

@@ -1,19 +1,29 @@
 """Whether an op is right, before it is timed: against float32 at full precision.
 
-:func:`ragged` has small inputs with every kind of row, and NaN in all that the contract leaves
+:class:`Ragged` has small inputs with every kind of row, and NaN in all that the contract leaves
 unused; :func:`spot` samples the output of a timed shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.inputs import Arrays, make, options
-from benchmarks.kernels.shapes import BLOCK, LATENT, PAGE, ROPE, Case, Decode, Grouped, Prefill
+from benchmarks.kernels import inputs
+from benchmarks.kernels.inputs import Arrays, Host, options
+from benchmarks.kernels.shapes import (
+    BLOCK,
+    PAGE,
+    Case,
+    Decode,
+    Grouped,
+    Prefill,
+    Swiglu,
+)
+from pallas_kernels import dequantize_latent
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import reference as prefill_reference
 
@@ -40,7 +50,6 @@ def lse_error(got: jax.Array, want: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(error), error, jnp.inf), initial=0)
 
 
-@jax.jit
 def errors(got: Checked, want: Checked) -> tuple[jax.Array, jax.Array]:
     out = rows_error(got[0], want[0])
     if got[1] is None or want[1] is None:
@@ -48,71 +57,130 @@ def errors(got: Checked, want: Checked) -> tuple[jax.Array, jax.Array]:
     return out, lse_error(got[1], want[1])
 
 
-def verdict(got: Checked, want: Checked) -> str | None:
-    """None where the result is right, else by how much it is wrong."""
-    error, lse = (float(x) for x in errors(got, want))
+def verdict(found: tuple[jax.Array, jax.Array]) -> str | None:
+    """None where :func:`errors` are those of a right result, else how large they are."""
+    error, lse = (float(x) for x in found)
     if error <= TOLERANCE and lse <= LSE_TOLERANCE:
         return None
     return f"wrong: relative error {error:.3g}, LSE off by {lse:.3g}"
 
 
+def unequal(a: Checked, b: Checked) -> jax.Array:
+    """How many values differ. NaN is equal to nothing: no result may hold one."""
+    parts = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum((jnp.sum(x != y) for x, y in parts), jnp.int32(0))
+
+
 # ---- small ragged inputs -------------------------------------------------------------------------
 
-
-def ragged(case: Case, seed: int) -> tuple[Arrays, Checked, Callable[[Checked], Checked]]:
-    """Arguments, what they give, and what of a result is defined."""
-    build = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
-    with jax.default_matmul_precision("highest"):
-        return build[type(case)](case, seed)
+# Rows a group: kernels differ by how many they are on average. Quantized matrices take 64.
+_SIZES = (1, 0, 3, 2, 0, 4, 1, 0), (700, 0, 1, 130, 13, 0, 202, 64)
+_SIZES_QUANTIZED = _SIZES[0], (2, 0, 1, 50, 13, 0, 16, 9), (9, 0, 1, 300, 13, 0, 60, 64)
+_SPARE = 37  # rows of no group
 
 
-def _all(result: Checked) -> Checked:
-    return result
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """A case's small one: ``case`` has its shapes, ``host`` the arrays that numpy makes."""
+
+    case: Case
+    host: Host
+    rows: int | None = None
+    """Those of the result that are defined; None: all."""
+
+    def build(self, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
+        """Arguments, and what they give; to be traced."""
+        parts = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
+        with jax.default_matmul_precision("highest"):
+            return parts[_kind(self.case)](self, key, host)
+
+    def defined(self, result: Checked) -> Checked:
+        return result[0][: self.rows], result[1]
 
 
-def _ragged_decode(case: Decode, seed: int):
+def _kind(case: Case) -> type[Case]:
+    return Grouped if isinstance(case, Grouped) else type(case)
+
+
+def _sizes(case: Grouped) -> tuple[tuple[int, ...], ...]:
+    return _SIZES_QUANTIZED if case.dtype in ("int8", "int4") else _SIZES
+
+
+def seeds(case: Case) -> range:
+    """Those of :func:`ragged`: one, or one for each set of group sizes."""
+    return range(len(_sizes(case)) if isinstance(case, Grouped) else 1)
+
+
+def ragged(case: Case, seed: int) -> Ragged:
     rng = np.random.default_rng(seed)
-    T, H = case.queries, case.heads
-    lengths = np.array([T, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300])
-    B, most = len(lengths), -(-4097 // PAGE)
-    small = Decode(B, most * PAGE, T, H)
-    arrays = make(small, seed)
-    tables = np.array(arrays["block_tables"])
-    used = np.zeros((B * most, PAGE), bool)
-    for b, length in enumerate(lengths):
-        for page in range(most):
-            held = np.clip(length - page * PAGE, 0, PAGE)
-            used[tables[b, page], :held] = True
+    if isinstance(case, Decode):
+        lengths = np.array([case.queries, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300], np.int32)
+        most = -(-4097 // PAGE)
+        small = dataclasses.replace(case, rows=len(lengths), cached=most * PAGE)
+        tables = inputs.host(small, seed)["block_tables"]
+        used = np.zeros((tables.size, PAGE), bool)
+        for (b, page), number in np.ndenumerate(tables):
+            held = np.clip(lengths[b] - page * PAGE, 0, PAGE)
+            used[number, :held] = True
             if not held:
                 tables[b, page] = rng.choice([-1, 2**30, 7])
-    pages = jnp.where(jnp.asarray(used)[..., None], arrays["pages"], jnp.nan)
-    arrays |= {
-        "pages": pages,
-        "block_tables": jnp.asarray(tables, jnp.int32),
-        "lengths": jnp.asarray(lengths, jnp.int32),
+        return Ragged(small, {"block_tables": tables, "lengths": lengths, "used": used})
+    if isinstance(case, Grouped):
+        sizes = _sizes(case)[seed]
+        small = dataclasses.replace(case, sizes=(*sizes[:-1], sizes[-1] + _SPARE))
+        return Ragged(small, {"group_sizes": np.asarray(sizes, np.int32)}, sum(sizes))
+    small = dataclasses.replace(case, rows=4, queries=300, keys=700, heads=4)
+    starts, lengths = np.array([0, 100, 400, 700]), np.array([300, 257, 700, 64])
+    return Ragged(small, {"starts": starts.astype(np.int32), "lengths": lengths.astype(np.int32)})
+
+
+def _ragged_decode(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
+    case, used = ragged.case, jnp.asarray(host["used"])[..., None]
+    given = {name: x for name, x in host.items() if name != "used"}
+    arrays = _rounded(case, key, given)
+    assert isinstance(case, Decode)
+    want = decode_reference.mla_decode(
+        **_wide(arrays | {"pages": dense_pages(case, arrays["pages"])}),
+        **options(case),
+    )
+    return arrays | {"pages": poisoned_pages(case, arrays["pages"], used)}, want
+
+
+def _rounded(case: Case, key: jax.Array, host: Host) -> Arrays:
+    """Inputs as an op gets them: XLA would pass on what was not rounded yet."""
+    return jax.lax.optimization_barrier(inputs.build(case, key, host))
+
+
+def dense_pages(case: Decode, pages: jax.Array) -> jax.Array:
+    """[P, page, LATENT + ROPE], as the cache stands for them."""
+    if case.dtype == "fp8":
+        return jnp.concatenate(dequantize_latent(pages, jnp.bfloat16), axis=-1)
+    return pages
+
+
+def poisoned_pages(case: Decode, pages: jax.Array, used: jax.Array) -> jax.Array:
+    """NaN in the slots that no row uses."""
+    if case.dtype == "fp8":
+        return jnp.where(used, pages, jnp.uint8(255))  # NaN in all three parts of a token
+    return jnp.where(used, pages, jnp.nan)
+
+
+def _wide(arrays: Arrays) -> Arrays:
+    return {
+        name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in arrays.items()
     }
-    wide = {name: x.astype(jnp.float32) for name, x in arrays.items() if x.dtype == jnp.bfloat16}
-    want = jax.jit(
-        lambda arrays: decode_reference.mla_decode(**arrays, **options(case)),
-    )(arrays | wide)
-    return arrays, want, _all
 
 
-def _ragged_grouped(case: Grouped, seed: int):
-    # Few rows a group and many: kernels differ.
-    sizes = [(1, 0, 3, 2, 0, 4, 1, 0), (70, 0, 1, 130, 13, 0, 202, 64)][seed % 2]
-    spare = 37
-    arrays = make(Grouped("", (*sizes[:-1], sizes[-1] + spare), case.N, case.K, case.dtype, "both"),
-                  seed)  # fmt: skip
-    M = sum(sizes)
-    defined = jnp.arange(M + spare)[:, None] < M
-    arrays["group_sizes"] = jnp.asarray(sizes, jnp.int32)
-    want = jax.jit(lambda arrays: _every_group(case, arrays))(arrays)[:M]
-    for name in ("lhs", "lhs_scale"):
-        if name in arrays:
-            x = arrays[name]
-            arrays[name] = jnp.where(defined, x, jnp.asarray(jnp.nan, x.dtype))
-    return arrays, (want, None), lambda result: (result[0][:M], None)
+def _ragged_grouped(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
+    case, M = ragged.case, ragged.rows
+    assert isinstance(case, Grouped)
+    assert M is not None
+    arrays = _rounded(case, key, host)
+    want = _every_group(case, arrays)[:M]
+    defined = jnp.arange(case.M)[:, None] < M
+    for name in {"lhs", "lhs_scale"} & set(arrays):
+        arrays[name] = jnp.where(defined, arrays[name], jnp.asarray(jnp.nan, arrays[name].dtype))
+    return arrays, (want, None)
 
 
 def _every_group(case: Grouped, arrays: Arrays) -> jax.Array:
@@ -121,12 +189,19 @@ def _every_group(case: Grouped, arrays: Arrays) -> jax.Array:
     row = jnp.arange(len(lhs))[:, None]
 
     def add(g, out):
-        product = lhs @ _dense_matrix(case, arrays, g).T
         inside = (row < ends[g]) & (row >= ends[g] - arrays["group_sizes"][g])
-        return jnp.where(inside, product, out)
+        return jnp.where(inside, _product(case, arrays, g, lhs), out)
 
     G = len(arrays["group_sizes"])
     return jax.lax.fori_loop(0, G, add, jnp.zeros((len(lhs), case.N), jnp.float32))
+
+
+def _product(case: Grouped, arrays: Arrays, g: jax.Array, lhs: jax.Array) -> jax.Array:
+    """What group g makes of rows [M, K]."""
+    products = [lhs @ _dense_matrix(case, arrays, g, name).T for name in inputs.matrices(case)]
+    if isinstance(case, Swiglu):
+        return jax.nn.silu(products[0]) * products[1]
+    return products[0]
 
 
 def _dense_rows(lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -136,54 +211,51 @@ def _dense_rows(lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
     return lhs * jnp.repeat(scale, BLOCK, axis=-1)[..., : lhs.shape[-1]]
 
 
-def _dense_matrix(case: Grouped, arrays: Arrays, g: jax.Array) -> jax.Array:
+def _dense_matrix(case: Grouped, arrays: Arrays, g: jax.Array, name: str) -> jax.Array:
     """Group g's, in float32 [N, K]."""
-    values = arrays["rhs"][g]
+    values = arrays[name][g]
     if case.dtype == "int4":
         halves = jnp.stack([values & 15, values >> 4], axis=-1).astype(jnp.int8)
         values = jnp.where(halves < 8, halves, halves - 16).reshape(case.N, case.K)
     values = values.astype(jnp.float32)
-    if "rhs_scale" not in arrays:
+    if f"{name}_scale" not in arrays:
         return values
-    scale = arrays["rhs_scale"][g]
+    scale = arrays[f"{name}_scale"][g]
     rows, columns = options(case)["block_shape"]
     spread = jnp.repeat(jnp.repeat(scale, rows, axis=0), columns, axis=1)
     return values * spread[: case.N, : case.K]
 
 
-def _ragged_prefill(case: Prefill, seed: int):
-    T, S, heads = 300, 700, 4
-    arrays = make(Prefill(4, T, S, heads, case.K, case.V), seed)
-    starts, lengths = jnp.asarray([0, 100, 400, 700]), jnp.asarray([300, 257, 700, 64])
-    past = (jnp.arange(S) >= lengths[:, None])[..., None, None]
-    arrays |= {"starts": starts.astype(jnp.int32), "lengths": lengths.astype(jnp.int32)}
+def _ragged_prefill(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
+    case = ragged.case
+    assert isinstance(case, Prefill)
+    arrays = _rounded(case, key, host)
+    want = prefill_reference.mla_prefill(**_wide(arrays), **options(case))
+    past = (jnp.arange(case.keys) >= arrays["lengths"][:, None])[..., None, None]
     for name in ("k", "v"):
         arrays[name] = jnp.where(past, jnp.nan, arrays[name])
-    wide = {name: x.astype(jnp.float32) for name, x in arrays.items() if x.dtype == jnp.bfloat16}
-    want = jax.jit(
-        lambda arrays: prefill_reference.mla_prefill(**arrays, **options(case)),
-    )(arrays | wide)
-    return arrays, want, _all
+    return arrays, want
 
 
 # ---- samples of a timed shape --------------------------------------------------------------------
 
 
-def spot(case: Case, arrays: Arrays, result: Checked) -> str | None:
-    """As :func:`verdict`, of some rows of a result."""
-    build = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
+def spot(case: Case, arrays: Arrays, result: Checked) -> tuple[jax.Array, jax.Array]:
+    """As :func:`errors`, of some rows of a result; to be traced."""
+    parts = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
     with jax.default_matmul_precision("highest"):
-        return verdict(*jax.jit(build[type(case)], static_argnums=0)(case, arrays, result))
+        return errors(*parts[_kind(case)](case, arrays, result))
 
 
 def _spot_decode(case: Decode, arrays: Arrays, result: Checked) -> tuple[Checked, Checked]:
     rows = jnp.asarray(sorted({0, case.rows // 2, case.rows - 1})[-2:])
     tables = arrays["block_tables"][rows]
     per_row = tables.shape[1]
+    pages = dense_pages(case, arrays["pages"][tables.reshape(-1)])
     want = decode_reference.mla_decode(
         arrays["q_latent"][rows].astype(jnp.float32),
         arrays["q_rope"][rows].astype(jnp.float32),
-        arrays["pages"][tables].reshape(-1, PAGE, LATENT + ROPE).astype(jnp.float32),
+        pages.astype(jnp.float32),
         jnp.arange(tables.size).reshape(-1, per_row),
         arrays["lengths"][rows],
         **options(case),
@@ -202,7 +274,7 @@ def _spot_grouped(case: Grouped, arrays: Arrays, result: Checked) -> tuple[Check
 
     def one(row_and_group):
         row, g = row_and_group
-        return jnp.sum(_dense_matrix(case, arrays, g) * row, axis=-1)
+        return _product(case, arrays, g, row[None])[0]
 
     return (result[0][rows], None), (jax.lax.map(one, (lhs, groups)), None)
 

@@ -1,4 +1,4 @@
-"""Random inputs of a case for jax, made on the device."""
+"""Random inputs of a case for jax, made on the device in one program."""
 
 from __future__ import annotations
 
@@ -9,88 +9,121 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.shapes import BLOCK, LATENT, PAGE, ROPE, Case, Decode, Grouped, Prefill
+from benchmarks.kernels.shapes import (
+    BLOCK,
+    LATENT,
+    PAGE,
+    ROPE,
+    Case,
+    Decode,
+    Grouped,
+    Prefill,
+    Swiglu,
+)
+from pallas_kernels import quantize_latent
 
 Arrays = dict[str, jax.Array]
+Host = dict[str, np.ndarray]
 
 
 def make(case: Case, seed: int) -> Arrays:
     """The arguments of the op by name, all of them used and none of them poisoned."""
-    key = jax.random.key(seed, impl="rbg")  # as fast as the memory
+    return jax.jit(functools.partial(build, case))(random_key(seed), host(case, seed))
+
+
+def random_key(seed: int) -> jax.Array:
+    return jax.random.key(seed, impl="rbg")  # as fast as the memory
+
+
+def host(case: Case, seed: int) -> Host:
+    """What numpy makes, for :func:`build`."""
     if isinstance(case, Decode):
-        return _decode(case, key, seed)
+        per_row = -(-case.cached // PAGE)
+        tables = np.random.default_rng(seed).permutation(case.rows * per_row)
+        return {
+            "block_tables": tables.reshape(case.rows, per_row).astype(np.int32),
+            "lengths": np.full(case.rows, case.cached, np.int32),
+        }
+    if isinstance(case, Prefill):
+        S, T, B = case.keys, case.queries, case.rows
+        return {"starts": np.full(B, S - T, np.int32), "lengths": np.full(B, S, np.int32)}
+    return {"group_sizes": np.asarray(case.sizes, np.int32)}
+
+
+def build(case: Case, key: jax.Array, given: dict[str, Any]) -> Arrays:
+    """Arguments of the op; to be traced. ``given`` is as :func:`host` makes it."""
+    given = {name: jnp.asarray(x) for name, x in given.items()}
+    if isinstance(case, Decode):
+        return _decode(case, key) | given
     if isinstance(case, Grouped):
-        return _grouped(case, key)
-    return _prefill(case, key)
+        return _grouped(case, key) | given
+    return _prefill(case, key) | given
 
 
+@functools.cache
 def structs(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
-    return jax.eval_shape(lambda: make(case, 0))
+    return jax.eval_shape(lambda: build(case, random_key(0), host(case, 0)))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for all sets of a shape
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
-
-
-def _decode(case: Decode, key: jax.Array, seed: int) -> Arrays:
-    keys = jax.random.split(key, 3)
-    B, T, H = case.rows, case.queries, case.heads
-    per_row = -(-case.cached // PAGE)
-    tables = np.random.default_rng(seed).permutation(B * per_row).reshape(B, per_row)
-    return {
-        "q_latent": _normal(keys[0], (B, T, H, LATENT), jnp.bfloat16),
-        "q_rope": _normal(keys[1], (B, T, H, ROPE), jnp.bfloat16),
-        "pages": _normal(keys[2], (B * per_row, PAGE, LATENT + ROPE), jnp.bfloat16),
-        "block_tables": jnp.asarray(tables, jnp.int32),
-        "lengths": jnp.full(B, case.cached, jnp.int32),
-    }
 
 
 def _scale(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, jnp.float32, 0.5, 2.0) / 64
 
 
+def _decode(case: Decode, key: jax.Array) -> Arrays:
+    keys = jax.random.split(key, 3)
+    B, T, H = case.rows, case.queries, case.heads
+    pages = B * -(-case.cached // PAGE)
+    cached = _normal(keys[2], (pages, PAGE, LATENT + ROPE))
+    if case.dtype == "fp8":
+        cached = quantize_latent(cached[..., :LATENT], cached[..., LATENT:])
+    return {
+        "q_latent": _normal(keys[0], (B, T, H, LATENT)),
+        "q_rope": _normal(keys[1], (B, T, H, ROPE)),
+        "pages": cached,
+    }
+
+
 def _grouped(case: Grouped, key: jax.Array) -> Arrays:
-    keys = jax.random.split(key, 4)
+    keys = jax.random.split(key, 6)
     G, M, N, K = len(case.sizes), case.M, case.N, case.K
     blocks = -(-K // BLOCK)
-    sizes = jnp.asarray(case.sizes, jnp.int32)
+    lhs = _normal(keys[0], (M, K), jnp.float8_e4m3fn if case.dtype == "fp8" else jnp.bfloat16)
     if case.dtype in ("int8", "int4"):
         packed = K if case.dtype == "int8" else K // 2
         bits = jax.random.bits(keys[1], (G, N, packed), jnp.uint8)
         rhs = bits.astype(jnp.int8) if case.dtype == "int8" else bits
-        return {
-            "lhs": _normal(keys[0], (M, K), jnp.bfloat16),
-            "rhs": rhs,
-            "group_sizes": sizes,
-            "rhs_scale": _scale(keys[2], (G, N, 1 if case.dtype == "int8" else blocks)),
-        }
-    dtype = jnp.float8_e4m3fn if case.dtype == "fp8" else jnp.bfloat16
-    arrays = {
-        "lhs": _normal(keys[0], (M, K), dtype),
-        "rhs": _normal(keys[1], (G, N, K), dtype),
-        "group_sizes": sizes,
-    }
+        width = 1 if case.dtype == "int8" else blocks
+        return {"lhs": lhs, "rhs": rhs, "rhs_scale": _scale(keys[2], (G, N, width))}
+    arrays = {"lhs": lhs}
     if case.dtype == "fp8":
-        arrays["lhs_scale"] = _scale(keys[2], (M, blocks))
-        arrays["rhs_scale"] = _scale(keys[3], (G, -(-N // BLOCK), blocks))
+        arrays["lhs_scale"] = _scale(keys[5], (M, blocks))
+    for i, name in enumerate(matrices(case)):
+        arrays[name] = _normal(keys[1 + i], (G, N, K), lhs.dtype)
+        if case.dtype == "fp8":
+            arrays[f"{name}_scale"] = _scale(keys[3 + i], (G, -(-N // BLOCK), blocks))
     return arrays
+
+
+def matrices(case: Grouped) -> tuple[str, ...]:
+    """The op's names of them."""
+    return ("gate", "up") if isinstance(case, Swiglu) else ("rhs",)
 
 
 def _prefill(case: Prefill, key: jax.Array) -> Arrays:
     keys = jax.random.split(key, 3)
     B, T, S, H = case.rows, case.queries, case.keys, case.heads
     return {
-        "q": _normal(keys[0], (B, T, H, case.K), jnp.bfloat16),
-        "k": _normal(keys[1], (B, S, H, case.K), jnp.bfloat16),
-        "v": _normal(keys[2], (B, S, H, case.V), jnp.bfloat16),
-        "starts": jnp.full(B, S - T, jnp.int32),
-        "lengths": jnp.full(B, S, jnp.int32),
+        "q": _normal(keys[0], (B, T, H, case.K)),
+        "k": _normal(keys[1], (B, S, H, case.K)),
+        "v": _normal(keys[2], (B, S, H, case.V)),
     }
 
 
-def options(case: Case) -> dict:
+def options(case: Case) -> dict[str, Any]:
     """The op's keywords that are no arrays."""
     if isinstance(case, Grouped):
         block = {"int8": (1, case.K), "int4": (1, BLOCK)}.get(case.dtype, (BLOCK, BLOCK))

@@ -1,8 +1,8 @@
 """The child process of torch: the kernels that ours are measured beside.
 
 Each is loaded by itself, from what :mod:`benchmarks.kernels.pack_peers` packed or from torch; one
-that cannot be had or gives wrong results is a reason in the report. Times are medians of CUDA-graph
-replays over rotated inputs. What a peer computes once a step (FlashMLA's plan) and how it wants its
+that cannot be had or gives wrong results is a reason in the report. Times are of CUDA-graph replays
+over rotated inputs. What a peer computes once a step (FlashMLA's plan) and how it wants its
 inputs laid out (DeepGEMM's scales, padded groups) is outside the times.
 """
 
@@ -27,10 +27,14 @@ from benchmarks.kernels.shapes import (
     LATENT,
     PAGE,
     ROPE,
+    WARM_S,
+    WINDOW_S,
+    WINDOWS,
     Case,
     Decode,
     Grouped,
     Prefill,
+    Swiglu,
     decoded,
     guessed_us,
     rotation,
@@ -40,7 +44,6 @@ from benchmarks.kernels.workers import Reply, reason, serve
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
 TOLERANCE = 4 * 2.0**-8  # of a row's norm; twice ours, for peers may round once more
-WINDOWS, WINDOW_S = 7, 0.02
 MASKED_BYTES = 6e9  # of padded rows, at most
 
 
@@ -123,7 +126,12 @@ def make(case: Case, seed: int) -> Inputs:
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Names, and what makes the peer or fails with the reason."""
-    if isinstance(case, Decode):
+    if isinstance(case, Swiglu):
+        for name, build in peers_of(case.product, directory):
+            yield f"{name}, both products without SiLU", build
+    elif isinstance(case, Decode) and case.dtype != "bf16":
+        yield "FlashMLA", functools.partial(_refused, "its dense decoding takes a bfloat16 cache")
+    elif isinstance(case, Decode):
         yield "FlashMLA", lambda: _flash_mla(case, directory)
         yield "FlashAttention-3", lambda: _flash_attention_decode(case, directory)
     elif isinstance(case, Prefill):
@@ -138,6 +146,10 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
             yield "DeepGEMM masked", lambda: _deep_gemm_masked(case, directory)
         if case.dtype == "bf16":
             yield "torch._grouped_mm", lambda: _torch_grouped(case)
+
+
+def _refused(why: str) -> Peer:
+    raise NotImplementedError(why)
 
 
 def _softmax_scale(case: Decode | Prefill) -> float:
@@ -367,8 +379,8 @@ def _sample_prefill(case: Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tens
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def median_us(calls: list[Callable[[], Any]], laps: int) -> float:
-    """A call's, replayed from one captured graph of ``laps`` turns over ``calls``."""
+def captured(calls: list[Callable[[], Any]], laps: int) -> torch.cuda.CUDAGraph:
+    """One graph of ``laps`` turns over ``calls``."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -380,10 +392,16 @@ def median_us(calls: list[Callable[[], Any]], laps: int) -> float:
         for _ in range(laps):
             for call in calls:
                 call()
+    return graph
+
+
+def window_us(graph: torch.cuda.CUDAGraph, calls: int, warm_s: float = WARM_S) -> list[float]:
+    """A call's, of each window of many replays, after ``warm_s`` of the same."""
+    _replay_ms(graph, 1)
     once = _replay_ms(graph, 2) / 2
+    _replay_ms(graph, max(1, int(warm_s * 1e3 / once)))
     replays = max(1, int(WINDOW_S * 1e3 / once))
-    each = [_replay_ms(graph, replays) / replays for _ in range(WINDOWS)]
-    return statistics.median(each) * 1e3 / (laps * len(calls))
+    return [_replay_ms(graph, replays) / replays * 1e3 / calls for _ in range(WINDOWS)]
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
@@ -402,41 +420,57 @@ def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 class Session:
     def __init__(self, directory: Path):
         self._directory = directory
+        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, int, Any]] = {}
 
     def start(self) -> Reply:
         versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
         return {"versions": versions, "gpu": torch.cuda.get_device_name()}
 
-    def run(self, case: dict[str, Any]) -> Reply:
-        """{"peers": {peer: {"us": ...} or {"error": reason}}}."""
-        return {"peers": self._run(decoded(case))}
+    def prepare(self, case: dict[str, Any]) -> Reply:
+        """{"peers": {peer: {} or {"error": reason}}}; those without an error can be timed."""
+        self.release()
+        return {"peers": self._prepare(decoded(case))}
 
-    def _run(self, case: Case) -> Reply:
+    def _prepare(self, case: Case) -> Reply:
         sets, laps = rotation(case, guessed_us(case))
         available = list(peers_of(case, self._directory))
-        arrays = [make(case, seed) for seed in range(sets)] if available else []
+        case = case.product if isinstance(case, Swiglu) else case
+        arrays: list[Inputs] = []
         found: Reply = {}
-        for peer, build in available:
+        for name, build in available:
             try:
-                found[peer] = self._time(case, build(), arrays, laps)
+                peer = build()
+                arrays = arrays or [make(case, seed) for seed in range(sets)]
+                found[name] = self._capture(case, name, peer, arrays, laps)
             except Exception as error:
-                found[peer] = {"error": reason(error)}
+                found[name] = {"error": reason(error)}
             torch.cuda.synchronize()
-        del arrays
-        torch.cuda.empty_cache()
         return found
 
-    def _time(self, case: Case, peer: Peer, arrays: list[Inputs], laps: int) -> Reply:
+    def _capture(self, case: Case, name: str, peer: Peer, arrays: list[Inputs], laps: int) -> Reply:
         prepared = [peer.prepare(x) for x in arrays]
         out = peer.rows(prepared[0], peer.call(prepared[0]))
         if fault := wrong(case, arrays[0], out):
             return {"error": fault}
         del out
-        return {"us": median_us([functools.partial(peer.call, p) for p in prepared], laps)}
+        calls = [functools.partial(peer.call, p) for p in prepared]
+        # The calls stay too: a graph reads tensors that it does not keep alive.
+        self._graphs[name] = captured(calls, laps), laps * len(calls), calls
+        return {}
+
+    def time(self, names: list[str], warm_s: float) -> Reply:
+        """{"us": {peer: those of some windows}}, of what :meth:`prepare` made ready."""
+        return {"us": {name: window_us(*self._graphs[name][:2], warm_s) for name in names}}
+
+    def release(self) -> Reply:
+        self._graphs.clear()
+        torch.cuda.empty_cache()
+        return {}
 
     def warm(self, cases: list[dict[str, Any]]) -> Reply:
         """Lets DeepGEMM compile what it will need: its cache outlives this process."""
         for case in map(decoded, cases):
+            case = case.product if isinstance(case, Swiglu) else case
             for peer, build in peers_of(case, self._directory):
                 if peer.startswith("DeepGEMM"):
                     try:
@@ -453,7 +487,7 @@ class Session:
 
         def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:
             try:
-                found[name] = scale / (median_us(build(), 1) * 1e-6)
+                found[name] = scale / (statistics.median(window_us(captured(build(), 1), 1)) * 1e-6)
             except Exception as error:
                 found[name.rsplit("_", 1)[0]] = reason(error)
             torch.cuda.empty_cache()
@@ -480,8 +514,8 @@ class Session:
 def main() -> None:
     session = Session(Path(sys.argv[1]))
     serve({
-        "start": session.start, "run": session.run, "warm": session.warm,
-        "ceilings": session.ceilings,
+        "start": session.start, "prepare": session.prepare, "time": session.time,
+        "release": session.release, "warm": session.warm, "ceilings": session.ceilings,
     })  # fmt: skip
 
 

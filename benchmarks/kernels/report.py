@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.kernels.shapes import Case
+from benchmarks.kernels.shapes import Case, float8_arithmetic
 
 Row = dict[str, Any]
+BEYOND = 1.05  # of the ceilings: no kernel is that fast, so the time is wrong
 COLUMNS = (
     "op", "shape", "dtype", "us", "tflops", "gbs", "roof_fraction", "peer", "peer_us", "ratio",
 )  # fmt: skip
@@ -32,9 +33,9 @@ def ceilings(measured: Mapping[str, Any]) -> dict[str, float]:
 def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
     """The least time: arithmetic at the measured peak, or traffic at the measured bandwidth.
 
-    Integer weights are multiplied as bfloat16.
+    Integer weights and float8 caches are multiplied as bfloat16.
     """
-    peak = best.get("fp8_tflops" if case.dtype == "fp8" else "bf16_tflops")
+    peak = best.get("fp8_tflops" if float8_arithmetic(case) else "bf16_tflops")
     if not peak or "gbs" not in best:
         return None
     return max(case.flops / peak / 1e6, case.bytes / best["gbs"] / 1e3)
@@ -55,6 +56,10 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     peer = min(timed, key=timed.__getitem__) if timed else None
     us = ours.get("us")
     roof = roof_us(case, best)
+    fault = ours.get("error")
+    if us and roof and roof / us > BEYOND:
+        fault = f"wrong: {us:.4g} us is {roof / us:.3g} times what the ceilings allow"
+        us = None
     found: Row = {
         "op": case.op,
         "shape": case.shape,
@@ -74,7 +79,9 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     if peer is None:
         reasons = [f"{name}: {each.get('error')}" for name, each in others.items()]
         found["no_peer"] = "; ".join(reasons) or "none was asked for"
-    for name in ("error", "sets", "compile_s"):
+    if fault:
+        found["error"] = fault
+    for name in ("sets", "compile_s", "kernels_a_call", "spread", "seconds"):
         if name in ours:
             found[name] = _short(ours[name]) if name == "compile_s" else ours[name]
     return found

@@ -13,18 +13,24 @@ from typing import Any, Literal
 import numpy as np
 
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
-OPS = ("mla_decode", "grouped_matmul", "mla_prefill")
+OPS = ("mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill")
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 LATENT, ROPE, PAGE = 512, 64, 64
+FLOAT8_TOKEN = 656  # bytes of a token in a float8 cache
 BLOCK = 128  # of float8 scales, and of the columns under one scale of an integer
 WORKING_SET = 320e6  # bytes of rotated inputs, six times an H200's L2
+WINDOWS, WINDOW_S = 5, 0.02  # of a turn, of which a kernel has several
+WARM_S = 0.25  # of the same work before a turn's windows: clocks sink under load
 CALLS = 32  # of one program, at most: XLA compiles a kernel anew for each
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """``heads`` queries of ``queries`` tokens a row, against ``cached`` tokens a row in pages."""
+    """``heads`` queries of ``queries`` tokens a row, against ``cached`` tokens a row in pages.
+
+    ``dtype`` is the cache's.
+    """
 
     rows: int
     cached: int
@@ -47,7 +53,8 @@ class Decode:
     def bytes(self) -> float:
         per_query = 2 * (2 * LATENT + ROPE) + 4  # in, out, and the float32 LSE
         tokens = self.rows * self.queries * self.heads
-        return self.rows * self.cached * 2 * (LATENT + ROPE) + tokens * per_query
+        per_cached = FLOAT8_TOKEN if self.dtype == "fp8" else 2 * (LATENT + ROPE)
+        return self.rows * self.cached * per_cached + tokens * per_query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +79,17 @@ class Grouped:
         return sum(self.sizes)
 
     @property
+    def columns(self) -> int:
+        """Of all matrices of a group together."""
+        return self.N
+
+    @property
     def lhs_dtype(self) -> Dtype:
         return "fp8" if self.dtype == "fp8" else "bf16"
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.M * self.N * self.K
+        return 2.0 * self.M * self.columns * self.K
 
     @property
     def bytes(self) -> float:
@@ -85,12 +97,29 @@ class Grouped:
         blocks = -(-self.K // BLOCK)
         scales = {
             "bf16": 0,
-            "fp8": 4 * (self.M * blocks + used * -(-self.N // BLOCK) * blocks),
+            "fp8": 4 * (self.M * blocks + used * -(-self.columns // BLOCK) * blocks),
             "int8": 4 * used * self.N,
             "int4": 4 * used * self.N * blocks,
         }[self.dtype]
         lhs = self.M * self.K * BYTES[self.lhs_dtype]
-        return lhs + used * self.N * self.K * BYTES[self.dtype] + scales + self.M * self.N * 2
+        matrices = used * self.columns * self.K * BYTES[self.dtype]
+        return lhs + matrices + scales + self.M * self.N * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Swiglu(Grouped):
+    """Gate and up, each of ``N`` columns."""
+
+    op: str = "grouped_swiglu"
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.N
+
+    @property
+    def product(self) -> Grouped:
+        """Both matrices as one, without what joins them."""
+        return Grouped(self.name, self.sizes, self.columns, self.K, self.dtype, self.layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +163,7 @@ def key(case: Case) -> str:
 def check_key(case: Case) -> str:
     """Cases of one key share the check on ragged inputs."""
     if isinstance(case, Decode):
-        return f"{case.op} h{case.heads} sq{case.queries}"
+        return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
     if isinstance(case, Grouped):
         return f"{case.op} {case.dtype} {case.N}x{case.K}"
     return f"{case.op} {case.K}/{case.V}"
@@ -149,6 +178,7 @@ def decoded(fields: dict[str, Any]) -> Case:
     kinds: dict[str, type[Case]] = {
         "mla_decode": Decode,
         "grouped_matmul": Grouped,
+        "grouped_swiglu": Swiglu,
         "mla_prefill": Prefill,
     }
     if "sizes" in fields:
@@ -167,9 +197,14 @@ def rotation(case: Case, us: float, most: int = CALLS) -> tuple[int, int]:
     return sets, laps
 
 
+def float8_arithmetic(case: Case) -> bool:
+    """Other values of 8 bits and less are multiplied as bfloat16."""
+    return case.dtype == "fp8" and isinstance(case, Grouped)
+
+
 def guessed_us(case: Case) -> float:
     """What a good kernel might take on an H200: for the length of programs, not for figures."""
-    peak = 1200e12 if case.dtype == "fp8" else 650e12
+    peak = 1200e12 if float8_arithmetic(case) else 650e12
     return 1e6 * max(case.flops / peak, case.bytes / 4.2e12) * 1.2 + 5
 
 
@@ -192,6 +227,10 @@ def decode_cases() -> list[Decode]:
     cases += [Decode(b, 4096, t, 64) for t in (1, 2) for b in (64, 128)]
     cases += [Decode(b, s, 1, 16) for b, s in [(64, 1024), (64, 4096), (256, 4096), (32, 32768)]]
     cases += [Decode(64, 4096, 2, 16)]
+    cases += [
+        Decode(b, 4096, t, h, dtype="fp8")
+        for b, t, h in [(128, 1, 128), (128, 2, 128), (256, 1, 16), (1, 1, 128)]
+    ]
     cases += [Decode(b, 1024, 1, 128, core=False) for b in (1, 64, 128, 256)]
     cases += [Decode(b, 1024, 1, 16, core=False) for b in (1, 128)]
     return cases
@@ -230,6 +269,19 @@ def grouped_cases() -> list[Grouped]:
     return cases
 
 
+def swiglu_cases() -> list[Swiglu]:
+    """The experts' first two products in DeepSeek-V3."""
+    dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
+    sizes: list[tuple[int, int, Literal["contiguous", "masked"]]] = [
+        (8, 4096, "contiguous"), (32, 1024, "contiguous"), (32, 16, "masked"),
+    ]  # fmt: skip
+    return [
+        Swiglu(f"g{g} m{m}", (m,) * g, 2048, 7168, dtype, layout)
+        for dtype in dtypes
+        for g, m, layout in sizes
+    ]
+
+
 def prefill_cases() -> list[Prefill]:
     shapes = [(1, 8192, 8192), (4, 4096, 4096), (8, 2048, 2048), (1, 2048, 8192)]
     return [Prefill(*shape) for shape in shapes]
@@ -239,7 +291,7 @@ def cases() -> list[Case]:
     """All, each once: the core ones first, the ops mixed for runs that end early."""
     place: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
-    for of_op in (prefill_cases(), decode_cases(), grouped_cases()):
+    for of_op in (prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()):
         for i, case in enumerate(of_op):
             place.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)
