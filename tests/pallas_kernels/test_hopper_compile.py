@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
+from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
 
 MOST_SECONDS = 20
 # mla_decode's value warpgroups hold 128 accumulators in 160 registers: ptxas spills addresses and
@@ -66,8 +67,15 @@ def decode(queries: int, heads: int, rows: int = 64, pages: int = 64, **options:
     )
 
 
-def prefill(queries: int, keys: int, K: int = 192, V: int = 128, **options: Any) -> Kernel:
-    rows, heads = 1, 128
+def prefill(
+    queries: int,
+    keys: int,
+    K: int = 192,
+    V: int = 128,
+    rows: int = 1,
+    heads: int = 128,
+    **options: Any,
+) -> Kernel:
     return Kernel(
         "pallas_kernels.mla_prefill.mosaic_gpu",
         {
@@ -138,6 +146,8 @@ def kernels() -> dict[str, Kernel]:
         "mla_prefill 2048 over 8192": prefill(2048, 8192),
         "mla_prefill 128 wide": prefill(2048, 2048, K=128, V=128),
         "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
+        "mla_prefill 8 rows h16": prefill(2048, 2048, rows=8, heads=16),
+        "mla_prefill small blocks": prefill(2048, 2048, config=PrefillConfig(block=64, stages=4)),
     }
     for width, (N, K) in WIDTHS.items():
         for name, dtype in (("fp8", FP8), ("bf16", BF16)):
