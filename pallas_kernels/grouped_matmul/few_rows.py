@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
@@ -61,37 +62,17 @@ def grouped_matmul(
     if config is None:
         config = default_config(M, G, weights)
     blocks = arranged(lhs, weights, config.most_rows)
-    work = row_tiles(group_sizes, M, config.most_rows)
     return few_rows_kernel.product(
         blocks,
         rhs,
         rhs_scale,
-        work,
+        group_ends(group_sizes, config.most_rows),
         M=M,
         weights=weights,
         config=config,
         blocks_of_grid=multiprocessors() if interpret is None else 2,
         interpret=interpret,
     )
-
-
-def row_tiles(group_sizes: Int[Array, " G"], M: int, rows: int) -> Int32[Array, "4 T"]:
-    """Tiles of at most ``rows`` rows of one group: group, first row, rows; and their number, in
-    every column. Groups without rows have none.
-
-    Sums over [G, G] and [T, G] rather than scans and searches, for they fuse.
-    """
-    G = group_sizes.shape[0]
-    sizes = group_sizes.astype(jnp.int32)
-    tiles = (sizes + rows - 1) // rows
-    before = jnp.arange(G)[None, :] <= jnp.arange(G)[:, None]
-    row_end = jnp.sum(jnp.where(before, sizes, 0), axis=1)
-    tile_end = jnp.sum(jnp.where(before, tiles, 0), axis=1)
-    t = jnp.arange(M // rows + min(G, M), dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum((tile_end <= t[:, None]).astype(jnp.int32), axis=1), G - 1)
-    end = row_end[group]
-    row = end - sizes[group] + (t - tile_end[group] + tiles[group]) * rows
-    return jnp.stack([group, row, jnp.minimum(rows, end - row), jnp.full_like(t, tile_end[-1])])
 
 
 def arranged(

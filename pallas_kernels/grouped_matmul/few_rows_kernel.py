@@ -25,6 +25,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.grouped_matmul import few_rows_registers as registers
 from pallas_kernels.grouped_matmul.reference import Matrices
+from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 
 _SHARED_BYTES = 232448 - 1024  # what a block may have, less barriers and alignment
 # (copying, multiplying) of each warpgroup, by multiplying warpgroups.
@@ -114,7 +115,7 @@ def product(
     x: BFloat16[Array, "blocks rows 64"],
     w: Matrices,
     scale: Float32[Array, "G Nb Kb"],
-    work: Int32[Array, "4 T"],
+    ends: Int32[Array, "2 G"],
     *,
     M: int,
     weights: Weights,
@@ -126,27 +127,27 @@ def product(
     W, classes, most = config.warpgroups, config.classes, config.most_rows
     S = config.stages or stages_that_fit(weights, config)
     tile, step, width = 64 * W, parts * part, 64 * parts
-    steps, column_tiles, T = K // step, -(-N // tile), work.shape[1]
+    steps, column_tiles = K // step, -(-N // tile)
     blocks = step // 64  # of x, a step
     i32 = jnp.int32
     gpu = interpret is None
     if tile > N:
         raise NotImplementedError(f"takes N of at least {tile}, got {N}")
 
-    def body(x_g, w_g, scale_g, work_g, out_g, x_u, w_s, full, empty):
+    def body(x_g, w_g, scale_g, ends_g, out_g, x_u, w_s, full, empty):
         wg, block = lax.axis_index("wg"), lax.axis_index("sm")
-        total = work_g[3, 0] * column_tiles
+        row_tiles = RowTiles(ends_g, most, by_warp=gpu)
+        total = row_tiles.total() * column_tiles
         mine = lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
 
         def locate(i):
             """Of this block's i-th tile: group, first row, rows, first column, first own column."""
-            # Not held below their number, for then all else would wait for that to be read.
-            t = jnp.minimum(block + i * blocks_of_grid, i32(T * column_tiles - 1))
+            t = block + i * blocks_of_grid
             m = lax.div(t, i32(column_tiles))
             own = lax.rem(t, i32(column_tiles)) * tile
             # The last tile is moved back to end where N ends: not all its columns are its own.
             column = jnp.minimum(own, N - tile) if N % tile else own
-            return work_g[0, m], work_g[1, m], work_g[2, m], column, own
+            return *row_tiles.locate(m), column, own
 
         def for_class(rows, then):
             low = 0
@@ -345,4 +346,4 @@ def product(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(x, w, scale, work)
+    )(x, w, scale, ends)

@@ -13,20 +13,19 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
-    EXTRA_SCALES,
     SCALE_BLOCK,
     Config,
     check_shapes,
     grouped_product,
 )
-from pallas_kernels.grouped_matmul.tile_schedule import tile_schedule
+from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.hopper import require_hopper
 
 # Widest first: the widest that N and K take is chosen.
 MANY_ROWS_FLOAT8 = (
-    Config(128, 192, 5, "rows", turns=True),
-    Config(128, 128, 6, "rows", turns=True),
-    Config(128, 64, 6, "rows", turns=True),
+    Config(128, 192, 4, "rows", slots=3, turns=True, copied_scales=True),
+    Config(128, 128, 5, "rows", slots=2, turns=True, copied_scales=True),
+    Config(128, 64, 6, "rows", turns=True, copied_scales=True),
 )
 MANY_ROWS_BFLOAT16 = (
     Config(128, 256, 4, "rows"),
@@ -34,9 +33,9 @@ MANY_ROWS_BFLOAT16 = (
     Config(128, 64, 6, "rows"),
 )
 FEW_ROWS = (
-    Config(64, 256, 5, "columns"),
-    Config(64, 128, 8, "columns"),
-    Config(128, 64, 6, "rows"),
+    Config(64, 256, 4, "columns", slots=2, panel=1, classes=(16, 32), early=True),
+    Config(64, 128, 8, "columns", panel=1, classes=(16, 32), early=True),
+    Config(128, 64, 6, "rows", panel=1, classes=(16, 32), early=True),
 )
 _MANY = 128  # rows a group, on average
 _QUANTIZED_ROWS = 64  # a group, on average: few_rows is for no more
@@ -125,14 +124,10 @@ def product(
     config: Config,
     interpret: Any,
 ) -> BFloat16[Array, "M N"]:
-    """:func:`grouped_product` of rows and scales as they come."""
-    M = lhs.shape[0]
-    if lhs_scale is not None:
-        padded = max(M + -M % 4, config.rows + EXTRA_SCALES)
-        lhs_scale = jnp.pad(lhs_scale, ((0, padded - M), (0, 0))).T
-    tiles = tile_schedule(group_sizes, M, config.rows)
+    """:func:`grouped_product` of groups of these sizes."""
+    ends = group_ends(group_sizes, config.rows)
     return grouped_product(
-        lhs, matrices, tiles, lhs_scale, matrix_scales, config=config, interpret=interpret
+        lhs, matrices, ends, lhs_scale, matrix_scales, config=config, interpret=interpret
     )
 
 

@@ -5,10 +5,10 @@
     out[r] = silu(gate[g(r)] @ lhs[r]) * (up[g(r)] @ lhs[r])     of two such matrices a group
 
 Three warpgroups share a block. One copies: it walks the block's tiles and keeps a ring of stages
-filled, each with 128 bytes of K of the tile's rows and of its columns. Two
-multiply, each its half of the tile, and write the result out through a staging buffer by TMA.
+filled, each with 128 bytes of K of the tile's rows and of its columns. Two multiply, each its half
+of the tile, and write the result out through a staging buffer by TMA.
 
-Four things are not obvious.
+Five things are not obvious.
 
 1.  A tiled TMA copy starts at multiples of eight rows only, and groups start anywhere. A tile one
     swizzle atom wide, 128 bytes, has the same bytes as a plain array [rows, 128 bytes] under that
@@ -21,10 +21,11 @@ Four things are not obvious.
     the tensor cores idle.
 4.  Of two matrices a tile holds as many columns of each, side by side within a warpgroup's part:
     one product serves both, and what belongs together ends in the same registers.
+5.  An H200 multiplies faster than its power allows for long, so that what counts beside waiting is
+    what is done besides: one warp copies; between two float8 products nothing is left to do but
+    to add them up; what a step reads beyond its tiles is loaded under its product.
 
-Measured on an H200, float8, 8 groups of 4,096 rows, N 4096, K 7168: tiles of 128 x 128 with two
-products in flight and Pallas' barriers 998 TFLOP/s; tiles of 128 x 192 instead 1,134, for shared
-memory is read less often for each product; barriers of single threads 1,197; turns 1,221.
+What was tried, and how fast it was, stands in benchmarks/NOTES.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ from pallas_kernels.grouped_matmul.ring import (
     Position,
     Ring,
     Turns,
+    first_warp,
 )
+from pallas_kernels.grouped_matmul.row_scales import row_scales
+from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 from pallas_kernels.hopper import multiprocessors
 
 SCALE_BLOCK = 128
@@ -58,8 +62,7 @@ _MULTIPLIERS = 2  # warpgroups that multiply
 _INTERPRETED_BLOCKS = 2
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
 _COPIER = 2  # the warpgroup that copies
-# A copy of row scales starts at a multiple of four, and its size must divide by 128 bytes.
-EXTRA_SCALES = 32
+_EXTRA_SCALES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,9 @@ class Config:
     """float8: the multiplying warpgroups start their products in turn."""
     classes: tuple[int, ...] = ()
     """Rows that are copied of a tile: the least of these that holds its group's, else all."""
+    copied_scales: bool = False
+    """float8: the rows' scales come by TMA, for which they are transposed beforehand. Worth that
+    kernel where there are many rows: read from where they are, they do not stay in the L1 cache."""
     early: bool = False
     """The block starts, and gets its barriers ready, while the kernel before it ends."""
     registers: tuple[int, int] = (232, 40)
@@ -101,7 +107,7 @@ class Tile(NamedTuple):
 class _Refs(NamedTuple):
     lhs: Any
     matrices: tuple[Any, ...]
-    tiles: Any
+    tiles: RowTiles
     lhs_scale: Any
     matrix_scales: tuple[Any, ...]
     out: Any
@@ -111,6 +117,7 @@ class _Refs(NamedTuple):
     b: Any
     b_plain: Any
     scales: Any
+    """[stages, scale rows], where they are copied."""
     staging: Any
     staging_plain: Any
     block: jax.Array
@@ -127,8 +134,18 @@ class _Plan:
     K: int
     float8: bool
     matrices: int
-    row_tiles: int
     blocks: int
+    on_gpu: bool
+    """Not interpreted."""
+
+    @property
+    def copied_scales(self) -> bool:
+        return self.float8 and self.config.copied_scales
+
+    @property
+    def scale_rows(self) -> int:
+        """That are copied: from a multiple of four on, and so many that 128 divides their bytes."""
+        return self.config.rows + _EXTRA_SCALES
 
     @property
     def atom(self) -> int:
@@ -227,22 +244,20 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
 def grouped_product(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
-    tiles: Int32[Array, "4 row_tiles"],
-    lhs_scale: Float32[Array, "Kb Mp"] | None,
+    ends: Int32[Array, "2 G"],
+    lhs_scale: Float32[Array, "M Kb"] | None,
     matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
     config: Config,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
     """The product of every row with its group's matrix, or of two silu of the first times the
-    second; rows of no tile are undefined.
+    second; rows of no group are undefined.
 
     Args:
       lhs, matrices: all bfloat16, or all float8_e4m3fn; one matrix or two.
-      tiles: as by :func:`tile_schedule` for ``config.rows``.
-      lhs_scale: transposed, for TMA copies what is contiguous; Mp is at least ``config.rows + 32``
-        and a multiple of 4.
-      matrix_scales: of float8, one array a matrix.
+      ends: as by :func:`group_ends` for ``config.rows``.
+      lhs_scale, matrix_scales: of float8; one array a matrix.
     """
     (M, K), (_, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
@@ -251,18 +266,22 @@ def grouped_product(
     # thread of this machine of each of a block's warpgroups.
     aliased = interpret is None
     blocks = config.blocks or (multiprocessors() if aliased else _INTERPRETED_BLOCKS)
-    plan = _Plan(config, M, N, K, float8, count, tiles.shape[1], blocks)
+    plan = _Plan(config, M, N, K, float8, count, blocks, aliased)
+    copied_scales = plan.copied_scales
+    if lhs_scale is not None and copied_scales:
+        spare = max(-M % 4, plan.scale_rows - M)
+        lhs_scale = jnp.pad(lhs_scale, ((0, spare), (0, 0))).T
     early = config.early and aliased and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def body(*refs: Any) -> None:
         remaining = iter(refs)
         lhs = next(remaining)
         matrices = tuple(next(remaining) for _ in range(count))
-        tiles = next(remaining)
+        tiles = RowTiles(next(remaining), config.rows, by_warp=aliased)
         lhs_scale = next(remaining) if float8 else None
         matrix_scales = tuple(next(remaining) for _ in range(count if float8 else 0))
         out, a, b = (next(remaining) for _ in range(3))
-        scales = next(remaining) if float8 else None
+        scales = next(remaining) if copied_scales else None
         staging, barriers = remaining
         both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
         arrays = lhs, matrices, tiles, lhs_scale, matrix_scales, out
@@ -279,7 +298,7 @@ def grouped_product(
         @pl.when(warpgroup == _COPIER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            _copy(plan, named, ring)
+            pl.when(first_warp(aliased))(lambda: _copy(plan, named, ring))
 
         @pl.when(warpgroup != _COPIER)
         def _() -> None:
@@ -295,13 +314,13 @@ def grouped_product(
             return tiled
         return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
 
-    stages, copies = config.stages, 1 + float8 + len(plan.pieces)
+    stages, copies = config.stages, 1 + len(plan.pieces) + plan.copied_scales
     scratch: list[Any] = [
         swizzled((stages, config.rows, plan.atom), lhs.dtype),
         swizzled((stages, config.columns, plan.atom), matrices[0].dtype),
-        *([plgpu.SMEM((stages, config.rows + EXTRA_SCALES), jnp.float32)] if float8 else []),
+        *([plgpu.SMEM((stages, plan.scale_rows), jnp.float32)] if copied_scales else []),
         swizzled((_MULTIPLIERS * config.slots, 64, plan.staged), jnp.bfloat16),
-        (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies, _MULTIPLIERS),
+        (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies),
     ]
     kernel = plgpu.kernel(
         body,
@@ -316,42 +335,30 @@ def grouped_product(
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(lhs, *matrices, tiles, *((lhs_scale, *matrix_scales) if float8 else ()))
+    return kernel(lhs, *matrices, ends, *((lhs_scale, *matrix_scales) if float8 else ()))
 
 
 def _locate(plan: _Plan, refs: _Refs, i: jax.Array | int) -> Tile:
-    """This block's i-th tile; some tile of the block's or of another past the last."""
-    columns, last = jnp.int32(plan.columns), jnp.int32(plan.row_tiles - 1)
+    """This block's i-th tile; past the last, one without rows."""
+    column_tiles = jnp.int32(plan.column_tiles)
     tile = refs.block + i * jnp.int32(plan.blocks)
     if plan.panel == 1:  # does not wait for the number of tiles to be read
-        row_tile = lax.div(tile, jnp.int32(plan.column_tiles))
-        column_tile = tile - row_tile * jnp.int32(plan.column_tiles)
+        row_tile = lax.div(tile, column_tiles)
+        column_tile = tile - row_tile * column_tiles
     else:
-        panel = jnp.int32(plan.panel)
-        row_tiles, total = _tiles(plan, refs)
-        tile = jnp.maximum(jnp.minimum(tile, total - 1), 0)
-        in_panel = panel * jnp.int32(plan.column_tiles)
+        panel, row_tiles = jnp.int32(plan.panel), refs.tiles.total()
+        in_panel = panel * column_tiles
         first = lax.div(tile, in_panel) * panel
         tile = lax.rem(tile, in_panel)
         width = jnp.maximum(jnp.minimum(panel, row_tiles - first), 1)
         column_tile = lax.div(tile, width)
         row_tile = first + tile - column_tile * width
-    row_tile = jnp.minimum(row_tile, last)
-    new = column_tile * columns
-    column = jnp.minimum(new, plan.N - plan.columns) if plan.N % plan.columns else new
-    group, row, rows = (refs.tiles[j, row_tile] for j in range(3))
-    return Tile(group, row, rows, column, new)
-
-
-def _tiles(plan: _Plan, refs: _Refs) -> tuple[jax.Array, jax.Array]:
-    """Numbers of row tiles and of tiles."""
-    row_tiles = refs.tiles[3, 0]
-    return row_tiles, row_tiles * plan.column_tiles
+    new = column_tile * jnp.int32(plan.columns)
+    return Tile(*refs.tiles.locate(row_tile), jnp.minimum(new, plan.N - plan.columns), new)
 
 
 def _my_tiles(plan: _Plan, refs: _Refs) -> jax.Array:
-    blocks = jnp.int32(plan.blocks)
-    _, total = _tiles(plan, refs)
+    blocks, total = jnp.int32(plan.blocks), refs.tiles.total() * plan.column_tiles
     return lax.div(total - refs.block + (blocks - 1), blocks)
 
 
@@ -359,7 +366,7 @@ def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
     """Fills the ring with the stages of all of this block's tiles."""
     config, atom = plan.config, plan.atom
 
-    def copy_stage(tile: Tile, step: jax.Array, at: Position, rows: int) -> None:
+    def copy_stage(tile: Tile, step: Any, at: Position, rows: int) -> None:
         k = pl.ds(step * jnp.int32(atom), atom)
         copies = []
         for matrix, column, width, to in plan.pieces:
@@ -372,16 +379,15 @@ def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
         if rows < config.rows:
             a = refs.a_plain.at[at.slot, pl.ds(0, rows)]
         copies.append(Copy(refs.lhs, (pl.ds(tile.row, rows), k), a, _ATOM))
-        if plan.float8:
-            aligned = tile.row - (tile.row & 3)
-            window = (step, pl.ds(aligned, config.rows + EXTRA_SCALES))
+        if plan.copied_scales:
+            window = (step, pl.ds(tile.row - (tile.row & 3), plan.scale_rows))
             copies.append(Copy(refs.lhs_scale, window, refs.scales.at[at.slot], None))
         ring.fill(at, copies)
 
     def copy_tile(i: jax.Array, at: Position) -> Position:
         tile = _locate(plan, refs, i)
 
-        def fill(step: jax.Array, at: Position) -> Position:
+        def fill(step: jax.Array, at: Position, carry: tuple[()]) -> tuple[()]:
             fewer = 0
             for rows in plan.copied_rows:
                 last = rows == plan.copied_rows[-1]
@@ -391,9 +397,9 @@ def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
                     mine = (tile.rows > fewer) & ((tile.rows <= rows) | last)
                     pl.when(mine)(functools.partial(copy_stage, tile, step, at, rows))
                 fewer = rows
-            return ring.next(at)
+            return carry
 
-        return lax.fori_loop(0, plan.steps, fill, at)
+        return ring.walk(plan.steps, fill, at, ())[0]
 
     ring.drain(lax.fori_loop(0, _my_tiles(plan, refs), copy_tile, ring.begin()))
 
@@ -405,15 +411,19 @@ def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax
     product = _float8_tile if plan.float8 else _bfloat16_tile
 
     def multiply_tile(i: jax.Array, carry: Any) -> Any:
-        tile, scale, at = carry
-        after = _locate(plan, refs, i + 1)  # long loaded when it is asked for
-        sums, scale, at = product(plan, refs, ring, turns, warpgroup, tile, after, scale, at)
+        tile, scales, at = carry
+        sums, at = product(plan, refs, ring, turns, warpgroup, tile, scales, at)
+        after = _locate(plan, refs, i + 1)
+        scales = first_scales(after)  # while this tile is stored
         _store(plan, refs, warpgroup, tile, sums)
-        return after, scale, at
+        return after, scales, at
+
+    def first_scales(tile: Tile) -> _Scales | None:
+        return _load_scales(plan, refs, warpgroup, tile, 0) if plan.float8 else None
 
     first = _locate(plan, refs, 0)
-    scale = _matrix_scales(plan, refs, warpgroup, first, 0) if plan.float8 else ()
-    lax.fori_loop(0, _my_tiles(plan, refs), multiply_tile, (first, scale, ring.begin()))
+    carry = first, first_scales(first), ring.begin()
+    lax.fori_loop(0, _my_tiles(plan, refs), multiply_tile, carry)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -424,45 +434,67 @@ def _bfloat16_tile(
     turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
-    after: Tile,
-    scale: tuple[()],
+    scales: None,
     at: Position,
-) -> tuple[tuple[jax.Array], tuple[()], Position]:
+) -> tuple[tuple[jax.Array], Position]:
     """The part's sums, in one array."""
-    del turns, tile, after
+    del turns, tile, scales
     row, column = plan.offsets(warpgroup)
     rows, columns = plan.part
 
     def sum_up(accumulator: Any) -> tuple[jax.Array, Position]:
-        def step(i: jax.Array, carry: tuple[Position, Position]) -> tuple[Position, Position]:
-            before, at = carry
+        def step(i: jax.Array, at: Position, before: Position) -> Position:
             ring.wait_full(at)
             a = refs.a.at[at.slot, pl.ds(row, rows)]
             b = refs.b.at[at.slot, pl.ds(column, columns)]
             plgpu.wgmma(accumulator, a, b.T)
             plgpu.wgmma_wait(1)
             pl.when(i > 0)(lambda: ring.release(before))
-            return at, ring.next(at)
+            return at
 
-        last, at_end = lax.fori_loop(0, plan.steps, step, (at, at))
+        at_end, last = ring.walk(plan.steps, step, at, at)
         sums = accumulator[...]
         ring.release(last)
         return sums, at_end
 
     sums, at = pl.run_scoped(sum_up, plgpu.ACC((rows, columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
-    return (sums,), scale, at
+    return (sums,), at
 
 
-def _matrix_scales(
-    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, step: Any
-) -> tuple[jax.Array, ...]:
-    """Of the 128 of K at ``step``: one for each ``plan.scaled`` columns of the part."""
+class _Scales(NamedTuple):
+    """Of 128 of K."""
+
+    rows: jax.Array | None
+    """One for each of a warpgroup's 64 rows, if they are not copied."""
+    columns: tuple[jax.Array, ...]
+    """One for each ``plan.scaled`` columns of its part."""
+
+
+def _load_scales(
+    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, step: jax.Array | int
+) -> _Scales:
+    """From global memory."""
+    row, _ = plan.offsets(warpgroup)
     first = tile.column + plan.out_column(warpgroup)
-    return tuple(
+    columns = tuple(
         scales[tile.group, lax.div(first + c, SCALE_BLOCK), step]
         for scales in refs.matrix_scales
         for c in range(0, plan.part[1] // plan.matrices, plan.scaled)
     )
+    if plan.copied_scales:
+        return _Scales(None, columns)
+    rows = row_scales(refs.lhs_scale, tile.row + row, step, rows=plan.M, on_gpu=plan.on_gpu)
+    return _Scales(rows, columns)
+
+
+def _row_scales(
+    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, scales: _Scales, at: Position
+) -> jax.Array:
+    if scales.rows is not None:
+        return scales.rows
+    row, _ = plan.offsets(warpgroup)
+    rows = refs.scales[at.slot, pl.ds(row + (tile.row & 3), 64)]
+    return plgpu.layout_cast(rows, plgpu.Layout.WGMMA.reduce(1))
 
 
 def _float8_tile(
@@ -472,50 +504,45 @@ def _float8_tile(
     turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
-    after: Tile,
-    scale: tuple[jax.Array, ...],
+    scales: _Scales,
     at: Position,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], Position]:
-    """The part's sums, ``plan.scaled`` columns each.
-
-    ``scale`` holds the matrix's scales of the step to come: they are loaded one step ahead, and so
-    are those of the next tile's first step, which are returned.
-    """
-    steps, scaled = plan.steps, plan.scaled
+) -> tuple[tuple[jax.Array, ...], Position]:
+    """The part's sums, ``plan.scaled`` columns each; ``scales`` are the first step's."""
+    scaled = plan.scaled
     row, column = plan.offsets(warpgroup)
     _, columns = plan.part
 
-    def scales_after(step: jax.Array) -> tuple[jax.Array, ...]:
-        last = step + 1 == steps
-        where = Tile(*(jnp.where(last, b, a) for a, b in zip(tile, after, strict=True)))
-        return _matrix_scales(plan, refs, warpgroup, where, jnp.where(last, 0, step + 1))
-
-    def step(i: jax.Array, carry: Any) -> Any:
-        sums, scales, at = carry
-        ahead = scales_after(i)
+    def step(i: jax.Array, at: Position, carry: Any) -> Any:
+        sums, scales = carry
         ring.wait_full(at)
 
-        def scaled_product(accumulator: Any) -> tuple[jax.Array, ...]:
+        def scaled_product(accumulator: Any) -> Any:
             turns.wait(warpgroup)
             a = refs.a.at[at.slot, pl.ds(row, 64)]
             b = refs.b.at[at.slot, pl.ds(column, columns)]
             plgpu.wgmma(accumulator, a, b.T)
             turns.pass_on(warpgroup)
-            rows = refs.scales[at.slot, pl.ds(row + (tile.row & 3), 64)]
-            rows = plgpu.layout_cast(rows, plgpu.Layout.WGMMA.reduce(1))
-            factors = [lax.broadcast_in_dim(rows * s, (64, scaled), (0,)) for s in scales]
+            # Under the product: nothing but sums is left to do between two products.
+            rows = _row_scales(plan, refs, warpgroup, tile, scales, at)
+            factors = [rows * s for s in scales.columns]
+            ahead = jnp.minimum(i + 1, plan.steps - 1)
+            ahead = _load_scales(plan, refs, warpgroup, tile, ahead)
             product = accumulator[...]
             ring.release(at)
-            return tuple(
-                s + product[:, j * scaled : (j + 1) * scaled] * f
+            sums_now = tuple(
+                s
+                + product[:, j * scaled : (j + 1) * scaled]
+                * lax.broadcast_in_dim(f, (64, scaled), (0,))
                 for j, (s, f) in enumerate(zip(sums, factors, strict=True))
             )
+            return sums_now, ahead
 
         accumulator = plgpu.ACC((64, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        return pl.run_scoped(scaled_product, accumulator), ahead, ring.next(at)
+        return pl.run_scoped(scaled_product, accumulator)
 
     zero = plgpu.layout_cast(jnp.zeros((64, scaled), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, steps, step, ((zero,) * (columns // scaled), scale, at))
+    at, (sums, _) = ring.walk(plan.steps, step, at, ((zero,) * (columns // scaled), scales))
+    return sums, at
 
 
 def _store(

@@ -71,8 +71,8 @@ class Ring(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def scratch(stages: int, copies: int, emptiers: int) -> Any:
-        """Of a ring of so many copies a stage and so many warpgroups that release."""
+    def scratch(stages: int, copies: int) -> Any:
+        """Of a ring of so many copies a stage."""
 
     @abc.abstractmethod
     def initialise(self) -> None:
@@ -99,6 +99,18 @@ class Ring(abc.ABC):
         last = at.slot == self.stages - 1
         return Position(jnp.where(last, 0, at.slot + 1), jnp.where(last, 1 - at.phase, at.phase))
 
+    def walk(
+        self, steps: int, step: Callable[..., Any], at: Position, carry: Any
+    ) -> tuple[Position, Any]:
+        """``carry = step(i, position, carry)`` at ``steps`` stages from ``at`` on; also the
+        position after them."""
+
+        def one(i: jax.Array, carry: tuple[Position, Any]) -> tuple[Position, Any]:
+            at, value = carry
+            return self.next(at), step(i, at, value)
+
+        return lax.fori_loop(0, steps, one, (at, carry))
+
     def release_all(self) -> None:
         for slot in range(self.stages):
             self.release(Position(jnp.int32(slot), jnp.int32(0)))
@@ -114,10 +126,10 @@ class Ring(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class PallasBarriers(Ring):
     @staticmethod
-    def scratch(stages: int, copies: int, emptiers: int) -> Any:
+    def scratch(stages: int, copies: int) -> Any:
         return [
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-            for arrivals in (copies, emptiers)
+            for arrivals in (copies, _EMPTIERS)
         ]
 
     @property
@@ -155,9 +167,8 @@ class LeaderBarriers(Ring):
     """Two words a barrier in shared memory, those of the full stages first."""
 
     @staticmethod
-    def scratch(stages: int, copies: int, emptiers: int) -> Any:
+    def scratch(stages: int, copies: int) -> Any:
         del copies
-        assert emptiers == _EMPTIERS
         return plgpu.SMEM((4 * stages,), jnp.int32)
 
     def initialise(self) -> None:
@@ -178,39 +189,37 @@ class LeaderBarriers(Ring):
     def fill(self, at: Position, copies: Sequence[Copy]) -> None:
         self.wait_empty(at)
         size = sum(copy.bytes for copy in copies)
+        starts = [copy.starts for copy in copies]
+        targets = [
+            plgpu.RefType(transforms=(plgpu.SwizzleTransform(c.swizzle),) if c.swizzle else ())
+            for c in copies
+        ]
+        types = (
+            [plgpu.RefType() for _ in copies], targets, [[_SCALAR] * len(each) for each in starts],
+        )  # fmt: skip
 
-        @_inline(plgpu.RefType(), _SCALAR)
-        def expect(words: Any, slot: Any) -> None:
-            _barrier(words, _value(slot)).arrive_expect_tx(size, predicate=_leader())
+        def start(context: Any, words: Any, slot: Any, sources: Any, targets: Any, starts: Any):
+            barrier, leader = _barrier(words, _value(slot)), _leader()
+            barrier.arrive_expect_tx(size, predicate=leader)
+            for copy, source, target, each in zip(copies, sources, targets, starts, strict=True):
+                indices = [arith.index_cast(ir.IndexType.get(), _value(i)) for i in each]
+                context.async_copy(
+                    src_ref=source,
+                    dst_ref=target,
+                    gmem_slice=tuple(
+                        i if n is None else mgpu.ds(i, n)
+                        for i, n in zip(indices, copy.sizes, strict=True)
+                    ),
+                    barrier=barrier,
+                    swizzle=copy.swizzle,
+                    arrive=False,
+                    predicate=leader,
+                )
 
-        expect(self.memory, at.slot)
-        for copy in copies:
-            self._start(at, copy)
-
-    def _start(self, at: Position, copy: Copy) -> None:
-        transforms = () if copy.swizzle is None else (plgpu.SwizzleTransform(copy.swizzle),)
-        refs = plgpu.RefType(), plgpu.RefType(), plgpu.RefType(transforms=transforms)
-
-        def start(context: Any, words: Any, source: Any, target: Any, slot: Any, *starts: Any):
-            indices = [arith.index_cast(ir.IndexType.get(), _value(i)) for i in starts]
-            context.async_copy(
-                src_ref=source,
-                dst_ref=target,
-                gmem_slice=tuple(
-                    i if n is None else mgpu.ds(i, n)
-                    for i, n in zip(indices, copy.sizes, strict=True)
-                ),
-                barrier=_barrier(words, _value(slot)),
-                swizzle=copy.swizzle,
-                arrive=False,
-                predicate=_leader(),
-            )
-
-        starts = copy.starts
-        inlined: Any = plgpu.inline_mgpu(arg_types=(*refs, _SCALAR, *[_SCALAR] * len(starts)))(
-            start
+        inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, *types))(start)
+        inlined(
+            self.memory, at.slot, [c.source for c in copies], [c.target for c in copies], starts
         )
-        inlined(self.memory, copy.source, copy.target, at.slot, *starts)
 
     def wait_empty(self, at: Position) -> None:
         self._wait(at.slot + self.stages, at.phase)
@@ -256,6 +265,24 @@ class Turns:
 
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def first_warp(on_gpu: bool) -> jax.Array | bool:
+    """Whether the thread is of its warpgroup's first warp; the interpreter has no warps."""
+    if not on_gpu:
+        return True
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def compare(_: Any) -> Any:
+        warp = mgpu_utils.warp_idx()
+        first = arith.cmpi(
+            arith.CmpIPredicate.eq, arith.remui(warp, mgpu.c(_WARPS, _i32())), mgpu.c(0, _i32())
+        )
+        return mgpu.FragmentedArray.splat(first, (), is_signed=False)
+
+    return compare()  # pyright: ignore[reportCallIssue]: the context is Mosaic's
 
 
 def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:

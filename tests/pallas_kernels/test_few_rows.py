@@ -8,8 +8,6 @@ place it has the same order of columns in jax.numpy.
 import functools
 from typing import ClassVar
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import few_rows
@@ -132,22 +130,3 @@ def test_elsewhere_it_refuses():
     x = inputs((3, 4), 64, 128, "int8", (1, 128))
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
         few_rows.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
-
-
-@pytest.mark.parametrize("sizes", [(3, 0, 20, 8, 0, 1), (0, 0), (16,)])
-def test_row_tiles(sizes):
-    """Each row of a group once, in order, and none of an empty group."""
-    M = max(sum(sizes), 1) + 3
-    tiles = np.asarray(few_rows.row_tiles(jnp.asarray(sizes, jnp.int32), M, 8))
-    found = [
-        (group, row + i)
-        for group, row, rows, _ in tiles.T[: tiles[3, 0]].tolist()
-        for i in range(rows)
-    ]
-    assert found == list(enumerate_rows(sizes))
-    assert (tiles[2, : tiles[3, 0]] <= 8).all()
-
-
-def enumerate_rows(sizes):
-    groups = np.repeat(np.arange(len(sizes)), sizes).tolist()
-    return zip(groups, range(sum(sizes)), strict=True)

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config
-from pallas_kernels.grouped_matmul.tile_schedule import tile_schedule
+from pallas_kernels.grouped_matmul.row_tiles import RowTiles, group_ends
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -48,6 +48,7 @@ def configs(float8: bool) -> list[Config]:
     return [
         *found,
         dataclasses.replace(many[1], stages=2, slots=2, panel=1),
+        dataclasses.replace(many[1], stages=2, copied_scales=not many[1].copied_scales),
         dataclasses.replace(few[0], stages=2, panel=1, classes=(8, 32), early=True),
     ]
 
@@ -59,7 +60,7 @@ CONFIGS = [(dtype, c) for dtype in ("bfloat16", FLOAT8) for c in configs(dtype =
 @pytest.mark.parametrize(
     ("dtype", "config"),
     CONFIGS,
-    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.panel}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.panel}-{x.copied_scales}",
 )
 def test_configs(dtype, config):
     """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
@@ -210,13 +211,17 @@ def test_elsewhere_it_refuses():
 
 
 @pytest.mark.parametrize("sizes", [(130, 0, 1, 67, 3), (0, 0, 0), (64,), (0, 5)])
-def test_tile_schedule(sizes):
-    """Against a loop over the groups."""
+def test_group_ends(sizes):
+    """Where rows and tiles end, and each tile's rows, against a loop over the groups."""
     rows = 64
     expected, first = [], 0
     for group, size in enumerate(sizes):
         expected += [(group, first + r, min(rows, size - r)) for r in range(0, size, rows)]
         first += size
-    schedule = np.asarray(tile_schedule(jnp.asarray(sizes, jnp.int32), sum(sizes) + 9, rows))
-    assert (schedule[3] == len(expected)).all()
-    assert [tuple(tile) for tile in schedule[:3, : len(expected)].T] == expected
+    ends = group_ends(jnp.asarray(sizes, jnp.int32), rows)
+    assert ends[0].tolist() == np.cumsum(sizes).tolist()
+    tiles = RowTiles(ends, rows, by_warp=False)
+    assert tiles.total() == len(expected)
+    found = [tuple(map(int, tiles.locate(jnp.int32(t)))) for t in range(len(expected) + 3)]
+    assert found[: len(expected)] == expected
+    assert all(tile[2] == 0 for tile in found[len(expected) :])
