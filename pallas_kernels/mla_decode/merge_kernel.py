@@ -19,8 +19,8 @@ from jaxtyping import Array, BFloat16, Float32, Int
 from pallas_kernels.hopper import multiprocessors
 
 _NO_SCORE = -1e30  # below every score, and finite: -inf - -inf would be NaN
-_PROGRAMS_AN_SM = 16
-_UNROLLED = 8  # pieces whose loads are under way together
+_PROGRAMS_AN_SM = 4  # that run at once, by their registers
+_LOADS = 8  # pieces of rows whose loads are under way together
 
 
 def merge_pieces(
@@ -33,46 +33,60 @@ def merge_pieces(
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"]]:
     """``out`` and ``lse`` with the split rows filled in; see :class:`schedule.Schedule`."""
-    M, C = out.shape[1:]
+    B, M, C = out.shape
+    parts = split.shape[0]
+    # Many rows are cut in two, few in many. A program takes several query rows if pieces are few.
+    deep = 2 if parts <= B else 4 if parts <= 4 * B else 8
+    wide = _LOADS // deep
+    groups = M // wide
     # As many programs as run at once, whatever there is to merge: often it is nothing.
-    programs = min(split.shape[0] * M, _PROGRAMS_AN_SM * multiprocessors())
+    programs = min(parts * groups, _PROGRAMS_AN_SM * multiprocessors())
+    early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def body(piece_g, piece_lse_g, split_g, out_g, lse_g):
+        if early:  # launched while the first kernel still runs
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         program = lax.axis_index("program")
-        left = split_g[0, 3] * M - program
+        left = split_g[0, 3] * groups - program
 
-        def merge_row(i, _):
+        def merge_rows(i, _):
             place = program + i * programs
-            m = lax.rem(place, M)
-            b, first, count = (split_g[lax.div(place, M), k] for k in range(3))
+            m0 = lax.rem(place, groups) * wide
+            b, first, count = (split_g[lax.div(place, groups), k] for k in range(3))
 
             def add(i, carry):
-                """Several pieces, all their loads under way together; past the last one the last
-                one again, for nothing."""
-                total, weight, top = carry
-                numbers = [i * _UNROLLED + j for j in range(_UNROLLED)]
+                """Several pieces of several rows, all their loads under way together; past the last
+                piece the last one again, for nothing."""
+                numbers = [i * deep + j for j in range(deep)]
                 pieces = [first + jnp.minimum(n, count - 1) for n in numbers]
-                lses = [piece_lse_g[piece, m] for piece in pieces]
-                parts = [piece_g[piece, m] for piece in pieces]
-                highest = functools.reduce(jnp.maximum, lses, top)
-                kept = jnp.exp(top - highest)
-                total, weight = total * kept, weight * kept
-                for n, lse, part in zip(numbers, lses, parts, strict=True):
-                    share = jnp.where(n < count, jnp.exp(lse - highest), 0.0)
-                    total, weight = total + share * part, weight + share
-                return total, weight, highest
+                lses = [[piece_lse_g[piece, m0 + w] for piece in pieces] for w in range(wide)]
+                values = [[piece_g[piece, m0 + w] for piece in pieces] for w in range(wide)]
+                added = []
+                for row, row_lses, row_values in zip(carry, lses, values, strict=True):
+                    total, weight, top = row
+                    highest = functools.reduce(jnp.maximum, row_lses, top)
+                    kept = jnp.exp(top - highest)
+                    total, weight = total * kept, weight * kept
+                    for n, lse, value in zip(numbers, row_lses, row_values, strict=True):
+                        share = jnp.where(n < count, jnp.exp(lse - highest), 0.0)
+                        total, weight = total + share * value, weight + share
+                    added.append((total, weight, highest))
+                return added
 
-            rounds = lax.div(count + _UNROLLED - 1, _UNROLLED)
+            rounds = lax.div(count + deep - 1, deep)
             zeros = plgpu.layout_cast(
                 jnp.zeros((C,), jnp.float32), plgpu.Layout.WG_STRIDED((C,), vec_size=2)
             )
-            nothing = zeros, jnp.float32(0.0), jnp.float32(_NO_SCORE)
-            total, weight, top = lax.fori_loop(0, rounds, add, nothing)
-            out_g[b, m] = (total / jnp.where(weight == 0.0, 1.0, weight)).astype(out.dtype)
-            lse_g[b, m] = jnp.where(weight == 0.0, -jnp.inf, jnp.log(weight) + top)
+            nothing = [(zeros, jnp.float32(0.0), jnp.float32(_NO_SCORE))] * wide
+            for w, row in enumerate(lax.fori_loop(0, rounds, add, nothing)):
+                total, weight, top = row
+                merged = total / jnp.where(weight == 0.0, 1.0, weight)
+                out_g[b, m0 + w] = merged.astype(out.dtype)
+                lse_g[b, m0 + w] = jnp.where(weight == 0.0, -jnp.inf, jnp.log(weight) + top)
 
-        rows = lax.div(jnp.maximum(left + programs - 1, 0), programs)
-        lax.fori_loop(0, rows, merge_row, None)
+        rounds = lax.div(jnp.maximum(left + programs - 1, 0), programs)
+        lax.fori_loop(0, rounds, merge_rows, None)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     pl.kernel(  # not plgpu.kernel, which takes no refs in jax 0.10

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -28,18 +29,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.mla_decode.rescale import scale_rows
+from pallas_kernels.mla_decode.rescale import meet, publish, scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 
 LATENT, ROPE = 512, 64
 TILE = 64  # query rows of a program: the M of one wgmma
-_HALF = LATENT // 2  # output columns of a value warpgroup
-_PIECE = 128  # latent columns that are fetched, multiplied and given back together
+_HALF = LATENT // 2  # latent columns that are fetched, multiplied and given back together
+_OWN = _HALF // 2  # of a half, a value warpgroup's output columns
 _SLOTS = 2
-# Score warpgroups take pieces as the value warpgroups, who own two each, give them back; rope last.
-_ORDER = (0, 2, 1, 3)
 _LOG2E = math.log2(math.e)
 _SLACK = 8.0  # a maximum stays until it is exceeded by more: P then reaches 2^8, and sums stand
+_COLUMNS = 8  # of a WGMMA tile of registers: the least that a slice can take
 _NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
 
 # 4 * 128 registers a thread are the SM's: what the value warpgroups take, the others give.
@@ -56,6 +56,17 @@ class Config:
 
     multicast: bool = True
     """Two programs of a row share the fetching of its blocks."""
+
+    early: bool = True
+    """Launched before the kernel ahead has ended, whose end is then awaited."""
+
+
+def _store(ref: Any, value: jax.Array, interpret: Any) -> None:
+    """Also half a sector of 32 bytes at a time, which jax 0.12 wants to be asked for."""
+    if interpret is None and hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = value
 
 
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
@@ -82,47 +93,59 @@ def attend(
     B, M, _ = q_latent.shape
     rows = min(TILE, M)
     tiles = -(-M // TILE)
+    staged = rows < TILE  # registers cannot be stored in part: copies can
     pair = 2 if tiles % 2 == 0 and config.multicast else 1
     parts = schedule.parts
     shared = "pair" if pair == 2 else None  # the axis over which copies are multicast
+    early = config.early and interpret is None and hasattr(plgpu, "griddepcontrol_wait")
     # Table entries past a row's length may be anything; they must not lead out of the pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
     def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
              q_full, ready, shared_ready, kv_free):  # fmt: skip
+        if early:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
         sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
         part, wg = lax.axis_index("part"), lax.axis_index("wg")
-        tile = lax.axis_index("tile") * pair + lax.axis_index("pair")
-        m0 = tile * TILE
-        first_row, last_row = plan_g[part, 0], plan_g[part, 1]
-        row_count = last_row - first_row + 1
+
+        def m0():
+            """The tile's first query row: computed where it is used, not kept."""
+            return (lax.axis_index("tile") * pair + lax.axis_index("pair")) * TILE
 
         # Few arrays of barriers: each keeps its phases in a register of every thread.
-        def kv_full(slot, piece):
-            return ready.at[slot * 5 + piece]
+        def kv_full(slot, half):  # the third: rope keys
+            return ready.at[slot * 3 + half]
 
         def max_ready(slot):
-            return ready.at[5 * _SLOTS + slot]
+            return ready.at[3 * _SLOTS + slot]
 
         def p_ready(slot):
-            return ready.at[6 * _SLOTS + slot]
+            return ready.at[4 * _SLOTS + slot]
 
         q_free, sum_ready, sum_free = (shared_ready.at[i] for i in range(3))
 
-        def segment(i):
+        def of_part():
+            """First and last row, first block, end block: read together, in one latency."""
+            return tuple(plan_g[part, k] for k in range(4))
+
+        def segment(i, held):
             """Of the part's i-th row: row, first block, blocks taken here, whether to its end."""
+            first_row, last_row, first_block, end_block = held
             b = first_row + i
-            begin = jnp.where(i == 0, plan_g[part, 2], 0)
-            end = jnp.where(b == last_row, plan_g[part, 3], plan_g[parts + b, 0])
-            return b, begin, end - begin, end == plan_g[parts + b, 0]
+            blocks = plan_g[parts + b, 0]
+            begin = jnp.where(i == 0, first_block, 0)
+            end = jnp.where(b == last_row, end_block, blocks)
+            return b, begin, end - begin, end == blocks
 
         def row_vector(value):
             return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
 
         def score_warpgroup():
             plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
+            row_count = plan_g[part, 1] - plan_g[part, 0] + 1
             own = wg - 2  # the parity of its blocks, and their slot
             other = 1 - own
 
@@ -131,52 +154,54 @@ def attend(
                 return jnp.clip(page, 0, last_page)
 
             def fetch(page, *, wait):
-                """Into this warpgroup's slot, piece by piece as its last block is done with."""
-                for piece in _ORDER:
+                """Into this warpgroup's slot, half by half as its last block is done with."""
+                for half in range(2):
                     if wait:
-                        plgpu.barrier_wait(kv_free.at[own * 4 + piece])
+                        plgpu.barrier_wait(kv_free.at[own * 2 + half])
                     plgpu.copy_gmem_to_smem(
-                        kv_g.at[page, :, pl.ds(_PIECE * piece, _PIECE)],
-                        v_s.at[own, piece],
-                        kv_full(own, piece),
+                        kv_g.at[page, :, pl.ds(_HALF * half, _HALF)],
+                        v_s.at[own, half],
+                        kv_full(own, half),
                         collective_axes=shared,
                     )
                 plgpu.copy_gmem_to_smem(
                     kv_g.at[page, :, pl.ds(LATENT, ROPE)],
                     rope_s.at[own],
-                    kv_full(own, 4),
+                    kv_full(own, 2),
                     collective_axes=shared,
                 )
 
             def run_segment(i, done):
                 """``done``: blocks of the part before this segment, whoever took them."""
-                b, begin, count, _ = segment(i)
-                length = plan_g[parts + b, 3]
                 first = (own + done) & 1
+                first_row, _, first_block, _ = held = of_part()
+                ahead = page_of(first_row + i, jnp.where(i == 0, first_block, 0) + first)
+                b, begin, count, _ = segment(i, held)
+                length = plan_g[parts + b, 3]
                 mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
                 # Blocks that every query sees whole, and how many of them are mine.
                 whole = jnp.clip(lax.div(length - queries + 1, BLOCK) - begin, 0, count)
                 whole = lax.shift_right_logical(jnp.maximum(whole - first + 1, 0), jnp.int32(1))
-
-                for fresh in (True, False):
-
-                    @pl.when((first < count) & ((done + first < _SLOTS) == fresh))
-                    def _(fresh=fresh):
-                        fetch(page_of(b, begin + first), wait=not fresh)
 
                 plgpu.barrier_arrive(q_free)
 
                 @pl.when(own == 0)
                 def _():
                     plgpu.barrier_wait(q_free)
-                    m = pl.ds(m0, rows)
-                    for piece in range(4):
+                    m = pl.ds(m0(), rows)
+                    for half in range(2):
                         plgpu.copy_gmem_to_smem(
-                            ql_g.at[b, m, pl.ds(_PIECE * piece, _PIECE)],
-                            ql_s.at[piece, pl.ds(0, rows)],
+                            ql_g.at[b, m, pl.ds(_HALF * half, _HALF)],
+                            ql_s.at[half, pl.ds(0, rows)],
                             q_full,
                         )
                     plgpu.copy_gmem_to_smem(qr_g.at[b, m, :], qr_s.at[0, pl.ds(0, rows)], q_full)
+
+                for fresh in (True, False):
+
+                    @pl.when((first < count) & ((done + first < _SLOTS) == fresh))
+                    def _(fresh=fresh):
+                        fetch(ahead, wait=not fresh)
 
                 plgpu.barrier_wait(q_full)
 
@@ -187,11 +212,11 @@ def attend(
                     slot = own + zero
 
                     def multiply(acc):
-                        for piece in _ORDER:
-                            plgpu.barrier_wait(kv_full(own, piece))
-                            keys = v_s.at[slot, piece]
-                            plgpu.wgmma(acc, ql_s.at[piece + zero], keys.transpose((1, 0)))
-                        plgpu.barrier_wait(kv_full(own, 4))
+                        for half in range(2):
+                            plgpu.barrier_wait(kv_full(own, half))
+                            keys = v_s.at[slot, half]
+                            plgpu.wgmma(acc, ql_s.at[half + zero], keys.transpose((1, 0)))
+                        plgpu.barrier_wait(kv_full(own, 2))
                         plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
                         return acc[...]
 
@@ -203,13 +228,15 @@ def attend(
                     end = max_pages * BLOCK - block * BLOCK
                     if queries > 1:
                         m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_WGMMA)
-                        seen = seen + lax.div(m + m0, jnp.int32(heads))
+                        seen = seen + lax.div(m + m0(), jnp.int32(heads))
                     return jnp.where(column < jnp.minimum(seen, end), s, -jnp.inf)
 
                 def take_block(k, carry, *, masked):
                     own_max, total = carry
                     j = first + 2 * k
-                    ahead = page_of(b, begin + j + 2)  # early: its latency hides behind the product
+                    # Early, for its latency to hide behind the product; but the masked blocks, the
+                    # last, have rarely one to follow, and no register for it.
+                    ahead = None if masked else page_of(b, begin + j + 2)
                     s = scores(k)
                     if masked:
                         s = masked_scores(s, begin + j)
@@ -231,18 +258,25 @@ def attend(
                     p = jnp.exp2(
                         s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                     )
+                    meet(interpret)  # all four warps' products have read the rope keys
                     rope_s[own] = p.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
+                    publish(interpret)  # every thread arrives after that: no need to meet before
                     plgpu.barrier_arrive(p_ready(own))
-                    total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
+                    # Sums of eight columns: what a thread holds of them is added up in the end.
+                    added = functools.reduce(
+                        jnp.add, (p[:, c : c + _COLUMNS] for c in range(0, BLOCK, _COLUMNS))
+                    )
+                    kept = jnp.exp2(own_max - running)
+                    total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + added
 
                     @pl.when(j + 2 < count)
                     def _():
-                        fetch(ahead, wait=True)
+                        fetch(page_of(b, begin + j + 2) if masked else ahead, wait=True)
 
                     return running, total
 
-                carry = row_vector(_NO_SCORE), row_vector(0.0)
+                nothing = jnp.full((TILE, _COLUMNS), 0.0, jnp.float32)
+                carry = row_vector(_NO_SCORE), plgpu.layout_cast(nothing, _WGMMA)
                 carry = lax.fori_loop(0, whole, functools.partial(take_block, masked=False), carry)
                 carry = lax.fori_loop(
                     whole, mine, functools.partial(take_block, masked=True), carry
@@ -252,7 +286,7 @@ def attend(
                 def _():
                     plgpu.barrier_wait(sum_free)
 
-                sum_max_s[own], sum_s[own] = carry
+                sum_max_s[own], sum_s[own] = carry[0], carry[1].sum(axis=1)
                 plgpu.barrier_arrive(sum_ready)
                 return done + count
 
@@ -265,8 +299,8 @@ def attend(
 
             @pl.when(done > own)
             def _():
-                for piece in _ORDER:
-                    plgpu.barrier_wait(kv_free.at[own * 4 + piece])
+                for half in range(2):
+                    plgpu.barrier_wait(kv_free.at[own * 2 + half])
 
             @pl.when(row_count > 0)
             def _():
@@ -275,14 +309,18 @@ def attend(
         def value_warpgroup():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
 
-            def release(slot, piece):
-                # One thread arrives for the warpgroup, which must be done as a whole.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(kv_free.at[slot * 4 + piece])
+            columns = pl.ds(wg * _OWN, _OWN)
+            row_count = plan_g[part, 1] - plan_g[part, 0] + 1
 
-            def add_block(block, acc, clear):
-                """Adds P V. ``clear``: only in the last block of a segment, which keeps its slot;
-                tokens of the block that are there, for what follows them is to be zeroed."""
+            def release(slot, half):
+                # One thread arrives for the warpgroup, which must be done as a whole.
+                meet(interpret)
+                plgpu.barrier_arrive(kv_free.at[slot * 2 + half])
+
+            def add_block(block, acc, *, clear=None, keep=False):
+                """Adds P V. ``clear``: only in the last block of a segment: tokens of the block
+                that are there, for what follows them is to be zeroed. ``keep``: does not yet give
+                the slot back."""
                 slot = block & 1
                 plgpu.barrier_wait(max_ready(slot))
                 alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
@@ -293,8 +331,8 @@ def attend(
                     @pl.when(clear < BLOCK)
                     def _():
                         for column in range(0, _HALF, 64):
-                            values = v_s.at[slot, wg * 2 + column // _PIECE]
-                            part = values.at[:, pl.ds(column % _PIECE, 64)]
+                            start = wg * _OWN + column % _OWN
+                            part = v_s.at[slot, column // _OWN, :, pl.ds(start, 64)]
                             token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, 64), 0, layout=_WGMMA)
                             kept = plgpu.layout_cast(part[...], _WGMMA)
                             part[...] = jnp.where(token < clear, kept, jnp.zeros_like(kept))
@@ -302,33 +340,33 @@ def attend(
 
                 def multiply(acc_ref):
                     for half in range(2):
-                        part = acc_ref.at[:, half * _PIECE : (half + 1) * _PIECE]
-                        plgpu.wgmma(part, rope_s.at[slot], v_s.at[slot, wg * 2 + half])
-                    if clear is None:
+                        part = acc_ref.at[:, half * _OWN : (half + 1) * _OWN]
+                        plgpu.wgmma(part, rope_s.at[slot], v_s.at[slot, half, :, columns])
+                    if not keep:
                         plgpu.wgmma_wait(1)
-                        release(slot, wg * 2)
+                        release(slot, 0)
                     return acc_ref[...] if interpret is not None else None
 
                 if interpret is not None:  # it cannot carry an accumulator through run_state
                     acc = acc + pl.run_scoped(multiply, _ACC((TILE, _HALF), jnp.float32))
                 else:
                     acc = pl.run_state(multiply)(_ACC.init(acc))
-                if clear is None:
-                    release(slot, wg * 2 + 1)
+                if not keep:
+                    release(slot, 1)
                 return acc
 
             def run_segment(i, done):
-                b, begin, count, to_end = segment(i)
+                b, begin, count, to_end = segment(i, of_part())
 
                 def step(j, acc):
-                    return add_block(done + j, acc, None)
+                    return add_block(done + j, acc)
 
                 acc: Any = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), _WGMMA)
                 acc = lax.fori_loop(0, count - 1, step, acc)
                 last = done + count - 1
                 slot = last & 1
                 clear = jnp.where(to_end, plan_g[parts + b, 3] - (begin + count - 1) * BLOCK, BLOCK)
-                acc = add_block(last, acc, clear)
+                acc = add_block(last, acc, clear=clear, keep=staged)
 
                 plgpu.barrier_wait(sum_ready)
                 maxima = [plgpu.layout_cast(sum_max_s[k], _ROW) for k in range(2)]
@@ -346,38 +384,50 @@ def attend(
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
                     plgpu.commit_smem()
 
+                def columns_of(half):
+                    return acc[:, half * _OWN : (half + 1) * _OWN]
+
+                def place(half):
+                    return pl.ds(half * _HALF + wg * _OWN, _OWN)
+
                 @pl.when(pieces == 1)
                 def _():
-                    # Into the pieces of the block that only this warpgroup reads.
-                    for half in range(2):
-                        part = acc[:, half * _PIECE : (half + 1) * _PIECE]
-                        v_s[slot, wg * 2 + half] = part.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    for half in range(2):
-                        columns = pl.ds((wg * 2 + half) * _PIECE, _PIECE)
-                        plgpu.copy_smem_to_gmem(
-                            v_s.at[slot, wg * 2 + half, pl.ds(0, rows)],
-                            out_g.at[b, pl.ds(m0, rows), columns],
-                        )
+                    if staged:
+                        # Into the columns of the block that only this warpgroup reads.
+                        for half in range(2):
+                            v_s[slot, half, :, columns] = columns_of(half).astype(jnp.bfloat16)
+                        plgpu.commit_smem()
+                        # A copy takes what lies together: eight rows.
+                        for half, m in itertools.product(range(2), range(0, rows, 8)):
+                            plgpu.copy_smem_to_gmem(
+                                v_s.at[slot, half, pl.ds(m, 8), columns],
+                                out_g.at[b, pl.ds(m0() + m, 8), place(half)],
+                            )
+                    else:
+                        for half in range(2):
+                            part = columns_of(half).astype(jnp.bfloat16)
+                            _store(out_g.at[b, pl.ds(m0(), TILE), place(half)], part, interpret)
 
                     @pl.when(wg == 0)
                     def _():
                         plgpu.copy_smem_to_gmem(
-                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0, rows)]
+                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0(), rows)]
                         )
 
                 @pl.when(pieces > 1)
                 def _():
-                    piece = plan_g[parts + b, 2] + part
-                    piece_g[piece, pl.ds(m0, TILE), pl.ds(wg * _HALF, _HALF)] = acc
+                    piece = plan_g[parts + b, 2] + lax.axis_index("part")
+                    for half in range(2):
+                        piece_g[piece, pl.ds(m0(), TILE), place(half)] = columns_of(half)
 
                     @pl.when(wg == 0)
                     def _():
-                        plgpu.copy_smem_to_gmem(lse_s, piece_lse_g.at[piece, pl.ds(m0, TILE)])
+                        plgpu.copy_smem_to_gmem(lse_s, piece_lse_g.at[piece, pl.ds(m0(), TILE)])
 
                 plgpu.wait_smem_to_gmem(0)
-                for half in range(2):
-                    release(slot, wg * 2 + half)
+                if staged:
+                    for half in range(2):
+                        release(slot, half)
                 return done + count
 
             lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
@@ -399,15 +449,17 @@ def attend(
             jax.ShapeDtypeStruct((2 * parts, padded), f32),
         ],
         scratch_types=[
-            tiles_of(4, TILE, _PIECE),
+            tiles_of(2, TILE, _HALF),
             tiles_of(1, TILE, ROPE),
-            tiles_of(_SLOTS, 4, BLOCK, _PIECE),
+            tiles_of(_SLOTS, 2, BLOCK, _HALF),
             tiles_of(_SLOTS, BLOCK, ROPE),
             plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
-            plgpu.Barrier(num_arrivals=5),
-            plgpu.Barrier(num_barriers=7 * _SLOTS),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_barriers=5 * _SLOTS),
             plgpu.Barrier(num_arrivals=2, num_barriers=3),
-            plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=4 * _SLOTS),
+            plgpu.ClusterBarrier(
+                collective_axes=("pair",), num_arrivals=2, num_barriers=2 * _SLOTS
+            ),
         ],
         # The last axis runs fastest: tiles that read the same pages run together.
         grid=(parts, tiles // pair),

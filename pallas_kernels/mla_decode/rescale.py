@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 _FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
 _VOTE = """{
@@ -71,3 +71,31 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
     return scaled(x, factors)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+
+
+def meet(interpret: Any = None) -> None:
+    """The threads of a warpgroup wait for each other, and for nothing else: what they write in
+    shared memory may still be under way to the tensor cores' and the copies' eyes."""
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any):
+        mgpu_utils.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+
+
+def publish(interpret: Any = None) -> None:
+    """What this thread wrote in shared memory, to the tensor cores and the copies: ``commit_smem``
+    without its wait for the warpgroup's other threads."""
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    fence()  # pyright: ignore[reportCallIssue]: the context is Mosaic's

@@ -16,8 +16,9 @@ from jaxtyping import Array, Int
 BLOCK = 64
 """Cached tokens a block: the kernel's page."""
 
-_ROW_COST = 4  # what starting and finishing a row costs a part, in blocks
-_SPLIT_COST = 6  # what writing and merging pieces costs a step, in blocks
+_ROW_COST = 2  # what starting and finishing a row costs a part, in blocks
+_MERGE_COST = 3  # what merging anything costs a step, in blocks
+_CUTS_COST = 7  # and besides what writing and reading the pieces costs if every part is cut
 _LEAST_BLOCKS = 2  # of a part: smaller pieces cost more to merge than they save
 
 
@@ -42,7 +43,7 @@ class Schedule:
 
 
 def schedule(lengths: Int[Array, " B"], *, max_pages: int, parts: int) -> Schedule:
-    """Cuts the rows' blocks evenly, or deals out whole rows where that ends no later.
+    """Cuts the rows' blocks evenly, or deals out whole rows where that, unmerged, ends no later.
 
     Args:
       lengths: cached tokens a row. An empty row counts as one block, for its zeros to be written.
@@ -56,12 +57,15 @@ def schedule(lengths: Int[Array, " B"], *, max_pages: int, parts: int) -> Schedu
     # Masked sums, not scans: XLA makes one kernel of them.
     number = jnp.arange(B)
     begin = jnp.sum(jnp.where(number[None] < number[:, None], cost, 0), axis=1, dtype=i32)
-    share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // parts), _LEAST_BLOCKS + _ROW_COST)
+    share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // parts), _LEAST_BLOCKS)
     edge = jnp.arange(parts + 1, dtype=i32)
+    even = edge[None] * share - begin[:, None]
+    cuts = jnp.sum((even > 0) & (even < blocks[:, None]), dtype=i32)
     rows_a_part = -(-B // parts)
     first_whole = jnp.append(begin, jnp.sum(cost, dtype=i32))[jnp.minimum(edge * rows_a_part, B)]
     longest = jnp.max(first_whole[1:] - first_whole[:-1])
-    edges = jnp.where(longest <= share + _SPLIT_COST, first_whole, edge * share)
+    saved = _MERGE_COST + cuts * _CUTS_COST // parts
+    edges = jnp.where(longest <= share + saved, first_whole, edge * share)
 
     # [B, parts]: the blocks of each row that fall between two edges.
     cut = jnp.clip(edges[None] - begin[:, None], 0, blocks[:, None])

@@ -10,9 +10,10 @@ import pytest
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_decode.schedule import (
+    _CUTS_COST,
     _LEAST_BLOCKS,
+    _MERGE_COST,
     _ROW_COST,
-    _SPLIT_COST,
     BLOCK,
     Schedule,
     schedule,
@@ -74,9 +75,9 @@ def check_schedule(lengths, parts):
     cost = np.zeros(parts, int)
     for part, _, a, b in found:
         cost[part] += b - a + _ROW_COST
-    share = max(-(-(want_blocks + _ROW_COST).sum() // parts), _LEAST_BLOCKS + _ROW_COST)
+    share = max(-(-(want_blocks + _ROW_COST).sum() // parts), _LEAST_BLOCKS)
     # A piece that begins in a row's middle pays for the row again.
-    assert cost.max() <= share + max(_SPLIT_COST, _ROW_COST)
+    assert cost.max() <= share + max(_MERGE_COST + _CUTS_COST, _ROW_COST)
     return found
 
 
@@ -123,10 +124,18 @@ def test_whole_rows_stay_whole_where_that_ends_no_later():
 
 
 def test_few_long_rows_are_cut():
-    """One row over 132 parts: its 700 blocks by sixes."""
-    found = check_schedule(np.array([MAX_PAGES * BLOCK]), 132)
-    taken = [b - a for _, _, a, b in found]
-    assert taken == [6] * 116 + [4]
+    """One row over 132 parts: its 700 blocks by sixes; 9 by twos."""
+    for blocks, want in ((MAX_PAGES, [6] * 116 + [4]), (9, [2] * 4 + [1])):
+        found = check_schedule(np.array([blocks * BLOCK]), 132)
+        assert [b - a for _, _, a, b in found] == want
+
+
+def test_whole_rows_where_merging_costs_more_than_it_saves():
+    """Four rows for each of 32 parts of 33, eight blocks over the even share; not when they are
+    twice as long."""
+    for length, cut in ((4096, False), (8192, True)):
+        found = check_schedule(np.full(128, length), 33)
+        assert (len(found) > 128) == cut
 
 
 @pytest.mark.parametrize(("queries", "heads", "tiles"), [(1, 8, 1), (1, 128, 2), (2, 72, 3)])
