@@ -214,7 +214,7 @@ def attend(
                 fetch_queries(first_row)
                 page, tokens = look_up(first_row, plan_g[part, 2])
                 carry = jnp.int32(0), fetch(page), tokens
-                done, *_ = lax.fori_loop(0, row_count, run_segment, carry)
+                done = lax.fori_loop(0, row_count, run_segment, carry)[0]
                 # Nobody leaves before all that is still to arrive at its barriers has come.
                 plgpu.barrier_wait(q_free)
                 for slot in range(_SLOTS):
@@ -309,7 +309,7 @@ def attend(
                         plgpu.barrier_wait(max_ready.at[other])
 
                     acc, *sums = nothing
-                    _, *sums = softmax(s, row_vector(_NO_SCORE), length, begin, *sums)
+                    sums = softmax(s, row_vector(_NO_SCORE), length, begin, *sums)[1:]
                     return finish_last(add_values(acc, own), count > 1), *sums
 
                 def finish_last(acc, more):
@@ -435,7 +435,7 @@ def attend(
                 plgpu.barrier_wait(sum_free)
 
         pl.when(wg == 2)(filling_warpgroup)
-        for own in range(2):
+        for own in range(2):  # each its own code, whose addresses are then constants
             pl.when(wg == own)(functools.partial(computing_warpgroup, own))
 
     def tiles_of(*shape):

@@ -69,7 +69,8 @@ def mla_decode(
         config=config or (float8_kernel.Config() if float8 else Config()),
         interpret=interpret,
     )
-    out, lse = merge_pieces(out, lse, *pieces, schedule.split, interpret=interpret)
+    values, weights = pieces
+    out, lse = merge_pieces(out, lse, values, weights, schedule.split, interpret=interpret)
     return out[:, :M].reshape(B, T, H, C), lse[:, :M].reshape(B, T, H)
 
 

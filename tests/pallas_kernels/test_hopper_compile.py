@@ -31,7 +31,7 @@ from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
 MOST_SECONDS = 20
 # mla_decode's value warpgroups hold 128 accumulators in 160 registers: ptxas spills addresses and
 # counters of a row's beginning and end, most where several queries are no whole pair of tiles.
-MOST_SPILLED = {"mla_decode": 200}  # bytes, stored or loaded
+MOST_SPILLED = {"mla_decode": 200, "mla_decode_float8": 400}  # bytes, stored or loaded
 # Of ptxas: C7519, that it began a group of products itself, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
@@ -53,13 +53,16 @@ class Kernel:
         return self.module.split(".")[1]
 
 
-def decode(queries: int, heads: int, rows: int = 64, pages: int = 64, **options: Any) -> Kernel:
+def decode(
+    queries: int, heads: int, rows: int = 64, pages: int = 64, float8: bool = False, **options: Any
+) -> Kernel:
+    width, dtype = (656, jnp.uint8) if float8 else (576, BF16)
     return Kernel(
         "pallas_kernels.mla_decode.mosaic_gpu",
         {
             "q_latent": Struct((rows, queries, heads, 512), BF16),
             "q_rope": Struct((rows, queries, heads, 64), BF16),
-            "pages": Struct((rows * pages, 64, 576), BF16),
+            "pages": Struct((rows * pages, 64, width), dtype),
             "block_tables": Struct((rows, pages), I32),
             "lengths": Struct((rows,), I32),
         },
@@ -138,6 +141,10 @@ def kernels() -> dict[str, Kernel]:
     found |= {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(16, 5), (64, 3), (8, 1)]
+    }
+    found |= {
+        f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
+        for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (16, 1), (16, 5), (8, 1)]
     }
     found["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
     found["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))

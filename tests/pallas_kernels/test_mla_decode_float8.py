@@ -79,6 +79,8 @@ class Float8Inputs(Inputs):
 
 class Float8Cases(MlaDecodeCases):
     widths = WIDTHS
+    dtype = "bfloat16"
+    test_bfloat16 = test_published_widths = None  # as all others
 
     def random(self, lengths, **kwargs):
         fixed = {"widths": self.widths, "dtype": self.dtype, "page": self.page, "H": self.heads}
@@ -88,9 +90,15 @@ class Float8Cases(MlaDecodeCases):
 class TestReference(Float8Cases):
     implementation = "reference"
 
+    def test_float32_queries(self):
+        self.check(self.random((37, 16, 0), T=2, scale=0.05, dtype="float32"))
+
 
 class TestCpu(Float8Cases):
     implementation = "cpu"
+
+    def test_float32_queries(self):
+        self.check(self.random((37, 16, 0), T=2, scale=0.05, dtype="float32"))
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +130,6 @@ def kernel(parts: int):
 @kernel_runs
 class TestMosaicGpu(Float8Cases):
     implementation = "mosaic_gpu" if ON_GPU else staticmethod(kernel(3))
-    dtype = "bfloat16"
     page = 64
     heads = 8
     # A full tile; two, of which the second is not full and begins within a query; three.
@@ -142,8 +149,7 @@ class TestMosaicGpu(Float8Cases):
             np.testing.assert_array_equal(a[0], b[0])
             assert not np.array_equal(a[1], b[1])
 
-    @pytest.mark.parametrize("parts", [1, 2, 5])
-    @pytest.mark.parametrize("H", [8, 128])
+    @pytest.mark.parametrize(("H", "parts"), [(8, 1), (8, 2), (8, 5), (128, 5)])
     def test_rows_in_pieces(self, H, parts):
         """Segments that begin with either of the two warpgroups, and end with either."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(parts))
