@@ -1,4 +1,5 @@
-"""Settings of the whole suite: eight simulated devices and a compilation cache between runs."""
+"""Settings of the whole suite: on a CPU, as eight simulated devices, unless JAX_PLATFORMS says
+otherwise; and a compilation cache between runs."""
 
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest

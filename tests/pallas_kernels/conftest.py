@@ -1,4 +1,10 @@
+import jax
 import pytest
+
+from tests.pallas_kernels.machine import ON_GPU
+
+if ON_GPU:  # or else the references multiply float32 in TF32
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 @pytest.fixture(autouse=True)

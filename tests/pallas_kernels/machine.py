@@ -1,4 +1,10 @@
-"""Where the Hopper kernels are tested: on such a GPU, or interpreted with race detection."""
+"""Where the Hopper kernels are tested: on such a GPU, or interpreted with race detection.
+
+On one, with JAX for its CUDA, the same classes run the kernels themselves:
+
+    JAX_PLATFORMS=cuda pytest -m 'not slow' -k 'not Reference and not Cpu' \\
+        tests/pallas_kernels/test_{*hopper,few_rows,grouped_swiglu,mla_decode_float8}.py
+"""
 
 import jax
 import pytest
