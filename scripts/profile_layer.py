@@ -273,6 +273,9 @@ class Kernel:
     ns: float = 0.0
 
 
+_SUMMARIES = ("XLA", "Steps", "Framework", "Source", "Launch", "TensorFlow")  # not a stream's line
+
+
 def kernels(directory: Path) -> list[Kernel]:
     """All that ran on the device in a trace, by kernel and operation."""
     (path,) = directory.rglob("*.xplane.pb")
@@ -284,8 +287,7 @@ def kernels(directory: Path) -> list[Kernel]:
             for event in line.events:
                 stats = {name: value for name, value in event.stats if name is not None}
                 operation = str(stats.get("hlo_op", ""))
-                is_kernel = bool(on_device) and line.name.startswith("Stream")
-                if not is_kernel and (on_device or not operation):
+                if line.name.startswith(_SUMMARIES) or not (on_device or operation):
                     continue
                 kernel = found.setdefault((event.name, operation), Kernel(event.name, operation))
                 kernel.count += 1
