@@ -1,20 +1,22 @@
-"""The Hopper kernel of mla_prefill: a CTA takes a tile, 128 queries of one head.
+"""The Hopper kernel of mla_prefill: programs draw tiles, 128 queries of one head, from a queue.
 
 Two compute warpgroups hold 64 queries each; a third copies keys and values by TMA into a ring. A
-compute warpgroup issues ``S' = Q K'^T`` of the next block of keys together with ``O += P V`` of
-this one, and works on the softmax of S' while the tensor cores finish the second product. The two
-take turns at issuing, so that one's softmax falls into the other's products.
+compute warpgroup issues ``S' = Q K'^T`` of the next block of keys, multiplies O by what the last
+maximum changed meanwhile, issues ``O += P V`` of this block, and works on the softmax of S' while
+the tensor cores finish the second product.
 
 Blocks of keys run from the last visible one down to the first: the blocks that need a mask (the
 diagonal, the row's end) come first, and the loop over all others has none.
 
-The GPU starts a CTA wherever one has ended, in the order of the grid: the tiles with most
-keys first, so that the multiprocessors end together.
+A program stays on its multiprocessor and draws a tile whenever it has copied the beginning of
+one, so that the next tile's queries, keys and values arrive while this one's output is made.
+Tiles with most keys come first, so that the multiprocessors end together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -24,7 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_prefill.held_registers import hold
+from pallas_kernels.mla_prefill.mask import first_columns
+from pallas_kernels.mla_prefill.queue import draw, same
 
 WARPGROUPS = 2
 """That compute; one more copies."""
@@ -36,6 +41,9 @@ COLUMNS = 64
 
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 240, 24
 """Of a thread: 2 x 240 + 24 of the 504 that three warpgroups have."""
+
+_PARTS = 8
+"""Partial sums of a row: two for each of the four threads that hold it."""
 
 _LOG2E = math.log2(math.e)
 _LOWEST = -1e30
@@ -56,16 +64,20 @@ class Config:
       block: keys a step, a multiple of 64.
       stages: blocks of keys, and of values, that SMEM holds; at least 2.
       l2_bytes: heads whose keys and values fit here run side by side.
+      programs: that share the tiles; one for each multiprocessor where None.
     """
 
     block: int = 128
     stages: int = 2
     l2_bytes: int = 24 << 20
+    programs: int | None = None
 
     def __post_init__(self):
         # The values of a block must be there before the last block's are let go.
         if self.block <= 0 or self.block % 64 or self.stages < 2:
             raise ValueError(f"expected a block of 64, 128, ... and 2 stages or more, got {self}")
+        if self.programs is not None and self.programs <= 0:
+            raise ValueError(f"expected a program or more, got {self.programs}")
 
 
 def _transforms() -> tuple[Any, ...]:
@@ -100,86 +112,113 @@ def attend(
     to_log2 = scale * _LOG2E
     interpreted = interpret is not None
     q_tiles = pl.cdiv(T, TILE)
+    tiles = B * H * q_tiles
+    programs = min(config.programs or multiprocessors(), tiles)
+    after_values = 2 * stages  # The barriers of ``next_s`` come after those of keys and values.
     together = heads_together(B * H, S * (K + V) * 2, config.l2_bytes)
 
     def body(
         q_g, k_g, v_g, starts_g, lengths_g, out_g, lse_g,
-        q_s, k_s, v_s, lse_s, q_full, k_full, k_free, v_full, v_free, clean, turn,
+        q_s, k_s, v_s, out_s, lse_s, next_s,
+        q_full, q_free, full, free, clean,
         p_s: Any = None,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
+        first_tile = lax.axis_index("program")
 
-        def place():
-            """Row b, head h and first query t0 of the CTA's tile."""
-            index = lax.axis_index("tile")
+        def place(index):
+            """Row b, head h and first query t0 of a tile."""
             section, index = lax.div(index, together * q_tiles), lax.rem(index, together * q_tiles)
             row_head = section * together + lax.rem(index, together)
             b, h = lax.div(row_head, H), lax.rem(row_head, H)
             return b, h, (q_tiles - 1 - lax.div(index, together)) * TILE
 
-        def keys_of(b, t0):
-            """Query t0's place among the keys, the row's length, the blocks to visit."""
-            start, length = starts_g[b] + t0, lengths_g[b]
+        def shared(x):
+            return x if interpreted else same(x)
+
+        def in_ring(i):
+            """``i % stages``: the sign, which it has not, would cost instructions."""
+            return i & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(i, stages)
+
+        def blocks_of(start, length):
+            """Blocks of keys to visit: those that the tile's last query sees, or one."""
             seen = jnp.clip(jnp.minimum(length, start + TILE), 0, S)
-            return start, length, jnp.maximum(lax.div(seen + block - 1, block), 1)
+            return jnp.maximum(lax.div(seen + block - 1, block), 1)
 
         def copy():
-            b, h, t0 = place()
-            blocks = keys_of(b, t0)[2]  # first: the loads take longest
+            drawn = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+            def fetch(source, ring, first, b, h, blocks, i):
+                slot = in_ring(i)
+                plgpu.barrier_wait(free.at[first + slot])
+                keys = pl.ds((blocks - 1 - i) * block, block)
+                plgpu.copy_gmem_to_smem(source.at[b, keys, h], ring.at[slot], full.at[first + slot])
+
+            def of_tile(carry):
+                n, tile = carry
+                b, h, t0 = place(tile)
+                blocks = blocks_of(starts_g[b] + t0, lengths_g[b])
+                keys = functools.partial(fetch, k_g, k_s, 0, b, h, blocks)
+                values = functools.partial(fetch, v_g, v_s, stages, b, h, blocks)
+                keys(jnp.int32(0))
+                for w in range(WARPGROUPS):
+                    plgpu.barrier_wait(q_free.at[w])
+                    rows = pl.ds(t0 + w * ROWS, ROWS)
+                    for c in range(K // COLUMNS):
+                        source = q_g.at[b, rows, h, pl.ds(c * COLUMNS, COLUMNS)]
+                        plgpu.copy_gmem_to_smem(source, q_s.at[w, c], q_full.at[w])
+                values(jnp.int32(0))
+                following = announce(lax.rem(n, 2), tile)
+
+                def step(i, carry):
+                    keys(i)
+                    values(i)
+                    return carry
+
+                lax.fori_loop(1, blocks, step, None)
+                return n + 1, following
+
+            def announce(slot, tile):
+                """Draws the next tile, and tells the other warpgroups."""
+                # The interpreter has no atomic addition: there each program takes every
+                # ``programs``-th tile, and only a GPU runs what ``draw`` does.
+                plgpu.barrier_wait(free.at[after_values + slot])
+                if interpreted:
+                    next_s[slot] = tile + programs
+                else:
+                    draw(drawn, next_s, slot, programs)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[after_values + slot])
+                return next_s[slot]
+
+            lax.while_loop(lambda c: c[1] < tiles, of_tile, (jnp.int32(0), first_tile))
+            # A barrier may not end in a phase that nobody has seen.
             for w in range(WARPGROUPS):
-                rows = pl.ds(t0 + w * ROWS, ROWS)
-                for c in range(K // COLUMNS):
-                    columns = pl.ds(c * COLUMNS, COLUMNS)
-                    plgpu.copy_gmem_to_smem(q_g.at[b, rows, h, columns], q_s.at[w, c], q_full.at[w])
+                plgpu.barrier_wait(q_free.at[w])
+            for i in range(2 * stages + 2):
+                plgpu.barrier_wait(free.at[i])
 
-            def step(i, carry):
-                slot, keys = lax.rem(i, stages), pl.ds((blocks - 1 - i) * block, block)
-                for source, ring, full, free in (
-                    (k_g, k_s, k_full, k_free),
-                    (v_g, v_s, v_full, v_free),
-                ):
-
-                    @pl.when(i >= stages)
-                    def _(free=free):
-                        plgpu.barrier_wait(free.at[slot])
-
-                    plgpu.copy_gmem_to_smem(source.at[b, keys, h], ring.at[slot], full.at[slot])
-                return carry
-
-            def drain(i, carry):
-                """A barrier may not end in a phase that nobody has seen."""
-                plgpu.barrier_wait(k_free.at[lax.rem(i, stages)])
-                plgpu.barrier_wait(v_free.at[lax.rem(i, stages)])
-                return carry
-
-            lax.fori_loop(0, blocks, step, None)
-            lax.fori_loop(jnp.maximum(blocks - stages, 0), blocks, drain, None)
-
-        def take_turn():
-            plgpu.barrier_wait(turn.at[wg])
-
-        def give_turn():
-            plgpu.barrier_arrive(turn.at[WARPGROUPS - 1 - wg])
+        def spread(rows, columns):
+            return lax.broadcast_in_dim(rows, (ROWS, columns), [0])
 
         def softmax(s, top, total, bound):
             """P of a block, and the row maxima, sums and factors that go with it."""
             if bound is not None:
                 start, length, first = bound
-                column = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=_WGMMA)
-                row = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 0, layout=_WGMMA)
+                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
                 visible = jnp.minimum(row + (start + 1 - first), length - first)
-                s = jnp.where(column < visible, s, -jnp.inf)
+                if interpreted:
+                    column = lax.broadcasted_iota(jnp.int32, (ROWS, block), 1)
+                    s = jnp.where(column < spread(visible, block), s, -jnp.inf)
+                else:
+                    s = first_columns(s, visible)
             new_top = jnp.maximum(top, s.max(axis=1) * to_log2)
             alpha = jnp.exp2(top - new_top)
-            p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(new_top, (ROWS, block), [0]))
-            return p, new_top, total * alpha + p.sum(axis=1), alpha
-
-        def pv_operand(p):
-            if not interpreted:
-                return p
-            p_s[wg] = p
-            plgpu.commit_smem()
-            return p_s.at[wg]
+            p = jnp.exp2(s * to_log2 - spread(new_top, block))
+            total = total * spread(alpha, _PARTS)
+            for c in range(0, block, _PARTS):
+                total = total + p[:, c : c + _PARTS]
+            return p, new_top, total, alpha
 
         def zeros(columns):
             return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), _WGMMA)
@@ -198,6 +237,14 @@ def attend(
                 keys = k_s.at[slot, :, pl.ds(c * COLUMNS, COLUMNS)]
                 plgpu.wgmma(ref, q_s.at[wg, c], keys.transpose((1, 0)))
 
+        def add_values(acc, p, slot):
+            """``acc + P V``."""
+            if interpreted:
+                p_s[wg] = p
+                plgpu.commit_smem()
+                return acc + product(lambda ref: plgpu.wgmma(ref, p_s.at[wg], v_s.at[slot]), V)
+            return _run_state(lambda ref: plgpu.wgmma(ref, p, v_s.at[slot]))(_ACC.init(acc))
+
         def values_clean(slot, first, length):
             """Zeroes the values past the row's end, which may be NaN; half the columns each."""
             for c in range(V // COLUMNS):
@@ -214,109 +261,115 @@ def attend(
             plgpu.barrier_arrive(clean)
             plgpu.barrier_wait(clean)
 
-        def compute():
-            b, h, t0 = place()
-            start, length, blocks = keys_of(b, t0)
-            start = start + wg * ROWS
+        def step(slot, before, carry, bound):
+            """Adds the values of the block before; scores and softmax of the block in ``slot``."""
+            acc, alpha, top, total, p = carry
+            plgpu.barrier_wait(full.at[slot])
+
+            def after_scores(s):
+                plgpu.barrier_arrive(free.at[slot])
+                return softmax(s, top, total, bound)
+
+            def overlapped(refs):
+                acc_ref, s_ref, p_ref, top_ref, total_ref, alpha_ref = refs
+                scores(s_ref, slot)
+                old = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None)
+                acc_ref[...] = old * spread(alpha, V)
+                plgpu.wgmma(acc_ref, p, v_s.at[before])
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                # Without this, and the branch in the wait for the next values, the
+                # compilers move the softmax past the wait for the second product.
+                p_ref[...], top_ref[...], total_ref[...], alpha_ref[...] = lax.optimization_barrier(
+                    after_scores(s)
+                )
+                plgpu.barrier_wait(full.at[stages + slot])
+
+            if interpreted:
+                acc = add_values(acc * spread(alpha, V), p, before)
+                new_p, top, total, alpha = after_scores(
+                    product(lambda ref: scores(ref, slot), block)
+                )
+                plgpu.barrier_wait(full.at[stages + slot])
+            else:
+                s = zeros(block)
+                # The old values stand in for the new ones until these are known.
+                acc, _, new_p, top, total, alpha = _run_state(overlapped)(
+                    (_ACC.init(acc), _ACC.init(s), s, top, total, top)
+                )
+                alpha = hold(alpha, acc, p)
+            plgpu.barrier_arrive(free.at[stages + before])
+            # Only now: a register that a product in flight reads may not be written.
+            return acc, alpha, top, total, new_p.astype(jnp.bfloat16)
+
+        def of_tile(carry):
+            n, tile, start, length = carry
+            t0 = place(tile)[2]
+            blocks = blocks_of(start + t0, length)
+            start = start + t0 + wg * ROWS
             # Blocks below this one are visible to each of the warpgroup's queries.
-            whole = jnp.clip(lax.div(jnp.minimum(length, start + 1), block), 0, blocks)
+            whole = jnp.clip(lax.div(jnp.minimum(length, start + 1), block), 0, blocks - 1)
             first = (blocks - 1) * block
 
             plgpu.barrier_wait(q_full.at[wg])
-            plgpu.barrier_wait(k_full.at[0])
-            take_turn()
-
-            def first_scores(ref):
-                scores(ref, 0)
-                give_turn()
-
-            s = product(first_scores, block)
-            plgpu.barrier_arrive(k_free.at[0])
+            plgpu.barrier_wait(full.at[0])
+            s = product(lambda ref: scores(ref, 0), block)
+            plgpu.barrier_arrive(free.at[0])
             top = _as_layout(jnp.full((ROWS,), _LOWEST, jnp.float32), _ROW)
-            total = _as_layout(jnp.zeros((ROWS,), jnp.float32), _ROW)
-            p, top, total = softmax(s, top, total, (start, length, first))[:3]
+            p, top, total, alpha = softmax(s, top, zeros(_PARTS), (start, length, first))
             p = p.astype(jnp.bfloat16)
-            plgpu.barrier_wait(v_full.at[0])
+            plgpu.barrier_wait(full.at[stages])
 
             @pl.when(blocks * block > length)
             def _():
                 values_clean(0, first, length)
 
-            def step(i, carry, masked):
-                acc, top, total, p = carry
-                slot, before = lax.rem(i, stages), lax.rem(i - 1, stages)
+            def visit(masked, i, carry):
+                slot, before = in_ring(i), in_ring(i - 1)
                 bound = (start, length, (blocks - 1 - i) * block) if masked else None
-                plgpu.barrier_wait(k_full.at[slot])
-                p_operand = pv_operand(p)
-                take_turn()
+                return step(slot, before, carry, bound)
 
-                def after_scores(s):
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    return softmax(s, top, total, bound)
+            carry = zeros(V), alpha, top, total, p
+            masked = blocks - whole
+            carry = lax.fori_loop(1, masked, functools.partial(visit, True), carry)
+            carry = lax.fori_loop(masked, blocks, functools.partial(visit, False), carry)
+            plgpu.barrier_arrive(q_free.at[wg])
+            following = learn(n)
+            acc, alpha, top, total, p = carry
+            slot = in_ring(blocks - 1)
+            acc = add_values(acc * spread(alpha, V), p, slot)
+            plgpu.barrier_arrive(free.at[stages + slot])
+            store(*place(shared(tile)), acc, top, total.sum(axis=1))
+            return n + 1, *following
 
-                def overlapped(refs):
-                    acc_ref, s_ref, p_ref, top_ref, total_ref, alpha_ref = refs
-                    scores(s_ref, slot)
-                    plgpu.wgmma(acc_ref, p_operand, v_s.at[before])
-                    give_turn()
-                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    # Without this, and the branch in the wait for the next values, the
-                    # compilers move the softmax past the wait for the second product.
-                    p_ref[...], top_ref[...], total_ref[...], alpha_ref[...] = (
-                        lax.optimization_barrier(after_scores(s))
-                    )
-                    plgpu.barrier_wait(v_full.at[slot])
+        def with_row(tile):
+            """The tile, its row's start and length."""
+            b = place(jnp.minimum(tile, tiles - 1))[0]
+            return tuple(shared(x) for x in (tile, starts_g[b], lengths_g[b]))
 
-                if interpreted:
-                    acc = acc + product(lambda ref: plgpu.wgmma(ref, p_operand, v_s.at[before]), V)
-                    give_turn()
-                    p, top, total, alpha = after_scores(
-                        product(lambda ref: scores(ref, slot), block)
-                    )
-                    plgpu.barrier_wait(v_full.at[slot])
-                else:
-                    s, before_p = zeros(block), p
-                    # The old values stand in for the new ones until these are known.
-                    acc, _, p, top, total, alpha = _run_state(overlapped)(
-                        (_ACC.init(acc), _ACC.init(s), s, top, total, total)
-                    )
-                    alpha = hold(alpha, acc, before_p)
-                plgpu.barrier_arrive(v_free.at[before])
-                # Only now: a register that a product in flight reads may not be written.
-                p = p.astype(jnp.bfloat16)
-                acc = acc * lax.broadcast_in_dim(alpha, (ROWS, V), [0])
-                return acc, top, total, p
-
-            masked = jnp.maximum(blocks - whole, 1)
-            carry = (zeros(V), top, total, p)
-            carry = lax.fori_loop(1, masked, lambda i, c: step(i, c, True), carry)
-            carry = lax.fori_loop(masked, blocks, lambda i, c: step(i, c, False), carry)
-            acc, top, total, p = carry
-            slot = lax.rem(blocks - 1, stages)
-            p_operand = pv_operand(p)
-
-            def last(ref):
-                plgpu.wgmma(ref, p_operand, v_s.at[slot])
-
-            acc = acc + product(last, V) if interpreted else _run_state(last)(_ACC.init(acc))
-            plgpu.barrier_arrive(v_free.at[slot])
-            store(b, h, t0, acc, top, total)
+        def learn(n):
+            """The next tile, its row's start and length."""
+            slot = lax.rem(n, 2)
+            plgpu.barrier_wait(full.at[after_values + slot])
+            tile = next_s[slot]
+            plgpu.barrier_arrive(free.at[after_values + slot])
+            return with_row(tile)
 
         def store(b, h, t0, acc, top, total):
             rows = pl.ds(t0 + wg * ROWS, ROWS)
             seen = total > 0.0
-            lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
-            lse_s[wg] = jnp.where(seen, lse, -jnp.inf)
-            acc = acc * lax.broadcast_in_dim(jnp.where(seen, 1.0 / total, 0.0), (ROWS, V), [0])
-            for c in range(V // COLUMNS):  # where no product reads the queries any more
-                columns = slice(c * COLUMNS, (c + 1) * COLUMNS)
-                q_s[wg, c] = acc[:, columns].astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, h, rows])
+            lse = top * (1.0 / _LOG2E) + jnp.log(total)
+            acc = acc * spread(jnp.where(seen, 1.0 / total, 0.0), V)
             for c in range(V // COLUMNS):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                columns = slice(c * COLUMNS, (c + 1) * COLUMNS)
+                out_s[wg] = acc[:, columns].astype(jnp.bfloat16)
+                if c == 0:
+                    lse_s[wg] = jnp.where(seen, lse, -jnp.inf)
+                plgpu.commit_smem()
+                if c == 0:
+                    plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, h, rows])
                 columns = pl.ds(c * COLUMNS, COLUMNS)
-                plgpu.copy_smem_to_gmem(q_s.at[wg, c], out_g.at[b, rows, h, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.copy_smem_to_gmem(out_s.at[wg], out_g.at[b, rows, h, columns])
 
         @pl.when(wg == WARPGROUPS)
         def _copy():
@@ -326,16 +379,12 @@ def attend(
         @pl.when(wg < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.barrier_arrive(q_free.at[wg])
+            for i in range(2 * stages + 2):
+                plgpu.barrier_arrive(free.at[i])
 
-            @pl.when(wg == 1)
-            def _():
-                give_turn()
-
-            compute()
-
-            @pl.when(wg == 0)
-            def _():
-                take_turn()
+            lax.while_loop(lambda c: c[1] < tiles, of_tile, (jnp.int32(0), *with_row(first_tile)))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
@@ -348,18 +397,19 @@ def attend(
             _smem(WARPGROUPS, K // COLUMNS, ROWS, COLUMNS),
             _smem(stages, block, K),
             _smem(stages, block, V),
+            _smem(WARPGROUPS, ROWS, COLUMNS),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+            plgpu.SMEM((2,), jnp.int32),
             plgpu.Barrier(num_arrivals=K // COLUMNS, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
             plgpu.Barrier(num_barriers=WARPGROUPS),
+            # Of the slots of keys, of those of values, and of the next tile's.
+            plgpu.Barrier(num_barriers=2 * stages + 2),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2 * stages + 2),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
             *([_smem(WARPGROUPS, ROWS, block)] if interpreted else []),
         ],
-        grid=(B * H * q_tiles,),
-        grid_names=("tile",),
+        grid=(programs,),
+        grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

@@ -106,13 +106,13 @@ def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) 
     return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
-def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any) -> Kernel:
+def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -> Kernel:
     """As ``grouped``, with two matrices a group."""
     arrays = dict(grouped(rows, groups, F, K, dtype).arrays)
     arrays["gate"] = arrays["up"] = arrays.pop("rhs")
     if dtype == FP8:
         arrays["gate_scale"] = arrays["up_scale"] = arrays.pop("rhs_scale")
-    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, {})
+    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
 
 
 def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
@@ -154,6 +154,7 @@ def kernels() -> dict[str, Kernel]:
         "mla_prefill 128 wide": prefill(2048, 2048, K=128, V=128),
         "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
         "mla_prefill 8 rows h16": prefill(2048, 2048, rows=8, heads=16),
+        "mla_prefill 8 rows": prefill(2048, 2048, rows=8),
         "mla_prefill small blocks": prefill(2048, 2048, config=PrefillConfig(block=64, stages=4)),
     }
     for width, (N, K) in WIDTHS.items():
@@ -173,6 +174,9 @@ def kernels() -> dict[str, Kernel]:
             for rows in (4, 4096):
                 shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
                 found[shape] = swiglu(rows, 8, F, K, dtype)
+        for rows in (4, 4096):
+            shape = f"grouped_swiglu {name} quantized, {rows} rows"
+            found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
     return found
 
 

@@ -29,22 +29,30 @@ class TestMosaicGpu(MlaPrefillCases):
     implementation = "mosaic_gpu" if ON_GPU else KERNEL
     dtype = "bfloat16"
     widths = (192, 128)
-    more_widths = ((64, 64), (128, 128), (192, 64))
+    # Interpreted, a tile costs half a second.
+    more_widths = ((64, 64), (128, 128), (192, 64))[: 3 if ON_GPU else 2]
+    heads = (1, 16 if ON_GPU else 3)
 
     def test_several_blocks_and_tiles(self):
         """Prompts, chunks behind a cache, prefixes and rows that begin before the keys."""
         starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
         self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
 
-    def test_small_blocks(self):
-        """Rings that are longer and shorter than a tile's blocks; heads one after the other."""
-        x = self.random((0, 100), (300, 213), T=260, S=300, H=2, scale=0.07)
-        out, lse = run(x, kernel(block=64, stages=3, l2_bytes=1))
+    @pytest.mark.parametrize("programs", [1, 3])
+    def test_several_tiles_a_program(self, programs):
+        """Small blocks, rings longer and shorter than a tile's blocks, heads one after another."""
+        x = self.random((100, -3), (230, 113), T=132, S=230, H=programs, scale=0.07)
+        out, lse = run(x, kernel(block=64, stages=3, l2_bytes=1, programs=programs))
         want = run(x, "reference")
         np.testing.assert_allclose(
             np.asarray(out, np.float32), np.asarray(want[0], np.float32), rtol=0, atol=0.02
         )
         np.testing.assert_allclose(lse, want[1], rtol=1e-5)
+
+    def test_bits_do_not_depend_on_who_draws_a_tile(self):
+        x = self.random((5, 0, 20), (14, 9, 29), T=9, S=29)
+        for a, b in zip(run(x, self.implementation), run(x, kernel(programs=1)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
     def test_values_and_keys_past_the_end_count_for_nothing(self):
         """NaN (in all other tests) or numbers: the very same bits."""
@@ -104,9 +112,17 @@ def test_negative_scale():
         mosaic_gpu.mla_prefill(*arrays(), scale=-0.1, interpret=object())
 
 
-@pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 0}, {"stages": 1}])
-def test_config_is_checked(wrong):
-    with pytest.raises(ValueError, match="expected a block of 64"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"block": 96}, "a block of 64"),
+        ({"block": 0}, "a block of 64"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"programs": 0}, "a program or more"),
+    ],
+)
+def test_config_is_checked(wrong, message):
+    with pytest.raises(ValueError, match=message):
         Config(**wrong)
 
 

@@ -1,0 +1,47 @@
+"""Masks the last columns of scores that lie in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+_WGMMA = plgpu.Layout.WGMMA
+_COLUMNS = 8
+"""That four threads hold of a row before the first of them holds the next one."""
+
+
+def first_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
+    """``s[i, j]`` where ``j < visible[i]``, elsewhere minus infinity.
+
+    A comparison with columns costs an addition and a register each, so that threads compare what is
+    left of ``visible`` after their own first column with constants instead.
+
+    Args:
+      s: float32 [64, n] in registers, n a multiple of 8.
+      visible: int32 [64].
+    """
+    shape = (s.shape[0], _COLUMNS)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
+    left = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
+
+    def masked(_, s, left):
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        nothing = mgpu.FragmentedArray.splat(
+            utils.c(float("-inf"), f32), shape, left.layout, is_signed=None
+        )
+        new = s.copy()
+        for c in range(0, s.shape[1], _COLUMNS):
+            here = slice(None), slice(c, c + _COLUMNS)
+            bound = mgpu.FragmentedArray.splat(utils.c(c, i32), shape, left.layout, is_signed=True)
+            new[here] = (left > bound).select(s[here], nothing)
+        return new
+
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA), return_type=result)(masked)
+    return inline(s, left)
