@@ -106,13 +106,13 @@ def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) 
     return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
-def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -> Kernel:
+def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any) -> Kernel:
     """As ``grouped``, with two matrices a group."""
     arrays = dict(grouped(rows, groups, F, K, dtype).arrays)
     arrays["gate"] = arrays["up"] = arrays.pop("rhs")
     if dtype == FP8:
         arrays["gate_scale"] = arrays["up_scale"] = arrays.pop("rhs_scale")
-    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
+    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, {})
 
 
 def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
@@ -174,9 +174,6 @@ def kernels() -> dict[str, Kernel]:
             for rows in (4, 4096):
                 shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
                 found[shape] = swiglu(rows, 8, F, K, dtype)
-        for rows in (4, 4096):
-            shape = f"grouped_swiglu {name} quantized, {rows} rows"
-            found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
     return found
 
 
