@@ -2,7 +2,8 @@
 
     out[r] = rhs[g(r)] @ lhs[r]      bfloat16, or float8 with a scale a row and 128 columns of lhs
                                      and a scale a 128 x 128 block of rhs
-    out[r] = silu(gate[g(r)] @ lhs[r]) * (up[g(r)] @ lhs[r])     of two such matrices a group
+    out[r] = silu(gate[g(r)] @ lhs[r]) * (up[g(r)] @ lhs[r])     of two such matrices a group,
+                                     bfloat16, or float8 with a scale a row and 128 columns
 
 Three warpgroups share a block. One copies: it walks the block's tiles and keeps a ring of stages
 filled, each with 128 bytes of K of the tile's rows and of its columns. Two multiply, each its half
@@ -42,6 +43,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
+from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.grouped_matmul.epilogue import (
+    Halves,
+    gated,
+    quantized,
+    store_rows,
+    store_scales,
+)
 from pallas_kernels.grouped_matmul.ring import (
     Copy,
     LeaderBarriers,
@@ -57,7 +66,6 @@ from pallas_kernels.hopper import multiprocessors
 
 SCALE_BLOCK = 128
 _ATOM = 128  # bytes: a row of a swizzled tile
-_STORES = (32, 16, 8, 4, 2, 1)  # rows of the stores that write fewer than 64
 _MULTIPLIERS = 2  # warpgroups that multiply
 _INTERPRETED_BLOCKS = 2
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
@@ -111,6 +119,8 @@ class _Refs(NamedTuple):
     lhs_scale: Any
     matrix_scales: tuple[Any, ...]
     out: Any
+    scale_out: Any
+    """Of a quantized result."""
     a: Any
     """[stages, rows, atom], tiled."""
     a_plain: Any
@@ -120,6 +130,8 @@ class _Refs(NamedTuple):
     """[stages, scale rows], where they are copied."""
     staging: Any
     staging_plain: Any
+    halves: Halves | None
+    """Of a quantized result whose blocks lie in both warpgroups' parts."""
     block: jax.Array
     """This block's number."""
 
@@ -134,6 +146,7 @@ class _Plan:
     K: int
     float8: bool
     matrices: int
+    quantize: bool
     blocks: int
     on_gpu: bool
     """Not interpreted."""
@@ -183,7 +196,14 @@ class _Plan:
     def staged(self) -> int:
         """Columns of a staging buffer. Stores start at even rows, or take them from the first on,
         so that 64 bytes a row suffice: TMA reads shared memory from multiples of 128."""
+        if self.quantize:
+            return self.part[1] // self.matrices
         return 32 if self.columns % 64 else 64
+
+    @property
+    def halves(self) -> bool:
+        """Whether a block of a quantized result lies in both warpgroups' parts."""
+        return self.quantize and self.config.split == "columns"
 
     @property
     def panel(self) -> int:
@@ -241,6 +261,12 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.rows // 2}")
 
 
+def quantizes(config: Config, N: int, matrices: int = 1) -> bool:
+    """Whether each tile holds one block of 128 columns of the result, 64 rows a warpgroup."""
+    rows = config.rows // 2 if config.split == "rows" else config.rows
+    return rows == 64 and config.columns // matrices == SCALE_BLOCK and N % SCALE_BLOCK == 0
+
+
 def grouped_product(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
@@ -259,6 +285,46 @@ def grouped_product(
       ends: as by :func:`group_ends` for ``config.rows``.
       lhs_scale, matrix_scales: of float8; one array a matrix.
     """
+    arrays = lhs, matrices, ends, lhs_scale, matrix_scales
+    return _product(*arrays, config=config, quantize=False, interpret=interpret)
+
+
+def quantized_product(
+    lhs: Float[Array, "M K"],
+    matrices: Sequence[Float[Array, "G N K"]],
+    ends: Int32[Array, "2 G"],
+    lhs_scale: Float32[Array, "M Kb"] | None,
+    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[Float[Array, "M N"], Float32[Array, "M Nb"]]:
+    """:func:`grouped_product` in float8_e4m3fn, and the scales of its rows by 128 columns.
+
+    Raises:
+      NotImplementedError: :func:`quantizes` says no.
+    """
+    N, count = matrices[0].shape[1], len(matrices)
+    if not quantizes(config, N, count):
+        raise NotImplementedError(
+            f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split by rows, of"
+            f" multiples of {SCALE_BLOCK} columns, got {config} and N {N}"
+        )
+    arrays = lhs, matrices, ends, lhs_scale, matrix_scales
+    return _product(*arrays, config=config, quantize=True, interpret=interpret)
+
+
+def _product(
+    lhs: jax.Array,
+    matrices: Sequence[jax.Array],
+    ends: jax.Array,
+    lhs_scale: jax.Array | None,
+    matrix_scales: Sequence[jax.Array],
+    *,
+    config: Config,
+    quantize: bool,
+    interpret: Any,
+) -> Any:
     (M, K), (_, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
@@ -266,7 +332,7 @@ def grouped_product(
     # thread of this machine of each of a block's warpgroups.
     aliased = interpret is None
     blocks = config.blocks or (multiprocessors() if aliased else _INTERPRETED_BLOCKS)
-    plan = _Plan(config, M, N, K, float8, count, blocks, aliased)
+    plan = _Plan(config, M, N, K, float8, count, quantize, blocks, aliased)
     copied_scales = plan.copied_scales
     if lhs_scale is not None and copied_scales:
         spare = max(-M % 4, plan.scale_rows - M)
@@ -280,18 +346,22 @@ def grouped_product(
         tiles = RowTiles(next(remaining), config.rows, by_warp=aliased)
         lhs_scale = next(remaining) if float8 else None
         matrix_scales = tuple(next(remaining) for _ in range(count if float8 else 0))
-        out, a, b = (next(remaining) for _ in range(3))
+        out = next(remaining)
+        scale_out = next(remaining) if quantize else None
+        a, b = (next(remaining) for _ in range(2))
         scales = next(remaining) if copied_scales else None
-        staging, barriers = remaining
-        both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
-        arrays = lhs, matrices, tiles, lhs_scale, matrix_scales, out
-        block = lax.axis_index("block")
-        named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), block)  # pyright: ignore[reportCallIssue]
+        staging = next(remaining)
+        halves = Halves(*(next(remaining) for _ in range(2))) if plan.halves else None
+        (barriers,) = remaining
         ring: Ring = (LeaderBarriers if aliased else PallasBarriers)(config.stages, barriers)
         ring.initialise()
         if early:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
+        both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
+        arrays = lhs, matrices, tiles, lhs_scale, matrix_scales, out, scale_out
+        block = lax.axis_index("block")
+        named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), halves, block)  # pyright: ignore[reportCallIssue]
         turns = Turns(aliased and config.turns)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -314,17 +384,20 @@ def grouped_product(
             return tiled
         return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
 
+    out_type = jax.ShapeDtypeStruct((M, N), FLOAT8 if quantize else jnp.bfloat16)
+    scale_type = jax.ShapeDtypeStruct((M, N // SCALE_BLOCK), jnp.float32)
     stages, copies = config.stages, 1 + len(plan.pieces) + plan.copied_scales
     scratch: list[Any] = [
         swizzled((stages, config.rows, plan.atom), lhs.dtype),
         swizzled((stages, config.columns, plan.atom), matrices[0].dtype),
         *([plgpu.SMEM((stages, plan.scale_rows), jnp.float32)] if copied_scales else []),
-        swizzled((_MULTIPLIERS * config.slots, 64, plan.staged), jnp.bfloat16),
+        swizzled((_MULTIPLIERS * config.slots, 64, plan.staged), out_type.dtype),
+        *(Halves.scratch() if plan.halves else []),
         (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies),
     ]
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        out_type=(out_type, scale_type) if quantize else out_type,
         scratch_types=scratch,
         grid=(plan.blocks,),
         grid_names=("block",),
@@ -415,7 +488,7 @@ def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax
         sums, at = product(plan, refs, ring, turns, warpgroup, tile, scales, at)
         after = _locate(plan, refs, i + 1)
         scales = first_scales(after)  # while this tile is stored
-        _store(plan, refs, warpgroup, tile, sums)
+        _store(plan, refs, warpgroup, tile, sums, i)
         return after, scales, at
 
     def first_scales(tile: Tile) -> _Scales | None:
@@ -546,15 +619,23 @@ def _float8_tile(
 
 
 def _store(
-    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]
+    plan: _Plan,
+    refs: _Refs,
+    warpgroup: jax.Array,
+    tile: Tile,
+    sums: tuple[jax.Array, ...],
+    i: jax.Array,
 ) -> None:
     """Writes the rows and columns of this warpgroup's part that no other tile writes."""
     slots = plan.config.slots
     (row, _), column = plan.offsets(warpgroup), plan.out_column(warpgroup)
     rows, columns = plan.part[0], plan.part[1] // plan.matrices
     if plan.matrices == 2:
-        sums = _gated(sums, columns)
-    parts = [x.astype(jnp.bfloat16) for x in sums]
+        sums = gated(sums, columns)
+    if plan.quantize:
+        parts = [_quantize(plan, refs, warpgroup, tile, sums[0], i)]  # all of the part
+    else:
+        parts = [x.astype(jnp.bfloat16) for x in sums]
     width = parts[0].shape[1]
     pieces = [(r, c) for r in range(0, rows, 64) for c in range(0, columns, plan.staged)]
     for batch in (pieces[i : i + slots] for i in range(0, len(pieces), slots)):
@@ -570,37 +651,19 @@ def _store(
             if plan.N % plan.columns:
                 keep = jnp.where(first_column >= tile.new, keep, 0)
             window = pl.ds(first_column, plan.staged)
-            _store_rows(refs.staging_plain.at[buffer], refs.out, keep, tile.row + row + r, window)
+            store_rows(refs.staging_plain.at[buffer], refs.out, keep, tile.row + row + r, window)
 
 
-def _gated(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
-    """silu of the first matrix' ``columns`` times the second's."""
-    if len(sums) == 1:
-        gates, ups = [sums[0][:, :columns]], [sums[0][:, columns:]]
-    else:
-        gates, ups = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-    return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
-
-
-def _store_rows(staged: Any, out: Any, keep: jax.Array, row: jax.Array, columns: Any) -> None:
-    """The first ``keep`` rows of 64: at once, or by stores of 32 to 1 rows in one group."""
-
-    @pl.when(keep == 64)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, 64), columns])
-
-    @pl.when((keep > 0) & (keep < 64))
-    def _() -> None:
-        done: Any = 0
-        for rows in _STORES:
-
-            @pl.when((keep & rows) != 0)
-            def _(done: Any = done, rows: int = rows) -> None:
-                plgpu.copy_smem_to_gmem(
-                    staged.at[pl.ds(done, rows)],
-                    out.at[pl.ds(row + done, rows), columns],
-                    commit_group=False,
-                )
-
-            done = done + (keep & rows)
-        plgpu.commit_smem_to_gmem_group()
+def _quantize(
+    plan: _Plan, refs: _Refs, warpgroup: jax.Array, tile: Tile, values: jax.Array, i: jax.Array
+) -> jax.Array:
+    """The part in float8; writes the scales of its rows' one block."""
+    (row, _), amax = plan.offsets(warpgroup), jnp.max(jnp.abs(values), axis=1)
+    keep = jnp.clip(tile.rows - row, 0, 64)
+    if refs.halves is not None:
+        amax = refs.halves.maximum(amax, warpgroup, i)
+        keep = jnp.where(warpgroup == 0, keep, 0)
+    values, scales = quantized(values, amax)
+    column = lax.div(tile.column, SCALE_BLOCK)
+    store_scales(refs.scale_out, scales, keep, tile.row + row, column, on_gpu=plan.on_gpu)
+    return values

@@ -12,9 +12,18 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.block_quant.reference import block_quant
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, first_that_fits, product
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config, check_shapes
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
+    SCALE_BLOCK,
+    Config,
+    check_shapes,
+    grouped_product,
+    quantized_product,
+    quantizes,
+)
 from pallas_kernels.grouped_matmul.reference import Matrices
+from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
 
@@ -41,16 +50,23 @@ def grouped_swiglu(
     up_scale: Float32[Array, "G Fb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
+    quantize: bool = False,
     config: Config | None = None,
     interpret: Any = None,
-) -> Float[Array, "M F"]:
+) -> reference.Result:
     """grouped_swiglu of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU, rounded once.
 
     Gradients are those of the other back-ends.
 
+    ``quantize`` is part of the kernel where a tile holds 128 columns of the result: for few rows,
+    and for many in bfloat16. Tiles for many rows of float8 hold 96: there the result is written in
+    bfloat16, and XLA quantizes it.
+
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, other blocks of scales than 128 x 128, F no
-        multiple of 64, or K no multiple of 64 (bfloat16) or 128 (float8).
+        multiple of 64, or of 128 under ``quantize``, or K no multiple of 64 (bfloat16) or 128
+        (float8).
+      TypeError: a gradient through a quantized result.
     """
     require_hopper(interpret)
     check_dtypes(lhs, gate, block_shape)
@@ -63,9 +79,32 @@ def grouped_swiglu(
         candidates = FEW_ROWS if M < _MANY * G else many
         config = first_that_fits(candidates, F, K, float8, matrices=2)
     check_shapes(config, F, K, float8, matrices=2)
+    if quantize:
+        if F % SCALE_BLOCK:
+            raise NotImplementedError(f"quantizes multiples of {SCALE_BLOCK} columns, got F {F}")
+        arrays = lhs, gate, up, lhs_scale, gate_scale, up_scale
+        return _quantized(config, interpret, group_sizes, *reference.without_gradient(arrays))
     return _grouped_swiglu(
         (config, interpret), lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
     )
+
+
+def _quantized(
+    config: Config,
+    interpret: Any,
+    group_sizes: jax.Array,
+    lhs: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    lhs_scale: jax.Array | None,
+    *matrix_scales: jax.Array | None,
+) -> reference.Result:
+    scales = tuple(x for x in matrix_scales if x is not None)
+    ends = group_ends(group_sizes, config.rows)
+    arrays = lhs, (gate, up), ends, lhs_scale, scales
+    if quantizes(config, gate.shape[1], matrices=2):
+        return quantized_product(*arrays, config=config, interpret=interpret)
+    return block_quant(grouped_product(*arrays, config=config, interpret=interpret))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,7 +132,7 @@ def _backward(
     del settings
     lhs, gate, up, group_sizes, *scales = args
 
-    def both(lhs: Any, gate: Any, up: Any, *scales: Any) -> jax.Array:
+    def both(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
         return reference.grouped_swiglu(lhs, gate, up, group_sizes, *scales)
 
     _, pull = jax.vjp(both, lhs, gate, up, *scales)

@@ -14,13 +14,23 @@ from pallas_kernels import grouped_swiglu
 from pallas_kernels.dispatch import Implementation
 from tests.pallas_kernels import grouped_matmul_cases
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
-from tests.pallas_kernels.numerics import Array, check, tolerance
+from tests.pallas_kernels.numerics import (
+    E4M3_LEAST_ERROR,
+    E4M3_ROUNDING,
+    Array,
+    check,
+    spread,
+    tolerance,
+)
 
 BackEnd = Callable[..., jax.Array]
 
 # Both sums and the result are rounded, and silu multiplies its argument's relative error by at
 # most 1 + |x|: gates here are near 1 and hardly exceed 4.
 ROUNDINGS = 4
+
+BLOCK = 128  # columns of a quantized result under one scale
+SMALLEST_AMAX, FLOAT8_MAX = 1e-4, 448
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +60,17 @@ class Inputs:
             gate, up = (dataclasses.replace(x, rhs_scale=x.rhs_scale * smaller) for x in (gate, up))
         return cls(gate, dataclasses.replace(up, lhs=gate.lhs, lhs_scale=gate.lhs_scale))
 
+    def with_rows_times(self, factors: Array) -> "Inputs":
+        """Powers of two, or zeros, that multiply the rows."""
+        factors = factors[:, None]
+
+        def scaled(x: grouped_matmul_cases.Inputs) -> grouped_matmul_cases.Inputs:
+            if x.lhs_scale is None:
+                return dataclasses.replace(x, lhs=x.lhs * factors)
+            return dataclasses.replace(x, lhs_scale=x.lhs_scale * np.float32(factors))
+
+        return Inputs(scaled(self.gate), scaled(self.up))
+
     def arrays(self) -> tuple[jax.Array | None, ...]:
         """The arguments of grouped_swiglu."""
         lhs, gate, sizes, lhs_scale, gate_scale = self.gate.arrays()
@@ -66,16 +87,51 @@ class Inputs:
         return sum(self.gate.group_sizes)
 
 
-@functools.cache
-def compiled(implementation: Implementation | BackEnd) -> Callable[..., jax.Array]:
-    """Cached, so that tests of the same shapes share a compilation."""
+def named(implementation: Implementation | BackEnd) -> BackEnd:
+    """The function that a name or a function stands for."""
     if callable(implementation):
-        return jax.jit(implementation)
-    return jax.jit(functools.partial(grouped_swiglu, implementation=implementation))
+        return implementation
+    return functools.partial(grouped_swiglu, implementation=implementation)
+
+
+@functools.cache
+def compiled(
+    implementation: Implementation | BackEnd, quantize: bool = False
+) -> Callable[..., jax.Array]:
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(functools.partial(named(implementation), quantize=quantize))
 
 
 def run(x: Inputs, implementation: Implementation | BackEnd) -> jax.Array:
     return compiled(implementation)(*x.arrays())
+
+
+def check_quantized(x: Inputs, implementation: Implementation | BackEnd, bound: float) -> None:
+    """Values and scales of the defined rows, where no number of the product itself is off by more
+    than ``bound`` of its block's largest.
+
+    A value is rounded to half of its neighbours' distance: a part of it, or of its scale if it is
+    small. A block's largest becomes 448 itself.
+    """
+    values, scale = compiled(implementation, quantize=True)(*x.arrays())
+    M, F = len(x.gate.lhs), x.gate.rhs.shape[1]
+    assert (values.shape, values.dtype) == ((M, F), FLOAT8), values
+    blocks = -(-F // BLOCK)
+    assert (scale.shape, scale.dtype) == ((M, blocks), "float32"), scale
+    values, scale = np.float64(values[: x.defined]), np.float64(scale[: x.defined])
+    want = x.expected()
+
+    def largest(of: Array) -> Array:
+        filled = np.pad(np.abs(of), ((0, 0), (0, blocks * BLOCK - F)))
+        return filled.reshape(-1, blocks, BLOCK).max(-1)
+
+    amax = largest(want)
+    np.testing.assert_allclose(scale, np.maximum(amax, SMALLEST_AMAX) / FLOAT8_MAX, rtol=bound)
+    scale, off = (spread(each, (1, BLOCK), want.shape) for each in (scale, bound * amax))
+    most = off + E4M3_ROUNDING * (np.abs(want) + off) + E4M3_LEAST_ERROR * scale
+    errors = np.abs(values * scale - want) / most
+    assert np.all(errors <= 1), f"{np.max(errors):.3g} of what float8 may lose"
+    assert np.all(largest(values)[amax > (1 + bound) * SMALLEST_AMAX] == FLOAT8_MAX)
 
 
 class GroupedSwigluCases:
@@ -115,6 +171,44 @@ class GroupedSwigluCases:
     def test_columns_that_fill_no_tile(self):
         self.each((3, 0, 70), 75, F=320)
 
+    @pytest.mark.parametrize(
+        ("sizes", "M", "F"),
+        [
+            ((0, 0, 0, 0, 1, 0), 1, 128),
+            ((40, 31, 0, 2), 104, 128),
+            ((3, 0, 70), 75, 384),
+        ],
+    )
+    def test_quantized(self, sizes, M, F):
+        for dtype in self.dtypes:
+            x = Inputs.random(sizes, M, F=F, K=self.K, dtype=dtype)
+            bound = ROUNDINGS * tolerance("bfloat16" if dtype == FLOAT8 else dtype)
+            check_quantized(x, self.implementation, bound)
+
+    def test_quantized_rows_of_any_size(self):
+        """Of zeros; below the smallest scale; so large that float8 would not hold them unscaled."""
+        factors = np.array([1, 0, 2.0**6, 2.0**-4, 2.0**-12, 2.0**-9, 0, 0, 2.0**3, 1])
+        for dtype in self.dtypes:
+            x = Inputs.random((7, 3), F=128, K=self.K, dtype=dtype).with_rows_times(factors)
+            bound = ROUNDINGS * tolerance("bfloat16" if dtype == FLOAT8 else dtype)
+            check_quantized(x, self.implementation, bound)
+            values, scale = compiled(self.implementation, quantize=True)(*x.arrays())
+            zeros = factors == 0
+            assert not np.any(np.float64(values[zeros]))
+            smallest = np.full((zeros.sum(), 1), SMALLEST_AMAX / FLOAT8_MAX)
+            np.testing.assert_allclose(scale[zeros], smallest, rtol=2.0**-22)
+
+    def test_a_quantized_result_has_no_gradient(self):
+        lhs, *rest = Inputs.random((2, 1), F=128, K=self.K, dtype="bfloat16").arrays()
+
+        def loss(lhs):
+            values, scale = named(self.implementation)(lhs, *rest, quantize=True)
+            return jnp.sum(scale) + jnp.sum(values.astype(jnp.float32))
+
+        with pytest.raises(TypeError, match="a quantized result has no gradient"):
+            jax.grad(loss)(lhs)
+        jax.eval_shape(jax.grad(lambda lhs: loss(jax.lax.stop_gradient(lhs))), lhs)
+
     @pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
     def test_gradients(self, sizes):
         """Against those of two products of the reference and silu, in the dtype's own rounding."""
@@ -131,10 +225,7 @@ class GroupedSwigluCases:
 
             return jax.jit(jax.grad(of, (0, 1, 2)))(*arrays)
 
-        chosen = self.implementation
-        product = (
-            chosen if callable(chosen) else functools.partial(grouped_swiglu, implementation=chosen)
-        )
+        product = named(self.implementation)
         exact = functools.partial(grouped_swiglu, implementation="reference")
         for got, want in zip(loss(product, "bfloat16"), loss(exact, "float32"), strict=True):
             got, want = (np.float64(a).reshape(1, -1) for a in (got, want))

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product, quantizes
+from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
-from tests.pallas_kernels.grouped_swiglu_cases import ROUNDINGS, GroupedSwigluCases, Inputs, run
+from tests.pallas_kernels.grouped_swiglu_cases import (
+    ROUNDINGS,
+    GroupedSwigluCases,
+    Inputs,
+    check_quantized,
+    named,
+    run,
+)
 from tests.pallas_kernels.machine import INTERPRET, INTERPRETER, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, tolerance
 
@@ -54,6 +63,51 @@ def test_configs(dtype, config):
 
 
 @kernel_runs
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [(dtype, config) for dtype, config in CONFIGS if config.columns > 128],
+    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}",
+)
+def test_configs_that_quantize(dtype, config):
+    """Groups of several tiles and of less than one, several column tiles, poison."""
+    x = Inputs.random((130, 0, 1, 3), M=140, F=256, K=256, dtype=dtype)
+    check_quantized(x, back_end(config), ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
+@pytest.mark.parametrize("config", [mosaic_gpu.FEW_ROWS[0], mosaic_gpu.MANY_ROWS_BFLOAT16[0]])
+def test_the_kernel_quantizes_what_it_has_not_rounded(config):
+    x = Inputs.random((70, 3), F=256, K=64, dtype="bfloat16")
+    check_quantized(x, back_end(dataclasses.replace(config, stages=2)), 2.0**-14)
+
+
+def test_only_whole_blocks_are_quantized_in_the_kernel():
+    config = mosaic_gpu.MANY_ROWS_BFLOAT16[0]
+    assert quantizes(config, 384, matrices=2)
+    assert not quantizes(config, 320, matrices=2)
+    assert not quantizes(dataclasses.replace(config, columns=192), 384, matrices=2)
+    assert not quantizes(dataclasses.replace(config, rows=256), 384, matrices=2)
+    lhs, gate, up, sizes, *_ = Inputs.random((3, 4), F=128, K=64, dtype="bfloat16").arrays()
+    with pytest.raises(NotImplementedError, match="quantizes tiles of 64 x 128, or 128 x 128"):
+        quantized_product(
+            lhs,
+            (gate, up),
+            group_ends(sizes, 128),
+            None,
+            (),
+            config=dataclasses.replace(config, columns=128),
+            interpret=object(),
+        )
+
+
+def test_part_blocks_are_not_quantized():
+    x = Inputs.random((3, 4), F=192, K=64, dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="quantizes multiples of 128 columns, got F 192"):
+        mosaic_gpu.grouped_swiglu(*x.arrays(), quantize=True, interpret=object())
+    check_quantized(x, "reference", ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
 def test_the_kernel_rounds_once():
     x = Inputs.random((5, 3), F=64, K=64, dtype="bfloat16")
     check(run(x, back_end()), x.expected(), tolerance("bfloat16") / 2)
@@ -70,12 +124,7 @@ def test_large_gates():
         ones = np.zeros((1, 64, 64))
         ones[..., 0] = 1
         arrays = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(ones, jnp.bfloat16)
-        call = (
-            product
-            if callable(product)
-            else functools.partial(grouped_swiglu, implementation=product)
-        )
-        out = call(arrays[0], arrays[1], arrays[1], jnp.array([5]))
+        out = named(product)(arrays[0], arrays[1], arrays[1], jnp.array([5]))
         rounded = np.float64(arrays[0][:, :1])
         want = np.where(rounded > 0, rounded**2, 0) * np.ones((1, 64))
         np.testing.assert_allclose(np.float64(out), want, rtol=2.0**-8, atol=1e-30)
