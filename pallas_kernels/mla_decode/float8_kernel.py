@@ -60,7 +60,14 @@ class Config:
     registers: tuple[int, int] = (192, 120)
     """A thread's, of the computing warpgroups and of the filling one: 2 a + b <= 504."""
 
-    readers_fence: bool = True
+    ahead: int = 1
+    """Halves of a block whose scores are queued before the values of the block before."""
+
+    late: bool = False
+    """The next block's bytes are asked for when the whole block is stored, not half by half: its
+    fences then have no loads to wait for."""
+
+    readers_fence: bool = False
     """Those who read a block make it visible to the tensor cores, not those who wrote it: their
     fence would also wait for the next block's bytes."""
 
@@ -182,7 +189,10 @@ def attend(
                     if not config.readers_fence:
                         show()
                     arrive_once(kv_full(slot, half))
-                    held[2 * half : 2 * half + 2] = fetch_half(kv_g.at[page], half)
+                    for next_half in [half] if not config.late else range(2) if half else []:
+                        held[2 * next_half : 2 * next_half + 2] = fetch_half(
+                            kv_g.at[page], next_half
+                        )
                     if half:
                         held[4] = fetch_rope(kv_g.at[page])
                 return page if interpret is not None else tuple(held)
@@ -238,22 +248,23 @@ def attend(
                     seen = seen + lax.div(m + m0, jnp.int32(heads))
                 return jnp.where(column < jnp.minimum(seen, end), s, -jnp.inf)
 
-            def add_scores(acc, k):
+            def add_scores(acc, k, halves=(0, 1)):
                 # Zero, but not to the compiler: it would else compute the descriptors before the
                 # loop, and keep them in registers.
                 zero = lax.shift_right_logical(k, jnp.int32(24))
                 slot = own + zero
-                for half in range(2):
+                for half in halves:
                     plgpu.barrier_wait(kv_full(own, half))
                     if config.readers_fence:
                         show(interpret)
                     keys = v_s.at[slot, half].transpose((1, 0))
                     plgpu.wgmma(acc, ql_s.at[half + zero], keys)
-                plgpu.wgmma(acc, qr_s, rope_s.at[slot].transpose((1, 0)))
+                if 1 in halves:
+                    plgpu.wgmma(acc, qr_s, rope_s.at[slot].transpose((1, 0)))
 
-            def scores(k):
+            def scores(k, halves=(0, 1)):
                 def multiply(acc):
-                    add_scores(acc, k)
+                    add_scores(acc, k, halves)
                     return acc[...]
 
                 return pl.run_scoped(multiply, _ACC((TILE, BLOCK), jnp.float32))
@@ -335,11 +346,17 @@ def attend(
                         before = plgpu.layout_cast(max_s[other], _ROW)
                         return softmax(s, before, length, begin + j, *sums)
 
+                    before, behind = (0, 1)[: config.ahead], (0, 1)[config.ahead :]
+
                     def overlapped(s_ref, acc_ref):
-                        add_scores(s_ref, k)
+                        add_scores(s_ref, k, before)
                         acc_ref[...] = rescaled()
                         plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
-                        kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
+                        add_scores(s_ref, k, behind)
+                        if behind:
+                            plgpu.wgmma_wait(len(behind) + 1)  # all but these halves and the rope
+                            arrive_once(kv_free(other, own))
+                        kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if behind else 1))
                         return acc_ref[...], *kept
 
                     if interpret is None:
@@ -348,11 +365,14 @@ def attend(
                             _ACC((TILE, BLOCK), jnp.float32),
                             _ACC((TILE, HALF), jnp.float32),
                         )
-                    else:  # it cannot store to an accumulator
-                        s = scores(k)
+                        if not behind:
+                            arrive_once(kv_free(other, own))
+                    else:  # it has no two accumulators at once
+                        parts_of_s = [scores(k, before)] if before else []
                         acc = add_values(rescaled(), other)
-                        alpha, *sums = soft(s)
-                    arrive_once(kv_free(other, own))
+                        parts_of_s += [scores(k, behind)] if behind else []
+                        arrive_once(kv_free(other, own))
+                        alpha, *sums = soft(sum(parts_of_s[1:], parts_of_s[0]))
                     acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
                     return finish_last(acc, j + 1 < count), *sums
 

@@ -26,6 +26,7 @@ from pallas_kernels.mla_decode.schedule import BLOCK
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # of a warp
 _PAIRS = _TOKENS // 2
+_TOGETHER = 4  # loads whose words are unpacked before any is stored
 _ROPE_LOADS = _TOKENS // 4  # of a thread: 8 threads read a token's 128 bytes
 # What a thread holds, as arrays of a warpgroup: four words a load, and a word of scales.
 _WORDS = plgpu.Layout.WGMMA
@@ -120,15 +121,18 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
         piece = arith.ori(arith.shli(_low(lane, 2), _c(5)), arith.shli(odd, _c(4)))
         at = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), piece))
         words = _singles(words)
-        for i in range(_PAIRS):
-            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-            factor = _asm(
-                text, "=r,r,r", scale, arith.addi(holder, _c(2 * i)), result=_i32(), effects=True
-            )
-            for j in range(2):
-                place = arith.xori(at, _c(32 * (i % 4) + 16 * j))
-                four = [_times(w, factor, k) for w in words[4 * i + 2 * j :][:2] for k in range(2)]
-                _store(place, (i // 4) * 4 * 1024 + (i % 4) * 256, four)
+        for first in range(0, _PAIRS, _TOGETHER):
+            stores = []
+            for i in range(first, first + _TOGETHER):
+                text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+                source = arith.addi(holder, _c(2 * i))
+                factor = _asm(text, "=r,r,r", scale, source, result=_i32(), effects=True)
+                for j in range(2):
+                    two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                    four = [_times(word, factor, pair) for word in two for pair in range(2)]
+                    offset = (i // 4) * 4 * 1024 + (i % 4) * 256
+                    stores.append((32 * (i % 4) + 16 * j, offset, four))
+            _store_all(at, stores)
 
     store(tile, words, scales, tokens)  # pyright: ignore[reportCallIssue]
 
@@ -144,9 +148,13 @@ def store_rope(tile: Any, words: jax.Array) -> None:
         piece = arith.xori(piece, arith.shli(token, _c(4)))
         at = arith.addi(_shared(tile), arith.addi(row, piece))
         words = _singles(words)
-        for i in range(_ROPE_LOADS):
-            place = arith.xori(at, _c(64 * (i % 2)))
-            _store(place, (i // 2) * 1024 + (i % 2) * 512, words[4 * i : 4 * i + 4])
+        _store_all(
+            at,
+            [
+                (64 * (i % 2), (i // 2) * 1024 + (i % 2) * 512, words[4 * i : 4 * i + 4])
+                for i in range(_ROPE_LOADS)
+            ],
+        )
 
     store(tile, words)  # pyright: ignore[reportCallIssue]
 
@@ -223,9 +231,16 @@ def _load(pointer: Any, offset: int) -> list[Any]:
     return [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
 
 
-def _store(pointer: Any, offset: int, words: list[Any]) -> None:
-    text = f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-    _asm(text, "r,r,r,r,r", pointer, *words, effects=True)
+def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
+    """Stores of four words each at ``(pointer ^ flipped) + offset``; one instruction to the
+    compiler, which else puts all into the same registers and waits for each store before the
+    next."""
+    text, words = ["{ .reg .b32 p;"], []
+    for flipped, offset, four in stores:
+        names = ", ".join(f"${len(words) + i + 1}" for i in range(4))
+        text.append(f"xor.b32 p, $0, {flipped}; st.shared.v4.b32 [p + {offset}], {{{names}}};")
+        words += four
+    _asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
 
 
 def _times(word: Any, factor: Any, pair: int) -> Any:
