@@ -10,7 +10,7 @@ own lowering, and the peers out of the directory PEERS (``python -m benchmarks.k
 makes it) and of torch, each checked too, beside the ceilings of the same run. Inputs are random and
 rotated, larger than the L2 cache where that takes no more than 32 sets.
 
-JAX and torch run in two processes that take turns, twice a shape, each on a GPU that was busy with
+JAX and torch run in two processes that take turns, two a shape, each on a GPU that was busy with
 the same work just before; a time is the median of the windows of both turns. Nothing compiles and
 no other shape is prepared meanwhile. ``ratio`` is the best peer's time by ours: above 1 ours is
 faster. ``roof_fraction`` is the least time that the run's ceilings allow by ours; a row beyond them
@@ -52,7 +52,7 @@ from benchmarks.kernels.shapes import (
 from benchmarks.kernels.workers import Worker
 
 BATCH = 32  # cases that compile at once, before the first of them is timed
-TURNS = 2  # of ours and of the peers, by turns
+TURNS = "peers", "ours", "ours", "peers"  # what the chip loses by warming is lost by both
 CLOSE = 1.3  # peers slower than the best by this have one turn
 FIRST_WARM_S = 1.0  # of a process that has not timed anything yet
 COMPILE_S = 180
@@ -215,25 +215,23 @@ class Bench:
 
     def _time(self, ours: dict[str, Any], peers: dict[str, Any]) -> None:
         """Adds "us" to those that were prepared."""
-        names = [name for name, each in peers.items() if "error" not in each]
-        of_peers: dict[str, list[float]] = {name: [] for name in names}
+        of_peers = {name: [] for name, each in peers.items() if "error" not in each}
         of_ours: list[float] = []
-        for _ in range(TURNS):
-            if names and self._peers:
-                request = {"do": "time", "names": names, "warm_s": self._warm_s("peers")}
-                reply = self._peers.ask(request, self._patience(ROW_S))
-                if "error" in reply:
-                    peers |= {name: {"error": reply["error"]} for name in names}
-                    names, of_peers = [], {}
-                for name in names:
-                    of_peers[name] += reply["us"][name]
-                names = _close(of_peers)
-            if "error" not in ours:
-                request = {"do": "time", "warm_s": self._warm_s("ours")}
+        for who in TURNS:
+            if who == "ours" and "error" not in ours:
+                request = {"do": "time", "warm_s": self._warm_s(who)}
                 reply = self._ours.ask(request, self._patience(ROW_S))
                 of_ours += reply.get("us", [])
                 if "error" in reply:
                     ours["error"] = reply["error"]
+            elif who == "peers" and self._peers and (names := _close(of_peers)):
+                request = {"do": "time", "names": names, "warm_s": self._warm_s(who)}
+                reply = self._peers.ask(request, self._patience(ROW_S))
+                if "error" in reply:
+                    peers |= {name: {"error": reply["error"]} for name in of_peers}
+                    of_peers = {}
+                for name, windows in reply.get("us", {}).items():
+                    of_peers[name] += windows
         for name, windows in of_peers.items():
             peers[name] = {"us": statistics.median(windows)}
         if of_ours and "error" not in ours:
@@ -273,8 +271,8 @@ def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[
 
 
 def _close(windows: dict[str, list[float]]) -> list[str]:
-    """The fastest, and those that may be it."""
-    medians = {name: statistics.median(each) for name, each in windows.items()}
+    """The fastest, and those that may be it; all that were not timed yet."""
+    medians = {name: statistics.median(each) if each else 0.0 for name, each in windows.items()}
     return [name for name, us in medians.items() if us <= CLOSE * min(medians.values())]
 
 

@@ -158,7 +158,12 @@ def test_ceilings():
     assert report.roof_us(TINY[2], report.ceilings(measured)) is None
 
 
-@pytest.mark.parametrize("case", TINY, ids=key)
+@pytest.mark.parametrize(
+    "case",
+    # The others' paths, and one that joins two of them.
+    [*TINY[:6], pytest.param(TINY[6], marks=pytest.mark.slow), *TINY[7:]],
+    ids=key,
+)
 def test_checks_tell_right_from_wrong(case):
     session = Session("reference")
     assert session.check(encoded(case), repeats=2) == {"wrong": None}
@@ -292,6 +297,50 @@ ENTRY %main.4 (x: s32[8]) -> s32[8] {
 }
 """
     assert hlo.launched(text) == (1, 4)
+
+
+def test_peers_that_are_far_off_have_one_turn():
+    close = bench_kernels._close
+    assert close({}) == []
+    assert close({"a": [], "b": []}) == ["a", "b"]
+    assert close({"a": [9.0, 10.0, 30.0], "b": [12.9], "c": [13.1]}) == ["a", "b"]
+
+
+class FakeWorker(Worker):
+    """Answers with ``replies``, in order."""
+
+    def __init__(self, *replies):
+        self.asked, self._replies_left = [], iter(replies)
+
+    def ask(self, request, timeout):
+        self.asked.append(request)
+        return next(self._replies_left)
+
+
+def timed(of_ours: FakeWorker, of_peers: FakeWorker, ours, peers):
+    bench = bench_kernels.Bench(bench_kernels.parse([]))
+    bench._ours, bench._peers = of_ours, of_peers
+    bench._time(ours, peers)
+    return ours, peers
+
+
+def test_turns():
+    """Peers, ours twice, peers; one that is far off once."""
+    of_ours = FakeWorker({"us": [10.0, 11.0]}, {"us": [12.0, 13.0, 13.5]})
+    first = {"us": {"a": [10.0, 12.0], "b": [20.0, 20.0]}}
+    of_peers = FakeWorker(first, {"us": {"a": [14.0]}})
+    ours, peers = timed(of_ours, of_peers, {"sets": 2}, {"a": {}, "b": {}, "c": {"error": "none"}})
+    assert [r["names"] for r in of_peers.asked] == [["a", "b"], ["a"]]
+    assert [r["warm_s"] for r in of_ours.asked] == [1.0, 0.3]
+    assert ours == {"sets": 2, "us": 12.0, "spread": pytest.approx(3.5 / 12, abs=1e-4)}
+    assert peers == {"a": {"us": 12.0}, "b": {"us": 20.0}, "c": {"error": "none"}}
+
+
+def test_one_that_fails_while_timed_has_a_reason_and_no_time():
+    of_ours = FakeWorker({"us": [10.0]}, {"error": "it hung"})
+    ours, peers = timed(of_ours, FakeWorker({"error": "it died"}), {}, {"a": {}})
+    assert ours == {"error": "it hung"}
+    assert peers == {"a": {"error": "it died"}}
 
 
 def result_of(words, chosen, out):
