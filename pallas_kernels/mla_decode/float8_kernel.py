@@ -32,12 +32,13 @@ from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
+    announce_rope,
+    copy_rope,
     fetch_half,
-    fetch_rope,
     meet,
+    rope_copied,
     show,
     store_half,
-    store_rope,
 )
 from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
@@ -147,9 +148,10 @@ def attend(
 
             def fetch(page):
                 if interpret is not None:
-                    return page
+                    return ()
                 page = kv_g.at[page]
-                return *fetch_half(page, 0), *fetch_half(page, 1), fetch_rope(page)
+                announce_rope(page)
+                return *fetch_half(page, 0), *fetch_half(page, 1)
 
             def fetch_queries(b):
                 m = pl.ds(m0, rows)
@@ -169,53 +171,56 @@ def attend(
                 if half:
                     rope_s[slot] = rope
 
-            def fill(n, held, tokens, page):
-                """Block n of the part from registers to its slot; ``page`` then to registers."""
+            def fill(n, held, page, tokens, next_page):
+                """Block n of the part to its slot, from registers; then the next one to them."""
                 slot = n & 1
-                held = list(held) if interpret is None else held
-                for half in range(2):
 
-                    @pl.when(n >= _SLOTS)
-                    def _(half=half):
+                @pl.when(n >= _SLOTS)
+                def _():
+                    for half in range(2):
                         plgpu.barrier_wait(kv_free(slot, half))
 
-                    if interpret is not None:
-                        interpreted_fill(slot, half, held, tokens)
+                if interpret is not None:
+                    for half in range(2):
+                        interpreted_fill(slot, half, page, tokens)
                         arrive_once(kv_full(slot, half))
-                        continue
-                    store_half(v_s.at[slot, half], held[2 * half], held[2 * half + 1], tokens)
+                    return held
+                held = list(held)
+                copy_rope(rope_s.at[slot], kv_g.at[page])
+                for half in range(2):
+                    mine = slice(2 * half, 2 * half + 2)
+                    store_half(v_s.at[slot, half], *held[mine], tokens)
                     if half:
-                        store_rope(rope_s.at[slot], held[4])
+                        rope_copied()
                     if not config.readers_fence:
                         show()
                     arrive_once(kv_full(slot, half))
-                    for next_half in [half] if not config.late else range(2) if half else []:
-                        held[2 * next_half : 2 * next_half + 2] = fetch_half(
-                            kv_g.at[page], next_half
-                        )
-                    if half:
-                        held[4] = fetch_rope(kv_g.at[page])
-                return page if interpret is not None else tuple(held)
+                    if not config.late:
+                        held[mine] = fetch_half(kv_g.at[next_page], half)
+                announce_rope(kv_g.at[next_page])
+                if config.late:
+                    return *fetch_half(kv_g.at[next_page], 0), *fetch_half(kv_g.at[next_page], 1)
+                return tuple(held)
 
             def run_segment(i, carry):
                 done, *carry = carry
                 b, _, begin, count = segment(i)
 
                 def step(j, carry):
-                    held, tokens = carry
+                    held, page, tokens = carry
                     more = j + 1 < count
-                    page, next_tokens = look_up(
+                    next_page, next_tokens = look_up(
                         jnp.where(more, b, jnp.minimum(b + 1, last_row)),
                         jnp.where(more, begin + j + 1, 0),
                     )
-                    held = fill(done + j, held, tokens, page)
+                    held = fill(done + j, held, page, tokens, next_page)
 
                     @pl.when((j == 0) & (i > 0))
                     def _():
                         plgpu.barrier_wait(q_free)
                         fetch_queries(b)
 
-                    return held, next_tokens
+                    return held, next_page, next_tokens
 
                 return done + count, *lax.fori_loop(0, count, step, tuple(carry))
 
@@ -223,7 +228,7 @@ def attend(
             def _():
                 fetch_queries(first_row)
                 page, tokens = look_up(first_row, plan_g[part, 2])
-                carry = jnp.int32(0), fetch(page), tokens
+                carry = jnp.int32(0), fetch(page), page, tokens
                 done = lax.fori_loop(0, row_count, run_segment, carry)[0]
                 # Nobody leaves before all that is still to arrive at its barriers has come.
                 plgpu.barrier_wait(q_free)

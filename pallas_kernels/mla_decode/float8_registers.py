@@ -20,14 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mla_decode.float8_cache import GROUP, LATENT, ROPE_AT, SCALES_AT, TOKEN_BYTES
+from pallas_kernels.mla_decode.float8_cache import (
+    GROUP,
+    LATENT,
+    ROPE,
+    ROPE_AT,
+    SCALES_AT,
+    TOKEN_BYTES,
+)
 from pallas_kernels.mla_decode.schedule import BLOCK
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # of a warp
 _PAIRS = _TOKENS // 2
 _TOGETHER = 4  # loads whose words are unpacked before any is stored
-_ROPE_LOADS = _TOKENS // 4  # of a thread: 8 threads read a token's 128 bytes
+_ROPE_COPIES = _TOKENS // 4  # of a thread: 8 threads copy a token's 128 bytes
 # What a thread holds, as arrays of a warpgroup: four words a load, and a word of scales.
 _WORDS = plgpu.Layout.WGMMA
 _LONE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
@@ -72,20 +79,53 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
     return fetch(page)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
 
 
-def fetch_rope(page: Any) -> jax.Array:
-    """Bytes of the rope keys of a page [64, 656] in global memory."""
+def announce_rope(page: Any) -> None:
+    """A page's [64, 656] rope keys are wanted in the L2 cache."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_words(_ROPE_LOADS))
-    def fetch(_: Any, page: Any):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def announce(_: Any, page: Any):
+        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        thread = _low(mgpu.utils.thread_idx(), 7)
+        token, end = arith.shrui(thread, _c(1)), arith.muli(_low(thread, 1), _c(2 * ROPE - 16))
+        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), end))
+        _asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", at, effects=True)
+
+    announce(page)  # pyright: ignore[reportCallIssue]
+
+
+def copy_rope(tile: Any, page: Any) -> None:
+    """Rope keys of a page [64, 656] to bfloat16 [64, 64] in shared memory; see rope_copied."""
+
+    @plgpu.inline_mgpu(arg_types=(_TILES, plgpu.RefType()))
+    def copy(_: Any, tile: Any, page: Any):
         base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
         warp, lane = _warp_and_lane()
-        token = arith.addi(arith.muli(warp, _c(_TOKENS)), arith.shrui(lane, _c(3)))
-        column = arith.shli(_low(lane, 3), _c(4))
-        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), column))
-        loads = range(_ROPE_LOADS)
-        return _pairs([w for i in loads for w in _load(at, ROPE_AT + i * 4 * TOKEN_BYTES)])
+        token, piece = arith.shrui(lane, _c(3)), arith.shli(_low(lane, 3), _c(4))
+        row = arith.addi(arith.muli(warp, _c(_TOKENS)), token)
+        source = _moved(base, arith.addi(arith.muli(row, _c(TOKEN_BYTES)), piece))
+        row = arith.addi(arith.muli(warp, _c(2 * 1024)), arith.shli(token, _c(7)))
+        piece = arith.xori(piece, arith.shli(token, _c(4)))
+        at = arith.addi(_shared(tile), arith.addi(row, piece))
+        for i in range(_ROPE_COPIES):
+            text = f"""{{
+                .reg .b32 p;
+                xor.b32 p, $0, {64 * (i % 2)};
+                cp.async.cg.shared.global [p + {(i // 2) * 1024 + (i % 2) * 512}],
+                    [$1 + {ROPE_AT + i * 4 * TOKEN_BYTES}], 16;
+            }}"""
+            _asm(text, "r,l", at, source, effects=True)
 
-    return fetch(page)  # pyright: ignore[reportCallIssue]
+    copy(tile, page)  # pyright: ignore[reportCallIssue]
+
+
+def rope_copied() -> None:
+    """Waits for what this thread copied."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any):
+        _asm("cp.async.wait_all;", "", effects=True)
+
+    wait()  # pyright: ignore[reportCallIssue]
 
 
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
@@ -135,28 +175,6 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
             _store_all(at, stores)
 
     store(tile, words, scales, tokens)  # pyright: ignore[reportCallIssue]
-
-
-def store_rope(tile: Any, words: jax.Array) -> None:
-    """``words`` to bfloat16 [64, 64] in shared memory, as they are."""
-
-    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS))
-    def store(_: Any, tile: Any, words: Any):
-        warp, lane = _warp_and_lane()
-        token, piece = arith.shrui(lane, _c(3)), arith.shli(_low(lane, 3), _c(4))
-        row = arith.addi(arith.muli(warp, _c(2 * 1024)), arith.shli(token, _c(7)))
-        piece = arith.xori(piece, arith.shli(token, _c(4)))
-        at = arith.addi(_shared(tile), arith.addi(row, piece))
-        words = _singles(words)
-        _store_all(
-            at,
-            [
-                (64 * (i % 2), (i // 2) * 1024 + (i % 2) * 512, words[4 * i : 4 * i + 4])
-                for i in range(_ROPE_LOADS)
-            ],
-        )
-
-    store(tile, words)  # pyright: ignore[reportCallIssue]
 
 
 def meet(interpret: Any = None) -> None:
