@@ -3,16 +3,17 @@
 One program takes 64 query rows (of a row's T * H) through one part of the schedule, block after
 block of 64 cached tokens, with three warpgroups that wait for each other at barriers alone:
 
-* one fills the two slots of shared memory: it reads a block's bytes into registers while the block
-  before is in use, and writes them as bfloat16, times their scales, when a slot is given back;
+* one fills the two slots of shared memory: it reads a block's latents into registers while the
+  block before is in use, and writes them as bfloat16, times their scales, when a slot is given
+  back; rope keys are copied as they are;
 * two compute. Each takes the scores of every other block, S = Q K^T, and leaves
   P = exp(S - maximum) in place of the block's rope keys, which nobody needs any more; both add P V,
   each to its 256 of the 512 output columns, in registers. The running maximum passes from one to
-  the other. While the tensor cores do a block's scores, this warpgroup's share of the block before
-  is queued behind them, and runs under the softmax.
+  the other. The tensor cores get half of a block's scores, then this warpgroup's share of the block
+  before, which gives its slot back, then the other half.
 
-Half a block, the columns of one warpgroup's output, is filled and given back at a time. Scores are
-kept in base 2. Rows, parts, pieces and what follows the kernel are as in mosaic_gpu_kernel.
+Half a block, the columns of one warpgroup's output, is filled at a time. Scores are kept in base 2.
+Rows, parts, pieces and what follows the kernel are as in mosaic_gpu_kernel.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ def attend(
                 copy_rope(rope_s.at[slot], kv_g.at[page])
                 for half in range(2):
                     mine = slice(2 * half, 2 * half + 2)
-                    store_half(v_s.at[slot, half], *held[mine], tokens)
+                    words, scales = held[mine]
+                    store_half(v_s.at[slot, half], words, scales, tokens)
                     if half:
                         rope_copied()
                     if not config.readers_fence:

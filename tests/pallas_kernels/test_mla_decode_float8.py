@@ -149,7 +149,7 @@ class TestMosaicGpu(Float8Cases):
             np.testing.assert_array_equal(a[0], b[0])
             assert not np.array_equal(a[1], b[1])
 
-    @pytest.mark.parametrize(("H", "parts"), [(8, 1), (8, 2), (8, 5), (128, 5)])
+    @pytest.mark.parametrize(("H", "parts"), [(8, 1), (8, 2), (128, 5)])
     def test_rows_in_pieces(self, H, parts):
         """Segments that begin with either of the two warpgroups, and end with either."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(parts))
