@@ -15,7 +15,6 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
-from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
@@ -66,7 +65,7 @@ def grouped_matmul(
         blocks,
         rhs,
         rhs_scale,
-        group_ends(group_sizes, config.most_rows),
+        group_sizes,
         M=M,
         weights=weights,
         config=config,

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.grouped_matmul import few_rows_registers as registers
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 
 _SHARED_BYTES = 232448 - 1024  # what a block may have, less barriers and alignment
+_MOST_STAGES = 32  # Mosaic makes no more barriers of one kind
 # (copying, multiplying) of each warpgroup, by multiplying warpgroups.
 _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 
@@ -106,16 +107,15 @@ class Weights:
 
 def stages_that_fit(weights: Weights, config: Config) -> int:
     columns = weights.parts * weights.part
-    return _SHARED_BYTES // (
-        config.warpgroups * 4096 * weights.parts + config.most_rows * columns * 2
-    )
+    stage = config.warpgroups * 4096 * weights.parts + config.most_rows * columns * 2
+    return min(_SHARED_BYTES // stage, _MOST_STAGES)
 
 
 def product(
     x: BFloat16[Array, "blocks rows 64"],
     w: Matrices,
     scale: Float32[Array, "G Nb Kb"],
-    ends: Int32[Array, "2 G"],
+    group_sizes: Int[Array, " G"],
     *,
     M: int,
     weights: Weights,
@@ -134,9 +134,9 @@ def product(
     if tile > N:
         raise NotImplementedError(f"takes N of at least {tile}, got {N}")
 
-    def body(x_g, w_g, scale_g, ends_g, out_g, x_u, w_s, full, empty):
+    def body(x_g, w_g, scale_g, sizes_g, out_g, x_u, w_s, full, empty):
         wg, block = lax.axis_index("wg"), lax.axis_index("sm")
-        row_tiles = RowTiles(ends_g, most, by_warp=gpu)
+        row_tiles = RowTiles(sizes_g, most, on_gpu=gpu)
         total = row_tiles.total() * column_tiles
         mine = lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
 
@@ -346,4 +346,4 @@ def product(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(x, w, scale, ends)
+    )(x, w, scale, group_sizes.astype(jnp.int32))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_kernel, reference
@@ -18,7 +18,6 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     check_shapes,
     grouped_product,
 )
-from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.hopper import require_hopper
 
 # Widest first: the widest that N and K take is chosen.
@@ -115,22 +114,6 @@ def first_that_fits(
     raise NotImplementedError(refusals[-1])
 
 
-def product(
-    lhs: Float[Array, "M K"],
-    matrices: Sequence[Float[Array, "G N K"]],
-    group_sizes: Int[Array, " G"],
-    lhs_scale: Float32[Array, "M Kb"] | None,
-    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
-    config: Config,
-    interpret: Any,
-) -> BFloat16[Array, "M N"]:
-    """:func:`grouped_product` of groups of these sizes."""
-    ends = group_ends(group_sizes, config.rows)
-    return grouped_product(
-        lhs, matrices, ends, lhs_scale, matrix_scales, config=config, interpret=interpret
-    )
-
-
 # (the kernel's Config, how to interpret it, the blocks of scales)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
@@ -156,7 +139,9 @@ def _grouped_matmul(
             interpret=interpret,
         )
     scales = () if rhs_scale is None else (rhs_scale,)
-    return product(lhs, (rhs,), group_sizes, lhs_scale, scales, config, interpret)
+    return grouped_product(
+        lhs, (rhs,), group_sizes, lhs_scale, scales, config=config, interpret=interpret
+    )
 
 
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul.epilogue import (
@@ -116,6 +116,8 @@ class _Refs(NamedTuple):
     lhs: Any
     matrices: tuple[Any, ...]
     tiles: RowTiles
+    row_tiles: jax.Array
+    """How many there are."""
     lhs_scale: Any
     matrix_scales: tuple[Any, ...]
     out: Any
@@ -270,7 +272,7 @@ def quantizes(config: Config, N: int, matrices: int = 1) -> bool:
 def grouped_product(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
-    ends: Int32[Array, "2 G"],
+    group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None,
     matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
@@ -282,17 +284,16 @@ def grouped_product(
 
     Args:
       lhs, matrices: all bfloat16, or all float8_e4m3fn; one matrix or two.
-      ends: as by :func:`group_ends` for ``config.rows``.
       lhs_scale, matrix_scales: of float8; one array a matrix.
     """
-    arrays = lhs, matrices, ends, lhs_scale, matrix_scales
+    arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
     return _product(*arrays, config=config, quantize=False, interpret=interpret)
 
 
 def quantized_product(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
-    ends: Int32[Array, "2 G"],
+    group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None,
     matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
@@ -310,14 +311,14 @@ def quantized_product(
             f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split by rows, of"
             f" multiples of {SCALE_BLOCK} columns, got {config} and N {N}"
         )
-    arrays = lhs, matrices, ends, lhs_scale, matrix_scales
+    arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
     return _product(*arrays, config=config, quantize=True, interpret=interpret)
 
 
 def _product(
     lhs: jax.Array,
     matrices: Sequence[jax.Array],
-    ends: jax.Array,
+    group_sizes: jax.Array,
     lhs_scale: jax.Array | None,
     matrix_scales: Sequence[jax.Array],
     *,
@@ -343,7 +344,7 @@ def _product(
         remaining = iter(refs)
         lhs = next(remaining)
         matrices = tuple(next(remaining) for _ in range(count))
-        tiles = RowTiles(next(remaining), config.rows, by_warp=aliased)
+        tiles = RowTiles(next(remaining), config.rows, on_gpu=aliased)
         lhs_scale = next(remaining) if float8 else None
         matrix_scales = tuple(next(remaining) for _ in range(count if float8 else 0))
         out = next(remaining)
@@ -357,9 +358,9 @@ def _product(
         ring.initialise()
         if early:
             plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_wait()  # nothing is read before
         both = (lambda ref: ref) if aliased else (lambda ref: (ref, ref))
-        arrays = lhs, matrices, tiles, lhs_scale, matrix_scales, out, scale_out
+        arrays = lhs, matrices, tiles, tiles.total(), lhs_scale, matrix_scales, out, scale_out
         block = lax.axis_index("block")
         named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), halves, block)  # pyright: ignore[reportCallIssue]
         turns = Turns(aliased and config.turns)
@@ -408,18 +409,18 @@ def _product(
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(lhs, *matrices, ends, *((lhs_scale, *matrix_scales) if float8 else ()))
+    return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
 
 
 def _locate(plan: _Plan, refs: _Refs, i: jax.Array | int) -> Tile:
     """This block's i-th tile; past the last, one without rows."""
     column_tiles = jnp.int32(plan.column_tiles)
     tile = refs.block + i * jnp.int32(plan.blocks)
-    if plan.panel == 1:  # does not wait for the number of tiles to be read
+    if plan.panel == 1:
         row_tile = lax.div(tile, column_tiles)
         column_tile = tile - row_tile * column_tiles
     else:
-        panel, row_tiles = jnp.int32(plan.panel), refs.tiles.total()
+        panel, row_tiles = jnp.int32(plan.panel), refs.row_tiles
         in_panel = panel * column_tiles
         first = lax.div(tile, in_panel) * panel
         tile = lax.rem(tile, in_panel)
@@ -431,7 +432,7 @@ def _locate(plan: _Plan, refs: _Refs, i: jax.Array | int) -> Tile:
 
 
 def _my_tiles(plan: _Plan, refs: _Refs) -> jax.Array:
-    blocks, total = jnp.int32(plan.blocks), refs.tiles.total() * plan.column_tiles
+    blocks, total = jnp.int32(plan.blocks), refs.row_tiles * plan.column_tiles
     return lax.div(total - refs.block + (blocks - 1), blocks)
 
 

@@ -1,14 +1,15 @@
 """Which rows of which group each row tile of a grouped matmul takes.
 
-A group of n rows has ``ceil(n / rows)`` row tiles, and no tile holds rows of two groups. Where each
-group's rows and tiles end is summed up outside the kernel, in one kernel of XLA's; a tile's group
-is found in the kernel, by a whole warp at once. Tables of all tiles would take XLA three kernels of
-two microseconds each, as much as a tenth of a product of few rows.
+A group of n rows has ``ceil(n / rows)`` row tiles, and no tile holds rows of two groups. A kernel
+finds a tile's group in the groups' sizes, all lanes of a warp at once. Tables of tiles, made
+beforehand, would be kernels of XLA's of two microseconds each: three of them are a tenth of a
+product of few rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,86 +18,147 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from jaxtyping import Array, Int, Int32
 
 _LANES = 32
-_BALLOT = """{
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_ALL = "0xffffffff"
+# Adds the number of the lane so many before this one, if there is one.
+_STEP = f"""{{
     .reg .pred p;
-    .reg .b32 votes;
-    setp.ne.b32 p, $1, 0;
-    vote.sync.ballot.b32 votes, p, 0xffffffff;
-    popc.b32 $0, votes;
-}"""
-
-
-def group_ends(group_sizes: Int[Array, " G"], rows: int) -> Int32[Array, "2 G"]:
-    """Where each group's rows end, and where its tiles of at most ``rows`` rows do."""
-    (G,) = group_sizes.shape
-    sizes = group_sizes.astype(jnp.int32)
-    both = jnp.stack([sizes, -(-sizes // rows)])
-    # A sum under a mask: XLA makes a kernel of it, and of a scan several.
-    not_after = jnp.arange(G)[None, :] <= jnp.arange(G)[:, None]
-    return jnp.sum(jnp.where(not_after, both[:, None], 0), 2)
+    .reg .b32 x, other;
+    mov.b32 x, $1;
+    shfl.sync.up.b32 other|p, x, STEP, 0, {_ALL};
+    @p add.s32 x, x, other;
+    mov.b32 $0, x;
+}}"""
+_LAST_LANE = f"shfl.sync.idx.b32 $0, $1, 31, 31, {_ALL};"
+_SUM = f"redux.sync.add.s32 $0, $1, {_ALL};"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """What :func:`group_ends` gave, in the kernel: all threads of a warp ask together."""
+    """Of groups of these sizes; all threads of a warp ask together."""
 
-    ends: Any
-    """Of global memory."""
+    sizes: Any
+    """int32 [G] in global memory."""
     rows: int
-    by_warp: bool
-    """A warp's vote finds the group; the interpreter has none."""
-
-    @property
-    def groups(self) -> int:
-        return self.ends.shape[1]
+    on_gpu: bool
+    """Not interpreted."""
 
     def total(self) -> jax.Array:
         """Tiles of all groups."""
-        return self.ends[1, self.groups - 1]
+        if not self.on_gpu:
+            return jnp.sum(self._tiles(self.sizes[:]))
+
+        @_inline(plgpu.RefType())
+        def add(sizes: Any) -> tuple[Any, ...]:
+            tiles = [self._tiles_of(size) for _, size in self._lanes_groups(sizes)]
+            total = tiles[0]
+            for more in tiles[1:]:
+                total = arith.addi(total, more)
+            return (_asm(_SUM, total),)
+
+        return add(self.sizes)[0]
 
     def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Its group, its first row and its number of rows; past the last tile, some group and row,
-        and no rows."""
-        group = jnp.minimum(self._ended_before(tile), self.groups - 1)
-        before = jnp.maximum(group - 1, 0)
-        row_end = self.ends[0, group]
-        row, tiles = (jnp.where(group > 0, self.ends[i, before], 0) for i in range(2))
-        row = row + (tile - tiles) * self.rows
-        inside = row < row_end
-        rows = jnp.where(inside, jnp.minimum(row_end - row, self.rows), 0)
-        return group, jnp.where(inside, row, 0), rows
+        """Its group, its first row and its number of rows; 0, 0 and 0 past the last tile."""
+        if not self.on_gpu:
+            return self._locate(self.sizes[:], tile)
 
-    def _ended_before(self, tile: jax.Array) -> jax.Array:
-        """How many groups' tiles end at ``tile`` or before."""
-        if not self.by_warp:
-            ends = self.ends[1, :]
-            return jnp.sum((ends <= tile).astype(jnp.int32))
-        scalar = plgpu.Layout.WG_SPLAT(())
-        result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+        @_inline(plgpu.RefType(), _SCALAR, results=3)
+        def find(sizes: Any, tile: Any) -> tuple[Any, ...]:
+            tile, before = tile.registers.item(), _c(0)
+            groups = self._lanes_groups(sizes)
+            tiles = [self._tiles_of(size) for _, size in groups]
+            ended = _c(0)
+            for end in _prefix_sums(tiles):
+                end, last = arith.addi(before, end), _asm(_LAST_LANE, end)
+                over = arith.cmpi(arith.CmpIPredicate.sle, end, tile)
+                ended = arith.addi(ended, arith.extui(_i32(), over))
+                before = arith.addi(before, last)
+            group = _asm(_SUM, ended)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=result)
-        def count(_: Any, ends: Any, tile: Any) -> Any:
-            i32 = ir.IntegerType.get_signless(32)
+            def sum_where(which: Any, values: Iterable[Any]) -> Any:
+                total = _c(0)
+                for (number, _), value in zip(groups, values, strict=True):
+                    chosen = arith.cmpi(which, number, group)
+                    total = arith.addi(total, arith.select(chosen, value, _c(0)))
+                return _asm(_SUM, total)
 
-            def constant(value: int) -> Any:
-                return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+            less, equal = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
+            tiles_before = sum_where(less, tiles)
+            rows_before = sum_where(less, (size for _, size in groups))
+            size = sum_where(equal, (size for _, size in groups))
+            inside = arith.muli(arith.subi(tile, tiles_before), _c(self.rows))
+            rows = arith.minsi(arith.subi(size, inside), _c(self.rows))
+            found = group, arith.addi(rows_before, inside), rows
+            there = arith.cmpi(arith.CmpIPredicate.ult, group, _c(self.sizes.shape[0]))
+            return tuple(arith.select(there, x, _c(0)) for x in found)
 
-            lane = arith.remui(mgpu.utils.thread_idx(), constant(_LANES))
-            start = mgpu.utils.memref_ptr(ends)
-            total = constant(0)
-            for first in range(0, self.groups, _LANES):
-                group = arith.addi(lane, constant(first))
-                held = arith.minui(group, constant(self.groups - 1))
-                place = arith.addi(held, constant(self.groups))  # the second row
-                end = llvm.load(i32, mgpu.utils.getelementptr(start, [place], i32))
-                ended = arith.cmpi(arith.CmpIPredicate.sle, end, tile.registers.item())
-                inside = arith.cmpi(arith.CmpIPredicate.ult, group, constant(self.groups))
-                vote = arith.extui(i32, arith.andi(ended, inside))
-                votes: Any = llvm.inline_asm(i32, [vote], _BALLOT, "=r,r", has_side_effects=True)
-                total = arith.addi(total, votes)
-            return mgpu.FragmentedArray.splat(total, (), scalar.to_mgpu(), is_signed=True)
+        return find(self.sizes, tile)
 
-        return count(self.ends, tile)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+    def _tiles(self, sizes: jax.Array) -> jax.Array:
+        return -(-sizes // self.rows)
+
+    def _locate(self, sizes: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        tiles = self._tiles(sizes)
+        tile_ends, row_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
+        group = jnp.sum((tile_ends <= tile).astype(jnp.int32))
+        there = group < len(sizes)
+        held = jnp.minimum(group, len(sizes) - 1)
+        inside = (tile - (tile_ends - tiles)[held]) * self.rows
+        row, rows = (row_ends - sizes)[held] + inside, jnp.minimum(sizes[held] - inside, self.rows)
+        return jnp.where(there, group, 0), jnp.where(there, row, 0), jnp.where(there, rows, 0)
+
+    def _lanes_groups(self, sizes: Any) -> list[tuple[Any, Any]]:
+        """This lane's groups and their sizes, every 32nd; beyond the last, groups of no rows."""
+        groups = self.sizes.shape[0]
+        lane = arith.remui(mgpu.utils.thread_idx(), _c(_LANES))
+        start = mgpu.utils.memref_ptr(sizes)
+        found = []
+        for first in range(0, groups, _LANES):
+            group = arith.addi(lane, _c(first))
+            held = arith.minui(group, _c(groups - 1))
+            size = llvm.load(_i32(), mgpu.utils.getelementptr(start, [held], _i32()))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, group, _c(groups))
+            found.append((group, arith.select(inside, size, _c(0))))
+        return found
+
+    def _tiles_of(self, size: Any) -> Any:
+        return arith.divui(arith.addi(size, _c(self.rows - 1)), _c(self.rows))
+
+
+def _prefix_sums(values: list[Any]) -> list[Any]:
+    """Each, added up over the lanes up to this one; side by side, for a step takes long to come."""
+    for step in (1, 2, 4, 8, 16):
+        values = [_asm(_STEP.replace("STEP", str(step)), x) for x in values]
+    return values
+
+
+def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
+    """plgpu.inline_mgpu for functions that return int32 scalars."""
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+
+    def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
+        @plgpu.inline_mgpu(arg_types=arguments, return_type=(scalar,) * results)
+        def inlined(_: Any, *args: Any) -> Any:
+            layout = _SCALAR.to_mgpu()
+            return tuple(
+                mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)
+            )
+
+        return inlined
+
+    return decorate
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _c(value: int) -> Any:
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _asm(text: str, word: Any) -> Any:
+    return llvm.inline_asm(_i32(), [word], text, "=r,r", has_side_effects=True)

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, first_that_fits, product
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, first_that_fits
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     SCALE_BLOCK,
     Config,
@@ -23,7 +23,6 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     quantizes,
 )
 from pallas_kernels.grouped_matmul.reference import Matrices
-from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
 
@@ -100,8 +99,7 @@ def _quantized(
     *matrix_scales: jax.Array | None,
 ) -> reference.Result:
     scales = tuple(x for x in matrix_scales if x is not None)
-    ends = group_ends(group_sizes, config.rows)
-    arrays = lhs, (gate, up), ends, lhs_scale, scales
+    arrays = lhs, (gate, up), group_sizes, lhs_scale, scales
     if quantizes(config, gate.shape[1], matrices=2):
         return quantized_product(*arrays, config=config, interpret=interpret)
     return block_quant(grouped_product(*arrays, config=config, interpret=interpret))
@@ -119,7 +117,10 @@ def _grouped_swiglu(
     up_scale: jax.Array | None,
 ) -> jax.Array:
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
-    return product(lhs, (gate, up), group_sizes, lhs_scale, scales, *settings)
+    config, interpret = settings
+    return grouped_product(
+        lhs, (gate, up), group_sizes, lhs_scale, scales, config=config, interpret=interpret
+    )
 
 
 def _forward(settings: tuple[Config, Any], *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:

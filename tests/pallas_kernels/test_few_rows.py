@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from pallas_kernels.grouped_matmul import few_rows
+from pallas_kernels.grouped_matmul import few_rows, few_rows_kernel
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
@@ -130,3 +130,8 @@ def test_elsewhere_it_refuses():
     x = inputs((3, 4), 64, 128, "int8", (1, 128))
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
         few_rows.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
+
+
+def test_small_stages_are_no_more_than_mosaic_has_barriers():
+    weights = Weights.of("int4", 64, 128, (1, 128))
+    assert few_rows_kernel.stages_that_fit(weights, Config(warpgroups=1, classes=(8,))) == 32

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config
-from pallas_kernels.grouped_matmul.row_tiles import RowTiles, group_ends
+from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -211,16 +211,14 @@ def test_elsewhere_it_refuses():
 
 
 @pytest.mark.parametrize("sizes", [(130, 0, 1, 67, 3), (0, 0, 0), (64,), (0, 5)])
-def test_group_ends(sizes):
-    """Where rows and tiles end, and each tile's rows, against a loop over the groups."""
+def test_row_tiles(sizes):
+    """Each tile's rows, against a loop over the groups."""
     rows = 64
     expected, first = [], 0
     for group, size in enumerate(sizes):
         expected += [(group, first + r, min(rows, size - r)) for r in range(0, size, rows)]
         first += size
-    ends = group_ends(jnp.asarray(sizes, jnp.int32), rows)
-    assert ends[0].tolist() == np.cumsum(sizes).tolist()
-    tiles = RowTiles(ends, rows, by_warp=False)
+    tiles = RowTiles(jnp.asarray(sizes, jnp.int32), rows, on_gpu=False)
     assert tiles.total() == len(expected)
     found = [tuple(map(int, tiles.locate(jnp.int32(t)))) for t in range(len(expected) + 3)]
     assert found[: len(expected)] == expected

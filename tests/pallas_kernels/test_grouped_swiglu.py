@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels import grouped_swiglu
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product, quantizes
-from pallas_kernels.grouped_matmul.row_tiles import group_ends
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
 from tests.pallas_kernels.grouped_swiglu_cases import (
@@ -92,7 +91,7 @@ def test_only_whole_blocks_are_quantized_in_the_kernel():
         quantized_product(
             lhs,
             (gate, up),
-            group_ends(sizes, 128),
+            sizes,
             None,
             (),
             config=dataclasses.replace(config, columns=128),
