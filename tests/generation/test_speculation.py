@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.generation.depth import AUTO_DEPTHS, DepthChooser
+from dsv3_jax.generation import plan
+from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafts, MTPDrafter, NgramDrafter, SyntheticDrafter
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.verification import verify
@@ -104,9 +105,19 @@ class Oracle:
         return Drafts(tokens, jnp.full(tokens.shape[0], depth), None), state
 
 
+def slow(*values):
+    """Each drafter and depth is a program, and on two cores half a minute of compilation. Depth 2
+    lies between two others; which hidden state is fed shows in the drafts (TestDrafts)."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+DEPTHS = [1, slow(2), 3, 4]
 DRAFTERS = [
-    *(("mtp", depth) for depth in (1, 2, 3, 4)),
-    (MTPDrafter("pre_norm"), 2),
+    ("mtp", 1),
+    slow("mtp", 2),
+    ("mtp", 3),
+    ("mtp", 4),
+    slow(MTPDrafter("pre_norm"), 2),
     ("ngram", 1),
     (NgramDrafter(3, 1), 4),
     ("mtp", "auto"),
@@ -138,7 +149,7 @@ class TestGreedy:
         else:
             assert steps == [24 if lies_every else 5] * 4
 
-    @pytest.mark.parametrize("depth", [1, 2, 3, 4])
+    @pytest.mark.parametrize("depth", DEPTHS)
     def test_right_drafts(self, right, depth):
         want = right.generate(PROMPTS, **SETTINGS)
         got = right.generate(PROMPTS, **SETTINGS, draft="mtp", draft_depth=depth)
@@ -150,7 +161,7 @@ class TestGreedy:
             blind = len(prompt) == 1
             assert completion.speculation.steps == -(-(24 - blind) // (depth + 1)) + blind
 
-    @pytest.mark.parametrize("depth", [1, 2, 3, 4])
+    @pytest.mark.parametrize("depth", DEPTHS)
     def test_wrong_drafts(self, wrong, depth):
         want = wrong.generate(PROMPTS, **SETTINGS)
         got = wrong.generate(PROMPTS, **SETTINGS, draft="mtp", draft_depth=depth)
@@ -366,7 +377,7 @@ def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
     assert jnp.shape(cache.mtp_pages[0]) == jnp.shape(cache.pages[0])
 
 
-@pytest.mark.parametrize(("draft", "depth"), [("mtp", 2), ("mtp", "auto"), ("ngram", 1)])
+@pytest.mark.parametrize(("draft", "depth"), [("mtp", 3), ("mtp", "auto"), ("ngram", 1)])
 def test_nothing_compiles_after_the_warm_up(plain, compilations, draft, depth):
     drafting = {"draft": draft, "draft_depth": depth}
     plain.warm_up(4, **drafting)
@@ -377,12 +388,14 @@ def test_nothing_compiles_after_the_warm_up(plain, compilations, draft, depth):
     assert compilations == []
 
 
-def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations):
-    """Also where the costs are known already."""
+def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations, monkeypatch):
+    """Also where the costs are known already. Two depths, for each is two programs."""
+    depths = (0, 2)
+    monkeypatch.setattr(plan, "AUTO_DEPTHS", depths)
     plain.warm_up(4, draft="ngram", draft_depth="auto")
     plain.warm_up(4, draft="ngram", draft_depth="auto", logprobs=1)
     compilations.clear()
-    for depth in AUTO_DEPTHS:
+    for depth in depths:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DepthChooser, "choose", lambda self, depth=depth: depth)
             plain.generate(PROMPTS, draft="ngram", draft_depth="auto", logprobs=2)
