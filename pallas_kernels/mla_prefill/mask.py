@@ -1,4 +1,4 @@
-"""Masks the last columns of scores that lie in registers."""
+"""Columns of scores that lie in registers: the first ones, and parts side by side."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,3 +46,20 @@ def first_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA), return_type=result)(masked)
     return inline(s, left)
+
+
+def beside(*parts: jax.Array) -> jax.Array:
+    """Columns of parts in registers, one part after the other."""
+
+    def joined(_, *parts):
+        return mgpu.FragmentedArray(
+            _registers=np.concatenate([part.registers for part in parts], axis=1),
+            _layout=parts[0].layout,
+            _is_signed=parts[0].is_signed,
+        )
+
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=_WGMMA)
+    types = tuple(_WGMMA for _ in parts)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)(joined)
+    return inline(*parts)

@@ -3,7 +3,9 @@
 Two compute warpgroups hold 64 queries each; a third copies keys and values by TMA into a ring. A
 compute warpgroup issues ``S' = Q K'^T`` of the next block of keys, multiplies O by what the last
 maximum changed meanwhile, issues ``O += P V`` of this block, and works on the softmax of S' while
-the tensor cores finish the second product.
+the tensor cores finish the second product. It waits for that in the middle of the softmax: then the
+first half of the new P is packed into the registers that the old one has left, while the special
+function units take the powers of the second half.
 
 Blocks of keys run from the last visible one down to the first: the blocks that need a mask (the
 diagonal, the row's end) come first, and the loop over all others has none.
@@ -28,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_prefill.held_registers import hold
-from pallas_kernels.mla_prefill.mask import first_columns
+from pallas_kernels.mla_prefill.mask import beside, first_columns
 from pallas_kernels.mla_prefill.queue import draw, same
 
 WARPGROUPS = 2
@@ -109,6 +111,7 @@ def attend(
     B, T, H, K = q.shape
     S, V = k.shape[1], v.shape[-1]
     block, stages = config.block, config.stages
+    half = block // 2
     to_log2 = scale * _LOG2E
     interpreted = interpret is not None
     q_tiles = pl.cdiv(T, TILE)
@@ -164,9 +167,7 @@ def attend(
                 for w in range(WARPGROUPS):
                     plgpu.barrier_wait(q_free.at[w])
                     rows = pl.ds(t0 + w * ROWS, ROWS)
-                    for c in range(K // COLUMNS):
-                        source = q_g.at[b, rows, h, pl.ds(c * COLUMNS, COLUMNS)]
-                        plgpu.copy_gmem_to_smem(source, q_s.at[w, c], q_full.at[w])
+                    plgpu.copy_gmem_to_smem(q_g.at[b, rows, h], q_s.at[w], q_full.at[w])
                 values(jnp.int32(0))
                 following = announce(lax.rem(n, 2), tile)
 
@@ -201,8 +202,8 @@ def attend(
         def spread(rows, columns):
             return lax.broadcast_in_dim(rows, (ROWS, columns), [0])
 
-        def softmax(s, top, total, bound):
-            """P of a block, and the row maxima, sums and factors that go with it."""
+        def begin(s, top, total, bound):
+            """P of a block's first half, the other scores, and maxima, sums and factors of rows."""
             if bound is not None:
                 start, length, first = bound
                 row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
@@ -214,11 +215,23 @@ def attend(
                     s = first_columns(s, visible)
             new_top = jnp.maximum(top, s.max(axis=1) * to_log2)
             alpha = jnp.exp2(top - new_top)
-            p = jnp.exp2(s * to_log2 - spread(new_top, block))
             total = total * spread(alpha, _PARTS)
-            for c in range(0, block, _PARTS):
+            p, total = powers(s[:, :half], new_top, total)
+            return p, s[:, half:], new_top, total, alpha
+
+        def powers(s, top, total):
+            """P of half a block, and the sums with it."""
+            p = jnp.exp2(s * to_log2 - spread(top, half))
+            for c in range(0, half, _PARTS):
                 total = total + p[:, c : c + _PARTS]
-            return p, new_top, total, alpha
+            return p, total
+
+        def joined(first, second):
+            """P of a block in bfloat16."""
+            first, second = first.astype(jnp.bfloat16), second.astype(jnp.bfloat16)
+            if interpreted:
+                return jnp.concatenate([first, second], axis=1)
+            return beside(first, second)
 
         def zeros(columns):
             return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), _WGMMA)
@@ -233,17 +246,18 @@ def attend(
             return pl.run_scoped(scope, _ACC((ROWS, columns), jnp.float32))
 
         def scores(ref, slot):
-            for c in range(K // COLUMNS):
-                keys = k_s.at[slot, :, pl.ds(c * COLUMNS, COLUMNS)]
-                plgpu.wgmma(ref, q_s.at[wg, c], keys.transpose((1, 0)))
+            plgpu.wgmma(ref, q_s.at[wg], k_s.at[slot].transpose((1, 0)))
+
+        def values(ref, p, slot):
+            plgpu.wgmma(ref, p, v_s.at[slot])
 
         def add_values(acc, p, slot):
             """``acc + P V``."""
             if interpreted:
                 p_s[wg] = p
                 plgpu.commit_smem()
-                return acc + product(lambda ref: plgpu.wgmma(ref, p_s.at[wg], v_s.at[slot]), V)
-            return _run_state(lambda ref: plgpu.wgmma(ref, p, v_s.at[slot]))(_ACC.init(acc))
+                return acc + product(lambda ref: values(ref, p_s.at[wg], slot), V)
+            return _run_state(lambda ref: values(ref, p, slot))(_ACC.init(acc))
 
         def values_clean(slot, first, length):
             """Zeroes the values past the row's end, which may be NaN; half the columns each."""
@@ -268,38 +282,43 @@ def attend(
 
             def after_scores(s):
                 plgpu.barrier_arrive(free.at[slot])
-                return softmax(s, top, total, bound)
+                return begin(s, top, total, bound)
 
             def overlapped(refs):
-                acc_ref, s_ref, p_ref, top_ref, total_ref, alpha_ref = refs
+                acc_ref, s_ref, *rest_refs = refs
                 scores(s_ref, slot)
                 old = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None)
                 acc_ref[...] = old * spread(alpha, V)
-                plgpu.wgmma(acc_ref, p, v_s.at[before])
+                values(acc_ref, p, before)
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 # Without this, and the branch in the wait for the next values, the
                 # compilers move the softmax past the wait for the second product.
-                p_ref[...], top_ref[...], total_ref[...], alpha_ref[...] = lax.optimization_barrier(
-                    after_scores(s)
-                )
+                rest = lax.optimization_barrier(after_scores(s))
+                for ref, x in zip(rest_refs, rest, strict=True):
+                    ref[...] = x
                 plgpu.barrier_wait(full.at[stages + slot])
 
             if interpreted:
                 acc = add_values(acc * spread(alpha, V), p, before)
-                new_p, top, total, alpha = after_scores(
+                first, s, top, total, alpha = after_scores(
                     product(lambda ref: scores(ref, slot), block)
                 )
                 plgpu.barrier_wait(full.at[stages + slot])
             else:
-                s = zeros(block)
+                s, part = zeros(block), zeros(half)
                 # The old values stand in for the new ones until these are known.
-                acc, _, new_p, top, total, alpha = _run_state(overlapped)(
-                    (_ACC.init(acc), _ACC.init(s), s, top, total, top)
+                acc, _, first, s, top, total, alpha = _run_state(overlapped)(
+                    (_ACC.init(acc), _ACC.init(s), part, part, top, total, top)
                 )
                 alpha = hold(alpha, acc, p)
             plgpu.barrier_arrive(free.at[stages + before])
             # Only now: a register that a product in flight reads may not be written.
-            return acc, alpha, top, total, new_p.astype(jnp.bfloat16)
+            return finish(acc, alpha, top, total, first, s)
+
+        def finish(acc, alpha, top, total, first, s):
+            """The second half of P; what the next block needs."""
+            second, total = powers(s, top, total)
+            return acc, alpha, top, total, joined(first, second)
 
         def of_tile(carry):
             n, tile, start, length = carry
@@ -315,8 +334,8 @@ def attend(
             s = product(lambda ref: scores(ref, 0), block)
             plgpu.barrier_arrive(free.at[0])
             top = _as_layout(jnp.full((ROWS,), _LOWEST, jnp.float32), _ROW)
-            p, top, total, alpha = softmax(s, top, zeros(_PARTS), (start, length, first))
-            p = p.astype(jnp.bfloat16)
+            p, s, top, total, alpha = begin(s, top, zeros(_PARTS), (start, length, first))
+            carry = finish(zeros(V), alpha, top, total, p, s)
             plgpu.barrier_wait(full.at[stages])
 
             @pl.when(blocks * block > length)
@@ -328,7 +347,6 @@ def attend(
                 bound = (start, length, (blocks - 1 - i) * block) if masked else None
                 return step(slot, before, carry, bound)
 
-            carry = zeros(V), alpha, top, total, p
             masked = blocks - whole
             carry = lax.fori_loop(1, masked, functools.partial(visit, True), carry)
             carry = lax.fori_loop(masked, blocks, functools.partial(visit, False), carry)
@@ -394,13 +412,13 @@ def attend(
             jax.ShapeDtypeStruct((B, H, q_tiles * TILE), jnp.float32),
         ],
         scratch_types=[
-            _smem(WARPGROUPS, K // COLUMNS, ROWS, COLUMNS),
+            _smem(WARPGROUPS, ROWS, K),
             _smem(stages, block, K),
             _smem(stages, block, V),
             _smem(WARPGROUPS, ROWS, COLUMNS),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             plgpu.SMEM((2,), jnp.int32),
-            plgpu.Barrier(num_arrivals=K // COLUMNS, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_barriers=WARPGROUPS),
             # Of the slots of keys, of those of values, and of the next tile's.
             plgpu.Barrier(num_barriers=2 * stages + 2),
