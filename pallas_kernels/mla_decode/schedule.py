@@ -19,7 +19,7 @@ BLOCK = 64
 _ROW_COST = 2  # what starting and finishing a row costs a part, in blocks
 _MERGE_COST = 3  # what merging anything costs a step, in blocks
 _CUTS_COST = 7  # and besides what writing and reading the pieces costs if every part is cut
-_LEAST_BLOCKS = 2  # of a part: smaller pieces cost more to merge than they save
+_LEAST_BLOCKS = 4  # of a part: smaller pieces cost more to merge than they save
 
 
 @jax.tree_util.register_dataclass

@@ -124,8 +124,8 @@ def test_whole_rows_stay_whole_where_that_ends_no_later():
 
 
 def test_few_long_rows_are_cut():
-    """One row over 132 parts: its 700 blocks by sixes; 9 by twos."""
-    for blocks, want in ((MAX_PAGES, [6] * 116 + [4]), (9, [2] * 4 + [1])):
+    """One row over 132 parts: its 700 blocks by sixes; 9 by fours."""
+    for blocks, want in ((MAX_PAGES, [6] * 116 + [4]), (9, [4, 4, 1])):
         found = check_schedule(np.array([blocks * BLOCK]), 132)
         assert [b - a for _, _, a, b in found] == want
 
