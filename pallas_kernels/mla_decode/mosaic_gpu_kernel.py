@@ -29,6 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
+from pallas_kernels.grouped_matmul.ring import first_warp
+from pallas_kernels.mla_decode.barriers import WARPS, Barriers
 from pallas_kernels.mla_decode.rescale import meet, publish, scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 
@@ -103,7 +105,13 @@ def attend(
 
     def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
-             q_full, ready, shared_ready, kv_free):  # fmt: skip
+             query_barrier, ready, shared_ready, kv_free):  # fmt: skip
+        loaded, ready, shared_ready = (
+            Barriers(each, interpret) for each in (query_barrier, ready, shared_ready)
+        )
+        loaded.initialise([3])
+        ready.initialise([1] * (3 * _SLOTS) + [WARPS] * (2 * _SLOTS))
+        shared_ready.initialise([2 * WARPS] * 3)
         if early:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
@@ -115,17 +123,17 @@ def attend(
             """The tile's first query row: computed where it is used, not kept."""
             return (lax.axis_index("tile") * pair + lax.axis_index("pair")) * TILE
 
-        # Few arrays of barriers: each keeps its phases in a register of every thread.
+        # Block n of a part is use n // 2 of its slot, and of the slot's barriers.
         def kv_full(slot, half):  # the third: rope keys
-            return ready.at[slot * 3 + half]
+            return slot * 3 + half
 
         def max_ready(slot):
-            return ready.at[3 * _SLOTS + slot]
+            return 3 * _SLOTS + slot
 
         def p_ready(slot):
-            return ready.at[4 * _SLOTS + slot]
+            return 4 * _SLOTS + slot
 
-        q_free, sum_ready, sum_free = (shared_ready.at[i] for i in range(3))
+        q_free, sum_ready, sum_free = range(3)  # use i of each is the part's i-th row
 
         def of_part():
             """First and last row, first block, end block: read together, in one latency."""
@@ -155,21 +163,16 @@ def attend(
 
             def fetch(page, *, wait):
                 """Into this warpgroup's slot, half by half as its last block is done with."""
-                for half in range(2):
-                    if wait:
-                        plgpu.barrier_wait(kv_free.at[own * 2 + half])
-                    plgpu.copy_gmem_to_smem(
-                        kv_g.at[page, :, pl.ds(_HALF * half, _HALF)],
-                        v_s.at[own, half],
-                        kv_full(own, half),
-                        collective_axes=shared,
-                    )
-                plgpu.copy_gmem_to_smem(
-                    kv_g.at[page, :, pl.ds(LATENT, ROPE)],
-                    rope_s.at[own],
-                    kv_full(own, 2),
-                    collective_axes=shared,
-                )
+
+                @pl.when(first_warp(interpret is None))
+                def _():
+                    for half in range(2):
+                        if wait:
+                            plgpu.barrier_wait(kv_free.at[own * 2 + half])
+                        window = page, pl.ds(0, BLOCK), pl.ds(_HALF * half, _HALF)
+                        ready.copy(kv_full(own, half), kv_g, window, v_s.at[own, half], shared)
+                    window = page, pl.ds(0, BLOCK), pl.ds(LATENT, ROPE)
+                    ready.copy(kv_full(own, 2), kv_g, window, rope_s.at[own], shared)
 
             def run_segment(i, done):
                 """``done``: blocks of the part before this segment, whoever took them."""
@@ -183,19 +186,17 @@ def attend(
                 whole = jnp.clip(lax.div(length - queries + 1, BLOCK) - begin, 0, count)
                 whole = lax.shift_right_logical(jnp.maximum(whole - first + 1, 0), jnp.int32(1))
 
-                plgpu.barrier_arrive(q_free)
+                shared_ready.arrive(q_free)
 
-                @pl.when(own == 0)
+                @pl.when((own == 0) & first_warp(interpret is None))
                 def _():
-                    plgpu.barrier_wait(q_free)
+                    shared_ready.wait(q_free, i)
                     m = pl.ds(m0(), rows)
                     for half in range(2):
-                        plgpu.copy_gmem_to_smem(
-                            ql_g.at[b, m, pl.ds(_HALF * half, _HALF)],
-                            ql_s.at[half, pl.ds(0, rows)],
-                            q_full,
-                        )
-                    plgpu.copy_gmem_to_smem(qr_g.at[b, m, :], qr_s.at[0, pl.ds(0, rows)], q_full)
+                        window = b, m, pl.ds(_HALF * half, _HALF)
+                        loaded.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
+                    window = b, m, pl.ds(0, ROPE)
+                    loaded.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
 
                 for fresh in (True, False):
 
@@ -203,9 +204,9 @@ def attend(
                     def _(fresh=fresh):
                         fetch(ahead, wait=not fresh)
 
-                plgpu.barrier_wait(q_full)
+                loaded.wait(0, i)
 
-                def scores(k):
+                def scores(k, use):
                     # Zero, but not to the compiler: it would else compute all 72 descriptors before
                     # the loop, and keep them in registers that this warpgroup does not have.
                     zero = lax.shift_right_logical(k, jnp.int32(24))
@@ -213,10 +214,10 @@ def attend(
 
                     def multiply(acc):
                         for half in range(2):
-                            plgpu.barrier_wait(kv_full(own, half))
+                            ready.wait(kv_full(own, half), use)
                             keys = v_s.at[slot, half]
                             plgpu.wgmma(acc, ql_s.at[half + zero], keys.transpose((1, 0)))
-                        plgpu.barrier_wait(kv_full(own, 2))
+                        ready.wait(kv_full(own, 2), use)
                         plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
                         return acc[...]
 
@@ -237,14 +238,16 @@ def attend(
                     # Early, for its latency to hide behind the product; but the masked blocks, the
                     # last, have rarely one to follow, and no register for it.
                     ahead = None if masked else page_of(b, begin + j + 2)
-                    s = scores(k)
+                    use = lax.shift_right_logical(done + j, jnp.int32(1))
+                    s = scores(k, use)
                     if masked:
                         s = masked_scores(s, begin + j)
                     top = s.max(axis=1) * (scale * _LOG2E)
 
                     @pl.when(done + j >= 1)
                     def _():
-                        plgpu.barrier_wait(max_ready(other))
+                        # Of the block before: use - 1 if that is in the second slot.
+                        ready.wait(max_ready(other), use + own + 1)
 
                     before = lax.cond(
                         j == 0,
@@ -254,14 +257,14 @@ def attend(
                     running = jnp.where(top > before + _SLACK, top, before)
                     max_s[own] = running
                     alpha_s[own] = jnp.exp2(before - running)
-                    plgpu.barrier_arrive(max_ready(own))
+                    ready.arrive(max_ready(own))
                     p = jnp.exp2(
                         s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                     )
                     meet(interpret)  # all four warps' products have read the rope keys
                     rope_s[own] = p.astype(jnp.bfloat16)
                     publish(interpret)  # every thread arrives after that: no need to meet before
-                    plgpu.barrier_arrive(p_ready(own))
+                    ready.arrive(p_ready(own))
                     # Sums of eight columns: what a thread holds of them is added up in the end.
                     added = functools.reduce(
                         jnp.add, (p[:, c : c + _COLUMNS] for c in range(0, BLOCK, _COLUMNS))
@@ -284,10 +287,10 @@ def attend(
 
                 @pl.when(i > 0)
                 def _():
-                    plgpu.barrier_wait(sum_free)
+                    shared_ready.wait(sum_free, i - 1)
 
                 sum_max_s[own], sum_s[own] = carry[0], carry[1].sum(axis=1)
-                plgpu.barrier_arrive(sum_ready)
+                shared_ready.arrive(sum_ready)
                 return done + count
 
             done = lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
@@ -295,16 +298,16 @@ def attend(
             # Nobody leaves before all that is still to arrive at its barriers has come.
             @pl.when((done >= 1) & ((done & 1) == own))
             def _():
-                plgpu.barrier_wait(max_ready(other))
+                ready.wait(max_ready(other), lax.shift_right_logical(done - 1, jnp.int32(1)))
 
-            @pl.when(done > own)
+            @pl.when((done > own) & first_warp(interpret is None))
             def _():
                 for half in range(2):
                     plgpu.barrier_wait(kv_free.at[own * 2 + half])
 
             @pl.when(row_count > 0)
             def _():
-                plgpu.barrier_wait(sum_free)
+                shared_ready.wait(sum_free, row_count - 1)
 
         def value_warpgroup():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
@@ -322,10 +325,11 @@ def attend(
                 that are there, for what follows them is to be zeroed. ``keep``: does not yet give
                 the slot back."""
                 slot = block & 1
-                plgpu.barrier_wait(max_ready(slot))
+                use = lax.shift_right_logical(block, jnp.int32(1))
+                ready.wait(max_ready(slot), use)
                 alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
                 acc = scale_rows(acc, alpha, interpret=interpret)
-                plgpu.barrier_wait(p_ready(slot))
+                ready.wait(p_ready(slot), use)
                 if clear is not None:
 
                     @pl.when(clear < BLOCK)
@@ -368,12 +372,12 @@ def attend(
                 clear = jnp.where(to_end, plan_g[parts + b, 3] - (begin + count - 1) * BLOCK, BLOCK)
                 acc = add_block(last, acc, clear=clear, keep=staged)
 
-                plgpu.barrier_wait(sum_ready)
+                shared_ready.wait(sum_ready, i)
                 maxima = [plgpu.layout_cast(sum_max_s[k], _ROW) for k in range(2)]
                 sums = [plgpu.layout_cast(sum_s[k], _ROW) for k in range(2)]
                 top = jnp.maximum(*maxima)
                 total = sums[0] * jnp.exp2(maxima[0] - top) + sums[1] * jnp.exp2(maxima[1] - top)
-                plgpu.barrier_arrive(sum_free)
+                shared_ready.arrive(sum_free)
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
                 pieces = plan_g[parts + b, 1]
@@ -454,9 +458,9 @@ def attend(
             tiles_of(_SLOTS, 2, BLOCK, _HALF),
             tiles_of(_SLOTS, BLOCK, ROPE),
             plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
-            plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=5 * _SLOTS),
-            plgpu.Barrier(num_arrivals=2, num_barriers=3),
+            Barriers.scratch(1, 3, interpret),
+            Barriers.scratch(5 * _SLOTS, 1, interpret),
+            Barriers.scratch(3, 2, interpret),
             plgpu.ClusterBarrier(
                 collective_axes=("pair",), num_arrivals=2, num_barriers=2 * _SLOTS
             ),

@@ -1,0 +1,143 @@
+"""Barriers in shared memory on which one thread speaks for many.
+
+Pallas' own count the arrival of every thread of a warpgroup, 128 for each copy too. Here one thread
+announces a copy's bytes, and one of each warp that its warp has come this far. Who waits says for
+which use of the barrier: the first is number 0. The interpreter knows Pallas' barriers alone, of
+which ``Barriers`` are then made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+
+WARPS = 4  # of a warpgroup
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_TILING = (8, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    memory: Any
+    """What ``scratch`` asked for."""
+
+    interpret: Any
+
+    @staticmethod
+    def scratch(count: int, arrivals: int, interpret: Any) -> Any:
+        """So many barriers, each of so many warpgroups' arrivals, or copies'."""
+        if interpret is not None:
+            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        return plgpu.SMEM((2 * count,), jnp.int32)
+
+    def initialise(self, arrivals: Sequence[int]) -> None:
+        """By every thread of the cluster, before any other use. A warpgroup's arrival counts as
+        WARPS, a copy's as 1."""
+        if self.interpret is not None:
+            return
+
+        @_inline(plgpu.RefType())
+        def make(_: Any, words: Any) -> None:
+            leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
+            for i, count in enumerate(arrivals):
+                pointer = _barrier(words, mgpu.c(i, _i32())).get_ptr()
+                nvvm.mbarrier_init(pointer, mgpu.c(count, _i32()), predicate=leader)
+            _ptx("fence.mbarrier_init.release.cluster;")
+            _ptx("barrier.cluster.arrive.relaxed.aligned;")
+            _ptx("barrier.cluster.wait.aligned;")
+
+        make(self.memory)
+
+    def wait(self, i: Any, use: Any) -> None:
+        if self.interpret is not None:
+            plgpu.barrier_wait(self.memory.at[i])
+            return
+
+        @_inline(plgpu.RefType(), _SCALAR, _SCALAR)
+        def wait(_: Any, words: Any, i: Any, use: Any) -> None:
+            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(use))
+            _barrier(words, _value(i)).wait_parity(odd)
+
+        wait(self.memory, jnp.asarray(i, jnp.int32), jnp.asarray(use, jnp.int32))
+
+    def arrive(self, i: Any) -> None:
+        if self.interpret is not None:
+            plgpu.barrier_arrive(self.memory.at[i])
+            return
+
+        @_inline(plgpu.RefType(), _SCALAR)
+        def arrive(_: Any, words: Any, i: Any) -> None:
+            _ptx("bar.warp.sync 0xffffffff;")
+            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+            _barrier(words, _value(i)).arrive(predicate=lane)
+
+        arrive(self.memory, jnp.asarray(i, jnp.int32))
+
+    def copy(self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any) -> None:
+        """By one warp: a window to swizzled tiles. If an axis of the cluster is named, every
+        program along it fetches a part for all. ``window``: an index or a ``pl.ds`` an axis."""
+        if self.interpret is not None:
+            source = source.at[window]
+            plgpu.copy_gmem_to_smem(source, target, self.memory.at[i], collective_axes=axis)
+            return
+        sizes: list[Any] = [each.size if isinstance(each, pl.Slice) else None for each in window]
+        starts = [each.start if isinstance(each, pl.Slice) else each for each in window]
+        starts = [jnp.asarray(start, jnp.int32) for start in starts]
+        size = math.prod(n or 1 for n in sizes) * jnp.dtype(source.dtype).itemsize
+        tiles = (plgpu.TilingTransform(_TILING), plgpu.SwizzleTransform(128))
+        types = [_SCALAR] * len(starts)
+
+        @_inline(plgpu.RefType(), _SCALAR, plgpu.RefType(), types, plgpu.RefType(transforms=tiles))
+        def start(context: Any, words: Any, i: Any, source: Any, starts: Any, target: Any) -> None:
+            barrier = _barrier(words, _value(i))
+            leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+            barrier.arrive_expect_tx(size, predicate=leader)
+            places = [arith.index_cast(ir.IndexType.get(), _value(start)) for start in starts]
+            context.async_copy(
+                src_ref=source,
+                dst_ref=target,
+                gmem_slice=tuple(
+                    place if n is None else mgpu.ds(place, n)
+                    for place, n in zip(places, sizes, strict=True)
+                ),
+                gmem_transform=(mgpu.TileTransform(_TILING),),
+                barrier=barrier,
+                swizzle=128,
+                arrive=False,
+                collective=None if axis is None else (gpu.Dimension.x,),
+                predicate=leader,
+            )
+
+        start(self.memory, jnp.asarray(i, jnp.int32), source, starts, target)
+
+
+def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
+    return plgpu.inline_mgpu(arg_types=arguments)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _value(scalar: Any) -> Any:
+    return scalar.registers.flat[0]
+
+
+def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
+    phases: Any = None  # who waits knows them
+    return mgpu.BarrierRef(mgpu_utils.memref_ptr(words), i, phases, 1)
+
+
+def _ptx(text: str) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
