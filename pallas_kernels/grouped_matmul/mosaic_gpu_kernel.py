@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -486,8 +486,12 @@ def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax
 
     def multiply_tile(i: jax.Array, carry: Any) -> Any:
         tile, scales, at = carry
-        sums, at = product(plan, refs, ring, turns, warpgroup, tile, scales, at)
-        after = _locate(plan, refs, i + 1)
+
+        def find_after(step: jax.Array, after: Tile) -> Tile:
+            """Once a tile, under the first of its products: half a microsecond."""
+            return lax.cond(step == 0, lambda: _locate(plan, refs, i + 1), lambda: after)
+
+        sums, after, at = product(plan, refs, ring, turns, warpgroup, tile, find_after, scales, at)
         scales = first_scales(after)  # while this tile is stored
         _store(plan, refs, warpgroup, tile, sums, i)
         return after, scales, at
@@ -508,31 +512,34 @@ def _bfloat16_tile(
     turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
+    find_after: Callable[[jax.Array, Tile], Tile],
     scales: None,
     at: Position,
-) -> tuple[tuple[jax.Array], Position]:
-    """The part's sums, in one array."""
-    del turns, tile, scales
+) -> tuple[tuple[jax.Array], Tile, Position]:
+    """The part's sums, in one array, and the tile after this one."""
+    del turns, scales
     row, column = plan.offsets(warpgroup)
     rows, columns = plan.part
 
-    def sum_up(accumulator: Any) -> tuple[jax.Array, Position]:
-        def step(i: jax.Array, at: Position, before: Position) -> Position:
+    def sum_up(accumulator: Any) -> tuple[jax.Array, Tile, Position]:
+        def step(i: jax.Array, at: Position, carry: tuple[Position, Tile]) -> Any:
+            before, after = carry
             ring.wait_full(at)
             a = refs.a.at[at.slot, pl.ds(row, rows)]
             b = refs.b.at[at.slot, pl.ds(column, columns)]
             plgpu.wgmma(accumulator, a, b.T)
+            after = find_after(i, after)
             plgpu.wgmma_wait(1)
             pl.when(i > 0)(lambda: ring.release(before))
-            return at
+            return at, after
 
-        at_end, last = ring.walk(plan.steps, step, at, at)
+        at_end, (last, after) = ring.walk(plan.steps, step, at, (at, tile))
         sums = accumulator[...]
         ring.release(last)
-        return sums, at_end
+        return sums, after, at_end
 
-    sums, at = pl.run_scoped(sum_up, plgpu.ACC((rows, columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
-    return (sums,), at
+    sums, after, at = pl.run_scoped(sum_up, plgpu.ACC((rows, columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return (sums,), after, at
 
 
 class _Scales(NamedTuple):
@@ -578,16 +585,18 @@ def _float8_tile(
     turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
+    find_after: Callable[[jax.Array, Tile], Tile],
     scales: _Scales,
     at: Position,
-) -> tuple[tuple[jax.Array, ...], Position]:
-    """The part's sums, ``plan.scaled`` columns each; ``scales`` are the first step's."""
+) -> tuple[tuple[jax.Array, ...], Tile, Position]:
+    """The part's sums, ``plan.scaled`` columns each, and the tile after this one; ``scales`` are
+    the first step's."""
     scaled = plan.scaled
     row, column = plan.offsets(warpgroup)
     _, columns = plan.part
 
     def step(i: jax.Array, at: Position, carry: Any) -> Any:
-        sums, scales = carry
+        sums, scales, after = carry
         ring.wait_full(at)
 
         def scaled_product(accumulator: Any) -> Any:
@@ -601,6 +610,7 @@ def _float8_tile(
             factors = [rows * s for s in scales.columns]
             ahead = jnp.minimum(i + 1, plan.steps - 1)
             ahead = _load_scales(plan, refs, warpgroup, tile, ahead)
+            found = find_after(i, after)
             product = accumulator[...]
             ring.release(at)
             sums_now = tuple(
@@ -609,14 +619,15 @@ def _float8_tile(
                 * lax.broadcast_in_dim(f, (64, scaled), (0,))
                 for j, (s, f) in enumerate(zip(sums, factors, strict=True))
             )
-            return sums_now, ahead
+            return sums_now, ahead, found
 
         accumulator = plgpu.ACC((64, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
         return pl.run_scoped(scaled_product, accumulator)
 
     zero = plgpu.layout_cast(jnp.zeros((64, scaled), jnp.float32), plgpu.Layout.WGMMA)
-    at, (sums, _) = ring.walk(plan.steps, step, at, ((zero,) * (columns // scaled), scales))
-    return sums, at
+    carry = (zero,) * (columns // scaled), scales, tile
+    at, (sums, _, after) = ring.walk(plan.steps, step, at, carry)
+    return sums, after, at
 
 
 def _store(
