@@ -8,7 +8,7 @@ whose unused slots hold NaN, against float32 at full precision, ``--repeats`` ru
 and on samples of every timed shape. One that is wrong is not timed. Then every shape: ours, XLA's
 own lowering, and the peers out of the directory PEERS (``python -m benchmarks.kernels.pack_peers``
 makes it) and of torch, each checked too, beside the ceilings of the same run. Inputs are random and
-rotated, larger than the L2 cache where that takes no more than 24 sets.
+rotated, larger than the L2 cache where that takes no more than 32 sets.
 
 JAX and torch run in two processes that take turns, two a shape, each on a GPU that was busy with
 the same work just before; a time is the median of the windows of both turns. Nothing compiles and

@@ -22,7 +22,7 @@ BLOCK = 128  # of float8 scales, and of the columns under one scale of an intege
 WORKING_SET = 320e6  # bytes of rotated inputs, six times an H200's L2
 WINDOWS, WINDOW_S = 5, 0.02  # of a turn, of which a kernel has several
 WARM_S = 0.3  # of the same work before a turn's windows: clocks sink under load
-CALLS = 24  # of one program, at most: XLA compiles a kernel anew for each
+CALLS = 32  # of one program, at most: XLA compiles a kernel anew for each
 
 
 @dataclasses.dataclass(frozen=True)
