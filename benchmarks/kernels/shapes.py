@@ -227,8 +227,9 @@ def decode_cases() -> list[Decode]:
     cases += [Decode(b, 4096, t, 64) for t in (1, 2) for b in (64, 128)]
     cases += [Decode(b, s, 1, 16) for b, s in [(64, 1024), (64, 4096), (256, 4096), (32, 32768)]]
     cases += [Decode(64, 4096, 2, 16)]
+    # One row is no core case: the kernel takes long to compile, and its program has it 32 times.
     cases += [
-        Decode(b, 4096, t, h, dtype="fp8")
+        Decode(b, 4096, t, h, dtype="fp8", core=b > 1)
         for b, t, h in [(128, 1, 128), (128, 2, 128), (256, 1, 16), (1, 1, 128)]
     ]
     cases += [Decode(b, 1024, 1, 128, core=False) for b in (1, 64, 128, 256)]
