@@ -137,8 +137,11 @@ def product(
     def body(x_g, w_g, scale_g, sizes_g, out_g, x_u, w_s, full, empty):
         wg, block = lax.axis_index("wg"), lax.axis_index("sm")
         row_tiles = RowTiles(sizes_g, most, on_gpu=gpu)
-        total = row_tiles.total() * column_tiles
-        mine = lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
+
+        def count():
+            """Of this block's tiles; by each role for itself, which costs no register meanwhile."""
+            total = row_tiles.total() * column_tiles
+            return lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
 
         def locate(i):
             """Of this block's i-th tile: group, first row, rows, first column, first own column."""
@@ -196,7 +199,7 @@ def product(
 
                 return lax.fori_loop(0, steps, copy_step, it)
 
-            it = lax.fori_loop(0, mine, copy_tile, i32(0))
+            it = lax.fori_loop(0, count(), copy_tile, i32(0))
 
             def drain(j, carry):
                 @pl.when(it + j >= S)
@@ -315,7 +318,7 @@ def product(
                 for_class(here[2], lambda n, c: tile_of(i, here, n, c))
                 return carry
 
-            lax.fori_loop(0, mine, multiply_tile, 0)
+            lax.fori_loop(0, count(), multiply_tile, 0)
 
     swizzle = (plgpu.SwizzleTransform(128),)
     tiling = (plgpu.TilingTransform((8, 64)), *swizzle)

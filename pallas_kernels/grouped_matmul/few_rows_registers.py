@@ -12,19 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _c(value: int):
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+from pallas_kernels.mosaic_ir import SCALAR, array, asm, const, i32, i64
 
 
 def _lane_row(parts: int):
@@ -35,34 +28,19 @@ def _lane_row(parts: int):
     and 2 change places. 64-byte rows lie one after the other.
     """
     thread = mgpu.utils.thread_idx()
-    lane = arith.andi(thread, _c(31))
-    warp = arith.andi(arith.shrui(thread, _c(5)), _c(3))
-    q = arith.shrui(lane, _c(2))
+    lane = arith.andi(thread, const(31))
+    warp = arith.andi(arith.shrui(thread, const(5)), const(3))
+    q = arith.shrui(lane, const(2))
     if parts == 2:
-        low, high = arith.andi(q, _c(1)), arith.shrui(q, _c(2))
-        q = arith.ori(arith.andi(q, _c(2)), arith.ori(arith.shli(low, _c(2)), high))
-    return arith.addi(arith.muli(warp, _c(16)), q), arith.andi(lane, _c(3))
-
-
-def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
-    return llvm.inline_asm(
-        result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
-    )
+        low, high = arith.andi(q, const(1)), arith.shrui(q, const(2))
+        q = arith.ori(arith.andi(q, const(2)), arith.ori(arith.shli(low, const(2)), high))
+    return arith.addi(arith.muli(warp, const(16)), q), arith.andi(lane, const(3))
 
 
 def _offset(ptr: Any, count: Any, bytes_each: int):
     i8 = ir.IntegerType.get_signless(8)
-    at = arith.muli(count, _c(bytes_each)) if bytes_each != 1 else count
+    at = arith.muli(count, const(bytes_each)) if bytes_each != 1 else count
     return mgpu.utils.getelementptr(ptr, [at], i8)
-
-
-def _array(registers: list, shape: tuple[int, ...], layout: Any):
-    layout = layout.to_mgpu()
-    found = np.empty(len(registers), dtype=object)
-    found[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=found.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
 
 
 def _int8(word: Any) -> list:
@@ -76,7 +54,7 @@ def _int8(word: Any) -> list:
             lop3.b32 b, w, 0x00800080, 0x43004300, 0xEA;
             sub.rn.bf16x2 $0, a, b;
         }""".replace("SHIFT", str(shift))
-        found.append(_asm(text, "=r,r", word, result=_i32()))
+        found.append(asm(text, "=r,r", word, result=i32()))
     return found
 
 
@@ -91,7 +69,7 @@ def _int4(word: Any) -> list:
             mov.b32 b, 0x43084308;
             sub.rn.bf16x2 $0, a, b;
         }""".replace("SHIFT", str(shift))
-        found.append(_asm(text, "=r,r", word, result=_i32()))
+        found.append(asm(text, "=r,r", word, result=i32()))
     return found
 
 
@@ -108,7 +86,7 @@ def _float8(word: Any) -> list:
             mov.b32 s, 0x7B807B80;
             mul.rn.bf16x2 $0, b, s;
         }""".replace("SHIFT", str(shift))
-        found.append(_asm(text, "=r,r", word, result=_i32()))
+        found.append(asm(text, "=r,r", word, result=i32()))
     return found
 
 
@@ -122,14 +100,14 @@ def _read(ref: Any, format: str, p: int, parts: int) -> list[list]:
     row, t = _lane_row(parts)
     chunk = t
     if parts == 2:
-        chunk = arith.xori(arith.xori(t, arith.andi(row, _c(7))), _c(4 * p))
-    at = arith.addi(arith.muli(row, _c(64 * parts)), arith.muli(chunk, _c(16)))
-    four = ir.VectorType.get((4,), _i32())
+        chunk = arith.xori(arith.xori(t, arith.andi(row, const(7))), const(4 * p))
+    at = arith.addi(arith.muli(row, const(64 * parts)), arith.muli(chunk, const(16)))
+    four = ir.VectorType.get((4,), i32())
     rows = []
     for half in range(2):
-        ptr = _offset(base, arith.addi(at, _c(half * 8 * 64 * parts)), 1)
+        ptr = _offset(base, arith.addi(at, const(half * 8 * 64 * parts)), 1)
         loaded = llvm.load(four, ptr, alignment=16)
-        words = [llvm.extractelement(loaded, _c(i)) for i in range(4)]
+        words = [llvm.extractelement(loaded, const(i)) for i in range(4)]
         rows.append([r for word in words for r in _UNPACK[format](word)])
     upper, lower = rows
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
@@ -146,7 +124,7 @@ def unpack(words: Any, format: str, p: int, parts: int) -> tuple[jax.Array, ...]
     def read(ctx, ref):
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
         flat = [llvm.bitcast(bf16x2, r) for of in _read(ref, format, p, parts) for r in of]
-        return tuple(_array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(blocks))
+        return tuple(array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(blocks))
 
     return read(words)  # pyright: ignore[reportCallIssue]
 
@@ -172,26 +150,26 @@ def multiply(words: Any, x: Any, format: str, of: range, parts: int, c: int) -> 
     def product(ctx, words, x):
         f32 = ir.F32Type.get()
         # Lane l points at 16 bytes of row l % 8: the l // 8th eight columns of 32.
-        lane = arith.andi(mgpu.utils.thread_idx(), _c(31))
-        row, eight = arith.andi(lane, _c(7)), arith.shrui(lane, _c(3))
-        address = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(x))
-        address = arith.addi(address, arith.muli(row, _c(128)))
-        chunk = arith.muli(arith.xori(row, eight), _c(16))
-        halves = [arith.addi(address, chunk), arith.addi(address, arith.xori(chunk, _c(64)))]
+        lane = arith.andi(mgpu.utils.thread_idx(), const(31))
+        row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
+        address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
+        address = arith.addi(address, arith.muli(row, const(128)))
+        chunk = arith.muli(arith.xori(row, eight), const(16))
+        halves = [arith.addi(address, chunk), arith.addi(address, arith.xori(chunk, const(64)))]
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         sums: list[list[Any]] = [[zero] * 4 for _ in range(c // 8)]
         slices = [a for p in of for a in _read(words, format, p, parts)]
         first = of.start * (8 if format == "int4" else 4)
-        four_words = llvm.StructType.get_literal([_i32()] * 4)
+        four_words = llvm.StructType.get_literal([i32()] * 4)
         four_sums = llvm.StructType.get_literal([f32] * 4)
         for s in range(0, len(slices), 2):  # 32 columns
             block, half = divmod((first + s) // 2, 2)
             for n in range(c // 8):
-                at = arith.addi(halves[half], _c((block * c + 8 * n) * 128))
-                loaded = _asm(_LDMATRIX, "=r,=r,=r,=r,r", at, result=four_words, effects=True)
-                b = [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
+                at = arith.addi(halves[half], const((block * c + 8 * n) * 128))
+                loaded = asm(_LDMATRIX, "=r,=r,=r,=r,r", at, result=four_words, effects=True)
+                b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
                 for d in range(2):
-                    done = _asm(
+                    done = asm(
                         _MMA,
                         "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r",
                         *sums[n],
@@ -202,7 +180,7 @@ def multiply(words: Any, x: Any, format: str, of: range, parts: int, c: int) -> 
                     sums[n] = [llvm.extractvalue(f32, done, [i]) for i in range(4)]
         pair = ir.VectorType.get((2,), f32)
         flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
-        return _array(flat, (64, c), layout)
+        return array(flat, (64, c), layout)
 
     return product(words, x)  # pyright: ignore[reportCallIssue]
 
@@ -213,7 +191,7 @@ def hold(*arrays: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(arrays))
     def read(ctx, *arrays):
-        words = [llvm.bitcast(_i32(), r) for a in arrays for r in a.registers.flat]
+        words = [llvm.bitcast(i32(), r) for a in arrays for r in a.registers.flat]
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
         text = [
@@ -225,7 +203,7 @@ def hold(*arrays: jax.Array) -> None:
             *stores,
             "HELD: }",
         ]
-        _asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
+        asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
 
     read(*arrays)
 
@@ -242,19 +220,19 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = _lane_row(parts)
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        f32 = ir.F32Type.get()
         found = []
         for half in range(2):
-            at = _offset(base, arith.addi(row, _c(8 * half)), 4 * stride)
-            loaded = _asm(
+            at = _offset(base, arith.addi(row, const(8 * half)), 4 * stride)
+            loaded = asm(
                 "ld.global.nc.f32 $0, [$1];",
                 "=f,l",
-                llvm.ptrtoint(i64, at),
+                llvm.ptrtoint(i64(), at),
                 result=f32,
                 effects=True,
             )
             found.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
-        return _array(found, (64,), layout)
+        return array(found, (64,), layout)
 
     return read(scales)  # pyright: ignore[reportCallIssue]
 
@@ -262,29 +240,28 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
 def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
     """Writes the first ``rows`` columns of bfloat16 [64, c] to rows of [c, 64] in global memory."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR))
     def write(ctx, ref, values, rows):
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         rows = rows.registers.item()
         row, t = _lane_row(parts)
-        first = arith.muli(t, _c(2))
-        i64 = ir.IntegerType.get_signless(64)
+        first = arith.muli(t, const(2))
         column = _offset(base, row, 2)
         registers = values.registers.flat
         for n in range(values.shape[1] // 8):
             for e in range(2):
-                m = arith.addi(first, _c(8 * n + e))
+                m = arith.addi(first, const(8 * n + e))
                 at = _offset(column, m, 2 * stride)
                 for half in range(2):
-                    pair = llvm.bitcast(_i32(), registers[2 * n + half])
+                    pair = llvm.bitcast(i32(), registers[2 * n + half])
                     text = f"""{{
                         .reg .pred p; .reg .b16 low, high;
                         setp.lt.s32 p, $2, $3;
                         mov.b32 {{low, high}}, $1;
                         @p st.global.b16 [$0 + {16 * half}], {"high" if e else "low"};
                     }}"""
-                    _asm(text, "l,r,r,r", llvm.ptrtoint(i64, at), pair, m, rows, effects=True)
+                    asm(text, "l,r,r,r", llvm.ptrtoint(i64(), at), pair, m, rows, effects=True)
 
     write(out, values, rows)  # pyright: ignore[reportCallIssue]
 

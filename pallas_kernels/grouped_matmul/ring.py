@@ -25,7 +25,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels.mosaic_ir import SCALAR, barrier_at, i32, instruction, word
 
 _WARPS = 4  # of a warpgroup
 _EMPTIERS = 2  # warpgroups that release
@@ -178,11 +180,11 @@ class LeaderBarriers(Ring):
         def make(words: Any) -> None:
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
             for i in range(2 * stages):
-                arrivals = mgpu.c(1 if i < stages else releases, _i32())
-                pointer = _barrier(words, mgpu.c(i, _i32())).get_ptr()
+                arrivals = mgpu.c(1 if i < stages else releases, i32())
+                pointer = barrier_at(words, mgpu.c(i, i32())).get_ptr()
                 nvvm.mbarrier_init(pointer, arrivals, predicate=leader)
-            _ptx("fence.mbarrier_init.release.cluster;")
-            _ptx("bar.sync 0;")
+            instruction("fence.mbarrier_init.release.cluster;")
+            instruction("bar.sync 0;")
 
         make(self.memory)
 
@@ -195,14 +197,14 @@ class LeaderBarriers(Ring):
             for c in copies
         ]
         types = (
-            [plgpu.RefType() for _ in copies], targets, [[_SCALAR] * len(each) for each in starts],
+            [plgpu.RefType() for _ in copies], targets, [[SCALAR] * len(each) for each in starts],
         )  # fmt: skip
 
         def start(context: Any, words: Any, slot: Any, sources: Any, targets: Any, starts: Any):
-            barrier, leader = _barrier(words, _value(slot)), _leader()
+            barrier, leader = barrier_at(words, word(slot)), _leader()
             barrier.arrive_expect_tx(size, predicate=leader)
             for copy, source, target, each in zip(copies, sources, targets, starts, strict=True):
-                indices = [arith.index_cast(ir.IndexType.get(), _value(i)) for i in each]
+                indices = [arith.index_cast(ir.IndexType.get(), word(i)) for i in each]
                 context.async_copy(
                     src_ref=source,
                     dst_ref=target,
@@ -216,7 +218,7 @@ class LeaderBarriers(Ring):
                     predicate=leader,
                 )
 
-        inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, *types))(start)
+        inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, *types))(start)
         inlined(
             self.memory, at.slot, [c.source for c in copies], [c.target for c in copies], starts
         )
@@ -228,19 +230,21 @@ class LeaderBarriers(Ring):
         self._wait(at.slot, at.phase)
 
     def _wait(self, barrier: jax.Array, phase: jax.Array) -> None:
-        @_inline(plgpu.RefType(), _SCALAR, _SCALAR)
+        @_inline(plgpu.RefType(), SCALAR, SCALAR)
         def wait(words: Any, barrier: Any, phase: Any) -> None:
-            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(phase))
-            _barrier(words, _value(barrier)).wait_parity(odd)
+            odd = arith.trunci(ir.IntegerType.get_signless(1), word(phase))
+            barrier_at(words, word(barrier)).wait_parity(odd)
 
         wait(self.memory, barrier, phase)
 
     def release(self, at: Position) -> None:
-        @_inline(plgpu.RefType(), _SCALAR)
+        @_inline(plgpu.RefType(), SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
-            _ptx("bar.warp.sync 0xffffffff;")  # the arriving thread speaks for its warp's reads
+            instruction(
+                "bar.warp.sync 0xffffffff;"
+            )  # the arriving thread speaks for its warp's reads
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            _barrier(words, _value(barrier)).arrive(predicate=lane)
+            barrier_at(words, word(barrier)).arrive(predicate=lane)
 
         arrive(self.memory, at.slot + self.stages)
 
@@ -264,9 +268,6 @@ class Turns:
             _hardware_barrier("bar.arrive", _FIRST_TURN + 1 - warpgroup)
 
 
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-
-
 def first_warp(on_gpu: bool) -> jax.Array | bool:
     """Whether the thread is of its warpgroup's first warp; the interpreter has no warps."""
     if not on_gpu:
@@ -278,7 +279,7 @@ def first_warp(on_gpu: bool) -> jax.Array | bool:
     def compare(_: Any) -> Any:
         warp = mgpu_utils.warp_idx()
         first = arith.cmpi(
-            arith.CmpIPredicate.eq, arith.remui(warp, mgpu.c(_WARPS, _i32())), mgpu.c(0, _i32())
+            arith.CmpIPredicate.eq, arith.remui(warp, mgpu.c(_WARPS, i32())), mgpu.c(0, i32())
         )
         return mgpu.FragmentedArray.splat(first, (), is_signed=False)
 
@@ -298,28 +299,9 @@ def _leader() -> Any:
     return mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
 
 
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _value(scalar: Any) -> Any:
-    return scalar.registers.flat[0]
-
-
-def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
-    phases: Any = None  # the ring's positions know them
-    return mgpu.BarrierRef(mgpu_utils.memref_ptr(words), i, phases, 1)
-
-
-def _hardware_barrier(instruction: str, barrier: jax.Array) -> None:
-    @_inline(_SCALAR)
+def _hardware_barrier(kind: str, barrier: jax.Array) -> None:
+    @_inline(SCALAR)
     def apply(barrier: Any) -> None:
-        _ptx(f"{instruction} $0, {_EMPTIERS * _WARPS * 32};", _value(barrier))
+        instruction(f"{kind} $0, {_EMPTIERS * _WARPS * 32};", word(barrier))
 
     apply(barrier)
-
-
-def _ptx(text: str, *words: Any) -> None:
-    constraints = ",".join(["r"] * len(words) + ["~{memory}"])
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, list(words), text, constraints, has_side_effects=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mosaic_ir import SCALAR, array, const, word
 
 ROWS = 64
 _LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -35,32 +36,26 @@ def row_scales(
         return scales[pl.ds(start, held), column][
             jnp.minimum(first - start + jnp.arange(ROWS), held - 1)
         ]
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), scalar, scalar),
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_LAYOUT),
     )
     def load(_: Any, scales: Any, first: Any, column: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        f32 = ir.F32Type.get()
         columns = ir.MemRefType(scales.type).shape[1]
 
-        def constant(value: int) -> Any:
-            return arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-        thread = arith.andi(mgpu.utils.thread_idx(), constant(127))
-        warp, lane = arith.shrui(thread, constant(5)), arith.andi(thread, constant(31))
+        thread = arith.andi(mgpu.utils.thread_idx(), const(127))
+        warp, lane = arith.shrui(thread, const(5)), arith.andi(thread, const(31))
         # A thread holds two rows of its warp's sixteen.
-        row = arith.addi(arith.muli(warp, constant(16)), arith.shrui(lane, constant(2)))
+        row = arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
         start, found = mgpu.utils.memref_ptr(scales), []
         for half in range(2):
-            r = arith.addi(arith.addi(first.registers.item(), row), constant(8 * half))
-            r = arith.minui(r, constant(rows - 1))
-            place = arith.addi(arith.muli(r, constant(columns)), column.registers.item())
+            r = arith.addi(arith.addi(word(first), row), const(8 * half))
+            r = arith.minui(r, const(rows - 1))
+            place = arith.addi(arith.muli(r, const(columns)), word(column))
             value = llvm.load(f32, mgpu.utils.getelementptr(start, [place], f32))
             found.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
-        layout = _LAYOUT.to_mgpu()
-        registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS,)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return array(found, (ROWS,), _LAYOUT)
 
     return load(scales, first, column)  # pyright: ignore[reportCallIssue]: the context is Mosaic's

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.mosaic_ir import SCALAR, asm, const, i32
+
 _LANES = 32
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _ALL = "0xffffffff"
 # Adds the number of the lane so many before this one, if there is one.
 _STEP = f"""{{
@@ -56,7 +56,7 @@ class RowTiles:
             total = tiles[0]
             for more in tiles[1:]:
                 total = arith.addi(total, more)
-            return (_asm(_SUM, total),)
+            return (_lanes(_SUM, total),)
 
         return add(self.sizes)[0]
 
@@ -65,35 +65,35 @@ class RowTiles:
         if not self.on_gpu:
             return self._locate(self.sizes[:], tile)
 
-        @_inline(plgpu.RefType(), _SCALAR, results=3)
+        @_inline(plgpu.RefType(), SCALAR, results=3)
         def find(sizes: Any, tile: Any) -> tuple[Any, ...]:
-            tile, before = tile.registers.item(), _c(0)
+            tile, before = tile.registers.item(), const(0)
             groups = self._lanes_groups(sizes)
             tiles = [self._tiles_of(size) for _, size in groups]
-            ended = _c(0)
+            ended = const(0)
             for end in _prefix_sums(tiles):
-                end, last = arith.addi(before, end), _asm(_LAST_LANE, end)
+                end, last = arith.addi(before, end), _lanes(_LAST_LANE, end)
                 over = arith.cmpi(arith.CmpIPredicate.sle, end, tile)
-                ended = arith.addi(ended, arith.extui(_i32(), over))
+                ended = arith.addi(ended, arith.extui(i32(), over))
                 before = arith.addi(before, last)
-            group = _asm(_SUM, ended)
+            group = _lanes(_SUM, ended)
 
             def sum_where(which: Any, values: Iterable[Any]) -> Any:
-                total = _c(0)
+                total = const(0)
                 for (number, _), value in zip(groups, values, strict=True):
                     chosen = arith.cmpi(which, number, group)
-                    total = arith.addi(total, arith.select(chosen, value, _c(0)))
-                return _asm(_SUM, total)
+                    total = arith.addi(total, arith.select(chosen, value, const(0)))
+                return _lanes(_SUM, total)
 
             less, equal = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
             tiles_before = sum_where(less, tiles)
             rows_before = sum_where(less, (size for _, size in groups))
             size = sum_where(equal, (size for _, size in groups))
-            inside = arith.muli(arith.subi(tile, tiles_before), _c(self.rows))
-            rows = arith.minsi(arith.subi(size, inside), _c(self.rows))
+            inside = arith.muli(arith.subi(tile, tiles_before), const(self.rows))
+            rows = arith.minsi(arith.subi(size, inside), const(self.rows))
             found = group, arith.addi(rows_before, inside), rows
-            there = arith.cmpi(arith.CmpIPredicate.ult, group, _c(self.sizes.shape[0]))
-            return tuple(arith.select(there, x, _c(0)) for x in found)
+            there = arith.cmpi(arith.CmpIPredicate.ult, group, const(self.sizes.shape[0]))
+            return tuple(arith.select(there, x, const(0)) for x in found)
 
         return find(self.sizes, tile)
 
@@ -113,36 +113,36 @@ class RowTiles:
     def _lanes_groups(self, sizes: Any) -> list[tuple[Any, Any]]:
         """This lane's groups and their sizes, every 32nd; beyond the last, groups of no rows."""
         groups = self.sizes.shape[0]
-        lane = arith.remui(mgpu.utils.thread_idx(), _c(_LANES))
+        lane = arith.remui(mgpu.utils.thread_idx(), const(_LANES))
         start = mgpu.utils.memref_ptr(sizes)
         found = []
         for first in range(0, groups, _LANES):
-            group = arith.addi(lane, _c(first))
-            held = arith.minui(group, _c(groups - 1))
-            size = llvm.load(_i32(), mgpu.utils.getelementptr(start, [held], _i32()))
-            inside = arith.cmpi(arith.CmpIPredicate.ult, group, _c(groups))
-            found.append((group, arith.select(inside, size, _c(0))))
+            group = arith.addi(lane, const(first))
+            held = arith.minui(group, const(groups - 1))
+            size = llvm.load(i32(), mgpu.utils.getelementptr(start, [held], i32()))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, group, const(groups))
+            found.append((group, arith.select(inside, size, const(0))))
         return found
 
     def _tiles_of(self, size: Any) -> Any:
-        return arith.divui(arith.addi(size, _c(self.rows - 1)), _c(self.rows))
+        return arith.divui(arith.addi(size, const(self.rows - 1)), const(self.rows))
 
 
 def _prefix_sums(values: list[Any]) -> list[Any]:
     """Each, added up over the lanes up to this one; side by side, for a step takes long to come."""
     for step in (1, 2, 4, 8, 16):
-        values = [_asm(_STEP.replace("STEP", str(step)), x) for x in values]
+        values = [_lanes(_STEP.replace("STEP", str(step)), x) for x in values]
     return values
 
 
 def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
     """plgpu.inline_mgpu for functions that return int32 scalars."""
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
         @plgpu.inline_mgpu(arg_types=arguments, return_type=(scalar,) * results)
         def inlined(_: Any, *args: Any) -> Any:
-            layout = _SCALAR.to_mgpu()
+            layout = SCALAR.to_mgpu()
             return tuple(
                 mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)
             )
@@ -152,13 +152,6 @@ def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[
     return decorate
 
 
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _c(value: int) -> Any:
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
-
-
-def _asm(text: str, word: Any) -> Any:
-    return llvm.inline_asm(_i32(), [word], text, "=r,r", has_side_effects=True)
+def _lanes(text: str, number: Any) -> Any:
+    """One instruction of all lanes, each with its number."""
+    return asm(text, "=r,r", number, result=i32(), effects=True)

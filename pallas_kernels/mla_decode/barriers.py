@@ -16,13 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+from jaxlib.mlir.dialects import arith, gpu, nvvm
+
+from pallas_kernels.mosaic_ir import SCALAR, barrier_at, i32, instruction, word
 
 WARPS = 4  # of a warpgroup
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _TILING = (8, 64)
 
 
@@ -50,11 +50,11 @@ class Barriers:
         def make(_: Any, words: Any) -> None:
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
             for i, count in enumerate(arrivals):
-                pointer = _barrier(words, mgpu.c(i, _i32())).get_ptr()
-                nvvm.mbarrier_init(pointer, mgpu.c(count, _i32()), predicate=leader)
-            _ptx("fence.mbarrier_init.release.cluster;")
-            _ptx("barrier.cluster.arrive.relaxed.aligned;")
-            _ptx("barrier.cluster.wait.aligned;")
+                pointer = barrier_at(words, mgpu.c(i, i32())).get_ptr()
+                nvvm.mbarrier_init(pointer, mgpu.c(count, i32()), predicate=leader)
+            instruction("fence.mbarrier_init.release.cluster;")
+            instruction("barrier.cluster.arrive.relaxed.aligned;")
+            instruction("barrier.cluster.wait.aligned;")
 
         make(self.memory)
 
@@ -63,10 +63,10 @@ class Barriers:
             plgpu.barrier_wait(self.memory.at[i])
             return
 
-        @_inline(plgpu.RefType(), _SCALAR, _SCALAR)
+        @_inline(plgpu.RefType(), SCALAR, SCALAR)
         def wait(_: Any, words: Any, i: Any, use: Any) -> None:
-            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(use))
-            _barrier(words, _value(i)).wait_parity(odd)
+            odd = arith.trunci(ir.IntegerType.get_signless(1), word(use))
+            barrier_at(words, word(i)).wait_parity(odd)
 
         wait(self.memory, jnp.asarray(i, jnp.int32), jnp.asarray(use, jnp.int32))
 
@@ -75,11 +75,11 @@ class Barriers:
             plgpu.barrier_arrive(self.memory.at[i])
             return
 
-        @_inline(plgpu.RefType(), _SCALAR)
+        @_inline(plgpu.RefType(), SCALAR)
         def arrive(_: Any, words: Any, i: Any) -> None:
-            _ptx("bar.warp.sync 0xffffffff;")
+            instruction("bar.warp.sync 0xffffffff;")
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            _barrier(words, _value(i)).arrive(predicate=lane)
+            barrier_at(words, word(i)).arrive(predicate=lane)
 
         arrive(self.memory, jnp.asarray(i, jnp.int32))
 
@@ -95,14 +95,14 @@ class Barriers:
         starts = [jnp.asarray(start, jnp.int32) for start in starts]
         size = math.prod(n or 1 for n in sizes) * jnp.dtype(source.dtype).itemsize
         tiles = (plgpu.TilingTransform(_TILING), plgpu.SwizzleTransform(128))
-        types = [_SCALAR] * len(starts)
+        types = [SCALAR] * len(starts)
 
-        @_inline(plgpu.RefType(), _SCALAR, plgpu.RefType(), types, plgpu.RefType(transforms=tiles))
+        @_inline(plgpu.RefType(), SCALAR, plgpu.RefType(), types, plgpu.RefType(transforms=tiles))
         def start(context: Any, words: Any, i: Any, source: Any, starts: Any, target: Any) -> None:
-            barrier = _barrier(words, _value(i))
+            barrier = barrier_at(words, word(i))
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             barrier.arrive_expect_tx(size, predicate=leader)
-            places = [arith.index_cast(ir.IndexType.get(), _value(start)) for start in starts]
+            places = [arith.index_cast(ir.IndexType.get(), word(start)) for start in starts]
             context.async_copy(
                 src_ref=source,
                 dst_ref=target,
@@ -123,21 +123,3 @@ class Barriers:
 
 def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
     return plgpu.inline_mgpu(arg_types=arguments)
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _value(scalar: Any) -> Any:
-    return scalar.registers.flat[0]
-
-
-def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
-    phases: Any = None  # who waits knows them
-    return mgpu.BarrierRef(mgpu_utils.memref_ptr(words), i, phases, 1)
-
-
-def _ptx(text: str) -> None:
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)

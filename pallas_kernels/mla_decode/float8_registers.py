@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -29,6 +28,7 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
 )
 from pallas_kernels.mla_decode.schedule import BLOCK
+from pallas_kernels.mosaic_ir import SCALAR, array, asm, const, i32, i64
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # of a warp
@@ -39,7 +39,6 @@ _ROPE_COPIES = _TOKENS // 4  # of a thread: 8 threads copy a token's 128 bytes
 _WORDS = plgpu.Layout.WGMMA
 _LONE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 _TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def _words(loads: int) -> Any:
@@ -57,24 +56,25 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
         ),
     )
     def fetch(_: Any, page: Any):
-        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         warp, lane = _warp_and_lane()
-        first = arith.muli(warp, _c(_TOKENS))
+        first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
         column = arith.ori(
-            arith.shli(arith.shrui(lane, _c(3)), _c(6)), arith.shli(_low(lane, 2), _c(4))
+            arith.shli(arith.shrui(lane, const(3)), const(6)),
+            arith.shli(_low(lane, 2), const(4)),
         )
-        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), column))
+        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
         words = [w for i in range(_PAIRS) for w in _load(at, half * HALF + i * 2 * TOKEN_BYTES)]
         # Each of the 32 scales of 16 tokens and 2 groups in one thread.
         token = arith.addi(first, _low(lane, 4))
-        group = arith.shli(arith.shrui(lane, _c(4)), _c(2))
-        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), group))
+        group = arith.shli(arith.shrui(lane, const(4)), const(2))
+        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), group))
         offset = SCALES_AT + half * 4 * (HALF // GROUP)
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
-        scale = _asm(text, "=r,l", at, result=_i32(), effects=True)
-        lone = vector.broadcast(ir.VectorType.get((1,), _i32()), scale)
-        return _pairs(words), _array([lone], (128,), _LONE_WORD)
+        scale = asm(text, "=r,l", at, result=i32(), effects=True)
+        lone = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
+        return _pairs(words), array([lone], (128,), _LONE_WORD, is_signed=True)
 
     return fetch(page)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
 
@@ -84,11 +84,14 @@ def announce_rope(page: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def announce(_: Any, page: Any):
-        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         thread = _low(mgpu.utils.thread_idx(), 7)
-        token, end = arith.shrui(thread, _c(1)), arith.muli(_low(thread, 1), _c(2 * ROPE - 16))
-        at = _moved(base, arith.addi(arith.muli(token, _c(TOKEN_BYTES)), end))
-        _asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", at, effects=True)
+        token, end = (
+            arith.shrui(thread, const(1)),
+            arith.muli(_low(thread, 1), const(2 * ROPE - 16)),
+        )
+        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
+        asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", at, effects=True)
 
     announce(page)  # pyright: ignore[reportCallIssue]
 
@@ -98,13 +101,13 @@ def copy_rope(tile: Any, page: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(_TILES, plgpu.RefType()))
     def copy(_: Any, tile: Any, page: Any):
-        base = llvm.ptrtoint(_i64(), mgpu.utils.memref_ptr(page))
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         warp, lane = _warp_and_lane()
-        token, piece = arith.shrui(lane, _c(3)), arith.shli(_low(lane, 3), _c(4))
-        row = arith.addi(arith.muli(warp, _c(_TOKENS)), token)
-        source = _moved(base, arith.addi(arith.muli(row, _c(TOKEN_BYTES)), piece))
-        row = arith.addi(arith.muli(warp, _c(2 * 1024)), arith.shli(token, _c(7)))
-        piece = arith.xori(piece, arith.shli(token, _c(4)))
+        token, piece = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
+        row = arith.addi(arith.muli(warp, const(_TOKENS)), token)
+        source = _moved(base, arith.addi(arith.muli(row, const(TOKEN_BYTES)), piece))
+        row = arith.addi(arith.muli(warp, const(2 * 1024)), arith.shli(token, const(7)))
+        piece = arith.xori(piece, arith.shli(token, const(4)))
         at = arith.addi(_shared(tile), arith.addi(row, piece))
         for i in range(_ROPE_COPIES):
             text = f"""{{
@@ -113,7 +116,7 @@ def copy_rope(tile: Any, page: Any) -> None:
                 cp.async.cg.shared.global [p + {(i // 2) * 1024 + (i % 2) * 512}],
                     [$1 + {ROPE_AT + i * 4 * TOKEN_BYTES}], 16;
             }}"""
-            _asm(text, "r,l", at, source, effects=True)
+            asm(text, "r,l", at, source, effects=True)
 
     copy(tile, page)  # pyright: ignore[reportCallIssue]
 
@@ -123,7 +126,7 @@ def rope_copied() -> None:
 
     @plgpu.inline_mgpu()
     def wait(_: Any):
-        _asm("cp.async.wait_all;", "", effects=True)
+        asm("cp.async.wait_all;", "", effects=True)
 
     wait()  # pyright: ignore[reportCallIssue]
 
@@ -135,7 +138,7 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
     bfloat16. A NaN of float8 becomes 480 times its scale.
     """
 
-    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS, _LONE_WORD, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS, _LONE_WORD, SCALAR))
     def store(_: Any, tile: Any, words: Any, scales: Any, tokens: Any):
         warp, lane = _warp_and_lane()
         word = vector.extract(
@@ -143,7 +146,7 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
             dynamic_position=[],
             static_position=ir.DenseI64ArrayAttr.get([0]),
         )
-        token = arith.addi(arith.muli(warp, _c(_TOKENS)), _low(lane, 4))
+        token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
         # Two copies of the scale, times 2^120: a float8's bits as bfloat16's are 2^-120 as large.
         text = """{
             .reg .f32 s; .reg .pred p;
@@ -153,20 +156,20 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
             selp.f32 s, s, 0f00000000, p;
             cvt.rn.bf16x2.f32 $0, s, s;
         }"""
-        scale = _asm(text, "=r,r,r,r", word, token, tokens.registers.item(), result=_i32())
+        scale = asm(text, "=r,r,r,r", word, token, tokens.registers.item(), result=i32())
         odd = _bit(lane, 2)
-        holder = arith.ori(arith.andi(lane, _c(16)), odd)  # of the scale of the first pair
-        row = arith.addi(arith.muli(warp, _c(2 * 4 * 1024)), arith.shli(odd, _c(7)))
-        column = arith.shli(arith.shrui(lane, _c(3)), _c(10))
-        piece = arith.ori(arith.shli(_low(lane, 2), _c(5)), arith.shli(odd, _c(4)))
+        holder = arith.ori(arith.andi(lane, const(16)), odd)  # of the scale of the first pair
+        row = arith.addi(arith.muli(warp, const(2 * 4 * 1024)), arith.shli(odd, const(7)))
+        column = arith.shli(arith.shrui(lane, const(3)), const(10))
+        piece = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
         at = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), piece))
         words = _singles(words)
         for first in range(0, _PAIRS, _TOGETHER):
             stores = []
             for i in range(first, first + _TOGETHER):
                 text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-                source = arith.addi(holder, _c(2 * i))
-                factor = _asm(text, "=r,r,r", scale, source, result=_i32(), effects=True)
+                source = arith.addi(holder, const(2 * i))
+                factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
                 for j in range(2):
                     two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
                     four = [_times(word, factor, pair) for word in two for pair in range(2)]
@@ -198,55 +201,37 @@ def show(interpret: Any = None) -> None:
 
     @plgpu.inline_mgpu()
     def fence(_: Any):
-        _asm("fence.proxy.async.shared::cta;", "", effects=True)
+        asm("fence.proxy.async.shared::cta;", "", effects=True)
 
     fence()  # pyright: ignore[reportCallIssue]
 
 
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _i64() -> Any:
-    return ir.IntegerType.get_signless(64)
-
-
-def _c(value: int) -> Any:
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
-
-
-def _asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
-    return llvm.inline_asm(
-        result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
-    )
-
-
 def _warp_and_lane() -> tuple[Any, Any]:
     thread = mgpu.utils.thread_idx()
-    return arith.andi(arith.shrui(thread, _c(5)), _c(3)), arith.andi(thread, _c(31))
+    return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
 
 
 def _low(x: Any, bits: int) -> Any:
-    return arith.andi(x, _c(2**bits - 1))
+    return arith.andi(x, const(2**bits - 1))
 
 
 def _bit(x: Any, number: int) -> Any:
-    return _low(arith.shrui(x, _c(number)), 1)
+    return _low(arith.shrui(x, const(number)), 1)
 
 
 def _moved(pointer: Any, bytes_: Any) -> Any:
-    return arith.addi(pointer, arith.extui(_i64(), bytes_))
+    return arith.addi(pointer, arith.extui(i64(), bytes_))
 
 
 def _shared(tile: Any) -> Any:
-    return llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
 
 
 def _load(pointer: Any, offset: int) -> list[Any]:
     text = f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    four = llvm.StructType.get_literal([_i32()] * 4)
-    loaded = _asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
-    return [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
+    four = llvm.StructType.get_literal([i32()] * 4)
+    loaded = asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
+    return [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
 
 
 def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
@@ -258,7 +243,7 @@ def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
         names = ", ".join(f"${len(words) + i + 1}" for i in range(4))
         text.append(f"xor.b32 p, $0, {flipped}; st.shared.v4.b32 [p + {offset}], {{{names}}};")
         words += four
-    _asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
+    asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
 
 
 def _times(word: Any, factor: Any, pair: int) -> Any:
@@ -274,22 +259,13 @@ def _times(word: Any, factor: Any, pair: int) -> Any:
         and.b32 w, w, 0x87F087F0;
         mul.rn.bf16x2 $0, w, $2;
     }""".replace("BYTES", "0xB3A2" if pair else "0x9180")
-    return _asm(text, "=r,r,r", word, factor, result=_i32())
-
-
-def _array(registers: list[Any], shape: tuple[int, ...], layout: Any) -> Any:
-    layout = layout.to_mgpu()
-    found = np.empty(len(registers), dtype=object)
-    found[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=found.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=True
-    )
+    return asm(text, "=r,r,r", word, factor, result=i32())
 
 
 def _pairs(words: list[Any]) -> Any:
-    two = ir.VectorType.get((2,), _i32())
+    two = ir.VectorType.get((2,), i32())
     pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
-    return _array(pairs, (64, 2 * len(words)), _WORDS)
+    return array(pairs, (64, 2 * len(words)), _WORDS, is_signed=True)
 
 
 def _singles(words: Any) -> list[Any]:
