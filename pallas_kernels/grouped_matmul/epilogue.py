@@ -20,6 +20,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.block_quant.reference import FLOAT8, FLOAT8_MAX, SMALLEST_AMAX
+from pallas_kernels.mosaic_ir import (
+    REF,
+    SCALAR,
+    asm,
+    const,
+    i64,
+    inline,
+    warp_and_lane,
+    wgmma_row,
+    word,
+)
 
 ROWS = 64  # of a warpgroup at once
 _STORES = (32, 16, 8, 4, 2, 1)  # rows of the stores that write fewer
@@ -115,26 +126,19 @@ def store_scales(
             first = jnp.asarray(done, jnp.int32)
             out[pl.ds(row + first, rows), column] = lax.dynamic_slice(scales, (first,), (rows,))
 
-        return _in_parts(keep, (ROWS, *_STORES), store)
-    scalar = plgpu.Layout.WG_SPLAT(())
+        _in_parts(keep, (ROWS, *_STORES), store)
+        return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW, scalar, scalar, scalar))
-    def write(_: Any, out: Any, scales: Any, keep: Any, row: Any, column: Any) -> None:
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    @inline(REF, _ROW, SCALAR, SCALAR, SCALAR)
+    def write(out: Any, scales: Any, keep: Any, row: Any, column: Any) -> None:
         columns = ir.MemRefType(out.type).shape[1]
-
-        def constant(value: int) -> Any:
-            return arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-        thread = arith.andi(mgpu.utils.thread_idx(), constant(127))
-        warp, lane = arith.shrui(thread, constant(5)), arith.andi(thread, constant(31))
-        mine = arith.addi(arith.muli(warp, constant(16)), arith.shrui(lane, constant(2)))
-        fourth = arith.andi(lane, constant(3))  # of those who hold this row; the first writes
-        start = mgpu.utils.memref_ptr(out)
+        _, lane = warp_and_lane()
+        fourth = arith.andi(lane, const(3))  # of those who hold this row; the first writes
+        mine, start = wgmma_row(), mgpu.utils.memref_ptr(out)
         for half, register in enumerate(scales.registers.flat):
-            r = arith.addi(mine, constant(8 * half))
-            place = arith.muli(arith.addi(row.registers.item(), r), constant(columns))
-            place = arith.addi(place, column.registers.item())
+            r = arith.addi(mine, const(8 * half))
+            place = arith.muli(arith.addi(word(row), r), const(columns))
+            place = arith.addi(place, word(column))
             to = mgpu.utils.getelementptr(start, [place], ir.F32Type.get())
             value = vector.extract(register, dynamic_position=[], static_position=[0])
             text = """{
@@ -143,8 +147,7 @@ def store_scales(
                 setp.eq.and.s32 p, $4, 0, p;
                 @p st.global.f32 [$0], $1;
             }"""
-            words = [llvm.ptrtoint(i64, to), value, r, keep.registers.item(), fourth]
-            void = ir.Type.parse("!llvm.void")
-            llvm.inline_asm(void, words, text, "l,f,r,r,r,~{memory}", has_side_effects=True)
+            words = llvm.ptrtoint(i64(), to), value, r, word(keep), fourth
+            asm(text, "l,f,r,r,r,~{memory}", *words, effects=True)
 
-    return write(out, scales, keep, row, column)  # pyright: ignore[reportCallIssue]
+    write(out, scales, keep, row, column)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_ir import SCALAR, array, asm, const, i32, i64
+from pallas_kernels.mosaic_ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 
 
 def _lane_row(parts: int):
@@ -27,9 +27,7 @@ def _lane_row(parts: int):
     of two rows at once; that these be rows r and r + 4 puts them into different banks, hence bits 0
     and 2 change places. 64-byte rows lie one after the other.
     """
-    thread = mgpu.utils.thread_idx()
-    lane = arith.andi(thread, const(31))
-    warp = arith.andi(arith.shrui(thread, const(5)), const(3))
+    warp, lane = warp_and_lane()
     q = arith.shrui(lane, const(2))
     if parts == 2:
         low, high = arith.andi(q, const(1)), arith.shrui(q, const(2))
@@ -120,13 +118,13 @@ def unpack(words: Any, format: str, p: int, parts: int) -> tuple[jax.Array, ...]
     blocks = 2 if format == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_swizzle(parts)),), return_type=(result,) * blocks)
-    def read(ctx, ref):
+    @inline(plgpu.RefType(_swizzle(parts)), returns=(result,) * blocks)
+    def read(ref):
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
         flat = [llvm.bitcast(bf16x2, r) for of in _read(ref, format, p, parts) for r in of]
         return tuple(array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(blocks))
 
-    return read(words)  # pyright: ignore[reportCallIssue]
+    return read(words)
 
 
 def _swizzle(parts: int) -> tuple:
@@ -143,11 +141,12 @@ def multiply(words: Any, x: Any, format: str, of: range, parts: int, c: int) -> 
     memory, each warp its 16 rows."""
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_swizzle(parts)), plgpu.RefType(_swizzle(2))),
-        return_type=plgpu.ShapeDtypeStruct((64, c), jnp.float32, layout=layout),
+    @inline(
+        plgpu.RefType(_swizzle(parts)),
+        plgpu.RefType(_swizzle(2)),
+        returns=plgpu.ShapeDtypeStruct((64, c), jnp.float32, layout=layout),
     )
-    def product(ctx, words, x):
+    def product(words, x):
         f32 = ir.F32Type.get()
         # Lane l points at 16 bytes of row l % 8: the l // 8th eight columns of 32.
         lane = arith.andi(mgpu.utils.thread_idx(), const(31))
@@ -182,15 +181,15 @@ def multiply(words: Any, x: Any, format: str, of: range, parts: int, c: int) -> 
         flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
         return array(flat, (64, c), layout)
 
-    return product(words, x)  # pyright: ignore[reportCallIssue]
+    return product(words, x)
 
 
 def hold(*arrays: jax.Array) -> None:
     """Reads arrays, to no effect that ptxas could know of: stores that no thread makes, by fours
     as the product takes them."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(arrays))
-    def read(ctx, *arrays):
+    @inline(*(plgpu.Layout.WGMMA for _ in arrays))
+    def read(*arrays):
         words = [llvm.bitcast(i32(), r) for a in arrays for r in a.registers.flat]
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
@@ -212,11 +211,8 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
     """float32 [64] of one column of scales in global memory."""
     layout = plgpu.Layout.WGMMA.reduce(1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout),
-    )
-    def read(ctx, ref):
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout))
+    def read(ref):
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = _lane_row(parts)
@@ -234,14 +230,14 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
             found.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
         return array(found, (64,), layout)
 
-    return read(scales)  # pyright: ignore[reportCallIssue]
+    return read(scales)
 
 
 def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
     """Writes the first ``rows`` columns of bfloat16 [64, c] to rows of [c, 64] in global memory."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR))
-    def write(ctx, ref, values, rows):
+    @inline(REF, plgpu.Layout.WGMMA, SCALAR)
+    def write(ref, values, rows):
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         rows = rows.registers.item()
@@ -263,7 +259,7 @@ def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
                     }}"""
                     asm(text, "l,r,r,r", llvm.ptrtoint(i64(), at), pair, m, rows, effects=True)
 
-    write(out, values, rows)  # pyright: ignore[reportCallIssue]
+    write(out, values, rows)
 
 
 def plain(bytes_: jax.Array, format: str) -> jax.Array:

@@ -58,11 +58,11 @@ from pallas_kernels.grouped_matmul.ring import (
     Position,
     Ring,
     Turns,
-    first_warp,
 )
 from pallas_kernels.grouped_matmul.row_scales import row_scales
 from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.mosaic_ir import first_warp
 
 SCALE_BLOCK = 128
 _ATOM = 128  # bytes: a row of a swizzled tile

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
-from pallas_kernels.mosaic_ir import SCALAR, barrier_at, i32, instruction, word
+from pallas_kernels.mosaic_ir import (
+    REF,
+    SCALAR,
+    barrier_at,
+    copy_window,
+    i32,
+    inline,
+    instruction,
+    parts_of,
+    word,
+)
 
 _WARPS = 4  # of a warpgroup
 _EMPTIERS = 2  # warpgroups that release
@@ -47,22 +57,6 @@ class Copy(NamedTuple):
     """An index or a ``pl.ds`` of each axis."""
     target: Any
     swizzle: int | None
-
-    @property
-    def sizes(self) -> list[int | None]:
-        return [i.size if isinstance(i, pl.Slice) else None for i in self.window]  # pyright: ignore
-
-    @property
-    def starts(self) -> list[jax.Array]:
-        starts = [i.start if isinstance(i, pl.Slice) else i for i in self.window]
-        return [jnp.asarray(i, jnp.int32) for i in starts]
-
-    @property
-    def bytes(self) -> int:
-        size = jnp.dtype(self.source.dtype).itemsize
-        for n in self.sizes:
-            size *= n or 1
-        return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +170,7 @@ class LeaderBarriers(Ring):
     def initialise(self) -> None:
         stages, releases = self.stages, _EMPTIERS * _WARPS
 
-        @_inline(plgpu.RefType())
+        @inline(REF)
         def make(words: Any) -> None:
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
             for i in range(2 * stages):
@@ -190,35 +184,36 @@ class LeaderBarriers(Ring):
 
     def fill(self, at: Position, copies: Sequence[Copy]) -> None:
         self.wait_empty(at)
-        size = sum(copy.bytes for copy in copies)
-        starts = [copy.starts for copy in copies]
+        windows = [parts_of(copy.window) for copy in copies]
+        starts, sizes = [starts for starts, _ in windows], [sizes for _, sizes in windows]
+        bytes_ = sum(
+            math.prod(n or 1 for n in each) * jnp.dtype(copy.source.dtype).itemsize
+            for copy, each in zip(copies, sizes, strict=True)
+        )
         targets = [
             plgpu.RefType(transforms=(plgpu.SwizzleTransform(c.swizzle),) if c.swizzle else ())
             for c in copies
         ]
-        types = (
-            [plgpu.RefType() for _ in copies], targets, [[SCALAR] * len(each) for each in starts],
-        )  # fmt: skip
+        types = [REF for _ in copies], targets, [[SCALAR] * len(each) for each in starts]
 
         def start(context: Any, words: Any, slot: Any, sources: Any, targets: Any, starts: Any):
             barrier, leader = barrier_at(words, word(slot)), _leader()
-            barrier.arrive_expect_tx(size, predicate=leader)
-            for copy, source, target, each in zip(copies, sources, targets, starts, strict=True):
-                indices = [arith.index_cast(ir.IndexType.get(), word(i)) for i in each]
-                context.async_copy(
-                    src_ref=source,
-                    dst_ref=target,
-                    gmem_slice=tuple(
-                        i if n is None else mgpu.ds(i, n)
-                        for i, n in zip(indices, copy.sizes, strict=True)
-                    ),
+            barrier.arrive_expect_tx(bytes_, predicate=leader)
+            for copy, source, target, begin, shape in zip(
+                copies, sources, targets, starts, sizes, strict=True
+            ):
+                copy_window(
+                    context,
+                    source,
+                    begin,
+                    shape,
+                    target,
                     barrier=barrier,
                     swizzle=copy.swizzle,
-                    arrive=False,
                     predicate=leader,
                 )
 
-        inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, *types))(start)
+        inlined: Any = plgpu.inline_mgpu(arg_types=(REF, SCALAR, *types))(start)
         inlined(
             self.memory, at.slot, [c.source for c in copies], [c.target for c in copies], starts
         )
@@ -230,7 +225,7 @@ class LeaderBarriers(Ring):
         self._wait(at.slot, at.phase)
 
     def _wait(self, barrier: jax.Array, phase: jax.Array) -> None:
-        @_inline(plgpu.RefType(), SCALAR, SCALAR)
+        @inline(REF, SCALAR, SCALAR)
         def wait(words: Any, barrier: Any, phase: Any) -> None:
             odd = arith.trunci(ir.IntegerType.get_signless(1), word(phase))
             barrier_at(words, word(barrier)).wait_parity(odd)
@@ -238,11 +233,9 @@ class LeaderBarriers(Ring):
         wait(self.memory, barrier, phase)
 
     def release(self, at: Position) -> None:
-        @_inline(plgpu.RefType(), SCALAR)
+        @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
-            instruction(
-                "bar.warp.sync 0xffffffff;"
-            )  # the arriving thread speaks for its warp's reads
+            instruction("bar.warp.sync 0xffffffff;")  # who arrives speaks for its warp's reads
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             barrier_at(words, word(barrier)).arrive(predicate=lane)
 
@@ -268,39 +261,12 @@ class Turns:
             _hardware_barrier("bar.arrive", _FIRST_TURN + 1 - warpgroup)
 
 
-def first_warp(on_gpu: bool) -> jax.Array | bool:
-    """Whether the thread is of its warpgroup's first warp; the interpreter has no warps."""
-    if not on_gpu:
-        return True
-
-    @plgpu.inline_mgpu(
-        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
-    )
-    def compare(_: Any) -> Any:
-        warp = mgpu_utils.warp_idx()
-        first = arith.cmpi(
-            arith.CmpIPredicate.eq, arith.remui(warp, mgpu.c(_WARPS, i32())), mgpu.c(0, i32())
-        )
-        return mgpu.FragmentedArray.splat(first, (), is_signed=False)
-
-    return compare()  # pyright: ignore[reportCallIssue]: the context is Mosaic's
-
-
-def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
-    """plgpu.inline_mgpu for functions that ask nothing of the launch context."""
-
-    def decorate(function: Callable[..., None]) -> Any:
-        return plgpu.inline_mgpu(arg_types=arguments)(lambda _, *args: function(*args))
-
-    return decorate
-
-
 def _leader() -> Any:
     return mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
 
 
 def _hardware_barrier(kind: str, barrier: jax.Array) -> None:
-    @_inline(SCALAR)
+    @inline(SCALAR)
     def apply(barrier: Any) -> None:
         instruction(f"{kind} $0, {_EMPTIERS * _WARPS * 32};", word(barrier))
 

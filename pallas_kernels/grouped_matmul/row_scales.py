@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_ir import SCALAR, array, const, word
+from pallas_kernels.mosaic_ir import REF, SCALAR, array, const, inline, wgmma_row, word
 
 ROWS = 64
 _LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -37,19 +37,14 @@ def row_scales(
             jnp.minimum(first - start + jnp.arange(ROWS), held - 1)
         ]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_LAYOUT),
+    @inline(
+        REF, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_LAYOUT)
     )
-    def load(_: Any, scales: Any, first: Any, column: Any) -> Any:
+    def load(scales: Any, first: Any, column: Any) -> Any:
         f32 = ir.F32Type.get()
         columns = ir.MemRefType(scales.type).shape[1]
-
-        thread = arith.andi(mgpu.utils.thread_idx(), const(127))
-        warp, lane = arith.shrui(thread, const(5)), arith.andi(thread, const(31))
-        # A thread holds two rows of its warp's sixteen.
-        row = arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
-        start, found = mgpu.utils.memref_ptr(scales), []
+        row, start = wgmma_row(), mgpu.utils.memref_ptr(scales)
+        found = []
         for half in range(2):
             r = arith.addi(arith.addi(word(first), row), const(8 * half))
             r = arith.minui(r, const(rows - 1))
@@ -58,4 +53,4 @@ def row_scales(
             found.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
         return array(found, (ROWS,), _LAYOUT)
 
-    return load(scales, first, column)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+    return load(scales, first, column)

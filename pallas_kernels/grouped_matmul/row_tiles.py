@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.mosaic_ir import SCALAR, asm, const, i32
+from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline
 
 _LANES = 32
 _ALL = "0xffffffff"
@@ -50,7 +50,7 @@ class RowTiles:
         if not self.on_gpu:
             return jnp.sum(self._tiles(self.sizes[:]))
 
-        @_inline(plgpu.RefType())
+        @_inline(REF)
         def add(sizes: Any) -> tuple[Any, ...]:
             tiles = [self._tiles_of(size) for _, size in self._lanes_groups(sizes)]
             total = tiles[0]
@@ -65,7 +65,7 @@ class RowTiles:
         if not self.on_gpu:
             return self._locate(self.sizes[:], tile)
 
-        @_inline(plgpu.RefType(), SCALAR, results=3)
+        @_inline(REF, SCALAR, results=3)
         def find(sizes: Any, tile: Any) -> tuple[Any, ...]:
             tile, before = tile.registers.item(), const(0)
             groups = self._lanes_groups(sizes)
@@ -136,12 +136,12 @@ def _prefix_sums(values: list[Any]) -> list[Any]:
 
 
 def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
-    """plgpu.inline_mgpu for functions that return int32 scalars."""
+    """For functions that return int32 scalars."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
-        @plgpu.inline_mgpu(arg_types=arguments, return_type=(scalar,) * results)
-        def inlined(_: Any, *args: Any) -> Any:
+        @inline(*arguments, returns=(scalar,) * results)
+        def inlined(*args: Any) -> Any:
             layout = SCALAR.to_mgpu()
             return tuple(
                 mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)

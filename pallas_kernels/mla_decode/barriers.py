@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, nvvm
 
-from pallas_kernels.mosaic_ir import SCALAR, barrier_at, i32, instruction, word
+from pallas_kernels.mosaic_ir import (
+    REF,
+    SCALAR,
+    barrier_at,
+    copy_window,
+    i32,
+    inline,
+    instruction,
+    parts_of,
+    word,
+)
 
 WARPS = 4  # of a warpgroup
 _TILING = (8, 64)
@@ -46,8 +55,8 @@ class Barriers:
         if self.interpret is not None:
             return
 
-        @_inline(plgpu.RefType())
-        def make(_: Any, words: Any) -> None:
+        @inline(REF)
+        def make(words: Any) -> None:
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
             for i, count in enumerate(arrivals):
                 pointer = barrier_at(words, mgpu.c(i, i32())).get_ptr()
@@ -63,8 +72,8 @@ class Barriers:
             plgpu.barrier_wait(self.memory.at[i])
             return
 
-        @_inline(plgpu.RefType(), SCALAR, SCALAR)
-        def wait(_: Any, words: Any, i: Any, use: Any) -> None:
+        @inline(REF, SCALAR, SCALAR)
+        def wait(words: Any, i: Any, use: Any) -> None:
             odd = arith.trunci(ir.IntegerType.get_signless(1), word(use))
             barrier_at(words, word(i)).wait_parity(odd)
 
@@ -75,8 +84,8 @@ class Barriers:
             plgpu.barrier_arrive(self.memory.at[i])
             return
 
-        @_inline(plgpu.RefType(), SCALAR)
-        def arrive(_: Any, words: Any, i: Any) -> None:
+        @inline(REF, SCALAR)
+        def arrive(words: Any, i: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             barrier_at(words, word(i)).arrive(predicate=lane)
@@ -90,36 +99,27 @@ class Barriers:
             source = source.at[window]
             plgpu.copy_gmem_to_smem(source, target, self.memory.at[i], collective_axes=axis)
             return
-        sizes: list[Any] = [each.size if isinstance(each, pl.Slice) else None for each in window]
-        starts = [each.start if isinstance(each, pl.Slice) else each for each in window]
-        starts = [jnp.asarray(start, jnp.int32) for start in starts]
+        starts, sizes = parts_of(window)
         size = math.prod(n or 1 for n in sizes) * jnp.dtype(source.dtype).itemsize
         tiles = (plgpu.TilingTransform(_TILING), plgpu.SwizzleTransform(128))
-        types = [SCALAR] * len(starts)
+        types = REF, SCALAR, REF, [SCALAR] * len(starts), plgpu.RefType(transforms=tiles)
 
-        @_inline(plgpu.RefType(), SCALAR, plgpu.RefType(), types, plgpu.RefType(transforms=tiles))
         def start(context: Any, words: Any, i: Any, source: Any, starts: Any, target: Any) -> None:
             barrier = barrier_at(words, word(i))
             leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             barrier.arrive_expect_tx(size, predicate=leader)
-            places = [arith.index_cast(ir.IndexType.get(), word(start)) for start in starts]
-            context.async_copy(
-                src_ref=source,
-                dst_ref=target,
-                gmem_slice=tuple(
-                    place if n is None else mgpu.ds(place, n)
-                    for place, n in zip(places, sizes, strict=True)
-                ),
+            copy_window(
+                context,
+                source,
+                starts,
+                sizes,
+                target,
                 gmem_transform=(mgpu.TileTransform(_TILING),),
                 barrier=barrier,
                 swizzle=128,
-                arrive=False,
                 collective=None if axis is None else (gpu.Dimension.x,),
                 predicate=leader,
             )
 
-        start(self.memory, jnp.asarray(i, jnp.int32), source, starts, target)
-
-
-def _inline(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
-    return plgpu.inline_mgpu(arg_types=arguments)
+        inlined: Any = plgpu.inline_mgpu(arg_types=types)(start)
+        inlined(self.memory, jnp.asarray(i, jnp.int32), source, starts, target)

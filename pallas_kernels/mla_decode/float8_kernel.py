@@ -20,39 +20,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import ROPE, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
     announce_rope,
     copy_rope,
     fetch_half,
-    meet,
     rope_copied,
     show,
     store_half,
 )
+from pallas_kernels.mla_decode.kernel_parts import (
+    ACC,
+    LOG2E,
+    NO_SCORE,
+    ROW,
+    SLACK,
+    SLOTS,
+    TILE,
+    WGMMA,
+    masked_scores,
+    results,
+    row_vector,
+    tiles_of,
+)
 from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-
-TILE = 64  # query rows of a program: the M of one wgmma
-_SLOTS = 2
-_LOG2E = math.log2(math.e)
-_SLACK = 8.0  # a maximum stays until it is exceeded by more: P then reaches 2^8, and sums stand
-_NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
-
-_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a WGMMA tile
+from pallas_kernels.mosaic_ir import meet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +70,6 @@ class Config:
     late: bool = False
     """The next block's bytes are asked for when the whole block is stored, not half by half: its
     fences then have no loads to wait for."""
-
-    readers_fence: bool = False
-    """Those who read a block make it visible to the tensor cores, not those who wrote it: their
-    fence would also wait for the next block's bytes."""
 
 
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
@@ -136,8 +134,9 @@ def attend(
             end = jnp.where(b == last_row, plan_g[part, 3], plan_g[parts + b, 0])
             return b, plan_g[parts + b, 3], begin, end - begin
 
-        def row_vector(value):
-            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
+        mask: Any = {
+            "queries": queries, "heads": heads, "max_pages": max_pages, "first_row": lambda: m0
+        }  # fmt: skip
 
         def filling_warpgroup():
             plgpu.set_max_registers(config.registers[1], action="decrease")
@@ -176,7 +175,7 @@ def attend(
                 """Block n of the part to its slot, from registers; then the next one to them."""
                 slot = n & 1
 
-                @pl.when(n >= _SLOTS)
+                @pl.when(n >= SLOTS)
                 def _():
                     for half in range(2):
                         plgpu.barrier_wait(kv_free(slot, half))
@@ -194,8 +193,7 @@ def attend(
                     store_half(v_s.at[slot, half], words, scales, tokens)
                     if half:
                         rope_copied()
-                    if not config.readers_fence:
-                        show()
+                    show()
                     arrive_once(kv_full(slot, half))
                     if not config.late:
                         held[mine] = fetch_half(kv_g.at[next_page], half)
@@ -234,7 +232,7 @@ def attend(
                 done = lax.fori_loop(0, row_count, run_segment, carry)[0]
                 # Nobody leaves before all that is still to arrive at its barriers has come.
                 plgpu.barrier_wait(q_free)
-                for slot in range(_SLOTS):
+                for slot in range(SLOTS):
 
                     @pl.when(done > slot)
                     def _(slot=slot):
@@ -246,15 +244,6 @@ def attend(
             plgpu.set_max_registers(config.registers[0], action="increase")
             other = 1 - own
 
-            def masked_scores(s, length, block):
-                column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=_WGMMA)
-                seen = length - (queries - 1) - block * BLOCK
-                end = max_pages * BLOCK - block * BLOCK
-                if queries > 1:
-                    m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_WGMMA)
-                    seen = seen + lax.div(m + m0, jnp.int32(heads))
-                return jnp.where(column < jnp.minimum(seen, end), s, -jnp.inf)
-
             def add_scores(acc, k, halves=(0, 1)):
                 # Zero, but not to the compiler: it would else compute the descriptors before the
                 # loop, and keep them in registers.
@@ -262,8 +251,6 @@ def attend(
                 slot = own + zero
                 for half in halves:
                     plgpu.barrier_wait(kv_full(own, half))
-                    if config.readers_fence:
-                        show(interpret)
                     keys = v_s.at[slot, half].transpose((1, 0))
                     plgpu.wgmma(acc, ql_s.at[half + zero], keys)
                 if 1 in halves:
@@ -274,7 +261,7 @@ def attend(
                     add_scores(acc, k, halves)
                     return acc[...]
 
-                return pl.run_scoped(multiply, _ACC((TILE, BLOCK), jnp.float32))
+                return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
 
             def add_values(acc, slot):
                 """acc + P V."""
@@ -285,7 +272,7 @@ def attend(
                     plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, own])
                     return acc_ref[...]
 
-                added = pl.run_scoped(multiply, _ACC((TILE, HALF), jnp.float32))
+                added = pl.run_scoped(multiply, ACC((TILE, HALF), jnp.float32))
                 return added if interpret is None else acc + added
 
             def softmax(s, before, length, block, own_max, total):
@@ -293,16 +280,18 @@ def attend(
                 whole = length - (queries - 1)  # tokens that every query sees
                 whole = jnp.minimum(whole, max_pages * BLOCK)
                 s = lax.cond(
-                    (block + 1) * BLOCK <= whole, lambda: s, lambda: masked_scores(s, length, block)
+                    (block + 1) * BLOCK <= whole,
+                    lambda: s,
+                    lambda: masked_scores(s, length, block, **mask),
                 )
-                top = s.max(axis=1) * (scale * _LOG2E)
-                running = jnp.where(top > before + _SLACK, top, before)
+                top = s.max(axis=1) * (scale * LOG2E)
+                running = jnp.where(top > before + SLACK, top, before)
                 alpha = jnp.exp2(before - running)
                 max_s[own] = running
                 alpha_s[own] = alpha
                 plgpu.barrier_arrive(max_ready.at[own])
                 p = jnp.exp2(
-                    s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
+                    s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
                 rope_s[own] = p.astype(jnp.bfloat16)
                 show(interpret)
@@ -314,8 +303,8 @@ def attend(
                 b, length, begin, count = segment(i)
                 first = (own + done) & 1
                 mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
-                zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), _WGMMA)
-                nothing = zeros, row_vector(_NO_SCORE), row_vector(0.0)
+                zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
+                nothing = zeros, row_vector(NO_SCORE), row_vector(0.0)
                 plgpu.barrier_wait(q_full)
 
                 def first_block():
@@ -327,7 +316,7 @@ def attend(
                         plgpu.barrier_wait(max_ready.at[other])
 
                     acc, *sums = nothing
-                    sums = softmax(s, row_vector(_NO_SCORE), length, begin, *sums)[1:]
+                    sums = softmax(s, row_vector(NO_SCORE), length, begin, *sums)[1:]
                     return finish_last(add_values(acc, own), count > 1), *sums
 
                 def finish_last(acc, more):
@@ -344,13 +333,13 @@ def attend(
 
                     def rescaled():
                         plgpu.barrier_wait(max_ready.at[other])
-                        alpha = plgpu.layout_cast(alpha_s[other], _ROW)
+                        alpha = plgpu.layout_cast(alpha_s[other], ROW)
                         scaled = scale_rows(acc, alpha, interpret=interpret)
                         plgpu.barrier_wait(p_ready(other))
                         return scaled
 
                     def soft(s):
-                        before = plgpu.layout_cast(max_s[other], _ROW)
+                        before = plgpu.layout_cast(max_s[other], ROW)
                         return softmax(s, before, length, begin + j, *sums)
 
                     before, behind = (0, 1)[: config.ahead], (0, 1)[config.ahead :]
@@ -369,8 +358,8 @@ def attend(
                     if interpret is None:
                         acc, alpha, *sums = pl.run_scoped(
                             overlapped,
-                            _ACC((TILE, BLOCK), jnp.float32),
-                            _ACC((TILE, HALF), jnp.float32),
+                            ACC((TILE, BLOCK), jnp.float32),
+                            ACC((TILE, HALF), jnp.float32),
                         )
                         if not behind:
                             arrive_once(kv_free(other, own))
@@ -391,7 +380,7 @@ def attend(
                 def add_last():
                     """The segment's last block, if it is not mine."""
                     plgpu.barrier_wait(p_ready(other))
-                    alpha = plgpu.layout_cast(alpha_s[other], _ROW)
+                    alpha = plgpu.layout_cast(alpha_s[other], ROW)
                     return add_values(scale_rows(acc, alpha, interpret=interpret), other)
 
                 slot = (done + count - 1) & 1
@@ -407,8 +396,8 @@ def attend(
                 sum_max_s[own], sum_s[own] = own_max, own_sum
                 plgpu.barrier_arrive(sum_ready)
                 plgpu.barrier_wait(sum_ready)
-                maxima = [plgpu.layout_cast(sum_max_s[k], _ROW) for k in range(2)]
-                sums = [plgpu.layout_cast(sum_s[k], _ROW) for k in range(2)]
+                maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
+                sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
                 plgpu.barrier_arrive(sum_free)
                 top = jnp.maximum(*maxima)
                 total = sums[0] * jnp.exp2(maxima[0] - top) + sums[1] * jnp.exp2(maxima[1] - top)
@@ -418,7 +407,7 @@ def attend(
 
                 @pl.when(own == 0)
                 def _():
-                    lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
+                    lse = (top + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
                     plgpu.commit_smem()
 
@@ -465,29 +454,19 @@ def attend(
         for own in range(2):  # each its own code, whose addresses are then constants
             pl.when(wg == own)(functools.partial(computing_warpgroup, own))
 
-    def tiles_of(*shape):
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
-    padded, f32 = tiles * TILE, jnp.float32
     out, lse, *pieces = plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((B, M, LATENT), jnp.bfloat16),
-            jax.ShapeDtypeStruct((B, M), f32),
-            jax.ShapeDtypeStruct((2 * parts, padded, LATENT), f32),
-            jax.ShapeDtypeStruct((2 * parts, padded), f32),
-        ],
+        out_type=results(B, M, parts),
         scratch_types=[
             tiles_of(2, TILE, HALF),
             tiles_of(TILE, ROPE),
-            tiles_of(_SLOTS, 2, BLOCK, HALF),
-            tiles_of(_SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
+            tiles_of(SLOTS, 2, BLOCK, HALF),
+            tiles_of(SLOTS, BLOCK, ROPE),
+            plgpu.SMEM((9, TILE), jnp.float32),  # one array: each is rounded up to 1 KiB
             plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=_SLOTS),
+            plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=2, num_barriers=3),
-            plgpu.ClusterBarrier(collective_axes=("one",), num_barriers=5 * _SLOTS),
+            plgpu.ClusterBarrier(collective_axes=("one",), num_barriers=5 * SLOTS),
         ],
         # The last axis runs fastest: tiles that read the same pages run together.
         grid=(parts, tiles),

@@ -28,7 +28,7 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
 )
 from pallas_kernels.mla_decode.schedule import BLOCK
-from pallas_kernels.mosaic_ir import SCALAR, array, asm, const, i32, i64
+from pallas_kernels.mosaic_ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # of a warp
@@ -48,16 +48,12 @@ def _words(loads: int) -> Any:
 def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
     """Bytes of 256 latent columns of a page [64, 656] in global memory, and their scales."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=(
-            _words(_PAIRS),
-            plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LONE_WORD),
-        ),
-    )
-    def fetch(_: Any, page: Any):
+    scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LONE_WORD)
+
+    @inline(REF, returns=(_words(_PAIRS), scale_words))
+    def fetch(page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
         column = arith.ori(
@@ -76,14 +72,14 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
         lone = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
         return _pairs(words), array([lone], (128,), _LONE_WORD, is_signed=True)
 
-    return fetch(page)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+    return fetch(page)
 
 
 def announce_rope(page: Any) -> None:
     """A page's [64, 656] rope keys are wanted in the L2 cache."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def announce(_: Any, page: Any):
+    @inline(REF)
+    def announce(page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         thread = _low(mgpu.utils.thread_idx(), 7)
         token, end = (
@@ -93,16 +89,16 @@ def announce_rope(page: Any) -> None:
         at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
         asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", at, effects=True)
 
-    announce(page)  # pyright: ignore[reportCallIssue]
+    announce(page)
 
 
 def copy_rope(tile: Any, page: Any) -> None:
     """Rope keys of a page [64, 656] to bfloat16 [64, 64] in shared memory; see rope_copied."""
 
-    @plgpu.inline_mgpu(arg_types=(_TILES, plgpu.RefType()))
-    def copy(_: Any, tile: Any, page: Any):
+    @inline(_TILES, REF)
+    def copy(tile: Any, page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         token, piece = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
         row = arith.addi(arith.muli(warp, const(_TOKENS)), token)
         source = _moved(base, arith.addi(arith.muli(row, const(TOKEN_BYTES)), piece))
@@ -118,17 +114,17 @@ def copy_rope(tile: Any, page: Any) -> None:
             }}"""
             asm(text, "r,l", at, source, effects=True)
 
-    copy(tile, page)  # pyright: ignore[reportCallIssue]
+    copy(tile, page)
 
 
 def rope_copied() -> None:
     """Waits for what this thread copied."""
 
-    @plgpu.inline_mgpu()
-    def wait(_: Any):
+    @inline()
+    def wait():
         asm("cp.async.wait_all;", "", effects=True)
 
-    wait()  # pyright: ignore[reportCallIssue]
+    wait()
 
 
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
@@ -138,9 +134,9 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
     bfloat16. A NaN of float8 becomes 480 times its scale.
     """
 
-    @plgpu.inline_mgpu(arg_types=(_TILES, _WORDS, _LONE_WORD, SCALAR))
-    def store(_: Any, tile: Any, words: Any, scales: Any, tokens: Any):
-        warp, lane = _warp_and_lane()
+    @inline(_TILES, _WORDS, _LONE_WORD, SCALAR)
+    def store(tile: Any, words: Any, scales: Any, tokens: Any):
+        warp, lane = warp_and_lane()
         word = vector.extract(
             scales.registers.item(),
             dynamic_position=[],
@@ -177,20 +173,7 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
                     stores.append((32 * (i % 4) + 16 * j, offset, four))
             _store_all(at, stores)
 
-    store(tile, words, scales, tokens)  # pyright: ignore[reportCallIssue]
-
-
-def meet(interpret: Any = None) -> None:
-    """The warpgroup's threads wait for each other, and for nothing that is under way in memory."""
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_: Any):
-        mgpu.utils.warpgroup_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]
+    store(tile, words, scales, tokens)
 
 
 def show(interpret: Any = None) -> None:
@@ -199,16 +182,11 @@ def show(interpret: Any = None) -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
-    def fence(_: Any):
+    @inline()
+    def fence():
         asm("fence.proxy.async.shared::cta;", "", effects=True)
 
-    fence()  # pyright: ignore[reportCallIssue]
-
-
-def _warp_and_lane() -> tuple[Any, Any]:
-    thread = mgpu.utils.thread_idx()
-    return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
+    fence()
 
 
 def _low(x: Any, bits: int) -> Any:

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.mla_decode import float8_kernel
-from pallas_kernels.mla_decode.float8_cache import TOKEN_BYTES
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
+from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_pieces
-from pallas_kernels.mla_decode.mosaic_gpu_kernel import LATENT, ROPE, TILE, Config, attend
+from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config, attend
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule, schedule
 
 

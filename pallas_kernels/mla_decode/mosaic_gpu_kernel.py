@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -29,27 +28,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.grouped_matmul.ring import first_warp
 from pallas_kernels.mla_decode.barriers import WARPS, Barriers
-from pallas_kernels.mla_decode.rescale import meet, publish, scale_rows
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.kernel_parts import (
+    ACC,
+    LOG2E,
+    NO_SCORE,
+    ROW,
+    SLACK,
+    SLOTS,
+    TILE,
+    WGMMA,
+    masked_scores,
+    results,
+    row_vector,
+    tiles_of,
+)
+from pallas_kernels.mla_decode.rescale import publish, scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
+from pallas_kernels.mosaic_ir import first_warp, meet
 
-LATENT, ROPE = 512, 64
-TILE = 64  # query rows of a program: the M of one wgmma
 _HALF = LATENT // 2  # latent columns that are fetched, multiplied and given back together
 _OWN = _HALF // 2  # of a half, a value warpgroup's output columns
-_SLOTS = 2
-_LOG2E = math.log2(math.e)
-_SLACK = 8.0  # a maximum stays until it is exceeded by more: P then reaches 2^8, and sums stand
 _COLUMNS = 8  # of a WGMMA tile of registers: the least that a slice can take
-_NO_SCORE = -1e30  # a maximum of nothing: finite, for -inf - -inf would be NaN
 
 # 4 * 128 registers a thread are the SM's: what the value warpgroups take, the others give.
 _VALUE_REGISTERS, _SCORE_REGISTERS = 160, 96
-
-_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a WGMMA tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ def attend(
             Barriers(each, interpret) for each in (query_barrier, ready, shared_ready)
         )
         loaded.initialise([3])
-        ready.initialise([1] * (3 * _SLOTS) + [WARPS] * (2 * _SLOTS))
+        ready.initialise([1] * (3 * SLOTS) + [WARPS] * (2 * SLOTS))
         shared_ready.initialise([2 * WARPS] * 3)
         if early:
             plgpu.griddepcontrol_launch_dependents()
@@ -128,10 +132,10 @@ def attend(
             return slot * 3 + half
 
         def max_ready(slot):
-            return 3 * _SLOTS + slot
+            return 3 * SLOTS + slot
 
         def p_ready(slot):
-            return 4 * _SLOTS + slot
+            return 4 * SLOTS + slot
 
         q_free, sum_ready, sum_free = range(3)  # use i of each is the part's i-th row
 
@@ -148,8 +152,9 @@ def attend(
             end = jnp.where(b == last_row, end_block, blocks)
             return b, begin, end - begin, end == blocks
 
-        def row_vector(value):
-            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), _ROW)
+        mask: Any = {
+            "queries": queries, "heads": heads, "max_pages": max_pages, "first_row": m0
+        }  # fmt: skip
 
         def score_warpgroup():
             plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
@@ -200,7 +205,7 @@ def attend(
 
                 for fresh in (True, False):
 
-                    @pl.when((first < count) & ((done + first < _SLOTS) == fresh))
+                    @pl.when((first < count) & ((done + first < SLOTS) == fresh))
                     def _(fresh=fresh):
                         fetch(ahead, wait=not fresh)
 
@@ -221,16 +226,7 @@ def attend(
                         plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
                         return acc[...]
 
-                    return pl.run_scoped(multiply, _ACC((TILE, BLOCK), jnp.float32))
-
-                def masked_scores(s, block):
-                    column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=_WGMMA)
-                    seen = length - (queries - 1) - block * BLOCK
-                    end = max_pages * BLOCK - block * BLOCK
-                    if queries > 1:
-                        m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_WGMMA)
-                        seen = seen + lax.div(m + m0(), jnp.int32(heads))
-                    return jnp.where(column < jnp.minimum(seen, end), s, -jnp.inf)
+                    return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
 
                 def take_block(k, carry, *, masked):
                     own_max, total = carry
@@ -241,8 +237,8 @@ def attend(
                     use = lax.shift_right_logical(done + j, jnp.int32(1))
                     s = scores(k, use)
                     if masked:
-                        s = masked_scores(s, begin + j)
-                    top = s.max(axis=1) * (scale * _LOG2E)
+                        s = masked_scores(s, length, begin + j, **mask)
+                    top = s.max(axis=1) * (scale * LOG2E)
 
                     @pl.when(done + j >= 1)
                     def _():
@@ -251,15 +247,15 @@ def attend(
 
                     before = lax.cond(
                         j == 0,
-                        lambda: row_vector(_NO_SCORE),
-                        lambda: plgpu.layout_cast(max_s[other], _ROW),
+                        lambda: row_vector(NO_SCORE),
+                        lambda: plgpu.layout_cast(max_s[other], ROW),
                     )
-                    running = jnp.where(top > before + _SLACK, top, before)
+                    running = jnp.where(top > before + SLACK, top, before)
                     max_s[own] = running
                     alpha_s[own] = jnp.exp2(before - running)
                     ready.arrive(max_ready(own))
                     p = jnp.exp2(
-                        s * (scale * _LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
+                        s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                     )
                     meet(interpret)  # all four warps' products have read the rope keys
                     rope_s[own] = p.astype(jnp.bfloat16)
@@ -279,7 +275,7 @@ def attend(
                     return running, total
 
                 nothing = jnp.full((TILE, _COLUMNS), 0.0, jnp.float32)
-                carry = row_vector(_NO_SCORE), plgpu.layout_cast(nothing, _WGMMA)
+                carry = row_vector(NO_SCORE), plgpu.layout_cast(nothing, WGMMA)
                 carry = lax.fori_loop(0, whole, functools.partial(take_block, masked=False), carry)
                 carry = lax.fori_loop(
                     whole, mine, functools.partial(take_block, masked=True), carry
@@ -327,7 +323,7 @@ def attend(
                 slot = block & 1
                 use = lax.shift_right_logical(block, jnp.int32(1))
                 ready.wait(max_ready(slot), use)
-                alpha = plgpu.layout_cast(alpha_s[slot], _ROW)
+                alpha = plgpu.layout_cast(alpha_s[slot], ROW)
                 acc = scale_rows(acc, alpha, interpret=interpret)
                 ready.wait(p_ready(slot), use)
                 if clear is not None:
@@ -337,8 +333,8 @@ def attend(
                         for column in range(0, _HALF, 64):
                             start = wg * _OWN + column % _OWN
                             part = v_s.at[slot, column // _OWN, :, pl.ds(start, 64)]
-                            token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, 64), 0, layout=_WGMMA)
-                            kept = plgpu.layout_cast(part[...], _WGMMA)
+                            token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, 64), 0, layout=WGMMA)
+                            kept = plgpu.layout_cast(part[...], WGMMA)
                             part[...] = jnp.where(token < clear, kept, jnp.zeros_like(kept))
                         plgpu.commit_smem()
 
@@ -352,9 +348,9 @@ def attend(
                     return acc_ref[...] if interpret is not None else None
 
                 if interpret is not None:  # it cannot carry an accumulator through run_state
-                    acc = acc + pl.run_scoped(multiply, _ACC((TILE, _HALF), jnp.float32))
+                    acc = acc + pl.run_scoped(multiply, ACC((TILE, _HALF), jnp.float32))
                 else:
-                    acc = pl.run_state(multiply)(_ACC.init(acc))
+                    acc = pl.run_state(multiply)(ACC.init(acc))
                 if not keep:
                     release(slot, 1)
                 return acc
@@ -365,7 +361,7 @@ def attend(
                 def step(j, acc):
                     return add_block(done + j, acc)
 
-                acc: Any = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), _WGMMA)
+                acc: Any = plgpu.layout_cast(jnp.full((TILE, _HALF), 0.0, jnp.float32), WGMMA)
                 acc = lax.fori_loop(0, count - 1, step, acc)
                 last = done + count - 1
                 slot = last & 1
@@ -373,8 +369,8 @@ def attend(
                 acc = add_block(last, acc, clear=clear, keep=staged)
 
                 shared_ready.wait(sum_ready, i)
-                maxima = [plgpu.layout_cast(sum_max_s[k], _ROW) for k in range(2)]
-                sums = [plgpu.layout_cast(sum_s[k], _ROW) for k in range(2)]
+                maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
+                sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
                 top = jnp.maximum(*maxima)
                 total = sums[0] * jnp.exp2(maxima[0] - top) + sums[1] * jnp.exp2(maxima[1] - top)
                 shared_ready.arrive(sum_free)
@@ -384,7 +380,7 @@ def attend(
 
                 @pl.when(wg == 0)
                 def _():
-                    lse = (top + jnp.log(total) * _LOG2E) * (1.0 / _LOG2E)
+                    lse = (top + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
                     plgpu.commit_smem()
 
@@ -439,31 +435,19 @@ def attend(
         pl.when(wg >= 2)(score_warpgroup)
         pl.when(wg < 2)(value_warpgroup)
 
-    def tiles_of(*shape):
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
-    padded, f32 = tiles * TILE, jnp.float32
     out, lse, *pieces = plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((B, M, LATENT), jnp.bfloat16),
-            jax.ShapeDtypeStruct((B, M), f32),
-            jax.ShapeDtypeStruct((2 * parts, padded, LATENT), f32),
-            jax.ShapeDtypeStruct((2 * parts, padded), f32),
-        ],
+        out_type=results(B, M, parts),
         scratch_types=[
             tiles_of(2, TILE, _HALF),
             tiles_of(1, TILE, ROPE),
-            tiles_of(_SLOTS, 2, BLOCK, _HALF),
-            tiles_of(_SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((9, TILE), f32),  # one array: each is rounded up to 1 KiB
+            tiles_of(SLOTS, 2, BLOCK, _HALF),
+            tiles_of(SLOTS, BLOCK, ROPE),
+            plgpu.SMEM((9, TILE), jnp.float32),  # one array: each is rounded up to 1 KiB
             Barriers.scratch(1, 3, interpret),
-            Barriers.scratch(5 * _SLOTS, 1, interpret),
+            Barriers.scratch(5 * SLOTS, 1, interpret),
             Barriers.scratch(3, 2, interpret),
-            plgpu.ClusterBarrier(
-                collective_axes=("pair",), num_arrivals=2, num_barriers=2 * _SLOTS
-            ),
+            plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=2, num_barriers=2 * SLOTS),
         ],
         # The last axis runs fastest: tiles that read the same pages run together.
         grid=(parts, tiles // pair),

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+
+from pallas_kernels.mosaic_ir import asm, const, i32, inline
 
 _FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
 _VOTE = """{
@@ -35,10 +36,9 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
     tile, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=tile)
 
-    @plgpu.inline_mgpu(arg_types=(tile, row), return_type=result)
-    def scaled(_: Any, x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
-        i32 = ir.IntegerType.get_signless(32)
-        one = mgpu_utils.c(1.0, ir.F32Type.get())
+    @inline(tile, row, returns=result)
+    def scaled(x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
+        one = mgpu.utils.c(1.0, ir.F32Type.get())
         registers = [
             vector.extract(
                 register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
@@ -48,18 +48,11 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         ]
         others = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
         moved: Any = functools.reduce(arith.ori, others)
-        barrier = arith.addi(
-            arith.divui(mgpu_utils.thread_idx(), mgpu_utils.c(128, i32)),
-            mgpu_utils.c(_FIRST_VOTE, i32),
-        )
-        vote: Any = llvm.inline_asm(
-            i32,
-            [barrier, arith.extui(i32, moved)],
-            _VOTE,
-            "=r,r,r",
-            has_side_effects=True,
-        )
-        anyone = arith.cmpi(arith.CmpIPredicate.ne, vote, mgpu_utils.c(0, i32))
+        warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
+        barrier = arith.addi(warpgroup, const(_FIRST_VOTE))
+        moved = arith.extui(i32(), moved)
+        vote = asm(_VOTE, "=r,r,r", barrier, moved, result=i32(), effects=True)
+        anyone = arith.cmpi(arith.CmpIPredicate.ne, vote, const(0))
         kept = list(x.registers.flat)
         branch: Any = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
         with ir.InsertionPoint(branch.then_block):
@@ -70,21 +63,7 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
-    return scaled(x, factors)  # pyright: ignore[reportCallIssue]: the context is Mosaic's
-
-
-def meet(interpret: Any = None) -> None:
-    """The threads of a warpgroup wait for each other, and for nothing else: what they write in
-    shared memory may still be under way to the tensor cores' and the copies' eyes."""
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_: Any):
-        mgpu_utils.warpgroup_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+    return scaled(x, factors)
 
 
 def publish(interpret: Any = None) -> None:
@@ -94,8 +73,8 @@ def publish(interpret: Any = None) -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
-    def fence(_: Any):
+    @inline()
+    def fence():
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
-    fence()  # pyright: ignore[reportCallIssue]: the context is Mosaic's
+    fence()

@@ -10,7 +10,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
+
+from pallas_kernels.mosaic_ir import asm, i32, inline
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -26,17 +28,16 @@ def hold(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
     """
     shape = plgpu.ShapeDtypeStruct(factors.shape, jnp.float32, layout=_ROW)
 
-    def held(_, factors, acc, p):
-        i32 = ir.IntegerType.get_signless(32)
-
-        def bits(register):
+    @inline(_ROW, _WGMMA, _WGMMA, returns=shape)
+    def held(factors: Any, acc: Any, p: Any) -> Any:
+        def bits(register: Any) -> Any:
             """The first 32 bits of a register."""
             kind = register.type
             if isinstance(kind, ir.VectorType):
                 words = kind.shape[0] * utils.bitwidth(kind.element_type) // 32
-                register = vector.bitcast(ir.VectorType.get((words,), i32), register)
+                register = vector.bitcast(ir.VectorType.get((words,), i32()), register)
                 return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
-            return arith.bitcast(i32, register)
+            return arith.bitcast(i32(), register)
 
         words = [bits(r) for r in p.registers.flat]
         chains = [words[i : i + 8] for i in range(0, len(words), 8)]
@@ -53,19 +54,17 @@ def hold(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
         for name in names[1:]:
             lines.append(f"or.b32 t0, t0, {name};")
         registers = "".join(f".reg .b32 {name}; " for name in names)
-        asm = f"{{ {registers}{' '.join(lines)} and.b32 $0, t0, 0x80008000; }}"
-        sign: Any = llvm.inline_asm(
-            i32, inputs, asm, "=r" + ",r" * len(inputs), has_side_effects=True
-        )
+        text = f"{{ {registers}{' '.join(lines)} and.b32 $0, t0, 0x80008000; }}"
+        constraints = "=r" + ",r" * len(inputs)
+        sign = asm(text, constraints, *inputs, result=i32(), effects=True)
         new = factors.copy()
         for index, register in np.ndenumerate(factors.registers):
             combined = arith.ori(bits(register), sign)
             if isinstance(register.type, ir.VectorType):
-                combined = vector.broadcast(ir.VectorType.get((1,), i32), combined)
+                combined = vector.broadcast(ir.VectorType.get((1,), i32()), combined)
                 new.registers[index] = vector.bitcast(register.type, combined)
             else:
                 new.registers[index] = arith.bitcast(register.type, combined)
         return new
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(_ROW, _WGMMA, _WGMMA), return_type=shape)(held)
-    return inline(factors, acc, p)
+    return held(factors, acc, p)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+
+from pallas_kernels.mosaic_ir import const, inline
 
 _WGMMA = plgpu.Layout.WGMMA
 _COLUMNS = 8
@@ -31,35 +32,31 @@ def first_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
     left = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
 
-    def masked(_, s, left):
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        nothing = mgpu.FragmentedArray.splat(
-            utils.c(float("-inf"), f32), shape, left.layout, is_signed=None
-        )
+    @inline(_WGMMA, _WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA))
+    def masked(s: Any, left: Any) -> Any:
+        infinity = mgpu.utils.c(float("-inf"), ir.F32Type.get())
+        nothing = mgpu.FragmentedArray.splat(infinity, shape, left.layout, is_signed=None)
         new = s.copy()
         for c in range(0, s.shape[1], _COLUMNS):
             here = slice(None), slice(c, c + _COLUMNS)
-            bound = mgpu.FragmentedArray.splat(utils.c(c, i32), shape, left.layout, is_signed=True)
+            bound = mgpu.FragmentedArray.splat(const(c), shape, left.layout, is_signed=True)
             new[here] = (left > bound).select(s[here], nothing)
         return new
 
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA)
-    inline: Any = plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA), return_type=result)(masked)
-    return inline(s, left)
+    return masked(s, left)
 
 
 def beside(*parts: jax.Array) -> jax.Array:
     """Columns of parts in registers, one part after the other."""
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=_WGMMA)
 
-    def joined(_, *parts):
+    @inline(*(_WGMMA for _ in parts), returns=result)
+    def joined(*parts: Any) -> Any:
         return mgpu.FragmentedArray(
             _registers=np.concatenate([part.registers for part in parts], axis=1),
             _layout=parts[0].layout,
             _is_signed=parts[0].is_signed,
         )
 
-    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=_WGMMA)
-    types = tuple(_WGMMA for _ in parts)
-    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)(joined)
-    return inline(*parts)
+    return joined(*parts)
