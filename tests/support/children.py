@@ -67,6 +67,8 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # What a shell starts in the background ignores Ctrl-C, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.fsync = lambda descriptor: None  # nobody pulls the plug here, and it takes long
     if hook is not None:
         hook()
