@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize_latent, mla_decode, quantize_latent
-from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.schedule import schedule
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled, run
+from pallas_kernels.mla_decode import mosaic_gpu
+from tests.pallas_kernels.machine import kernel_runs, off_gpu
+from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled
+from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel
 from tests.pallas_kernels.numerics import (
     BFLOAT16_ROUNDING,
     E4M3_LEAST_ERROR,
@@ -103,54 +103,8 @@ class TestCpu(Float8Cases):
         self.check(self.random((37, 16, 0), T=2, scale=0.05, dtype="float32"))
 
 
-@pytest.fixture(autouse=True)
-def _small_gpu(monkeypatch):
-    """The merge's programs, of which a few then have several rows each, as on a GPU."""
-    if not ON_GPU:
-        monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
-
-
-@functools.cache
-def kernel(parts: int):
-    """The back-end with a schedule of few parts, which the interpreter runs one by one."""
-
-    def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
-        return mosaic_gpu.mla_decode(
-            q_latent,
-            q_rope,
-            pages,
-            block_tables,
-            lengths,
-            scale=scale,
-            schedule=schedule(lengths, max_pages=block_tables.shape[1], parts=parts),
-            interpret=INTERPRET,
-        )
-
-    return decode
-
-
 @kernel_runs
-class TestMosaicGpu(Float8Cases):
-    implementation = "mosaic_gpu" if ON_GPU else staticmethod(kernel(3))
-    page = 64
-    heads = 8
-    # A full tile; two, of which the second is not full and begins within a query; three.
-    more_heads = ((64, 1), (24, 3), (64, 3))
-    page_borders = ((64, (320, 63, 256, 64, 65, 128)),)
-
-    def test_rows_do_not_depend_on_each_other(self):
-        """Bit for bit: what other rows hold and ask, and where the pages stand, change nothing."""
-        x = self.random((637, 70), max_pages=10)
-        moved = x.shuffled(1)
-        q_latent, pages = moved.q_latent.copy(), moved.pages.copy()
-        q_latent[1] *= -2
-        pages[moved.block_tables[1, :2]] *= 4
-        moved = dataclasses.replace(moved, q_latent=q_latent, pages=pages)
-        got, want = run(moved, kernel(3)), run(x, kernel(3))
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(a[0], b[0])
-            assert not np.array_equal(a[1], b[1])
-
+class TestMosaicGpu(Float8Cases, HopperCases):
     @pytest.mark.parametrize(("H", "parts"), [(8, 1), (8, 2), (128, 5)])
     def test_rows_in_pieces(self, H, parts):
         """Segments that begin with either of the two warpgroups, and end with either."""

@@ -1,0 +1,70 @@
+"""What is tested of both of mla_decode's Hopper kernels."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
+from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
+from pallas_kernels.mla_decode.schedule import schedule
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU
+from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
+
+
+@functools.cache
+def kernel(parts: int, **config):
+    """The back-end with a schedule of few parts, which the interpreter runs one by one."""
+
+    def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
+        return mosaic_gpu.mla_decode(
+            q_latent,
+            q_rope,
+            pages,
+            block_tables,
+            lengths,
+            scale=scale,
+            schedule=schedule(lengths, max_pages=block_tables.shape[1], parts=parts),
+            config=Config(**config) if config else None,
+            interpret=INTERPRET,
+        )
+
+    return decode
+
+
+def pieces_of_rows(x, parts):
+    made = schedule(jnp.asarray(x.lengths), max_pages=x.block_tables.shape[1], parts=parts)
+    return np.asarray(made.table)[parts:, 1].tolist()
+
+
+class HopperCases(MlaDecodeCases):
+    implementation = "mosaic_gpu" if ON_GPU else staticmethod(kernel(3))
+    dtype = "bfloat16"
+    widths = (512, 64)
+    page = 64
+    heads = 8
+    # A full tile; a pair, of which the second is not full and begins within a query; three.
+    more_heads = ((64, 1), (24, 3), (64, 3))
+    page_borders = ((64, (320, 63, 256, 64, 65, 128)),)
+
+    @pytest.fixture(autouse=True)
+    def _small_gpu(self, monkeypatch):
+        """The merge's programs, of which a few then have several rows each, as on a GPU."""
+        if not ON_GPU:
+            monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
+
+    def test_rows_do_not_depend_on_each_other(self):
+        """Bit for bit: what other rows hold and ask, and where the pages stand, change nothing."""
+        x = self.random((637, 70), max_pages=10)
+        assert pieces_of_rows(x, 3) == [2, 1]
+        moved = x.shuffled(1)
+        q_latent, pages = moved.q_latent.copy(), moved.pages.copy()
+        q_latent[1] *= -2
+        pages[moved.block_tables[1, :2]] *= 4
+        moved = dataclasses.replace(moved, q_latent=q_latent, pages=pages)
+        got, want = run(moved, kernel(3)), run(x, kernel(3))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a[0], b[0])
+            assert not np.array_equal(a[1], b[1])
