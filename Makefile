@@ -1,6 +1,8 @@
 # Everything stands on `make setup`, which needs Python >= 3.11 and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+# A process a core; a file's tests share what they compile.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: setup demo test test-all lint bench clean
 
@@ -21,10 +23,10 @@ demo: setup
 	  --max-new-tokens 160 --prompt 'def read_config(path):'
 
 test: .venv/.tested
-	$(BIN)/pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: .venv/.tested
-	$(BIN)/pytest
+	$(PYTEST)
 
 lint: .venv/.tested
 	$(BIN)/ruff check .
