@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
 from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
-from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.request import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, Request
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.text import TextTracker
-from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The two compiled programs, which donate the state they are given, and an empty cache."""
-
-    prefill: Callable[[DecodeState, Drafter | None], DecodeState]
-    decode: Callable[[DecodeState, Sampling, np.int32, Drafter | None, int], DecodeState]
-    model_config: ModelConfig
-    dtype: DTypeLike
-    max_len: int
-    ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
-    """Decode programs that have run, and hence are compiled."""
-
-    def empty_cache(self, rows: int, plan: DraftPlan) -> LatentKVCache:
-        """With room for ``max_len`` tokens a row and the drafts behind them."""
-        return LatentKVCache.init(
-            self.model_config,
-            rows,
-            self.max_len + plan.most,
-            dtype=self.dtype,
-            mtp=plan.drafter is not None and plan.drafter.mtp_hidden is not None,
-        )
 
 
 class Batch:
@@ -79,31 +53,25 @@ class Batch:
         self.steps = 0  # decode steps so far
 
     def _initial_state(self, rows: Sequence[Request]) -> DecodeState:
-        B, S, K = len(rows), self._programs.max_len, self._plan.most
-        cache = self._programs.empty_cache(B, self._plan)
-        feed = (B, K + 1 if cache.mtp_pages else 0, self._programs.model_config.hidden_size)
-        tokens = np.zeros((B, S), np.int32)
+        S, drafter = self._programs.max_len, self._plan.drafter
+        tokens = np.zeros((len(rows), S), np.int32)
         for b, row in enumerate(rows):
             tokens[b, : len(row.prompt)] = row.prompt
         lengths = np.array([len(row.prompt) for row in rows], np.int32)
         limits = np.array([min(len(row.prompt) + row.max_new_tokens, S) for row in rows], np.int32)
-        # Either none or the most that can be asked for, so that two programs serve all requests.
-        top = MAX_TOP_LOGPROBS if any(row.logprobs for row in rows) else 0
-        return DecodeState(
-            cache=cache,
+        state = self._programs.empty_state(
+            len(rows),
+            depth=self._plan.most,
+            mtp=drafter is not None and drafter.mtp_hidden is not None,
+            # Either none or the most that can be asked for, so that two programs serve all.
+            top=MAX_TOP_LOGPROBS if any(row.logprobs for row in rows) else 0,
+        )
+        return dataclasses.replace(
+            state,
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
             limits=jnp.asarray(limits),
             finished=jnp.asarray(self._finished),
-            logprobs=jnp.zeros((B, S), jnp.float32),
-            top_tokens=jnp.zeros((B, S, top), jnp.int32),
-            top_logprobs=jnp.zeros((B, S, top), jnp.float32),
-            hidden=jnp.zeros(feed, self._programs.dtype),
-            pending=jnp.zeros(B, jnp.int32),
-            drafted=jnp.zeros((B, K), jnp.int32),
-            accepted=jnp.zeros((B, K), jnp.int32),
-            row_steps=jnp.zeros(B, jnp.int32),
-            steps=jnp.int32(0),
         )
 
     @property

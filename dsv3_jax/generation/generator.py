@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import numbers
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from flax import nnx
 
-from dsv3_jax.generation.batch import Batch, Programs
+from dsv3_jax.generation.batch import Batch
 from dsv3_jax.generation.completion import Completion, Generation, Piece, Speculation, Stats
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.request import Prompt, Request, RequestReader, check
-from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -81,12 +78,8 @@ class Generator:
         vocab_size = model.config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
-        self._programs = Programs(
-            prefill=_program(model, functools.partial(prefill, chunk=prefill_chunk), static=(2,)),
-            decode=_program(model, functools.partial(decode, vocab_size=vocab_size), static=(4, 5)),
-            model_config=model.config,
-            dtype=model.dtype,
-            max_len=max_len,
+        self._programs = Programs.of(
+            model, max_len, prefill_chunk=prefill_chunk, vocab_size=vocab_size
         )
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
 
@@ -251,22 +244,3 @@ class Generator:
         size = next(size for size in self.batch_sizes if size >= len(requests))
         chooser = self._choosers.setdefault((plan, size), DepthChooser(plan.depths))
         return Batch(self._programs, self.tokenizer, requests, size, plan, chooser)
-
-
-def _program(
-    model: DeepSeekV3, loop: Callable[..., DecodeState], *, static: tuple[int, ...]
-) -> Callable[..., DecodeState]:
-    """Compiles a loop over a model and a state, and donates the state.
-
-    Args:
-      static: numbers of the loop's arguments that a program is compiled for, each.
-    """
-    # A flat list of leaves is the cheapest argument to a jitted call: 0.4 ms for 1,500 arrays where
-    # a Module takes 3.7 ms.
-    graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-
-    def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
-        return loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
-
-    return functools.partial(jax.jit(run, donate_argnums=1, static_argnums=static), leaves)

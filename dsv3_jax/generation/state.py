@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.kv_cache import LatentKVCache
@@ -64,3 +66,37 @@ class DecodeState:
 
     steps: Int[Array, ""]
     """Decode steps since the state was made."""
+
+    @classmethod
+    def empty(
+        cls,
+        cache: LatentKVCache,
+        max_len: int,
+        *,
+        depth: int,
+        feed: tuple[int, int],
+        dtype: DTypeLike,
+        top: int,
+    ) -> DecodeState:
+        """Nothing known of any row: K is ``depth``, (F, D) are ``feed``, n is ``top``."""
+        B = cache.lengths.shape[0]
+
+        def zeros(*shape: int) -> jax.Array:
+            return jnp.zeros((B, *shape), jnp.int32)
+
+        return cls(
+            cache=cache,
+            tokens=zeros(max_len),
+            lengths=zeros(),
+            limits=zeros(),
+            finished=zeros(),
+            logprobs=jnp.zeros((B, max_len), jnp.float32),
+            top_tokens=zeros(max_len, top),
+            top_logprobs=jnp.zeros((B, max_len, top), jnp.float32),
+            hidden=jnp.zeros((B, *feed), dtype),
+            pending=zeros(),
+            drafted=zeros(depth),
+            accepted=zeros(depth),
+            row_steps=zeros(),
+            steps=jnp.int32(0),
+        )

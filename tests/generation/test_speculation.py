@@ -370,9 +370,9 @@ class TestRefusals:
 
 def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
     """Without a drafter no MTP cache is held."""
-    cache = plain._programs.empty_cache(2, dataclasses.replace(plain._plan({})))
+    cache = plain._programs.empty_state(2).cache
     assert cache.mtp_pages == ()
-    cache = plain._programs.empty_cache(2, plain._plan({"draft": "mtp"}))
+    cache = plain._programs.empty_state(2, depth=1, mtp=True).cache
     assert len(cache.mtp_pages) == 1
     assert jnp.shape(cache.mtp_pages[0]) == jnp.shape(cache.pages[0])
 

@@ -1,0 +1,99 @@
+"""Models to time whole steps of: published widths, random weights of a sensible scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dsv3_jax import presets
+from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.model import DeepSeekV3, abstract
+
+SHAPES = {
+    "moonlight-16b": presets.MOONLIGHT_16B,
+    # What of DeepSeek-V3 one GPU holds in float8: 94.5 B parameters, and the MTP layer.
+    "v3-slice": dataclasses.replace(
+        presets.DEEPSEEK_V3, num_hidden_layers=9, first_k_dense_replace=1
+    ),
+}
+
+WEIGHTS: dict[str, Quantization | None] = {
+    "bf16": None,
+    "fp8": BlockQuantization(),
+    "int8": IntegerQuantization(bits=8, group_size=None),
+    "int4": IntegerQuantization(bits=4, group_size=128),
+}
+
+# Root mean square of a random byte as the stored number that it is.
+_INT8_RMS, _INT4_RMS = math.sqrt((256**2 - 1) / 12), math.sqrt((16**2 - 1) / 12)
+
+
+def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) -> DeepSeekV3:
+    """The model without its numbers."""
+    if not mtp:
+        config = dataclasses.replace(config, num_nextn_predict_layers=0)
+    return abstract(config, dtype=dtype, quantization=WEIGHTS[weights])
+
+
+def random_model(model: DeepSeekV3) -> DeepSeekV3:
+    """``model``, of shapes, with numbers made on the device.
+
+    Every product of a normed input has a variance of about 1, so that the router's choices are as
+    many as its experts, and activations stay where float8 and bfloat16 are fine.
+    """
+    graph, state = nnx.split(model)
+    leaves = list(nnx.to_flat_state(state))
+    keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(leaves)))
+    filled = [
+        (path, leaf.replace(_fill(next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std)))
+        for path, leaf, kind, std in _kinds(leaves)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _kinds(leaves: list[Any]) -> Iterator[tuple[Any, Any, str, float]]:
+    """Each leaf with what it is and its standard deviation, or its value."""
+    dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves}
+    shapes = {path: leaf.shape for path, leaf in leaves}
+    for path, leaf in leaves:
+        name, owner = str(path[-1]), str(path[-2])
+        if "norm" in owner:
+            yield path, leaf, "constant", 1.0
+        elif name == "e_score_correction_bias":
+            yield path, leaf, "constant", 0.0
+        elif name in ("weight_scale_inv", "weight_scale"):
+            weight = (*path[:-1], "weight")
+            packed = dtypes[weight] == jnp.uint8
+            columns = shapes[weight][-1] * (2 if packed else 1)
+            rms = _INT4_RMS if packed else _INT8_RMS if dtypes[weight] == jnp.int8 else 1.0
+            yield path, leaf, "constant", 1 / math.sqrt(columns) / rms
+        elif leaf.dtype in (jnp.int8, jnp.uint8):
+            yield path, leaf, "bytes", 0.0
+        else:
+            float8 = leaf.dtype == jnp.float8_e4m3fn
+            rows_looked_up = owner == "embed_tokens"
+            std = 1.0 if float8 or rows_looked_up else 1 / math.sqrt(leaf.shape[-1])
+            yield path, leaf, "normal", std
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _fill(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: Any, std: float) -> jax.Array:
+    if kind == "constant":
+        return jnp.full(shape, std, dtype)
+    if len(shape) == 3:  # one matrix at a time: a stack's random bits take more than the stack
+
+        def one(key: jax.Array) -> jax.Array:
+            return _fill(key, kind, shape[1:], dtype, std)
+
+        return jax.lax.map(one, jax.random.split(key, shape[0]))
+    if kind == "bytes":
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * std).astype(dtype)

@@ -1,0 +1,221 @@
+"""Decode steps and prefills of the generator's own programs, timed in a state made for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.programs import Program, Programs
+from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.state import DecodeState
+from dsv3_jax.kv_cache import PAGE_SIZE
+from dsv3_jax.layers.attention import LayerCache
+from dsv3_jax.layers.rope import rotation
+from dsv3_jax.model import DeepSeekV3
+
+SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is timed
+WINDOWS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program for one shape, ahead of its first run."""
+
+    executable: Any
+    leaves: list[jax.Array]
+    structure: Any
+    """Of the state."""
+    compile_s: float
+    peak_bytes: int
+    """Arguments, the model's weights among them, results that do not overwrite them, workspace."""
+
+    @classmethod
+    def of(
+        cls, program: Any, state: DecodeState, *args: Any, static: tuple[Any, ...] = ()
+    ) -> Compiled:
+        assert isinstance(program, Program)
+        (held, structure), (rest, rest_structure) = map(jax.tree.flatten, (state, args))
+
+        # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.
+        def run(leaves: list[jax.Array], held: list[Any], rest: list[Any]) -> list[jax.Array]:
+            state = jax.tree.unflatten(structure, held)
+            args = jax.tree.unflatten(rest_structure, rest)
+            return jax.tree.leaves(program.jitted(leaves, state, *args, *static))
+
+        began = time.perf_counter()
+        jitted = jax.jit(run, donate_argnums=1)
+        executable = jitted.lower(program.leaves, held, rest).compile()
+        took = time.perf_counter() - began
+        memory: Any = executable.memory_analysis()
+        peak = (
+            memory.argument_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
+        return cls(executable, program.leaves, structure, took, peak)
+
+    def __call__(self, state: DecodeState, *args: Any) -> tuple[DecodeState, float]:
+        """What becomes of the state, and the seconds it took."""
+        held, rest = jax.tree.leaves(state), jax.tree.leaves(args)
+        began = time.perf_counter()
+        results = jax.block_until_ready(self.executable(self.leaves, held, rest))
+        took = time.perf_counter() - began
+        return jax.tree.unflatten(self.structure, results), took
+
+
+class Decode:
+    """``rows`` rows that have ``cached`` random tokens each, decoding greedily."""
+
+    def __init__(
+        self,
+        model: DeepSeekV3,
+        rows: int,
+        cached: int,
+        drafter: Drafter | None = None,
+        depth: int = 0,
+    ):
+        self._cached = cached
+        room = LONG * (depth + 1)
+        max_len = -(-(cached + 1 + room) // PAGE_SIZE) * PAGE_SIZE
+        programs = Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
+        self.state = _random_state(programs, rows, cached, depth, drafter is not None)
+        self._sampling = Sampling.pack(
+            stop_tokens=np.full((rows, 1), -1),
+            **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        )
+        self.compiled = Compiled.of(
+            programs.decode, self.state, self._sampling, np.int32(1), static=(drafter, depth)
+        )
+
+    def _run(self, steps: int) -> float:
+        """Seconds of a dispatch; the state goes on, the rows' lengths do not."""
+        state, took = self.compiled(self.state, self._sampling, np.int32(steps))
+        assert int(state.steps) == steps, f"expected {steps} steps, got {int(state.steps)}"
+        self.tokens = (
+            int(state.lengths.sum()) - self._cached * len(state.lengths) - len(state.lengths)
+        )
+        self.state = _rewound(state, self._cached)
+        return took
+
+    def measure(self) -> dict[str, float]:
+        """Milliseconds a step, and tokens that it yields."""
+        self._run(SHORT)
+        self._run(LONG)
+        windows, tokens = [], []
+        for _ in range(WINDOWS):
+            short, few = self._run(SHORT), self.tokens
+            windows.append((self._run(LONG) - short) / (LONG - SHORT))
+            tokens.append((self.tokens - few) / (LONG - SHORT))
+        step = statistics.median(windows)
+        return {
+            "ms": 1e3 * step,
+            "tokens_per_s": statistics.median(tokens) / step,
+            "spread": (max(windows) - min(windows)) / step,
+        }
+
+
+class Prefill:
+    """``rows`` prompts of ``tokens`` random tokens, ``chunk`` of each row at a time."""
+
+    def __init__(self, model: DeepSeekV3, rows: int, tokens: int, chunk: int):
+        self._rows, self._tokens = rows, tokens
+        max_len = -(-(tokens + 1) // PAGE_SIZE) * PAGE_SIZE
+        programs = Programs.of(
+            model, max_len, prefill_chunk=chunk, vocab_size=model.config.vocab_size
+        )
+        self.state = _begun(_random_state(programs, rows, tokens, 0, False))
+        self.compiled = Compiled.of(programs.prefill, self.state, static=(None,))
+
+    def measure(self) -> dict[str, float]:
+        def run() -> float:
+            state, took = self.compiled(self.state)
+            assert (np.asarray(state.cache.lengths) == self._tokens).all()
+            self.state = _begun(state)
+            return took
+
+        run()
+        windows = [run() for _ in range(WINDOWS)]
+        took = statistics.median(windows)
+        return {
+            "ms": 1e3 * took,
+            "tokens_per_s": self._rows * self._tokens / took,
+            "spread": (max(windows) - min(windows)) / took,
+        }
+
+
+def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
+    """By each MoE layer, in a step from where ``decode`` stands."""
+    graph, weights = nnx.split(model)
+
+    @jax.jit
+    def visited(weights: Any, state: DecodeState) -> list[jax.Array]:
+        model = nnx.merge(graph, weights)
+        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+        starts = state.cache.lengths
+        turn = rotation(model.config, starts[:, None])
+        x, counts = model.embed_tokens(last), []
+        for layer, pages in zip(model.layers, state.cache.pages, strict=True):
+            valid = jnp.ones(last.shape, bool)
+            cache = LayerCache(pages, state.cache.block_tables, starts, valid)
+            x, _, stats = layer.extend(x, turn, cache, "absorbed")
+            counts += [] if stats is None else [jnp.sum(stats.counts > 0)]
+        return counts
+
+    return [int(count) for count in visited(weights, decode.state)]
+
+
+def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: bool) -> DecodeState:
+    config = programs.model_config
+    state = programs.empty_state(rows, depth=depth, mtp=mtp)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
+        key = jax.random.key(seed, impl="rbg")
+        return jax.random.normal(key, pages.shape, pages.dtype)
+
+    pages = [*state.cache.pages, *state.cache.mtp_pages]
+    filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
+    layers = len(state.cache.pages)
+    cache = dataclasses.replace(
+        state.cache, pages=tuple(filled[:layers]), mtp_pages=tuple(filled[layers:])
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, state.tokens.shape, np.int32)
+    hidden = jax.random.normal(jax.random.key(1), state.hidden.shape, state.hidden.dtype)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        tokens=jnp.asarray(tokens),
+        limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
+        hidden=hidden,
+    )
+    return _rewound(state, cached)
+
+
+def _rewound(state: DecodeState, cached: int) -> DecodeState:
+    """Each row with ``cached`` tokens in the cache and one that is not, as before any step."""
+    rows = len(state.lengths)
+    held = jnp.full(rows, cached, jnp.int32)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, lengths=held),
+        lengths=held + 1,
+        finished=jnp.zeros(rows, jnp.int32),
+        pending=jnp.full(rows, min(1, state.hidden.shape[1]), jnp.int32),
+        steps=jnp.int32(0),
+    )
+
+
+def _begun(state: DecodeState) -> DecodeState:
+    """As :func:`_rewound`, with nothing cached."""
+    cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
+    return dataclasses.replace(state, cache=cache)

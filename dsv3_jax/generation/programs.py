@@ -1,0 +1,98 @@
+"""The compiled programs that generate: the loops, jitted over a model's arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.loop import decode, prefill
+from dsv3_jax.generation.state import DecodeState
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.model import DeepSeekV3
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A loop over a model and a state, compiled once for every shape and static argument. Donates
+    the state."""
+
+    jitted: Any
+    leaves: list[jax.Array]
+    """The model's arrays."""
+
+    @classmethod
+    def of(
+        cls, model: DeepSeekV3, loop: Callable[..., DecodeState], *, static: tuple[int, ...]
+    ) -> Program:
+        """``static``: numbers of the loop's arguments that a program is compiled for, each."""
+        # A flat list of leaves is the cheapest argument to a jitted call: 0.4 ms for 1,500 arrays
+        # where a Module takes 3.7 ms.
+        graph, state = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(state)
+
+        def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
+            return loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
+
+        return cls(jax.jit(run, donate_argnums=1, static_argnums=static), leaves)
+
+    def __call__(self, state: DecodeState, *args: Any) -> DecodeState:
+        return self.jitted(self.leaves, state, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Both loops of a model, for rows of up to ``max_len`` tokens."""
+
+    prefill: Callable[..., DecodeState]
+    """Of a state and a drafter, or None."""
+    decode: Callable[..., DecodeState]
+    """Of a state, Sampling, a number of steps, a drafter or None, and a depth."""
+    model_config: ModelConfig
+    dtype: DTypeLike
+    max_len: int
+    ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
+    """Decode programs that have run, and hence are compiled."""
+
+    @classmethod
+    def of(
+        cls, model: DeepSeekV3, max_len: int, *, prefill_chunk: int, vocab_size: int
+    ) -> Programs:
+        """``vocab_size``: ids from here on are padding of the embedding and never chosen."""
+        return cls(
+            prefill=Program.of(model, functools.partial(prefill, chunk=prefill_chunk), static=(2,)),
+            decode=Program.of(
+                model, functools.partial(decode, vocab_size=vocab_size), static=(4, 5)
+            ),
+            model_config=model.config,
+            dtype=model.dtype,
+            max_len=max_len,
+        )
+
+    def empty_state(
+        self, rows: int, *, depth: int = 0, mtp: bool = False, top: int = 0
+    ) -> DecodeState:
+        """Rows without a token, which count as running.
+
+        Args:
+          depth: most drafts a step, for which the cache has room behind ``max_len`` tokens.
+          mtp: the model's MTP layer drafts.
+          top: most probable tokens kept of each place.
+        """
+        cache = LatentKVCache.init(
+            self.model_config, rows, self.max_len + depth, dtype=self.dtype, mtp=mtp
+        )
+        return DecodeState.empty(
+            cache,
+            self.max_len,
+            depth=depth,
+            feed=(depth + 1 if mtp else 0, self.model_config.hidden_size),
+            dtype=self.dtype,
+            top=top,
+        )

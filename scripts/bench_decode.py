@@ -1,0 +1,186 @@
+"""Whole decode steps and prefills on one GPU, of models of published widths with random weights.
+
+    python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
+        --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
+        [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1]
+
+The generator's own programs run in a state made for it: rows with so many random tokens in the
+cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
+a short dispatch, by its number of steps; medians of windows. ``floor_ms`` is what reading
+every byte once would take at the bandwidth of a sum in the same run: weights, of the experts those
+that so many rows visit if all are chosen alike, and the cache. ``experts_visited`` tells how many
+they were, on average over layers, in place of ``experts_expected``.
+
+With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
+model says. A row that fails says why and the others go on; what is done is written after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jaxlib.version
+
+from benchmarks.decode import floor, models, steps
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.drafters import SyntheticDrafter
+from dsv3_jax.model import DeepSeekV3
+
+CHUNK = 8192  # prompt tokens of all rows that go through the model together
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Whole decode steps and prefills.")
+    parser.add_argument(
+        "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
+    )
+    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 128, 256])
+    parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 4096])
+    parser.add_argument(
+        "--prefills", nargs="*", type=_shape, default=[], help="8x2048: rows, tokens"
+    )
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of all rows at a time")
+    parser.add_argument("--acceptances", nargs="*", type=float, default=[])
+    parser.add_argument("--depth", type=int, default=1, help="drafts a step")
+    parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected ROWSxTOKENS such as 8x2048, got {text!r}")
+    return int(rows), int(tokens)
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace):
+        self._arguments = arguments
+        self._end = time.monotonic() + arguments.time_budget
+        self._bandwidth = floor.bandwidth()
+        device = jax.devices()[0]
+        self.result: dict[str, Any] = {
+            "date": datetime.date.today().isoformat(),
+            "machine": device.device_kind,
+            "versions": {
+                "python": platform.python_version(),
+                "jax": jax.__version__,
+                "jaxlib": jaxlib.version.__version__,
+                "flax": flax.__version__,
+            },
+            "read_gbs": round(self._bandwidth / 1e9, 1),
+            "rows": [],
+        }
+
+    def run(self) -> None:
+        path = Path(self._arguments.model)
+        named = models.SHAPES.get(self._arguments.model)
+        config = named or ModelConfig.from_hf(path)
+        for weights in self._arguments.weights:
+            self._all_of(config, weights)
+
+    def _all_of(self, config: ModelConfig, weights: str) -> None:
+        arguments = self._arguments
+        mtp = bool(arguments.acceptances)
+        shapes = models.shapes(config, weights, arguments.dtype, mtp=mtp)
+        model = models.random_model(shapes)
+        for cached in arguments.contexts:
+            for rows in arguments.batches:
+                self._row(weights, rows, cached, lambda r=rows, c=cached: self._decode(model, r, c))
+                for rate in arguments.acceptances:
+                    self._row(
+                        weights, rows, cached,
+                        lambda r=rows, c=cached, a=rate: self._decode(model, r, c, a),
+                    )  # fmt: skip
+        for rows, tokens in arguments.prefills:
+            self._row(weights, rows, tokens, lambda r=rows, t=tokens: self._prefill(model, r, t))
+
+    def _decode(
+        self, model: DeepSeekV3, rows: int, cached: int, acceptance: float | None = None
+    ) -> dict[str, Any]:
+        drafting = (None, 0)
+        if acceptance is not None:
+            drafting = SyntheticDrafter(acceptance), self._arguments.depth
+        decode = steps.Decode(model, rows, cached, *drafting)
+        found = {"phase": "decode", "acceptance": acceptance, "depth": drafting[1]}
+        found |= decode.measure() | _compiled(decode.compiled)
+        if acceptance is not None:
+            return found
+        c = model.config
+        least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
+        visited = steps.experts_visited(model, decode)
+        expected = floor.distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
+        return found | {
+            "floor_ms": least,
+            "floor_fraction": least / found["ms"],
+            "experts_visited": statistics.mean(visited),
+            "experts_expected": expected,
+        }
+
+    def _prefill(self, model: DeepSeekV3, rows: int, tokens: int) -> dict[str, Any]:
+        chunk = min(tokens, max(1, self._arguments.chunk // rows))
+        prefill = steps.Prefill(model, rows, tokens, chunk)
+        found = {"phase": "prefill", "chunk": chunk}
+        return found | prefill.measure() | _compiled(prefill.compiled)
+
+    def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:
+        row = {
+            "model": self._arguments.model, "dtype": weights, "batch": batch, "context": context,
+        }  # fmt: skip
+        if time.monotonic() > self._end:
+            row["error"] = "the time budget is spent"
+        else:
+            try:
+                row |= {n: _rounded(value) for n, value in measure().items()}
+            except Exception as error:  # the next row may fit
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        self.result["rows"].append(row)
+        print(line(row), flush=True)
+        if out := self._arguments.out:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def _compiled(compiled: steps.Compiled) -> dict[str, Any]:
+    return {"compile_s": compiled.compile_s, "peak_bytes": compiled.peak_bytes}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def line(row: dict[str, Any]) -> str:
+    place = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
+    if "error" in row:
+        return f"{place}: {row['error']}"
+    text = f"{place} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
+    if row.get("acceptance") is not None:
+        text += f", acceptance {row['acceptance']} at depth {row['depth']}"
+    if "floor_ms" in row:
+        text += f", floor {row['floor_ms']} ms ({row['floor_fraction']:.0%})"
+        text += f", experts {row['experts_visited']} of {row['experts_expected']}"
+    return text + f", compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
+
+
+def main() -> None:
+    bench = Bench(parse(sys.argv[1:]))
+    print(f"{bench.result['machine']}, {bench.result['read_gbs']} GB/s")
+    bench.run()
+
+
+if __name__ == "__main__":
+    main()

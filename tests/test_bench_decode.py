@@ -1,0 +1,122 @@
+"""scripts/bench_decode.py on a tiny model, on a CPU; its floor; its random weights."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.decode import floor, models, steps
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers.linear import Linear, Weight
+from scripts import bench_decode
+from tests.support.checkpoints import tiny_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config()))
+    return path
+
+
+def run(monkeypatch, config, *words):
+    out = config.parent / "out.json"
+    given = ["--model", str(config), "--dtype", "float32", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench_decode", *given, *words])
+    monkeypatch.setattr(steps, "WINDOWS", 2)
+    bench_decode.main()
+    return json.loads(out.read_text())
+
+
+def test_a_tiny_model(config, monkeypatch, capsys):
+    words = "--batches 2 --contexts 70 --prefills 3x20 --chunk 24 --acceptances 1 --depth 2"
+    result = run(monkeypatch, config, *words.split())
+    assert result["read_gbs"] > 0
+    plain, drafted, prefill = result["rows"]
+    for row in result["rows"]:
+        assert row["ms"] > 0
+        assert row["peak_bytes"] > 0
+    assert plain["tokens_per_s"] == pytest.approx(2e3 / plain["ms"], rel=1e-3)
+    assert plain["floor_fraction"] == pytest.approx(plain["floor_ms"] / plain["ms"], rel=1e-3)
+    assert 3 <= plain["experts_visited"] <= 6
+    # All drafts are accepted: three tokens a row and step.
+    assert drafted["tokens_per_s"] == pytest.approx(6e3 / drafted["ms"], rel=1e-3)
+    assert prefill["chunk"] == 8
+    assert prefill["tokens_per_s"] == pytest.approx(60e3 / prefill["ms"], rel=1e-3)
+    assert "2 x 70 decode" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
+    real = steps.Decode
+
+    def fails(model, rows, *rest):
+        if rows == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+        return real(model, rows, *rest)
+
+    monkeypatch.setattr(steps, "Decode", fails)
+    rows = run(monkeypatch, config, "--batches", "1", "2", "--contexts", "5")["rows"]
+    assert rows[0]["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert rows[1]["ms"] > 0
+
+
+def test_nothing_begins_after_the_time_budget(config, monkeypatch):
+    words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
+    (row,) = run(monkeypatch, config, *words)["rows"]
+    assert row["error"] == "the time budget is spent"
+
+
+@pytest.mark.parametrize("text", ["8", "x8", "8x", "8x2x1"])
+def test_shapes_of_prefills(text, capsys):
+    with pytest.raises(SystemExit):
+        bench_decode.parse(["--prefills", text])
+    assert f"expected ROWSxTOKENS such as 8x2048, got '{text}'" in capsys.readouterr().err
+
+
+# ms at 4.35 TB/s, computed by hand from the published widths, in the units of the peers' tables.
+@pytest.mark.parametrize(
+    ("name", "weights", "rows", "cached", "ms"),
+    [
+        ("moonlight-16b", "bf16", 1, 1024, 1.19),
+        ("moonlight-16b", "bf16", 16, 1024, 5.93),
+        ("moonlight-16b", "bf16", 128, 4096, 10.93),
+        ("v3-slice", "fp8", 1, 1024, 1.64),
+        ("v3-slice", "fp8", 64, 1024, 19.16),
+        ("v3-slice", "fp8", 256, 4096, 24.21),
+    ],
+)
+def test_floor(name, weights, rows, cached, ms):
+    model = models.shapes(models.SHAPES[name], weights, "bfloat16", mtp=False)
+    assert 1e3 * floor.step_bytes(model, rows, cached) / 4.35e12 == pytest.approx(ms, rel=0.02)
+
+
+def test_distinct_experts():
+    rng = np.random.default_rng(0)
+    drawn = [
+        len({e for _ in range(16) for e in rng.choice(64, 6, replace=False)}) for _ in range(400)
+    ]
+    assert floor.distinct_experts(64, 6, 16) == pytest.approx(np.mean(drawn), rel=0.01)
+    assert floor.distinct_experts(64, 6, 1) == 6
+
+
+@pytest.mark.parametrize("weights", list(models.WEIGHTS))
+def test_products_have_unit_variance(weights):
+    config = dataclasses.replace(
+        ModelConfig.from_hf(tiny_config()), hidden_size=256, moe_intermediate_size=256
+    )
+    model = models.random_model(models.shapes(config, weights, "float32", mtp=True))
+    attention, experts = model.layers[1].self_attn, model.layers[1].mlp.experts
+    x = jax.random.normal(jax.random.key(0), (64, 256))
+    assert isinstance(attention.kv_a_proj_with_mqa, Linear)
+    assert float(jnp.var(attention.kv_a_proj_with_mqa(x))) == pytest.approx(1, rel=0.2)
+    for stack in (experts.gate_proj, experts.down_proj):
+        assert isinstance(stack, Weight)
+        variances = jnp.var(jnp.einsum("mk,enk->emn", x, stack.dense("float32")), axis=(1, 2))
+        np.testing.assert_allclose(variances, 1, rtol=0.2)
+        assert not np.array_equal(stack.dense("float32")[0], stack.dense("float32")[1])
+    logits = model(jnp.arange(12)[None])
+    assert np.isfinite(np.asarray(logits)).all()
