@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.linear import Weight
-from dsv3_jax.layers.mlp import MLP, silu_and_multiply
+from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router, Routing
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, grouped_swiglu
 
 
 class RoutingStats(NamedTuple):
@@ -53,23 +54,21 @@ class Experts(nnx.Module):
         self, rows: Float[Array, "M D"], group_sizes: Int[Array, " E"]
     ) -> Float[Array, "M D"]:
         """Each expert's MLP on its rows, which come sorted by expert."""
-        gate = _product(rows, self.gate_proj, group_sizes)
-        up = _product(rows, self.up_proj, group_sizes)
-        return _product(silu_and_multiply(gate, up), self.down_proj, group_sizes)
+        hidden = _product(grouped_swiglu, rows, (self.gate_proj, self.up_proj), group_sizes)
+        return _product(grouped_matmul, hidden, (self.down_proj,), group_sizes)
 
 
 def _product(
-    rows: Float[Array, "M K"], experts: Weight, group_sizes: Int[Array, " E"]
+    op: Callable[..., Any],
+    rows: Float[Array, "M K"],
+    stacks: tuple[Weight, ...],
+    group_sizes: Int[Array, " E"],
 ) -> Float[Array, "M N"]:
-    if experts.quantization is None:
-        return grouped_matmul(rows, experts.weight[...].astype(rows.dtype), group_sizes)
-    return grouped_matmul(
-        rows,
-        experts.weight[...],
-        group_sizes,
-        rhs_scale=experts.scale,
-        block_shape=experts.block_shape,
-    )
+    """grouped_matmul or grouped_swiglu, of the weights as they are stored."""
+    if stacks[0].quantization is None:
+        return op(rows, *(weight.dense(rows.dtype) for weight in stacks), group_sizes)
+    matrices, scales = zip(*((w.weight[...], w.scale) for w in stacks), strict=True)
+    return op(rows, *matrices, group_sizes, None, *scales, block_shape=stacks[0].block_shape)
 
 
 class MoE(nnx.Module):
