@@ -144,6 +144,14 @@ class DeepSeekV3(nnx.Module):
         stacked = jnp.stack(counts) if counts else jnp.zeros((0, E), jnp.int32)
         return logits, Aux(stacked, tuple(mtp_logits), tuple(stats))
 
+    def ready_to_decode(self) -> DeepSeekV3:
+        """The same model, with what absorbed attention wants of the weights made once for all the
+        steps that follow: H (N + V) C numbers a layer, 2 GB for DeepSeek-V3 in bfloat16."""
+        model = nnx.merge(*nnx.split(self))
+        for layer in (*model.layers, *model.mtp):
+            layer.self_attn.hold_up_projections(self.dtype)
+        return model
+
     def extend(
         self,
         tokens: Int[Array, "B T"],

@@ -12,6 +12,7 @@ from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_latent
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
+from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.softmax import merge_attention
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "mla_decode_schedule",
     "mla_prefill",
     "quantize_latent",
+    "quantized_matmul",
 ]

@@ -53,6 +53,7 @@ KINDS = (
     ("grouped_matmul/row_tiles", "schedule"),
     ("pallas_kernels/mla_", "attention"),
     ("pallas_kernels/softmax", "attention"),
+    ("pallas_kernels/quantized_matmul", "dense matmul"),
     ("pallas_kernels/grouped_", "expert matmul"),
     ("pallas_kernels/block_quant", "dequantisation"),
     ("layers/router", "router"),

@@ -64,6 +64,7 @@ def decode(
       depth: drafts a step, at most the K that the state has room for; 0 without a drafter.
       vocab_size: ids from here on are padding of the embedding and never chosen.
     """
+    model = model.ready_to_decode()
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         i, state = carry

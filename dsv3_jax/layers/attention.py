@@ -46,6 +46,13 @@ class LayerCache(NamedTuple):
     """Which of the T are tokens, the rest being padding at the right."""
 
 
+class UpProjections(NamedTuple):
+    """kv_b_proj head by head, in the activations' dtype."""
+
+    w_uk: Float[Array, "H N C"]
+    w_uv: Float[Array, "H V C"]
+
+
 class MultiHeadLatentAttention(nnx.Module):
     """Parameters are named as in the checkpoint; ``q_lora_rank`` null has q_proj alone."""
 
@@ -80,6 +87,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=dtype)
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
+        self._held: UpProjections | None = None
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
@@ -136,13 +144,17 @@ class MultiHeadLatentAttention(nnx.Module):
             axis=-1,
         )
 
-    def up_projections(
-        self, dtype: DTypeLike
-    ) -> tuple[Float[Array, "H N C"], Float[Array, "H V C"]]:
-        """W_UK and W_UV: the rows of kv_b_proj, head by head."""
+    def up_projections(self, dtype: DTypeLike) -> UpProjections:
+        if self._held is not None:
+            return self._held
         c = self.config
         w = self.kv_b_proj.dense(dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-        return w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :]
+        return UpProjections(w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :])
+
+    def hold_up_projections(self, dtype: DTypeLike) -> None:
+        """Cuts, and dequantises, kv_b_proj now and not at every absorbed step. Whoever changes the
+        weights afterwards starts from a model that does not hold them."""
+        self._held = nnx.data(self.up_projections(dtype))
 
     def expand(
         self, latent: Float[Array, "B S CR"]

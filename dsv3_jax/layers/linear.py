@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import BlockQuantization, Quantization
-from pallas_kernels import block_dequant, block_quant, integer_quant
+from pallas_kernels import block_dequant, block_quant, integer_quant, quantized_matmul
 
 
 class Weight(nnx.Module):
@@ -77,8 +77,14 @@ class Linear(Weight):
     def __call__(
         self, x: Float[Array, "*batch in"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch out"]:
+        out_dtype = out_dtype or x.dtype
+        if self.quantization is not None:
+            weight, scale = self.weight[...], self.scale
+            return quantized_matmul(
+                x, weight, scale, block_shape=self.block_shape, out_dtype=out_dtype
+            )
         y = jnp.einsum("...i,oi->...o", x, self.dense(x.dtype), preferred_element_type=jnp.float32)
-        return y.astype(out_dtype or x.dtype)
+        return y.astype(out_dtype)
 
 
 class Embedding(nnx.Module):

@@ -1,11 +1,16 @@
 """After a warm-up nothing compiles, whatever is asked: measured by JAX's own compilation events."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from dsv3_jax.generation.generator import Generator
+from dsv3_jax.generation.programs import Programs
+from dsv3_jax.generation.sampling import Sampling
 from tests.generation.fragments import letters
 
 
@@ -78,3 +83,26 @@ def test_a_checkpoint_with_a_tokenizer(demo, compilations):
     demo.generate(["def f(", "import os"], **settings)
     assert list(demo.stream("class A:\n", **settings))
     assert compilations == []
+
+
+def test_up_projections_are_cut_before_the_loop(tiny):
+    """One a layer, of H heads with N + V rows of C; in the loop they would be copied every step."""
+    programs = Programs.of(tiny, 64, prefill_chunk=1, vocab_size=160)
+    settings = {n: np.zeros(2) for n in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    sampling = Sampling.pack(stop_tokens=np.full((2, 1), -1), **settings)
+    arguments = programs.decode.leaves, programs.empty_state(2), sampling, np.int32(1), None, 0
+    traced = jax.make_jaxpr(programs.decode.jitted, static_argnums=(4, 5))(*arguments)
+    c = tiny.config
+    rows = c.qk_nope_head_dim + c.v_head_dim
+    whole = (c.num_attention_heads, rows, c.kv_lora_rank)
+    found = [inside for shape, inside in made(traced.jaxpr) if shape == whole]
+    assert found == [False] * c.num_hidden_layers
+
+
+def made(jaxpr, inside=False) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Shapes of all that is computed, and whether a loop does it."""
+    for equation in jaxpr.eqns:
+        yield from ((variable.aval.shape, inside) for variable in equation.outvars)
+        looped = inside or equation.primitive.name == "while"
+        for inner in jaxprs_in_params(equation.params):
+            yield from made(inner, looped)

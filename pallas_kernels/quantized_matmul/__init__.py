@@ -1,0 +1,1 @@
+"""Rows times one quantized matrix."""

@@ -1,0 +1,50 @@
+"""Rows times one quantized matrix."""
+
+from __future__ import annotations
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.quantized_matmul import mosaic_gpu, reference
+
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.quantized_matmul,
+    "reference": reference.quantized_matmul,
+}
+
+
+def quantized_matmul(
+    x: Float[Array, "*batch K"],
+    weight: reference.Matrix,
+    scale: Float32[Array, "Nb Kb"],
+    *,
+    block_shape: tuple[int, int],
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch N"]:
+    """``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
+
+    Args:
+      x: bfloat16 or float32.
+      weight: float8_e4m3fn or int8 [N, K], or int4 as uint8 [N, K / 2], packed as by
+        :func:`pallas_kernels.integer_quant`.
+      scale: one a block of ``block_shape``, rows of N by columns of K, ceil at the edges;
+        multiplied.
+      out_dtype: of the result; default x's. A back-end may round to x's dtype before.
+
+    Raises:
+      ValueError: x and weight differ in K, or the scale's shape is not ceil(shape / block).
+      NotImplementedError: the named back-end does not take these arguments.
+    """
+    reference.check_shapes(x, weight, scale, block_shape)
+    return dispatch(
+        "quantized_matmul",
+        BACKENDS,
+        implementation,
+        x,
+        weight,
+        scale,
+        block_shape=block_shape,
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
+    )

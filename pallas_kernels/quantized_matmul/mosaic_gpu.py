@@ -1,0 +1,48 @@
+"""quantized_matmul on Hopper GPUs: a grouped matmul of one group, for the few rows of decoding.
+
+The weights are read once and as they are stored. XLA writes them to memory in x's dtype first,
+which is five times the traffic of float8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.hopper import require_hopper
+from pallas_kernels.quantized_matmul.reference import Matrix
+
+
+def quantized_matmul(
+    x: Float[Array, "*batch K"],
+    weight: Matrix,
+    scale: Float32[Array, "Nb Kb"],
+    *,
+    block_shape: tuple[int, int],
+    out_dtype: DTypeLike,
+    interpret: Any = None,
+) -> Float[Array, "*batch N"]:
+    """As :func:`pallas_kernels.quantized_matmul`, rounded to bfloat16 first.
+
+    Raises:
+      NotImplementedError: no Hopper GPU, x not bfloat16, or more rows or other widths than
+        grouped_matmul takes of one group.
+    """
+    require_hopper(interpret)
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
+    M = math.prod(x.shape[:-1])
+    out = mosaic_gpu.grouped_matmul(
+        x.reshape(M, x.shape[-1]),
+        weight[None],
+        jnp.full((1,), M, jnp.int32),
+        rhs_scale=scale[None],
+        block_shape=block_shape,
+        interpret=interpret,
+    )
+    return out.reshape(*x.shape[:-1], weight.shape[0]).astype(out_dtype)

@@ -1,0 +1,131 @@
+"""quantized_matmul: both back-ends against float64, and what they refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import integer_quant, quantized_matmul
+from pallas_kernels.quantized_matmul import mosaic_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
+
+BLOCKS = {"float8": (128, 128), "int8": (1, 320), "int4": (1, 128)}
+WIDTHS = {"float8": (192, 320), "int8": (192, 320), "int4": (192, 384)}  # N, K
+
+
+def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16"):
+    """x, weight, scale; and the product in float64."""
+    (N, K), block = widths or WIDTHS[form], block or BLOCKS[form]
+    rng = np.random.default_rng(len(form) + N + sum(batch))
+    x = rounded(rng.standard_normal((*batch, K)), dtype)
+    if form == "float8":
+        values = random_e4m3(rng, (N, K))
+        weight, exact = jnp.asarray(values), np.asarray(values, np.float64)
+        scale = rng.uniform(0.5, 2, (-(-N // block[0]), -(-K // block[1]))).astype(np.float32)
+    else:
+        weight, scale = integer_quant(
+            jnp.asarray(rng.standard_normal((N, K)), jnp.float32), int(form[3:]), block[1]
+        )
+        exact = np.asarray(weight).astype(np.int64)
+        if form == "int4":
+            exact = np.stack([exact & 15, exact >> 4], axis=-1).reshape(N, K)
+            exact = (exact ^ 8) - 8
+        scale = np.asarray(scale)
+    spread = np.repeat(np.repeat(scale.astype(np.float64), block[0], 0), block[1], 1)[:N, :K]
+    arrays = device(x, dtype), weight, jnp.asarray(scale)
+    return arrays, np.einsum("...k,nk->...n", x, exact * spread)
+
+
+def kernel(*arrays, **options):
+    return mosaic_gpu.quantized_matmul(
+        *arrays, **{"out_dtype": jnp.bfloat16, "interpret": INTERPRET, **options}
+    )
+
+
+@pytest.mark.parametrize("form", list(BLOCKS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference(form, dtype):
+    arrays, want = inputs(form, (2, 3), dtype=dtype)
+    f = functools.partial(quantized_matmul, block_shape=BLOCKS[form], implementation="reference")
+    got = jax.jit(f)(*arrays)
+    assert got.dtype == dtype
+    check(got, want, tolerance(dtype))
+    got = jax.jit(functools.partial(f, out_dtype=jnp.float32))(*arrays)
+    assert got.dtype == jnp.float32
+    check(got, want, tolerance(dtype))
+
+
+@kernel_runs
+@pytest.mark.parametrize("form", list(BLOCKS))
+@pytest.mark.parametrize("batch", [(1,), (2, 3), (64,)])
+def test_kernel(form, batch):
+    arrays, want = inputs(form, batch)
+    got = jax.jit(functools.partial(kernel, block_shape=BLOCKS[form]))(*arrays)
+    check(got, want, tolerance("bfloat16"))
+    if batch == (1,):
+        cast = jax.jit(functools.partial(kernel, block_shape=BLOCKS[form], out_dtype=jnp.float32))(
+            *arrays
+        )
+        assert cast.dtype == jnp.float32
+        np.testing.assert_array_equal(cast, got.astype(jnp.float32))
+
+
+@kernel_runs
+def test_gradient_of_the_rows():
+    """The kernel's is that of the exact product."""
+    (x, *weights), _ = inputs("float8", (5,))
+    cotangent = device(np.random.default_rng(0).standard_normal((5, 192)), "bfloat16")
+
+    def pulled(f):
+        product = functools.partial(f, block_shape=BLOCKS["float8"])
+        return jax.jit(lambda x: jax.vjp(lambda x: product(x, *weights), x)[1](cotangent)[0])(x)
+
+    want = pulled(lambda *a, **k: quantized_matmul(*a, **k, implementation="reference"))
+    check(pulled(kernel), np.asarray(want, np.float64), 2 * tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "takes bfloat16 rows, got float32"),
+        ({"batch": (65,)}, "takes 64 rows a group at most, .* got 65 rows for 1 groups"),
+        ({"batch": (0,)}, "takes no empty arrays"),
+        ({"widths": (72, 320)}, "N=72"),
+    ],
+)
+def test_what_the_kernel_does_not_take(changes, message):
+    arrays, _ = inputs("float8", **changes)
+    with pytest.raises(NotImplementedError, match=message):
+        kernel(*arrays, block_shape=(128, 128), interpret=object())
+
+
+@off_gpu
+def test_no_gpu():
+    arrays, _ = inputs("float8")
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
+        quantized_matmul(*arrays, block_shape=(128, 128), implementation="mosaic_gpu")
+
+
+def test_shapes_that_do_not_fit():
+    (x, weight, scale), _ = inputs("int4")
+    with pytest.raises(ValueError, match="weight: expected 383 columns as x has, got 384"):
+        quantized_matmul(x[:, :-1], weight, scale, block_shape=(1, 128))
+    with pytest.raises(ValueError, match=r"scale: expected shape \(192, 3\), got \(192, 2\)"):
+        quantized_matmul(x, weight, scale[:, :-1], block_shape=(1, 128))
+
+
+@pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
+@pytest.mark.parametrize("form", list(BLOCKS))
+def test_lowers_for_cuda(form, monkeypatch):
+    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, mosaic_gpu.mosaic_gpu.few_rows):
+        monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
+    monkeypatch.setattr(mosaic_gpu.mosaic_gpu.few_rows, "multiprocessors", lambda: 132)
+    arrays, _ = inputs(form)
+    f = functools.partial(
+        mosaic_gpu.quantized_matmul, block_shape=BLOCKS[form], out_dtype=jnp.bfloat16
+    )
+    text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
