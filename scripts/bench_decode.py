@@ -46,6 +46,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
     )
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
+    parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 128, 256])
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 4096])
@@ -98,6 +99,8 @@ class Bench:
         mtp = bool(arguments.acceptances)
         shapes = models.shapes(config, weights, arguments.dtype, mtp=mtp)
         model = models.random_model(shapes)
+        if arguments.activations:
+            model.use_float8_activations()
         for cached in arguments.contexts:
             for rows in arguments.batches:
                 self._row(weights, rows, cached, lambda r=rows, c=cached: self._decode(model, r, c))
@@ -139,7 +142,8 @@ class Bench:
 
     def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
-            "model": self._arguments.model, "dtype": weights, "batch": batch, "context": context,
+            "model": self._arguments.model, "dtype": weights,
+            "activations": self._arguments.activations, "batch": batch, "context": context,
         }  # fmt: skip
         if time.monotonic() > self._end:
             row["error"] = "the time budget is spent"

@@ -43,6 +43,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     quantization: Literal["fp8", "int8", "int4"] | None = None,
+    activations: Literal["float8"] | None = None,
     mtp: bool = True,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
@@ -58,6 +59,9 @@ def load(
       quantization: keeps weights that are stored in this form, float8 as published or a store's
         integers, and dequantises at use. None dequantises to ``dtype`` while loading: the exact
         product of value and scale, rounded once.
+      activations: ``"float8"`` rounds the rows of products with float8 weights to float8 as well,
+        where they are many: prompts and large batches. DeepSeek's own inference does. None rounds
+        nothing.
       mtp: also load the multi-token prediction layers, where the checkpoint has them.
       mesh: spreads the parameters over its devices, each of which reads its own part alone.
       rules: what each axis of ``mesh`` splits. Default :data:`sharding.DEFAULT_RULES`.
@@ -74,6 +78,13 @@ def load(
         raise ValueError(
             f"quantization: expected 'fp8', 'int8', 'int4' or None, got {quantization!r}"
         )
+    if activations is not None:
+        check_choice("activations", activations, ("float8",))
+        if quantization != "fp8" or mesh is not None:
+            raise ValueError(
+                "activations='float8': expected quantization='fp8' and no mesh, got"
+                f" quantization={quantization!r} and {'no' if mesh is None else 'a'} mesh"
+            )
     if dtype is not None:
         check_choice("dtype", _name(dtype), DTYPES)
     if rules is not None and mesh is None:
@@ -101,6 +112,8 @@ def load(
         )
     except OSError as error:  # a disk that fails, a chunk that is gone
         raise ValueError(said(error)) from None
+    if activations is not None:
+        model.use_float8_activations()
     return model, tokenizer
 
 

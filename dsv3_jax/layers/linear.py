@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +12,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import BlockQuantization, Quantization
-from pallas_kernels import block_dequant, block_quant, integer_quant, quantized_matmul
+from pallas_kernels import (
+    block_dequant,
+    block_quant,
+    grouped_matmul,
+    integer_quant,
+    quantized_matmul,
+)
+
+FEW_ROWS = 64
+"""Of a matrix, on average: to read it is then all the time there is, and float8 rows save none."""
 
 
 class Weight(nnx.Module):
@@ -32,6 +44,7 @@ class Weight(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), shape, jnp.float32) * std
         self.quantization = quantization
+        self.float8_rows = False  # see DeepSeekV3.use_float8_activations
         if quantization is None:
             self.weight = nnx.Param(weight.astype(dtype))
             return
@@ -49,6 +62,19 @@ class Weight(nnx.Module):
         """One a block of ``block_shape``; quantized weights alone have it."""
         float8 = isinstance(self.quantization, BlockQuantization)
         return (self.weight_scale_inv if float8 else self.weight_scale)[...]
+
+    def takes_float8(self, rows: int) -> bool:
+        """Whether that many rows, all matrices together, are to be rounded to float8 first."""
+        matrices = math.prod(self.weight.shape[:-2])
+        return self.float8_rows and rows > FEW_ROWS * matrices
+
+    def rounded(
+        self, rows: Float[Array, "M K"]
+    ) -> tuple[Float[Array, "M K"], Float32[Array, "M Kb"]]:
+        """Float8 rows, and a scale for each block of columns that has one in the matrix too."""
+        assert isinstance(self.quantization, BlockQuantization)
+        scale_fmt: Any = self.quantization.scale_fmt
+        return block_quant(rows, (1, self.block_shape[1]), scale_fmt=scale_fmt)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*stack out in"]:
         """The weight's values in ``dtype``."""
@@ -78,6 +104,11 @@ class Linear(Weight):
         self, x: Float[Array, "*batch in"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch out"]:
         out_dtype = out_dtype or x.dtype
+        if self.takes_float8(M := math.prod(x.shape[:-1])):
+            rows, row_scale = self.rounded(x.reshape(M, -1))
+            sizes, matrix, scale = jnp.full((1,), M), self.weight[...][None], self.scale[None]
+            y = grouped_matmul(rows, matrix, sizes, row_scale, scale, block_shape=self.block_shape)
+            return y.reshape(*x.shape[:-1], -1).astype(out_dtype)
         if self.quantization is not None:
             weight, scale = self.weight[...], self.scale
             return quantized_matmul(

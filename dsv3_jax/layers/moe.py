@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.linear import Weight
@@ -51,11 +51,40 @@ class Experts(nnx.Module):
         self.down_proj = Weight((E, D, F), **kwargs)
 
     def __call__(
-        self, rows: Float[Array, "M D"], group_sizes: Int[Array, " E"]
-    ) -> Float[Array, "M D"]:
-        """Each expert's MLP on its rows, which come sorted by expert."""
-        hidden = _product(grouped_swiglu, rows, (self.gate_proj, self.up_proj), group_sizes)
+        self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
+    ) -> Float[Array, "MK D"]:
+        """Each expert's MLP on its rows: ``tokens[rows]``, sorted by expert."""
+        if self.gate_proj.takes_float8(len(rows)):
+            return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
+        tokens = tokens[rows]
+        hidden = _product(grouped_swiglu, tokens, (self.gate_proj, self.up_proj), group_sizes)
         return _product(grouped_matmul, hidden, (self.down_proj,), group_sizes)
+
+    def _float8(
+        self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
+    ) -> BFloat16[Array, "MK D"]:
+        """The same of rounded rows; a token is rounded once for all its experts."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        values, scale = gate.rounded(tokens)
+        hidden: Any = grouped_swiglu(
+            values[rows],
+            gate.weight[...],
+            up.weight[...],
+            group_sizes,
+            scale[rows],
+            gate.scale,
+            up.scale,
+            block_shape=gate.block_shape,
+        )
+        hidden, hidden_scale = down.rounded(hidden)
+        return grouped_matmul(
+            hidden,
+            down.weight[...],
+            group_sizes,
+            hidden_scale,
+            down.scale,
+            block_shape=down.block_shape,
+        )
 
 
 def _product(
@@ -120,7 +149,7 @@ class MoE(nnx.Module):
         flat = experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         group_sizes = jnp.bincount(flat, length=E)
-        out = self.experts(tokens[order // K], group_sizes)
+        out = self.experts(tokens, order // K, group_sizes)
         # Back in token order, so that every token sums its experts in the same order.
         out = out[jnp.argsort(order)].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
         if valid is not None:

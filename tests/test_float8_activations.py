@@ -1,0 +1,125 @@
+"""Activations in float8: where rows are many, and nowhere else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig
+from dsv3_jax.layers.linear import FEW_ROWS, Linear
+from dsv3_jax.layers.moe import Experts
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import block_dequant, block_quant
+from sharding import make_mesh
+from tests.pallas_kernels.numerics import check, tolerance
+from tests.support.checkpoints import tiny_config
+
+BFLOAT16 = tolerance("bfloat16")
+
+
+def rounded(x, scale_fmt="float32"):
+    """What is left of rows in float8, in float64."""
+    values, scale = block_quant(jnp.asarray(x, jnp.float32), (1, 128), scale_fmt=scale_fmt)
+    return np.asarray(block_dequant(values, scale, (1, 128)), np.float64)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
+def test_linear(scale_fmt):
+    linear = Linear(
+        200, 96, std=0.1, rngs=nnx.Rngs(0), dtype="float32",
+        quantization=BlockQuantization(scale_fmt=scale_fmt),
+    )  # fmt: skip
+    x = np.random.default_rng(0).standard_normal((5, 14, 200)).astype(np.float32)
+    weight = np.asarray(linear.dense("float32"), np.float64)
+    exact = linear(jnp.asarray(x))
+    check(exact, x.astype(np.float64) @ weight.T, tolerance("float32"))
+    linear.float8_rows = True
+    y = linear(jnp.asarray(x))
+    assert y.dtype == jnp.float32
+    check(y, rounded(x, scale_fmt) @ weight.T, BFLOAT16)
+    assert np.linalg.norm(y - exact) > 0.01 * np.linalg.norm(exact)
+    few = jnp.asarray(x.reshape(70, 200)[:FEW_ROWS])
+    np.testing.assert_array_equal(linear(few), exact.reshape(70, 96)[:FEW_ROWS])
+
+
+@pytest.fixture(scope="module")
+def config():
+    return dataclasses.replace(ModelConfig.from_hf(tiny_config()), hidden_size=160)
+
+
+def test_experts(config):
+    experts = Experts(config, rngs=nnx.Rngs(0), dtype="float32", quantization=BlockQuantization())
+    for weight in (experts.gate_proj, experts.up_proj, experts.down_proj):
+        weight.float8_rows = True
+    gate, up, down = (
+        np.asarray(w.dense("float32"), np.float64)
+        for w in (experts.gate_proj, experts.up_proj, experts.down_proj)
+    )
+    rng = np.random.default_rng(1)
+    tokens = rng.standard_normal((90, 160)).astype(np.float32)
+    sizes = np.array([100, 0, 7, 150, 300, 3, 20, 10], np.int32)  # the last ten rows to none
+    rows = rng.integers(0, 90, 600)
+    assert len(rows) > FEW_ROWS * len(sizes)
+    got = jax.jit(experts)(tokens, rows, sizes)
+    assert got.dtype == jnp.float32
+    x, end = rounded(tokens)[rows], 0
+    for e, size in enumerate(sizes):
+        begin, end = end, end + size
+        g, u = x[begin:end] @ gate[e].T, x[begin:end] @ up[e].T
+        hidden = jnp.asarray(g / (1 + np.exp(-g)) * u, jnp.bfloat16)
+        check(got[begin:end], rounded(hidden) @ down[e].T, 16 * BFLOAT16)
+
+
+def test_model(config):
+    """Close to the exact model for many tokens, and equal to it for few."""
+    model = DeepSeekV3(config, rngs=nnx.Rngs(0), quantization=BlockQuantization())
+    many = jnp.asarray(np.random.default_rng(2).integers(0, 160, (6, 40)))
+    few = many[:1]
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    graph, state = nnx.split(model)
+    exact = [np.asarray(run(state, tokens), np.float64) for tokens in (many, few)]
+    model.use_float8_activations()
+    assert not model.lm_head.float8_rows
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    graph, state = nnx.split(model)
+    error = np.linalg.norm(run(state, many) - exact[0]) / np.linalg.norm(exact[0])
+    assert 1e-3 < error < 0.1
+    np.testing.assert_array_equal(run(state, few), exact[1])
+
+
+def test_weights_that_are_no_float8_stay_as_they_are(config):
+    for quantization in (None, IntegerQuantization(bits=8, group_size=None)):
+        model = dsv3_jax.model.abstract(config, quantization=quantization)
+        model.use_float8_activations()
+        assert not model.layers[1].mlp.experts.gate_proj.float8_rows
+        assert not model.layers[0].self_attn.o_proj.takes_float8(10**6)
+
+
+def test_load():
+    model, _ = dsv3_jax.load("demo", quantization="fp8", activations="float8", mtp=False)
+    assert model.layers[1].mlp.experts.gate_proj.float8_rows
+    assert model.layers[0].self_attn.o_proj.float8_rows
+    model, _ = dsv3_jax.load("demo", quantization="fp8", mtp=False)
+    assert not model.layers[1].mlp.experts.gate_proj.float8_rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activations": "fp8"}, "activations: expected one of float8; got 'fp8'"),
+        ({"activations": "float8"}, "expected quantization='fp8' and no mesh, got quantization=No"),
+        (
+            {"activations": "float8", "quantization": "fp8", "mesh": "made here"},
+            "got quantization='fp8' and a mesh",
+        ),
+    ],
+)
+def test_what_load_refuses(settings, message):
+    if "mesh" in settings:
+        settings = settings | {"mesh": make_mesh(expert=8)}
+    with pytest.raises(ValueError, match=message):
+        dsv3_jax.load("demo", **settings)
