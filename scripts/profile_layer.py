@@ -14,17 +14,13 @@ default, with CUDA graphs, many runs in flight. Without ``--experts`` bf16 weigh
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import datetime
 import functools
 import json
-import re
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.profile.operations import operations
+from benchmarks.profile.trace import SERIAL, kernels, summed, table, traced
 from dsv3_jax import presets
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.kv_cache import PAGE_SIZE
@@ -43,30 +41,6 @@ from dsv3_jax.layers.rope import rotation
 
 RUNS = 10  # traced
 WINDOWS, WINDOW_S = 5, 0.05
-SHOWN = 25
-SERIAL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1000000"}
-"""No CUDA graphs: the profiler would not say which operation a kernel of one belongs to."""
-
-KINDS = (
-    # (part of a source path, kind), the first that fits
-    ("mla_decode/schedule", "schedule"),
-    ("grouped_matmul/row_tiles", "schedule"),
-    ("pallas_kernels/mla_", "attention"),
-    ("pallas_kernels/softmax", "attention"),
-    ("pallas_kernels/quantized_matmul", "dense matmul"),
-    ("pallas_kernels/grouped_", "expert matmul"),
-    ("pallas_kernels/block_quant", "dequantisation"),
-    ("layers/router", "router"),
-    ("layers/moe", "sort, permute, sum"),
-    ("layers/norm", "norm"),
-    ("layers/rope", "rope"),
-    ("layers/linear", "dense matmul"),
-    ("layers/mlp", "SwiGLU"),
-    ("layers/attention", "around attention"),
-    ("layers/block", "residual sum"),
-    ("kv_cache", "cache write"),
-)
-_MATMUL = ("gemm", "cutlass", "nvjet", "triton_dot", "dot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,143 +144,6 @@ def values_of(config: ModelConfig, step: Step, arguments: list[Any]) -> list[Any
     ]
 
 
-# ---- what XLA says of its operations -------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One of optimised HLO that launches kernels."""
-
-    opcode: str
-    name: str
-    """As JAX traced it: jit(run)/.../dot_general."""
-    kind: str
-
-
-def operations(hlo: str) -> dict[str, Operation]:
-    """Of a module's text, by the names that the profiler uses."""
-    sources = _Sources(hlo)
-    bodies: dict[str, list[tuple[str, str, str]]] = {}
-    found: dict[str, tuple[str, str]] = {}
-    body: list[tuple[str, str, str]] = []
-    for line in hlo.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            body = bodies.setdefault(head[1], [])
-        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
-            name, rest = instruction.groups()
-            opcode = re.search(r"(?<=[\s)}\]]) ?([a-z][\w\-]*)\(", " " + rest)
-            body.append((name, opcode[1] if opcode else "", line))
-            found[name] = (opcode[1] if opcode else "", line)
-
-    def inside(line: str) -> Iterator[tuple[str, str]]:
-        called = re.search(r"calls=%?([\w.\-]+)", line)
-        for _, opcode, inner in bodies.get(called[1], ()) if called else ():
-            yield opcode, inner
-            yield from inside(inner)
-
-    result = {}
-    for name, (opcode, line) in found.items():
-        lines = [(opcode, line), *inside(line)]
-        result[name] = Operation(opcode, _traced_name(line), _kind(lines, sources))
-    return result
-
-
-class _Sources:
-    """Which file an operation's metadata names: itself, or by way of the module's tables."""
-
-    def __init__(self, hlo: str):
-        self._tables: dict[str, dict[str, str]] = {}
-        table: dict[str, str] | None = None
-        for line in hlo.splitlines():
-            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-                table = self._tables.setdefault(line, {})
-            elif table is not None and (row := re.match(r"(\d+) (.*)", line)):
-                table[row[1]] = row[2]
-            elif line and not line[0].isdigit():
-                table = None
-
-    def of(self, line: str) -> str:
-        if direct := re.search(r'source_file="([^"]*)"', line):
-            return direct[1]
-        frame = re.search(r"stack_frame_id=(\d+)", line)
-        location = _field(self._tables.get("StackFrames", {}), frame and frame[1], "location")
-        file = _field(self._tables.get("FileLocations", {}), location, "name")
-        return self._tables.get("FileNames", {}).get(file or "", "").strip('"')
-
-
-def _field(table: dict[str, str], row: str | None, name: str) -> str | None:
-    found = re.search(rf"file_{name}_id=(\d+)", table.get(row or "", ""))
-    return found[1] if found else None
-
-
-def _traced_name(line: str) -> str:
-    found = re.search(r'op_name="([^"]*)"', line)
-    return found[1] if found else ""
-
-
-_PRODUCTS = ("attention", "expert matmul", "router")
-_SILENT = {"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "convert"}
-
-
-def _kind(lines: Sequence[tuple[str, str]], sources: _Sources) -> str:
-    """That of most operations that do something; products go before all else."""
-    kinds = collections.Counter[str]()
-    for opcode, line in lines:
-        source = sources.of(line)
-        kind = next((kind for part, kind in KINDS if part in source), "other")
-        if opcode == "dot" or "__cublas" in line:
-            return kind if kind in _PRODUCTS else "dense matmul"
-        if kind != "other" and opcode not in _SILENT:
-            kinds[kind] += 1
-    if kinds:
-        return kinds.most_common(1)[0][0]
-    return "copies" if any(opcode.startswith("copy") for opcode, _ in lines) else "other"
-
-
-# ---- the trace -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Kernel:
-    name: str
-    operation: str
-    count: int = 0
-    ns: float = 0.0
-
-
-_SUMMARIES = ("XLA", "Steps", "Framework", "Source", "Launch", "TensorFlow")  # not a stream's line
-
-
-def kernels(directory: Path) -> list[Kernel]:
-    """All that ran on the device in a trace, by kernel and operation."""
-    (path,) = directory.rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(path))  # planes do not keep it alive
-    on_device = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
-    found: dict[tuple[str, str], Kernel] = {}
-    for plane in on_device or data.planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = {name: value for name, value in event.stats if name is not None}
-                operation = str(stats.get("hlo_op", ""))
-                if line.name.startswith(_SUMMARIES) or not (on_device or operation):
-                    continue
-                kernel = found.setdefault((event.name, operation), Kernel(event.name, operation))
-                kernel.count += 1
-                kernel.ns += event.duration_ns
-    return list(found.values())
-
-
-def traced(run: Callable[[], Any], runs: int) -> list[Kernel]:
-    jax.block_until_ready(run())
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            jax.block_until_ready([run() for _ in range(runs)])
-        with warnings.catch_warnings():
-            # jaxlib's, of its own types; as an error it would end the process.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return kernels(Path(directory))
-
-
 def wall_us(run: Callable[[], Any]) -> float:
     jax.block_until_ready(run())
     began = time.perf_counter()
@@ -356,62 +193,10 @@ class Profile:
             return out
 
         wall = wall_us(lambda: run(fast))
-        found = traced(lambda: run(serial), runs)
+        found = kernels(traced(lambda: run(serial), runs))
         return {"step": self._step.name, "wall_us": round(wall, 1)} | summed(
             found, operations(serial.as_text() or ""), runs
         )
-
-
-def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
-    """Microseconds a run, by kind and by kernel. Loops are counted by what runs inside."""
-    kinds: dict[str, float] = collections.defaultdict(float)
-    rows = []
-    for kernel in found:
-        known = by_name.get(kernel.operation)
-        if known and known.opcode in ("while", "conditional", "call"):
-            continue
-        us = kernel.ns / 1e3 / runs
-        kind = _kind_of_kernel(kernel.name, known)
-        kinds[kind] += us
-        rows.append({
-            "us": round(us, 2), "kind": kind, "launches": kernel.count / runs,
-            "kernel": kernel.name, "operation": kernel.operation,
-            "traced": known.name if known else "",
-        })  # fmt: skip
-    rows.sort(key=lambda row: -row["us"])
-    total = sum(kinds.values())
-    return {
-        "kernels_us": round(total, 1),
-        "launches": round(sum(row["launches"] for row in rows), 1),
-        "kinds_us": {
-            kind: round(us, 2) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])
-        },
-        "kernels": rows,
-    }
-
-
-def _kind_of_kernel(name: str, known: Operation | None) -> str:
-    if known is not None and known.kind != "other":
-        return known.kind
-    if "Memcpy" in name or "Memset" in name or "copy" in name.lower():
-        return "copies"
-    return "dense matmul" if any(part in name for part in _MATMUL) else "other"
-
-
-def table(profile: dict[str, Any]) -> str:
-    total = profile["kernels_us"] or 1.0
-    lines = [
-        f"{profile['weights']} {profile['step']}: wall {profile['wall_us']:.1f} us, kernels"
-        f" {total:.1f} us in {profile['launches']:.0f} launches"
-    ]
-    for kind, us in profile["kinds_us"].items():
-        lines.append(f"  {kind:20}{us:10.1f} us {100 * us / total:6.1f} %")
-    for row in profile["kernels"][:SHOWN]:
-        lines.append(
-            f"    {row['us']:9.2f} us {row['launches']:5.1f}x {row['kind']:20}"
-            f"{row['kernel'][:44]:45}{row['operation'][:28]:29}{row['traced'][-60:]}"
-        )
-    return "\n".join(lines)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -34,7 +34,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, LENGTHS.max()))
 def _short_blocks():
     """Blocks of two and of three pages, so that 113 tokens span several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE)
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
         yield
 
@@ -189,7 +189,7 @@ def test_a_row_does_not_depend_on_its_neighbours(form, model, empty):
 def test_a_prompt_of_many_blocks_really_has_them(model):
     """The patched sizes are what the compiled programs saw."""
     longest = LENGTHS.max()
-    assert longest > 5 * attention._CONTEXT_TOKENS
+    assert longest > 5 * attention._CONTEXT_TOKENS / ROWS
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
 
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from benchmarks.profile.operations import Operation, operations
+from benchmarks.profile.trace import Kernel, summed
 from scripts import profile_layer
-from scripts.profile_layer import Kernel, Operation, operations, summed
 from tests.support.checkpoints import tiny_config
 
 

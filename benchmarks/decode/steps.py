@@ -40,8 +40,14 @@ class Compiled:
 
     @classmethod
     def of(
-        cls, program: Any, state: DecodeState, *args: Any, static: tuple[Any, ...] = ()
+        cls,
+        program: Any,
+        state: DecodeState,
+        *args: Any,
+        static: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
     ) -> Compiled:
+        """``static``: the program's last arguments; ``options``: XLA's."""
         assert isinstance(program, Program)
         (held, structure), (rest, rest_structure) = map(jax.tree.flatten, (state, args))
 
@@ -53,7 +59,7 @@ class Compiled:
 
         began = time.perf_counter()
         jitted = jax.jit(run, donate_argnums=1)
-        executable = jitted.lower(program.leaves, held, rest).compile()
+        executable = jitted.lower(program.leaves, held, rest).compile(options)
         took = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
         peak = (
@@ -84,22 +90,25 @@ class Decode:
         drafter: Drafter | None = None,
         depth: int = 0,
     ):
-        self._cached = cached
+        self._cached, self._static = cached, (drafter, depth)
         room = LONG * (depth + 1)
         max_len = -(-(cached + 1 + room) // PAGE_SIZE) * PAGE_SIZE
         programs = Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
+        self._program = programs.decode
         self.state = _random_state(programs, rows, cached, depth, drafter is not None)
         self._sampling = Sampling.pack(
             stop_tokens=np.full((rows, 1), -1),
             **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
         )
-        self.compiled = Compiled.of(
-            programs.decode, self.state, self._sampling, np.int32(1), static=(drafter, depth)
-        )
+        self.compiled = self.compile()
 
-    def _run(self, steps: int) -> float:
-        """Seconds of a dispatch; the state goes on, the rows' lengths do not."""
-        state, took = self.compiled(self.state, self._sampling, np.int32(steps))
+    def compile(self, options: dict[str, Any] | None = None) -> Compiled:
+        arguments = self.state, self._sampling, np.int32(1)
+        return Compiled.of(self._program, *arguments, static=self._static, options=options)
+
+    def dispatch(self, steps: int, compiled: Compiled | None = None) -> float:
+        """Seconds of so many steps; the state goes on, the rows' lengths do not."""
+        state, took = (compiled or self.compiled)(self.state, self._sampling, np.int32(steps))
         assert int(state.steps) == steps, f"expected {steps} steps, got {int(state.steps)}"
         self.tokens = (
             int(state.lengths.sum()) - self._cached * len(state.lengths) - len(state.lengths)
@@ -109,12 +118,12 @@ class Decode:
 
     def measure(self) -> dict[str, float]:
         """Milliseconds a step, and tokens that it yields."""
-        self._run(SHORT)
-        self._run(LONG)
+        self.dispatch(SHORT)
+        self.dispatch(LONG)
         windows, tokens = [], []
         for _ in range(WINDOWS):
-            short, few = self._run(SHORT), self.tokens
-            windows.append((self._run(LONG) - short) / (LONG - SHORT))
+            short, few = self.dispatch(SHORT), self.tokens
+            windows.append((self.dispatch(LONG) - short) / (LONG - SHORT))
             tokens.append((self.tokens - few) / (LONG - SHORT))
         step = statistics.median(windows)
         return {

@@ -1,0 +1,142 @@
+"""Kernels that ran on the device, from the profiler's trace, summed by kind of operation."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.profile.operations import Operation
+
+SERIAL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1000000"}
+"""No CUDA graphs: the profiler would not say which operation a kernel of one belongs to."""
+
+SHOWN = 25
+_MATMUL = ("gemm", "cutlass", "nvjet", "triton_dot", "dot")
+
+
+class Event(NamedTuple):
+    """One launch."""
+
+    kernel: str
+    operation: str
+    start_ns: float
+    ns: float
+
+
+@dataclasses.dataclass
+class Kernel:
+    name: str
+    operation: str
+    count: int = 0
+    ns: float = 0.0
+
+
+_SUMMARIES = ("XLA", "Steps", "Framework", "Source", "Launch", "TensorFlow")  # not a stream's line
+
+
+def events(directory: Path) -> Iterator[Event]:
+    """All that ran on the device in a trace."""
+    (path,) = directory.rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(path))  # planes do not keep it alive
+    on_device = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    for plane in on_device or data.planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = {name: value for name, value in event.stats if name is not None}
+                operation = str(stats.get("hlo_op", ""))
+                if line.name.startswith(_SUMMARIES) or not (on_device or operation):
+                    continue
+                yield Event(event.name, operation, event.start_ns, event.duration_ns)
+
+
+def traced(run: Callable[[], Any], runs: int) -> list[Event]:
+    """What ``runs`` runs launched, behind one that is not traced."""
+    jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready([run() for _ in range(runs)])
+        with warnings.catch_warnings():
+            # jaxlib's, of its own types; as an error it would end the process.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return list(events(Path(directory)))
+
+
+def kernels(found: Iterable[Event]) -> list[Kernel]:
+    """By kernel and operation."""
+    summed: dict[tuple[str, str], Kernel] = {}
+    for event in found:
+        names = event.kernel, event.operation
+        kernel = summed.setdefault(names, Kernel(*names))
+        kernel.count += 1
+        kernel.ns += event.ns
+    return list(summed.values())
+
+
+def busy_fraction(found: Iterable[Event]) -> float:
+    """Of the time from the first launch to the end of the last, how much some kernel was running
+    in; events inside others, as a loop's, count once."""
+    spans = sorted((event.start_ns, event.start_ns + event.ns) for event in found)
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / (end - spans[0][0])
+
+
+def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
+    """Microseconds a run, by kind and by kernel. Loops are counted by what runs inside."""
+    kinds: dict[str, float] = collections.defaultdict(float)
+    rows = []
+    for kernel in found:
+        known = by_name.get(kernel.operation)
+        if known and known.opcode in ("while", "conditional", "call"):
+            continue
+        us = kernel.ns / 1e3 / runs
+        kind = _kind_of_kernel(kernel.name, known)
+        kinds[kind] += us
+        rows.append({
+            "us": round(us, 2), "kind": kind, "launches": kernel.count / runs,
+            "kernel": kernel.name, "operation": kernel.operation,
+            "traced": known.name if known else "",
+        })  # fmt: skip
+    rows.sort(key=lambda row: -row["us"])
+    total = sum(kinds.values())
+    return {
+        "kernels_us": round(total, 1),
+        "launches": round(sum(row["launches"] for row in rows), 1),
+        "kinds_us": {
+            kind: round(us, 2) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])
+        },
+        "kernels": rows,
+    }
+
+
+def _kind_of_kernel(name: str, known: Operation | None) -> str:
+    if known is not None and known.kind != "other":
+        return known.kind
+    if "Memcpy" in name or "Memset" in name or "copy" in name.lower():
+        return "copies"
+    return "dense matmul" if any(part in name for part in _MATMUL) else "other"
+
+
+def table(profile: dict[str, Any]) -> str:
+    total = profile["kernels_us"] or 1.0
+    lines = [
+        f"{profile['weights']} {profile['step']}: wall {profile['wall_us']:.1f} us, kernels"
+        f" {total:.1f} us in {profile['launches']:.0f} launches"
+    ]
+    for kind, us in profile["kinds_us"].items():
+        lines.append(f"  {kind:20}{us:10.1f} us {100 * us / total:6.1f} %")
+    for row in profile["kernels"][:SHOWN]:
+        lines.append(
+            f"    {row['us']:9.2f} us {row['launches']:5.1f}x {row['kind']:20}"
+            f"{row['kernel'][:44]:45}{row['operation'][:28]:29}{row['traced'][-60:]}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""Where the time of a whole decode step goes, by kernel, on the default device.
+
+    python -m scripts.profile_step --model moonlight-16b --weights bf16 --batches 1 64 256 \\
+        [--cached 1024] [--out benchmarks/results/step_h200.json]
+
+The generator's decode program with random weights, as in ``scripts/bench_decode.py``. Kernels are
+traced without CUDA graphs, which alone tells what a kernel computes, and summed by kind as in
+``scripts/profile_layer.py``; ``wall`` is the time of a step as it runs by default, and ``busy`` the
+share of that run in which some kernel was running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.decode import models, steps
+from benchmarks.profile import trace
+from benchmarks.profile.operations import operations
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.model import DeepSeekV3
+
+TRACED = 4  # steps
+KEPT = 40  # kernels in the file
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A decode step, by kernel.")
+    parser.add_argument(
+        "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
+    )
+    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
+    parser.add_argument("--cached", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words)
+
+
+def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
+    decode = steps.Decode(model, rows, cached)
+    serial = decode.compile(trace.SERIAL) if jax.default_backend() == "gpu" else decode.compiled
+    wall = decode.measure()["ms"]
+    fast = trace.traced(lambda: decode.dispatch(steps.LONG), 1)
+    slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, serial), 1))
+    found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
+    found["kernels"] = found["kernels"][:KEPT]
+    return {
+        "step": f"decode {rows} x 1, {cached} cached",
+        "wall_us": round(1e3 * wall, 1),
+        "busy": round(trace.busy_fraction(fast), 4),
+    } | found
+
+
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+    config = models.SHAPES.get(arguments.model) or ModelConfig.from_hf(Path(arguments.model))
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": arguments.model,
+        "profiles": [],
+    }
+    for weights in arguments.weights:
+        model = models.random_model(models.shapes(config, weights, arguments.dtype, mtp=False))
+        for rows in arguments.batches:
+            found = {"weights": weights} | profile(model, rows, arguments.cached)
+            print(f"{trace.table(found)}\n  busy {found['busy']:.1%} of the time", flush=True)
+            result["profiles"].append(found)
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

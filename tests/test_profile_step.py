@@ -1,0 +1,42 @@
+"""scripts/profile_step.py on a tiny model, on a CPU."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.decode import steps
+from benchmarks.profile.trace import Event, busy_fraction, kernels
+from scripts import profile_step
+from tests.support.checkpoints import tiny_config
+
+
+def test_a_tiny_model(tmp_path, monkeypatch, capsys):
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    config.write_text(json.dumps(tiny_config()))
+    words = "--dtype float32 --weights fp8 --batches 2 --cached 9 --out"
+    monkeypatch.setattr(
+        sys, "argv", ["profile_step", "--model", str(config), *words.split(), str(out)]
+    )
+    monkeypatch.setattr(steps, "WINDOWS", 1)
+    profile_step.main()
+    (profile,) = json.loads(out.read_text())["profiles"]
+    assert (profile["weights"], profile["step"]) == ("fp8", "decode 2 x 1, 9 cached")
+    assert profile["wall_us"] > 0
+    assert 0 < profile["busy"] <= 1
+    assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
+    assert len(profile["kernels"]) == profile_step.KEPT
+    assert "of the time" in capsys.readouterr().out
+
+
+def test_events_are_summed():
+    found = [Event("a", "x", 0, 10), Event("a", "x", 20, 5), Event("b", "", 25, 5)]
+    assert [(k.name, k.operation, k.count, k.ns) for k in kernels(found)] == [
+        ("a", "x", 2, 15),
+        ("b", "", 1, 5),
+    ]
+
+
+def test_busy_fraction():
+    events = [Event("", "", start, ns) for start, ns in [(10, 10), (12, 4), (15, 10), (30, 5)]]
+    assert busy_fraction(events) == pytest.approx(20 / 25)  # 10 to 25 and 30 to 35
