@@ -110,9 +110,8 @@ class Decode:
         """Seconds of so many steps; the state goes on, the rows' lengths do not."""
         state, took = (compiled or self.compiled)(self.state, self._sampling, np.int32(steps))
         assert int(state.steps) == steps, f"expected {steps} steps, got {int(state.steps)}"
-        self.tokens = (
-            int(state.lengths.sum()) - self._cached * len(state.lengths) - len(state.lengths)
-        )
+        self.lengths = np.asarray(state.lengths)
+        self.tokens = int((self.lengths - self._cached - 1).sum())
         self.state = _rewound(state, self._cached)
         return took
 
@@ -163,14 +162,13 @@ class Prefill:
 
 
 def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
-    """By each MoE layer, in a step from where ``decode`` stands."""
+    """By each MoE layer, in the step behind the last that ``decode`` dispatched."""
     graph, weights = nnx.split(model)
 
     @jax.jit
-    def visited(weights: Any, state: DecodeState) -> list[jax.Array]:
-        model = nnx.merge(graph, weights)
-        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        starts = state.cache.lengths
+    def visited(weights: Any, state: DecodeState, lengths: jax.Array) -> list[jax.Array]:
+        model, starts = nnx.merge(graph, weights), lengths - 1
+        last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
         turn = rotation(model.config, starts[:, None])
         x, counts = model.embed_tokens(last), []
         for layer, pages in zip(model.layers, state.cache.pages, strict=True):
@@ -180,7 +178,7 @@ def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
             counts += [] if stats is None else [jnp.sum(stats.counts > 0)]
         return counts
 
-    return [int(count) for count in visited(weights, decode.state)]
+    return [int(count) for count in visited(weights, decode.state, decode.lengths)]
 
 
 def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: bool) -> DecodeState:
