@@ -148,7 +148,8 @@ class MoE(nnx.Module):
             experts = jnp.where(valid.reshape(-1, 1), experts, E)
         flat = experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
-        group_sizes = jnp.bincount(flat, length=E)
+        # Compared and summed, which is one kernel; a histogram clears its counts before it adds.
+        group_sizes = jnp.sum(jnp.arange(E)[:, None] == flat, axis=1, dtype=jnp.int32)
         out = self.experts(tokens, order // K, group_sizes)
         # Back in token order, so that every token sums its experts in the same order.
         out = out[jnp.argsort(order)].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)

@@ -167,6 +167,10 @@ ARGUMENTS = {
     "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
     "grouped_matmul": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
     "grouped_swiglu": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
+    "quantized_matmul": (
+        (jnp.ones((1, 2)), jnp.ones((2, 2), jnp.int8), jnp.ones((2, 1))),
+        {"block_shape": (1, 2)},
+    ),
     "block_quant": ((jnp.ones((2, 2)),), {}),
     "integer_quant": ((jnp.ones((2, 2)), 8), {}),
     "block_dequant": ((jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones((1, 1)), (2, 2)), {}),
