@@ -30,10 +30,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.decode import models
 from benchmarks.profile.operations import operations
 from benchmarks.profile.trace import SERIAL, kernels, summed, table, traced
 from dsv3_jax import presets
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.attention import LayerCache
 from dsv3_jax.layers.block import DecoderLayer
@@ -62,42 +63,9 @@ class Step:
 
 def random_layer(config: ModelConfig, weights: str, dtype: Any) -> tuple[Any, Any]:
     """The layer's graph and its state, filled on the device without float32 copies."""
-    quantization = BlockQuantization() if weights == "fp8" else None
-    graph, shapes = nnx.split(
-        nnx.eval_shape(
-            lambda: DecoderLayer(
-                config, dense=False, rngs=nnx.Rngs(0), dtype=dtype, quantization=quantization
-            )
-        )
-    )
-    flat = list(nnx.to_flat_state(shapes))
-
-    def fill(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(flat))
-        return [
-            _filled(path, variable.get_value(), k, config.initializer_range)
-            for k, (path, variable) in zip(keys, flat, strict=True)
-        ]
-
-    values = jax.jit(fill)(jax.random.key(0, impl="rbg"))
-    pairs = [
-        (path, variable.replace(value))
-        for (path, variable), value in zip(flat, values, strict=True)
-    ]
-    return graph, nnx.from_flat_state(pairs)
-
-
-def _filled(path: Sequence[Any], want: Any, key: jax.Array, std: float) -> jax.Array:
-    name, owner = str(path[-1]), str(path[-2])
-    if "norm" in owner:
-        return jnp.ones(want.shape, want.dtype)
-    if name == "e_score_correction_bias":
-        return jnp.zeros(want.shape, want.dtype)
-    if name == "weight_scale_inv":
-        return jnp.full(want.shape, std, want.dtype)
-    values = jax.random.normal(key, want.shape, jnp.bfloat16)
-    float8 = want.dtype == jnp.float8_e4m3fn
-    return (values if float8 else values * std).astype(want.dtype)
+    kwargs: Any = {"dtype": dtype, "quantization": models.WEIGHTS[weights]}
+    shapes = nnx.eval_shape(lambda: DecoderLayer(config, dense=False, rngs=nnx.Rngs(0), **kwargs))
+    return nnx.split(models.random_model(shapes))
 
 
 def run_of(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ WEIGHTS: dict[str, Quantization | None] = {
     "int4": IntegerQuantization(bits=4, group_size=128),
 }
 
+Module = TypeVar("Module", bound=nnx.Module)
+
 # Root mean square of a random byte as the stored number that it is.
 _INT8_RMS, _INT4_RMS = math.sqrt((256**2 - 1) / 12), math.sqrt((16**2 - 1) / 12)
 
@@ -43,8 +45,8 @@ def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) ->
     return abstract(config, dtype=dtype, quantization=WEIGHTS[weights])
 
 
-def random_model(model: DeepSeekV3) -> DeepSeekV3:
-    """``model``, of shapes, with numbers made on the device.
+def random_model(model: Module) -> Module:
+    """``model``, or a part of one, of shapes, with numbers made on the device.
 
     Every product of a normed input has a variance of about 1, so that the router's choices are as
     many as its experts, and activations stay where float8 and bfloat16 are fine.
