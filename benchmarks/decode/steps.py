@@ -41,14 +41,13 @@ class Compiled:
     @classmethod
     def of(
         cls,
-        program: Any,
+        program: Program,
         state: DecodeState,
         *args: Any,
         static: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Compiled:
         """``static``: the program's last arguments; ``options``: XLA's."""
-        assert isinstance(program, Program)
         (held, structure), (rest, rest_structure) = map(jax.tree.flatten, (state, args))
 
         # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--activations",
         choices=["float8"],
-        help="with --quantization fp8: round activations too where rows are many; faster prompts",
+        help="with --quantization fp8: rounds activations too, where rows are many",
     )
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
     add("--echo", action="store_true", help="print the prompt before its completion")

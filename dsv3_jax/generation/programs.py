@@ -50,9 +50,9 @@ class Program:
 class Programs:
     """Both loops of a model, for rows of up to ``max_len`` tokens."""
 
-    prefill: Callable[..., DecodeState]
+    prefill: Program
     """Of a state and a drafter, or None."""
-    decode: Callable[..., DecodeState]
+    decode: Program
     """Of a state, Sampling, a number of steps, a drafter or None, and a depth."""
     model_config: ModelConfig
     dtype: DTypeLike

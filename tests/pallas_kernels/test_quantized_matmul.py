@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import integer_quant, quantized_matmul
 from pallas_kernels.quantized_matmul import mosaic_gpu
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
 
 BLOCKS = {"float8": (128, 128), "int8": (1, 320), "int4": (1, 128)}
@@ -117,7 +117,6 @@ def test_shapes_that_do_not_fit():
         quantized_matmul(x, weight, scale[:, :-1], block_shape=(1, 128))
 
 
-@pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
 @pytest.mark.parametrize("form", list(BLOCKS))
 def test_lowers_for_cuda(form, monkeypatch):
     for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, mosaic_gpu.mosaic_gpu.few_rows):
