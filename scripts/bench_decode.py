@@ -6,10 +6,13 @@
 
 The generator's own programs run in a state made for it: rows with so many random tokens in the
 cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
-a short dispatch, by its number of steps; medians of windows. ``floor_ms`` is what reading
-every byte once would take at the bandwidth of a sum in the same run: weights, of the experts those
-that so many rows visit if all are chosen alike, and the cache. ``experts_visited`` tells how many
-they were, on average over layers, in place of ``experts_expected``.
+a short dispatch, by its number of steps; medians of windows. One program serves all contexts: it
+has ``room`` for the longest, to which ``compile_s`` and ``peak_bytes`` belong.
+
+``floor_ms`` is what reading every byte once would take at the bandwidth of a sum in the same run:
+weights, of the experts those that so many rows visit if all are chosen alike, and the cache.
+``experts_visited`` tells how many they were, on average over layers, in place of
+``experts_expected``.
 
 With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
 model says. A row that fails says why and the others go on; what is done is written after each.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import statistics
@@ -101,31 +105,41 @@ class Bench:
         model = models.random_model(shapes)
         if arguments.activations:
             model.use_float8_activations()
-        for cached in arguments.contexts:
-            for rows in arguments.batches:
-                self._row(weights, rows, cached, lambda r=rows, c=cached: self._decode(model, r, c))
-                for rate in arguments.acceptances:
-                    self._row(
-                        weights, rows, cached,
-                        lambda r=rows, c=cached, a=rate: self._decode(model, r, c, a),
-                    )  # fmt: skip
+        for rows in arguments.batches:
+            for rate in (None, *arguments.acceptances):
+                self._decodes(model, weights, rows, rate)
         for rows, tokens in arguments.prefills:
-            self._row(weights, rows, tokens, lambda r=rows, t=tokens: self._prefill(model, r, t))
+            prefill = functools.partial(self._prefill, model, rows, tokens)
+            self._row(weights, rows, tokens, prefill)
 
-    def _decode(
-        self, model: DeepSeekV3, rows: int, cached: int, acceptance: float | None = None
-    ) -> dict[str, Any]:
+    def _decodes(
+        self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
+    ) -> None:
+        """All contexts, by one program with room for the longest that fits."""
         drafting = (None, 0)
         if acceptance is not None:
             drafting = SyntheticDrafter(acceptance), self._arguments.depth
-        decode = steps.Decode(model, rows, cached, *drafting)
-        found = {"phase": "decode", "acceptance": acceptance, "depth": drafting[1]}
-        found |= decode.measure() | _compiled(decode.compiled)
-        if acceptance is not None:
+        held: list[steps.Decode] = []
+
+        def measure(cached: int) -> dict[str, Any]:
+            if not held:
+                held.append(steps.Decode(model, rows, cached, *drafting))
+            found = {"phase": "decode", "acceptance": acceptance, "depth": drafting[1]}
+            return found | self._decode(model, held[0], cached, floor_too=acceptance is None)
+
+        for cached in sorted(self._arguments.contexts, reverse=True):
+            self._row(weights, rows, cached, functools.partial(measure, cached))
+
+    def _decode(
+        self, model: DeepSeekV3, decode: steps.Decode, cached: int, *, floor_too: bool
+    ) -> dict[str, Any]:
+        found = decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
+        if not floor_too:
             return found
+        rows = len(decode.state.lengths)
         c = model.config
         least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
-        visited = steps.experts_visited(model, decode)
+        visited = steps.experts_visited(model, decode.state)
         expected = floor.distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
         return found | {
             "floor_ms": least,

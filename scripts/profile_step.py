@@ -37,6 +37,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
     )
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
+    parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--cached", type=int, default=1024, help="tokens a row")
@@ -47,9 +48,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     decode = steps.Decode(model, rows, cached)
     serial = decode.compile(trace.SERIAL) if jax.default_backend() == "gpu" else decode.compiled
-    wall = decode.measure()["ms"]
-    fast = trace.traced(lambda: decode.dispatch(steps.LONG), 1)
-    slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, serial), 1))
+    wall = decode.measure(cached)["ms"]
+    fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached), 1)
+    slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, cached, serial), 1))
     found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
     found["kernels"] = found["kernels"][:KEPT]
     return {
@@ -67,10 +68,13 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "model": arguments.model,
+        "activations": arguments.activations,
         "profiles": [],
     }
     for weights in arguments.weights:
         model = models.random_model(models.shapes(config, weights, arguments.dtype, mtp=False))
+        if arguments.activations:
+            model.use_float8_activations()
         for rows in arguments.batches:
             found = {"weights": weights} | profile(model, rows, arguments.cached)
             print(f"{trace.table(found)}\n  busy {found['busy']:.1%} of the time", flush=True)

@@ -19,6 +19,7 @@ from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.attention import LayerCache
+from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.rope import rotation
 from dsv3_jax.model import DeepSeekV3
 
@@ -79,22 +80,22 @@ class Compiled:
 
 
 class Decode:
-    """``rows`` rows that have ``cached`` random tokens each, decoding greedily."""
+    """``rows`` rows that have up to ``longest`` random tokens each, decoding greedily."""
 
     def __init__(
         self,
         model: DeepSeekV3,
         rows: int,
-        cached: int,
+        longest: int,
         drafter: Drafter | None = None,
         depth: int = 0,
     ):
-        self._cached, self._static = cached, (drafter, depth)
+        self.longest, self._static = longest, (drafter, depth)
         room = LONG * (depth + 1)
-        max_len = -(-(cached + 1 + room) // PAGE_SIZE) * PAGE_SIZE
+        max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
         programs = Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
         self._program = programs.decode
-        self.state = _random_state(programs, rows, cached, depth, drafter is not None)
+        self.state = _random_state(programs, rows, longest, depth, drafter is not None)
         self._sampling = Sampling.pack(
             stop_tokens=np.full((rows, 1), -1),
             **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
@@ -105,23 +106,22 @@ class Decode:
         arguments = self.state, self._sampling, np.int32(1)
         return Compiled.of(self._program, *arguments, static=self._static, options=options)
 
-    def dispatch(self, steps: int, compiled: Compiled | None = None) -> float:
-        """Seconds of so many steps; the state goes on, the rows' lengths do not."""
-        state, took = (compiled or self.compiled)(self.state, self._sampling, np.int32(steps))
-        assert int(state.steps) == steps, f"expected {steps} steps, got {int(state.steps)}"
-        self.lengths = np.asarray(state.lengths)
-        self.tokens = int((self.lengths - self._cached - 1).sum())
-        self.state = _rewound(state, self._cached)
+    def dispatch(self, steps: int, cached: int, compiled: Compiled | None = None) -> float:
+        """Seconds of so many steps behind ``cached`` tokens of each row."""
+        state = _rewound(self.state, cached)
+        self.state, took = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
+        assert int(self.state.steps) == steps, f"expected {steps} steps, got {self.state.steps}"
+        self.tokens = int((np.asarray(self.state.lengths) - cached - 1).sum())
         return took
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, cached: int) -> dict[str, float]:
         """Milliseconds a step, and tokens that it yields."""
-        self.dispatch(SHORT)
-        self.dispatch(LONG)
+        self.dispatch(SHORT, cached)
+        self.dispatch(LONG, cached)
         windows, tokens = [], []
         for _ in range(WINDOWS):
-            short, few = self.dispatch(SHORT), self.tokens
-            windows.append((self.dispatch(LONG) - short) / (LONG - SHORT))
+            short, few = self.dispatch(SHORT, cached), self.tokens
+            windows.append((self.dispatch(LONG, cached) - short) / (LONG - SHORT))
             tokens.append((self.tokens - few) / (LONG - SHORT))
         step = statistics.median(windows)
         return {
@@ -160,24 +160,23 @@ class Prefill:
         }
 
 
-def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
-    """By each MoE layer, in the step behind the last that ``decode`` dispatched."""
-    graph, weights = nnx.split(model)
+def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
+    """By each MoE layer, in a step that follows ``state``."""
+    starts = state.lengths - 1
+    last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
+    turn = rotation(model.config, starts[:, None])
 
-    @jax.jit
-    def visited(weights: Any, state: DecodeState, lengths: jax.Array) -> list[jax.Array]:
-        model, starts = nnx.merge(graph, weights), lengths - 1
-        last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
-        turn = rotation(model.config, starts[:, None])
-        x, counts = model.embed_tokens(last), []
-        for layer, pages in zip(model.layers, state.cache.pages, strict=True):
-            valid = jnp.ones(last.shape, bool)
-            cache = LayerCache(pages, state.cache.block_tables, starts, valid)
-            x, _, stats = layer.extend(x, turn, cache, "absorbed")
-            counts += [] if stats is None else [jnp.sum(stats.counts > 0)]
-        return counts
+    @nnx.jit  # a layer at a time: layers of a kind are one program
+    def run(layer: DecoderLayer, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any]:
+        cache = LayerCache(pages, state.cache.block_tables, starts, jnp.ones(last.shape, bool))
+        x, _, stats = layer.extend(x, turn, cache, "absorbed")
+        return x, None if stats is None else jnp.sum(stats.counts > 0)
 
-    return [int(count) for count in visited(weights, decode.state, decode.lengths)]
+    x, visited = model.embed_tokens(last), []
+    for layer, pages in zip(model.layers, state.cache.pages, strict=True):
+        x, count = run(layer, x, pages)
+        visited += [] if count is None else [int(count)]
+    return visited
 
 
 def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: bool) -> DecodeState:

@@ -14,6 +14,7 @@ another and for it. Registers: 32 a thread of unpacked weights, 8 as read, rows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -111,6 +112,9 @@ def stages_that_fit(weights: Weights, config: Config) -> int:
     return min(_SHARED_BYTES // stage, _MOST_STAGES)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("M", "weights", "config", "blocks_of_grid", "interpret")
+)
 def product(
     x: BFloat16[Array, "blocks rows 64"],
     w: Matrices,

@@ -315,6 +315,7 @@ def quantized_product(
     return _product(*arrays, config=config, quantize=True, interpret=interpret)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
 def _product(
     lhs: jax.Array,
     matrices: Sequence[jax.Array],

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -75,6 +76,7 @@ class Config:
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
 
 
+@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

@@ -23,6 +23,7 @@ _PROGRAMS_AN_SM = 4  # that run at once, by their registers
 _LOADS = 8  # pieces of rows whose loads are under way together
 
 
+@functools.partial(jax.jit, static_argnames=("interpret"))
 def merge_pieces(
     out: BFloat16[Array, "B M C"],
     lse: Float32[Array, "B M"],

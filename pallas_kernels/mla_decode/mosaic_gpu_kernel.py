@@ -78,6 +78,7 @@ def _store(ref: Any, value: jax.Array, interpret: Any) -> None:
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
 
 
+@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

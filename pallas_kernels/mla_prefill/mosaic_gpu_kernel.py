@@ -96,6 +96,7 @@ def heads_together(heads: int, bytes_a_head: int, budget: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
 def attend(
     q: jax.Array,
     k: jax.Array,
