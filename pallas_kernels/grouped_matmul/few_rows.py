@@ -15,6 +15,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
@@ -31,7 +32,9 @@ def default_config(M: int, G: int, weights: Weights) -> Config:
     # Four warpgroups have too few registers for sums 64 wide beside much else, and tiles of three
     # rarely fill the last wave.
     warpgroups = 2 if classes[-1] == 64 and weights.format != "int8" else 4
-    return Config(warpgroups=min(warpgroups, weights.N // 64), classes=classes)
+    widths = [w for w in (64 * warpgroups, 128, 64) if 64 * warpgroups >= w <= weights.N]
+    width = best_width(widths, M, G, weights.N)
+    return Config(warpgroups, classes, split=64 * warpgroups // width)
 
 
 def grouped_matmul(

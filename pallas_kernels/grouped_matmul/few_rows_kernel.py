@@ -37,11 +37,13 @@ _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 @dataclasses.dataclass(frozen=True)
 class Config:
     """``warpgroups``, 1 to 4, of 64 matrix rows a tile; ``classes``, widths of x that a tile may
-    take, of which it takes the narrowest that holds its rows; ``stages`` of copies under way, by
-    default as many as fit."""
+    take, of which it takes the narrowest that holds its rows; ``split`` warpgroups share 64 matrix
+    rows, each by its part of K, so that matrices too few for all multiprocessors make more tiles;
+    ``stages`` of copies under way, by default as many as fit."""
 
     warpgroups: int = 4
     classes: tuple[int, ...] = (8, 16)
+    split: int = 1
     stages: int | None = None
     alone: int = 16
     """Widest x that each warp multiplies its 16 rows with on its own; wider ones take the product
@@ -53,6 +55,16 @@ class Config:
     @property
     def most_rows(self) -> int:
         return self.classes[-1]
+
+    @property
+    def tile(self) -> int:
+        """Matrix rows."""
+        return 64 * (self.warpgroups // self.split)
+
+    @property
+    def helpers(self) -> int:
+        """Warpgroups that hand their sums to another."""
+        return self.warpgroups - self.warpgroups // self.split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +120,9 @@ class Weights:
 
 def stages_that_fit(weights: Weights, config: Config) -> int:
     columns = weights.parts * weights.part
-    stage = config.warpgroups * 4096 * weights.parts + config.most_rows * columns * 2
-    return min(_SHARED_BYTES // stage, _MOST_STAGES)
+    stage = config.split * (config.tile * 64 * weights.parts + config.most_rows * columns * 2)
+    sums = config.helpers * 64 * config.most_rows * 4
+    return min((_SHARED_BYTES - sums) // stage, _MOST_STAGES)
 
 
 @functools.partial(
@@ -129,16 +142,17 @@ def product(
 ) -> BFloat16[Array, "M N"]:
     N, K, parts, part = weights.N, weights.K, weights.parts, weights.part
     W, classes, most = config.warpgroups, config.classes, config.most_rows
-    S = config.stages or stages_that_fit(weights, config)
-    tile, step, width = 64 * W, parts * part, 64 * parts
+    S, split = config.stages or stages_that_fit(weights, config), config.split
+    tile, step, width = config.tile, parts * part, 64 * parts
     steps, column_tiles = K // step, -(-N // tile)
+    turns = -(-steps // split)  # a stage holds a step for each warpgroup that shares a tile
     blocks = step // 64  # of x, a step
     i32 = jnp.int32
     gpu = interpret is None
     if tile > N:
         raise NotImplementedError(f"takes N of at least {tile}, got {N}")
 
-    def body(x_g, w_g, scale_g, sizes_g, out_g, x_u, w_s, full, empty):
+    def few_rows(x_g, w_g, scale_g, sizes_g, out_g, x_u, w_s, full, empty, *of_split):
         wg, block = lax.axis_index("wg"), lax.axis_index("sm")
         row_tiles = RowTiles(sizes_g, most, on_gpu=gpu)
 
@@ -186,22 +200,26 @@ def product(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    plgpu.copy_gmem_to_smem(
-                        w_g.at[group, pl.ds(column, tile), pl.ds(k * width, width)],
-                        w_s.at[slot],
-                        full.at[slot],
-                    )
-                    for_class(
-                        rows,
-                        lambda n, c: plgpu.copy_gmem_to_smem(
-                            x_g.at[pl.ds(k * blocks, blocks), pl.ds(row, c)],
-                            x_slot(n, c, slot, tiled=False),
+                    for part_of_k in range(split):
+                        # Where K ends early the last step comes again, and is not counted.
+                        at = jnp.minimum(k * split + part_of_k, steps - 1)
+                        there = slot * split + part_of_k
+                        plgpu.copy_gmem_to_smem(
+                            w_g.at[group, pl.ds(column, tile), pl.ds(at * width, width)],
+                            w_s.at[there],
                             full.at[slot],
-                        ),
-                    )
+                        )
+                        for_class(
+                            rows,
+                            lambda n, c, at=at, there=there: plgpu.copy_gmem_to_smem(
+                                x_g.at[pl.ds(at * blocks, blocks), pl.ds(row, c)],
+                                x_slot(n, c, there, tiled=False),
+                                full.at[slot],
+                            ),
+                        )
                     return it + 1
 
-                return lax.fori_loop(0, steps, copy_step, it)
+                return lax.fori_loop(0, turns, copy_step, it)
 
             it = lax.fori_loop(0, count(), copy_tile, i32(0))
 
@@ -217,7 +235,8 @@ def product(
         @pl.when(wg < W)
         def _multiply():
             plgpu.set_max_registers(_REGISTERS[W][1], action="increase")
-            first = pl.multiple_of(wg * 64, 64)
+            own_part = lax.rem(wg, i32(split))
+            first = pl.multiple_of(lax.div(wg, i32(split)) * 64, 64)
 
             def scales_of(group, column, k):
                 """Of a step's units: a row's each, or a scalar."""
@@ -283,15 +302,17 @@ def product(
                 column = column + first
                 if N % tile:
                     rows = jnp.where(column < own, 0, rows)
-                start = i * steps
+                start = i * turns
 
                 def multiply_step(k, carry):
                     total, scales = carry
-                    slot = lax.rem(start + k, i32(S))
-                    ahead = scales if weights.scale_last else scales_of(group, column, k + 1)
+                    slot, mine = lax.rem(start + k, i32(S)), k * split + own_part
+                    ahead = scales if weights.scale_last else scales_of(group, column, mine + split)
                     plgpu.barrier_wait(full.at[slot])
                     for j, u in enumerate(range(0, parts, weights.unit)):
-                        done = unit_of(n, c, slot, u)
+                        done = unit_of(n, c, slot * split + own_part, u)
+                        if steps % split:
+                            done = done * jnp.where(mine < steps, 1.0, 0.0)
                         total = total + (done if weights.scale_last else scaled(done, scales[j], c))
                     if not gpu:
                         # The interpreter wants a fence between reading and the next copy over it;
@@ -303,10 +324,35 @@ def product(
                 total = jnp.zeros((64, c), jnp.float32)
                 if gpu:
                     total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
-                scales = scales_of(group, column, i32(0))
-                total, scales = lax.fori_loop(0, steps, multiply_step, (total, scales))
+                scales = scales_of(group, column, own_part)
+                total, scales = lax.fori_loop(0, turns, multiply_step, (total, scales))
                 if weights.scale_last:
                     total = scaled(total, scales[0], c)
+                if split == 1:
+                    write(total, c, row, rows, column)
+                    return
+                sums, summed, taken = of_split
+                leader = lax.div(wg, i32(split)) * (split - 1)
+
+                @pl.when(own_part > 0)
+                def _hand_over():
+                    @pl.when(i > 0)
+                    def _():
+                        plgpu.barrier_wait(taken)
+
+                    registers.put(sums.at[leader + own_part - 1], total, on_gpu=gpu)
+                    plgpu.barrier_arrive(summed)
+
+                @pl.when(own_part == 0)
+                def _take_over():
+                    plgpu.barrier_wait(summed)
+                    whole = total
+                    for helper in range(split - 1):
+                        whole = whole + registers.take(sums.at[leader + helper], c, on_gpu=gpu)
+                    plgpu.barrier_arrive(taken)
+                    write(whole, c, row, rows, column)
+
+            def write(total, c, row, rows, column):
                 done = total.astype(jnp.bfloat16)
                 if gpu:
                     registers.store(out_g.at[pl.ds(row, c), pl.ds(column, 64)], done, rows, parts)
@@ -323,27 +369,42 @@ def product(
                 return carry
 
             lax.fori_loop(0, count(), multiply_tile, 0)
+            if split > 1:
 
+                @pl.when((own_part > 0) & (count() > 0))
+                def _():
+                    plgpu.barrier_wait(of_split[2])
+
+    of_split = () if split == 1 else (
+        plgpu.SMEM((config.helpers, 64 * most), jnp.float32),
+        plgpu.Barrier(num_arrivals=config.helpers),
+        plgpu.Barrier(num_arrivals=W - config.helpers),
+    )  # fmt: skip
     swizzle = (plgpu.SwizzleTransform(128),)
     tiling = (plgpu.TilingTransform((8, 64)), *swizzle)
     if gpu:
         x_scratch = plgpu.RefUnion(
             *(
-                plgpu.SMEM((S * (most // c), blocks, c, 64), jnp.bfloat16, transforms=transforms)
+                plgpu.SMEM(
+                    (S * split * (most // c), blocks, c, 64), jnp.bfloat16, transforms=transforms
+                )
                 for c in classes
                 for transforms in (tiling, swizzle)
             )
         )
     else:
-        x_scratch = plgpu.SMEM((S, blocks, most, 64), jnp.bfloat16)
+        x_scratch = plgpu.SMEM((S * split, blocks, most, 64), jnp.bfloat16)
     return plgpu.kernel(
-        body,
+        few_rows,
         out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
         scratch_types=[
             x_scratch,
-            plgpu.SMEM((S, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()),
-            plgpu.Barrier(num_arrivals=2, num_barriers=S),
+            plgpu.SMEM(
+                (S * split, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()
+            ),
+            plgpu.Barrier(num_arrivals=2 * split, num_barriers=S),
             plgpu.Barrier(num_arrivals=W, num_barriers=S),
+            *of_split,
         ],
         grid=(blocks_of_grid,),
         grid_names=("sm",),

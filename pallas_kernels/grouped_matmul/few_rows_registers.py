@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -260,6 +261,42 @@ def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
                     asm(text, "l,r,r,r", llvm.ptrtoint(i64(), at), pair, m, rows, effects=True)
 
     write(out, values, rows)
+
+
+def put(sums: Any, values: jax.Array, *, on_gpu: bool) -> None:
+    """Lays float32 [64, c] into shared memory as threads hold them, for :func:`take`."""
+    if not on_gpu:
+        sums[pl.ds(0, values.size)] = values.reshape(-1)
+        return
+
+    @inline(REF, plgpu.Layout.WGMMA)
+    def write(ref, values):
+        for at, pair in zip(_own(ref, values.registers.size), values.registers.flat, strict=True):
+            llvm.store(pair, at)
+
+    write(sums, values)
+
+
+def take(sums: Any, c: int, *, on_gpu: bool) -> jax.Array:
+    """float32 [64, c] that another warpgroup's :func:`put` left."""
+    if not on_gpu:
+        return sums[pl.ds(0, 64 * c)].reshape(64, c)
+    layout = plgpu.Layout.WGMMA
+
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((64, c), jnp.float32, layout=layout))
+    def read(ref):
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        return array([llvm.load(pair, at) for at in _own(ref, c // 4)], (64, c), layout)
+
+    return read(sums)
+
+
+def _own(ref: Any, pairs: int) -> list[Any]:
+    """Where a thread's pairs of float32 go: a warp's next to each other."""
+    warp, lane = warp_and_lane()
+    thread = arith.addi(arith.muli(warp, const(32)), lane)
+    base = _offset(mgpu.utils.memref_ptr(ref), thread, 8)
+    return [_offset(base, const(1024 * j), 1) for j in range(pairs)]
 
 
 def plain(bytes_: jax.Array, format: str) -> jax.Array:

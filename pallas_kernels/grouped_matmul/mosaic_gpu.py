@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     check_shapes,
     grouped_product,
 )
+from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import require_hopper
 
 # Widest first: the widest that N and K take is chosen.
@@ -94,24 +95,33 @@ def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]
 
 def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
     """What was measured best on an H200 for that many rows a group, of what takes N and K."""
-    many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
-    candidates = FEW_ROWS if M < _MANY * G else many
-    return first_that_fits(candidates, N, K, float8)
+    if M < _MANY * G:
+        return choose_few(FEW_ROWS, M, G, N, K, float8)
+    return fitting(MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16, N, K, float8)[0]
 
 
-def first_that_fits(
-    candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int = 1
+def choose_few(
+    candidates: Sequence[Config], M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1
 ) -> Config:
+    """For few rows a group: the widest tiles, or narrower ones if multiprocessors idle."""
+    by_width = {c.columns // matrices: c for c in fitting(candidates, N, K, float8, matrices)}
+    return by_width[best_width(by_width, M, G, N)]
+
+
+def fitting(
+    candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int = 1
+) -> list[Config]:
     """Raises NotImplementedError, the last one's, if none does."""
-    refusals = []
+    found, refusals = [], []
     for config in candidates:
         try:
             check_shapes(config, N, K, float8, matrices)
+            found.append(config)
         except NotImplementedError as refusal:
             refusals.append(str(refusal))
-        else:
-            return config
-    raise NotImplementedError(refusals[-1])
+    if not found:
+        raise NotImplementedError(refusals[-1])
+    return found
 
 
 # (the kernel's Config, how to interpret it, the blocks of scales)

@@ -341,7 +341,7 @@ def _product(
         lhs_scale = jnp.pad(lhs_scale, ((0, spare), (0, 0))).T
     early = config.early and aliased and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
-    def body(*refs: Any) -> None:
+    def grouped_matmul(*refs: Any) -> None:
         remaining = iter(refs)
         lhs = next(remaining)
         matrices = tuple(next(remaining) for _ in range(count))
@@ -397,8 +397,10 @@ def _product(
         *(Halves.scratch() if plan.halves else []),
         (LeaderBarriers if aliased else PallasBarriers).scratch(stages, copies),
     ]
+    if count == 2:  # profiles show the name
+        grouped_matmul.__name__ = "grouped_swiglu"
     kernel = plgpu.kernel(
-        body,
+        grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
         scratch_types=scratch,
         grid=(plan.blocks,),

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, first_that_fits
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, choose_few, fitting
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
     SCALE_BLOCK,
     Config,
@@ -35,6 +35,7 @@ MANY_ROWS_BFLOAT16 = (Config(128, 256, 4, "rows"), Config(128, 128, 6, "rows"))
 FEW_ROWS = (
     Config(64, 256, 4, "columns", slots=2, panel=1, classes=(16, 32), early=True),
     Config(128, 128, 6, "rows", panel=1, classes=(16, 32), early=True),
+    Config(128, 64, 8, "rows", panel=1, classes=(16, 32), early=True),
 )
 _MANY = 128  # rows a group, on average
 
@@ -74,9 +75,7 @@ def grouped_swiglu(
     (M, K), (G, F, _) = lhs.shape, gate.shape
     float8 = lhs_scale is not None
     if config is None:
-        many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
-        candidates = FEW_ROWS if M < _MANY * G else many
-        config = first_that_fits(candidates, F, K, float8, matrices=2)
+        config = choose_config(M, G, F, K, float8, quantize)
     check_shapes(config, F, K, float8, matrices=2)
     if quantize:
         if F % SCALE_BLOCK:
@@ -86,6 +85,16 @@ def grouped_swiglu(
     return _grouped_swiglu(
         (config, interpret), lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
     )
+
+
+def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) -> Config:
+    """What was measured best on an H200 for that many rows a group, of what takes F and K."""
+    if M >= _MANY * G:
+        many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
+        return fitting(many, F, K, float8, matrices=2)[0]
+    if quantize:  # the widest, which quantize; behind the others XLA would
+        return fitting(FEW_ROWS, F, K, float8, matrices=2)[0]
+    return choose_few(FEW_ROWS, M, G, F, K, float8, matrices=2)
 
 
 def _quantized(

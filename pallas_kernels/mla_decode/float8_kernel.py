@@ -102,7 +102,7 @@ def attend(
     # Table entries past a row's length may be anything; they must not lead out of the pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
-    def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
+    def mla_decode_float8(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
              q_full, max_ready, shared_ready, lone_ready):  # fmt: skip
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
@@ -457,7 +457,7 @@ def attend(
             pl.when(wg == own)(functools.partial(computing_warpgroup, own))
 
     out, lse, *pieces = plgpu.kernel(
-        body,
+        mla_decode_float8,
         out_type=results(B, M, parts),
         scratch_types=[
             tiles_of(2, TILE, HALF),

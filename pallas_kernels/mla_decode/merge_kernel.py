@@ -44,7 +44,7 @@ def merge_pieces(
     programs = min(parts * groups, _PROGRAMS_AN_SM * multiprocessors())
     early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
-    def body(piece_g, piece_lse_g, split_g, out_g, lse_g):
+    def mla_merge(piece_g, piece_lse_g, split_g, out_g, lse_g):
         if early:  # launched while the first kernel still runs
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
@@ -91,7 +91,7 @@ def merge_pieces(
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     pl.kernel(  # not plgpu.kernel, which takes no refs in jax 0.10
-        body,
+        mla_merge,
         out_type=(),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         **({} if interpret is None else {"interpret": interpret}),

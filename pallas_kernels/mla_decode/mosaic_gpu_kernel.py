@@ -108,7 +108,7 @@ def attend(
     # Table entries past a row's length may be anything; they must not lead out of the pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
-    def body(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
+    def mla_decode(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
              query_barrier, ready, shared_ready, kv_free):  # fmt: skip
         loaded, ready, shared_ready = (
@@ -437,7 +437,7 @@ def attend(
         pl.when(wg < 2)(value_warpgroup)
 
     out, lse, *pieces = plgpu.kernel(
-        body,
+        mla_decode,
         out_type=results(B, M, parts),
         scratch_types=[
             tiles_of(2, TILE, _HALF),

@@ -121,7 +121,7 @@ def attend(
     after_values = 2 * stages  # The barriers of ``next_s`` come after those of keys and values.
     together = heads_together(B * H, S * (K + V) * 2, config.l2_bytes)
 
-    def body(
+    def mla_prefill(
         q_g, k_g, v_g, starts_g, lengths_g, out_g, lse_g,
         q_s, k_s, v_s, out_s, lse_s, next_s,
         q_full, q_free, full, free, clean,
@@ -406,7 +406,7 @@ def attend(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
-        body,
+        mla_prefill,
         out_type=[
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Whole tiles: a copy of float32 in one piece is not cut at T, and would run on.

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import few_rows, few_rows_kernel
 from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.grouped_matmul.waves import best_width, visited
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -73,6 +74,12 @@ class TestInt4(FewRowsCases):
         ("int4", 64, 512, (1, 512), Config(1, (16,))),
         ("int4", 64, 512, (1, 256), Config(1, (16,))),
         (FLOAT8, 64, 256, (64, 64), Config(1, (16,))),
+        # Warpgroups that share a tile, more tiles than blocks; K that ends early for some of them.
+        ("int8", 192, 512, (1, 512), Config(2, (8, 16), split=2, stages=2)),
+        ("int4", 128, 1024, (1, 128), Config(4, (8, 16), split=2)),
+        (FLOAT8, 192, 512, (128, 128), Config(4, (8,), split=4, stages=2)),
+        ("int8", 128, 320, (1, 64), Config(4, (8,), split=4)),
+        (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), split=2)),
         # Rows of a tile that warpgroups multiply.
         ("int8", 64, 256, (1, 256), Config(1, (32,))),
     ],
@@ -83,19 +90,28 @@ def test_configs(rhs_dtype, N, K, block_shape, config):
 
 
 @pytest.mark.parametrize(
-    ("M", "G", "bits", "warpgroups", "classes"),
+    ("M", "G", "bits", "warpgroups", "classes", "split"),
     [
-        (8, 8, 4, 4, (8,)),
-        (8, 256, 8, 4, (8,)),
-        (640, 256, 4, 4, (8, 16)),
-        (512, 32, 4, 4, (8, 16, 32)),
-        (2048, 32, 4, 2, (16, 32, 64)),
-        (4096, 8, 8, 4, (16, 32, 64)),
+        (8, 8, 4, 4, (8,), 4),
+        (8, 256, 8, 4, (8,), 1),
+        (640, 256, 4, 4, (8, 16), 1),
+        (512, 32, 4, 4, (8, 16, 32), 1),
+        (2048, 32, 4, 2, (16, 32, 64), 1),
+        (4096, 8, 8, 4, (16, 32, 64), 1),
+        (1, 1, 8, 4, (8,), 4),
     ],
 )
-def test_default_config(M, G, bits, warpgroups, classes):
+def test_default_config(M, G, bits, warpgroups, classes, split):
     weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
-    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes)
+    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split)
+
+
+def test_widths_that_fill_the_multiprocessors():
+    # 6 experts of 11 tiles leave half of 132 multiprocessors idle, of 22 none.
+    assert best_width((128, 64, 32), M=6, G=64, N=1408) == 64
+    # As even, or within a tenth: the wider.
+    assert best_width((256, 128, 64), M=384, G=64, N=2048) == 256
+    assert visited(6, 64) == pytest.approx(5.77, abs=0.01)
 
 
 @pytest.mark.parametrize(
