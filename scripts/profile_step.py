@@ -5,8 +5,8 @@
 
 The generator's decode program with random weights, as in ``scripts/bench_decode.py``. Kernels are
 traced without CUDA graphs, which alone tells what a kernel computes, and summed by kind as in
-``scripts/profile_layer.py``; ``wall`` is the time of a step as it runs by default, and ``busy`` the
-share of that run in which some kernel was running.
+``scripts/profile_layer.py``. ``wall`` is the time of a step as it runs by default; ``captured`` are
+that run's kernels, by name alone, and ``busy`` is the share of it in which some kernel was running.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     decode = steps.Decode(model, rows, cached)
-    serial = decode.compile(trace.SERIAL) if jax.default_backend() == "gpu" else decode.compiled
     wall = decode.measure(cached)["ms"]
-    fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached), 1)
+    captured = serial = decode.compiled
+    if jax.default_backend() == "gpu":
+        captured, serial = decode.compile(trace.CAPTURED), decode.compile(trace.SERIAL)
+    fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached, captured), 1)
     slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, cached, serial), 1))
     found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
     found["kernels"] = found["kernels"][:KEPT]
@@ -57,6 +59,7 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
         "step": f"decode {rows} x 1, {cached} cached",
         "wall_us": round(1e3 * wall, 1),
         "busy": round(trace.busy_fraction(fast), 4),
+        "captured": trace.by_name(fast, steps.LONG)[:KEPT],
     } | found
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.decode import steps
-from benchmarks.profile.trace import Event, busy_fraction, kernels
+from benchmarks.profile.trace import Event, busy_fraction, by_name, kernels
 from scripts import profile_step
 from tests.support.checkpoints import tiny_config
 
@@ -25,7 +25,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert profile["wall_us"] > 0
     assert 0 < profile["busy"] <= 1
     assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
-    assert len(profile["kernels"]) == profile_step.KEPT
+    assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.KEPT
     assert "of the time" in capsys.readouterr().out
 
 
@@ -34,6 +34,14 @@ def test_events_are_summed():
     assert [(k.name, k.operation, k.count, k.ns) for k in kernels(found)] == [
         ("a", "x", 2, 15),
         ("b", "", 1, 5),
+    ]
+
+
+def test_kernels_by_name():
+    found = [Event("a", "x", 0, 1000), Event("b", "x", 0, 9000), Event("a", "y", 5, 3000)]
+    assert by_name(found, 2) == [
+        {"us": 4.5, "launches": 0.5, "kernel": "b"},
+        {"us": 2.0, "launches": 1.0, "kernel": "a"},
     ]
 
 

@@ -17,6 +17,9 @@ from benchmarks.profile.operations import Operation
 SERIAL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1000000"}
 """No CUDA graphs: the profiler would not say which operation a kernel of one belongs to."""
 
+CAPTURED: dict[str, str | bool] = {"xla_enable_command_buffers_during_profiling": True}
+"""CUDA graphs as ever: by default XLA launches every kernel by itself while it is profiled."""
+
 SHOWN = 25
 _MATMUL = ("gemm", "cutlass", "nvjet", "triton_dot", "dot")
 
@@ -77,6 +80,18 @@ def kernels(found: Iterable[Event]) -> list[Kernel]:
         kernel.count += 1
         kernel.ns += event.ns
     return list(summed.values())
+
+
+def by_name(found: Iterable[Event], runs: int) -> list[dict[str, Any]]:
+    """Microseconds and launches a run of each kernel, whatever operations it served."""
+    sums: dict[str, list[float]] = collections.defaultdict(list)
+    for event in found:
+        sums[event.kernel].append(event.ns)
+    rows = [
+        {"us": round(sum(ns) / 1e3 / runs, 2), "launches": len(ns) / runs, "kernel": name}
+        for name, ns in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def busy_fraction(found: Iterable[Event]) -> float:

@@ -31,9 +31,11 @@ def default_config(M: int, G: int, weights: Weights) -> Config:
     classes = _CLASSES[max(last - 2, 0) : last + 1]
     # Four warpgroups have too few registers for sums 64 wide beside much else, and tiles of three
     # rarely fill the last wave.
-    warpgroups = 2 if classes[-1] == 64 and weights.format != "int8" else 4
-    widths = [w for w in (64 * warpgroups, 128, 64) if 64 * warpgroups >= w <= weights.N]
+    wide = classes[-1] == 64
+    widest = 128 if wide and weights.format != "int8" else 256
+    widths = [width for width in (widest, 128, 64) if width <= min(widest, weights.N)]
     width = best_width(widths, M, G, weights.N)
+    warpgroups = 2 if wide and width < 256 else 4
     return Config(warpgroups, classes, split=64 * warpgroups // width)
 
 
@@ -63,7 +65,9 @@ def grouped_matmul(
     weights = Weights.of(_FORMATS[jnp.dtype(rhs.dtype)], N, K, block_shape)
     if config is None:
         config = default_config(M, G, weights)
-    blocks = arranged(lhs, weights, config.most_rows)
+    # A tile is copied whole; past the array's end come zeros, but not in the interpreter.
+    rows = max(M, config.most_rows) if interpret is None else M + config.most_rows
+    blocks = arranged(lhs, weights, rows)
     return few_rows_kernel.product(
         blocks,
         rhs,
@@ -78,18 +82,18 @@ def grouped_matmul(
 
 
 def arranged(
-    lhs: BFloat16[Array, "M K"], weights: Weights, padding: int
+    lhs: BFloat16[Array, "M K"], weights: Weights, rows: int
 ) -> BFloat16[Array, "blocks rows 64"]:
     """Rows with their columns in the order in which the kernel comes by the matrices' columns.
 
     A thread reads 16 bytes of a matrix row and unpacks them where they are. What it then holds is
     no operand of a tensor core product unless the columns change places, and it is far cheaper to
-    move them in the few rows than in the matrix. Blocks of 64 columns, one after another;
-    ``padding`` rows follow, for tiles are copied whole.
+    move them in the few rows than in the matrix. Blocks of 64 columns, one after another, with
+    zeros up to so many ``rows``.
     """
     M, K = lhs.shape
     if weights.bits == 8:  # thread, word, (pair, half): of each word bytes 0, 2 and then 1, 3
         x = lhs.reshape(M, K // 64, 4, 4, 2, 2).transpose(1, 0, 3, 5, 2, 4)
     else:  # thread, (block, word), pair, (slice, half): of each word halves bytes 0, 4; 1, 5; ...
         x = lhs.reshape(M, K // 128, 4, 2, 2, 2, 2, 2).transpose(1, 3, 0, 4, 6, 7, 2, 5)
-    return jnp.pad(x.reshape(K // 64, M, 64), ((0, 0), (0, padding), (0, 0)))
+    return jnp.pad(x.reshape(K // 64, M, 64), ((0, 0), (0, rows - M), (0, 0)))

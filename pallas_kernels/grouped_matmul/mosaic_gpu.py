@@ -23,9 +23,9 @@ from pallas_kernels.hopper import require_hopper
 
 # Widest first: the widest that N and K take is chosen.
 MANY_ROWS_FLOAT8 = (
-    Config(128, 192, 4, "rows", slots=3, turns=True, copied_scales=True),
-    Config(128, 128, 5, "rows", slots=2, turns=True, copied_scales=True),
-    Config(128, 64, 6, "rows", turns=True, copied_scales=True),
+    Config(128, 192, 4, "rows", slots=3, copied_scales=True),
+    Config(128, 128, 5, "rows", slots=2, copied_scales=True),
+    Config(128, 64, 6, "rows", copied_scales=True),
 )
 MANY_ROWS_BFLOAT16 = (
     Config(128, 256, 4, "rows"),

@@ -17,9 +17,7 @@ Five things are not obvious.
 2.  A tile's rows past its group's end are the next group's, or zeros past the array's. They are
     multiplied like the others and not stored: rows of a product do not mix.
 3.  float8 products are summed over 128 of K by the tensor cores, then scaled and added to float32
-    sums in registers. The warpgroups take turns at the tensor cores (``Config.turns``): one scales
-    while the other multiplies. Left alone they start together, end together, and then both leave
-    the tensor cores idle.
+    sums in registers.
 4.  Of two matrices a tile holds as many columns of each, side by side within a warpgroup's part:
     one product serves both, and what belongs together ends in the same registers.
 5.  An H200 multiplies faster than its power allows for long, so that what counts beside waiting is
@@ -57,7 +55,6 @@ from pallas_kernels.grouped_matmul.ring import (
     PallasBarriers,
     Position,
     Ring,
-    Turns,
 )
 from pallas_kernels.grouped_matmul.row_scales import row_scales
 from pallas_kernels.grouped_matmul.row_tiles import RowTiles
@@ -87,8 +84,6 @@ class Config:
     panel: int | None = None
     """Row tiles that are visited for a column tile before the next column tile; None for as many
     as the L2 cache holds well beside the matrices that pass."""
-    turns: bool = False
-    """float8: the multiplying warpgroups start their products in turn."""
     classes: tuple[int, ...] = ()
     """Rows that are copied of a tile: the least of these that holds its group's, else all."""
     copied_scales: bool = False
@@ -364,7 +359,6 @@ def _product(
         arrays = lhs, matrices, tiles, tiles.total(), lhs_scale, matrix_scales, out, scale_out
         block = lax.axis_index("block")
         named = _Refs(*arrays, *both(a), *both(b), scales, *both(staging), halves, block)  # pyright: ignore[reportCallIssue]
-        turns = Turns(aliased and config.turns)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == _COPIER)
@@ -375,7 +369,7 @@ def _product(
         @pl.when(warpgroup != _COPIER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            _multiply(plan, named, ring, turns, warpgroup)
+            _multiply(plan, named, ring, warpgroup)
 
     def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
         width = shape[-1] * jnp.dtype(dtype).itemsize
@@ -481,10 +475,9 @@ def _copy(plan: _Plan, refs: _Refs, ring: Ring) -> None:
     ring.drain(lax.fori_loop(0, _my_tiles(plan, refs), copy_tile, ring.begin()))
 
 
-def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax.Array) -> None:
+def _multiply(plan: _Plan, refs: _Refs, ring: Ring, warpgroup: jax.Array) -> None:
     """Multiplies this warpgroup's part of each of the block's tiles, and stores it."""
     ring.release_all()
-    turns.begin(warpgroup)
     product = _float8_tile if plan.float8 else _bfloat16_tile
 
     def multiply_tile(i: jax.Array, carry: Any) -> Any:
@@ -494,7 +487,7 @@ def _multiply(plan: _Plan, refs: _Refs, ring: Ring, turns: Turns, warpgroup: jax
             """Once a tile, under the first of its products: half a microsecond."""
             return lax.cond(step == 0, lambda: _locate(plan, refs, i + 1), lambda: after)
 
-        sums, after, at = product(plan, refs, ring, turns, warpgroup, tile, find_after, scales, at)
+        sums, after, at = product(plan, refs, ring, warpgroup, tile, find_after, scales, at)
         scales = first_scales(after)  # while this tile is stored
         _store(plan, refs, warpgroup, tile, sums, i)
         return after, scales, at
@@ -512,7 +505,6 @@ def _bfloat16_tile(
     plan: _Plan,
     refs: _Refs,
     ring: Ring,
-    turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
     find_after: Callable[[jax.Array, Tile], Tile],
@@ -520,7 +512,7 @@ def _bfloat16_tile(
     at: Position,
 ) -> tuple[tuple[jax.Array], Tile, Position]:
     """The part's sums, in one array, and the tile after this one."""
-    del turns, scales
+    del scales
     row, column = plan.offsets(warpgroup)
     rows, columns = plan.part
 
@@ -585,7 +577,6 @@ def _float8_tile(
     plan: _Plan,
     refs: _Refs,
     ring: Ring,
-    turns: Turns,
     warpgroup: jax.Array,
     tile: Tile,
     find_after: Callable[[jax.Array, Tile], Tile],
@@ -603,11 +594,9 @@ def _float8_tile(
         ring.wait_full(at)
 
         def scaled_product(accumulator: Any) -> Any:
-            turns.wait(warpgroup)
             a = refs.a.at[at.slot, pl.ds(row, 64)]
             b = refs.b.at[at.slot, pl.ds(column, columns)]
             plgpu.wgmma(accumulator, a, b.T)
-            turns.pass_on(warpgroup)
             # Under the product: nothing but sums is left to do between two products.
             rows = _row_scales(plan, refs, warpgroup, tile, scales, at)
             factors = [rows * s for s in scales.columns]

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -41,7 +40,6 @@ from pallas_kernels.mosaic_ir import (
 
 _WARPS = 4  # of a warpgroup
 _EMPTIERS = 2  # warpgroups that release
-_FIRST_TURN = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
 
 
 class Position(NamedTuple):
@@ -242,32 +240,5 @@ class LeaderBarriers(Ring):
         arrive(self.memory, at.slot + self.stages)
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """Lets warpgroups 0 and 1 do something in turn, 0 first; on the machine alone."""
-
-    on: bool
-
-    def begin(self, warpgroup: jax.Array) -> None:
-        if self.on:
-            pl.when(warpgroup == 1)(lambda: self.pass_on(warpgroup))
-
-    def wait(self, warpgroup: jax.Array) -> None:
-        if self.on:
-            _hardware_barrier("bar.sync", _FIRST_TURN + warpgroup)
-
-    def pass_on(self, warpgroup: jax.Array) -> None:
-        if self.on:
-            _hardware_barrier("bar.arrive", _FIRST_TURN + 1 - warpgroup)
-
-
 def _leader() -> Any:
     return mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
-
-
-def _hardware_barrier(kind: str, barrier: jax.Array) -> None:
-    @inline(SCALAR)
-    def apply(barrier: Any) -> None:
-        instruction(f"{kind} $0, {_EMPTIERS * _WARPS * 32};", word(barrier))
-
-    apply(barrier)

@@ -28,8 +28,8 @@ from pallas_kernels.hopper import require_hopper
 
 # Columns are those of both matrices: half as many of the result.
 MANY_ROWS_FLOAT8 = (
-    Config(128, 192, 4, "rows", slots=3, turns=True, copied_scales=True),
-    Config(128, 128, 5, "rows", slots=2, turns=True, copied_scales=True),
+    Config(128, 192, 4, "rows", slots=3, copied_scales=True),
+    Config(128, 128, 5, "rows", slots=2, copied_scales=True),
 )
 MANY_ROWS_BFLOAT16 = (Config(128, 256, 4, "rows"), Config(128, 128, 6, "rows"))
 FEW_ROWS = (

@@ -166,6 +166,12 @@ def kernels() -> dict[str, Kernel]:
             for rows in (1, 4, 16, 64) if width == "gate_up" else (4,):
                 shape = f"grouped_matmul {form} by bf16 {width} {rows} rows"
                 found[shape] = few(rows, 8, N, K, form)
+    # Of one matrix: warpgroups share a tile.
+    for form in ("int8", "int4", "fp8"):
+        for rows in (1, 16, 64):
+            found[f"grouped_matmul {form} by bf16 one matrix {rows} rows"] = few(
+                rows, 1, 7168, 2048, form
+            )
     for name, dtype in (("fp8", FP8), ("bf16", BF16)):
         for N in (128, 64, 576):
             found[f"grouped_matmul {name} {N} wide"] = grouped(256, 8, N, 1024, dtype)
