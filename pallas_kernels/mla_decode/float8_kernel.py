@@ -18,7 +18,6 @@ Rows, parts, pieces and what follows the kernel are as in mosaic_gpu_kernel.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -57,26 +56,11 @@ from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 from pallas_kernels.mosaic_ir import meet
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What may be tuned without changing a result."""
-
-    registers: tuple[int, int] = (192, 120)
-    """A thread's, of the computing warpgroups and of the filling one: 2 a + b <= 504."""
-
-    ahead: int = 1
-    """Halves of a block whose scores are queued before the values of the block before."""
-
-    late: bool = False
-    """The next block's bytes are asked for when the whole block is stored, not half by half: its
-    fences then have no loads to wait for."""
-
-
+_COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # a thread's: 2 a + b <= 504
 _Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "interpret"))
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],
@@ -87,7 +71,6 @@ def attend(
     queries: int,
     heads: int,
     scale: float,
-    config: Config,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Pieces]:
     """M = T * H rounded up to whole tiles, or less than one; query row m is query m // H.
@@ -141,7 +124,7 @@ def attend(
         }  # fmt: skip
 
         def filling_warpgroup():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(_FILL_REGISTERS, action="decrease")
 
             def look_up(b, block):
                 """A block's page, and the tokens that are there from its first one on."""
@@ -197,11 +180,8 @@ def attend(
                         rope_copied()
                     show()
                     arrive_once(kv_full(slot, half))
-                    if not config.late:
-                        held[mine] = fetch_half(kv_g.at[next_page], half)
+                    held[mine] = fetch_half(kv_g.at[next_page], half)
                 announce_rope(kv_g.at[next_page])
-                if config.late:
-                    return *fetch_half(kv_g.at[next_page], 0), *fetch_half(kv_g.at[next_page], 1)
                 return tuple(held)
 
             def run_segment(i, carry):
@@ -243,7 +223,7 @@ def attend(
 
         def computing_warpgroup(own):
             """``own``: the parity of the blocks whose scores it takes, and their slot."""
-            plgpu.set_max_registers(config.registers[0], action="increase")
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             other = 1 - own
 
             def add_scores(acc, k, halves=(0, 1)):
@@ -344,17 +324,14 @@ def attend(
                         before = plgpu.layout_cast(max_s[other], ROW)
                         return softmax(s, before, length, begin + j, *sums)
 
-                    before, behind = (0, 1)[: config.ahead], (0, 1)[config.ahead :]
-
                     def overlapped(s_ref, acc_ref):
-                        add_scores(s_ref, k, before)
+                        add_scores(s_ref, k, halves=(0,))
                         acc_ref[...] = rescaled()
                         plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
-                        add_scores(s_ref, k, behind)
-                        if behind:
-                            plgpu.wgmma_wait(len(behind) + 1)  # all but these halves and the rope
-                            arrive_once(kv_free(other, own))
-                        kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if behind else 1))
+                        add_scores(s_ref, k, halves=(1,))
+                        plgpu.wgmma_wait(2)  # all but this half and the rope
+                        arrive_once(kv_free(other, own))
+                        kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
                         return acc_ref[...], *kept
 
                     if interpret is None:
@@ -363,14 +340,12 @@ def attend(
                             ACC((TILE, BLOCK), jnp.float32),
                             ACC((TILE, HALF), jnp.float32),
                         )
-                        if not behind:
-                            arrive_once(kv_free(other, own))
                     else:  # it has no two accumulators at once
-                        parts_of_s = [scores(k, before)] if before else []
+                        s = scores(k, (0,))
                         acc = add_values(rescaled(), other)
-                        parts_of_s += [scores(k, behind)] if behind else []
+                        s = s + scores(k, (1,))
                         arrive_once(kv_free(other, own))
-                        alpha, *sums = soft(sum(parts_of_s[1:], parts_of_s[0]))
+                        alpha, *sums = soft(s)
                     acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
                     return finish_last(acc, j + 1 < count), *sums
 

@@ -5,6 +5,7 @@ The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | float8_kernel.Config | None = None,
+    config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """As :func:`pallas_kernels.mla_decode`.
@@ -57,7 +58,9 @@ def mla_decode(
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Whole tiles of query rows, or one that is not full.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
-    kernel: Any = float8_kernel.attend if float8 else attend
+    kernel: Any = float8_kernel.attend
+    if not float8:
+        kernel = functools.partial(attend, config=config or Config())
     out, lse, pieces = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),
@@ -67,7 +70,6 @@ def mla_decode(
         queries=T,
         heads=H,
         scale=max(scale, 1e-30),  # masked scores are -inf, which times 0 would be NaN
-        config=config or (float8_kernel.Config() if float8 else Config()),
         interpret=interpret,
     )
     values, weights = pieces
