@@ -16,6 +16,7 @@ KINDS = (
     ("pallas_kernels/quantized_matmul", "dense matmul"),
     ("pallas_kernels/grouped_", "expert matmul"),
     ("pallas_kernels/block_quant", "dequantisation"),
+    ("pallas_kernels/route", "router"),
     ("layers/router", "router"),
     ("layers/moe", "sort, permute, sum"),
     ("layers/norm", "norm"),

@@ -13,8 +13,8 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
-from dsv3_jax.layers.router import Router, Routing
-from pallas_kernels import grouped_matmul, grouped_swiglu
+from dsv3_jax.layers.router import Router
+from pallas_kernels import Routes, grouped_matmul, grouped_swiglu
 
 
 class RoutingStats(NamedTuple):
@@ -130,29 +130,22 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], RoutingStats]:
         """``valid`` marks tokens: padding goes to no expert, and its output is undefined."""
         tokens = x.reshape(-1, x.shape[-1])
-        routing = self.gate(tokens)
-        mixed, counts = self._mix(tokens, routing, valid)
+        valid = None if valid is None else valid.reshape(-1)
+        routes = self.gate(tokens, valid)
+        mixed = self._mix(tokens, routes, valid)
         if self.config.n_shared_experts:
             mixed += self.shared_experts(tokens, jnp.float32)
-        stats = RoutingStats(counts, routing.scores, routing.experts)
+        stats = RoutingStats(routes.group_sizes, routes.scores, routes.experts)
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def _mix(
-        self, tokens: Float[Array, "M D"], routing: Routing, valid: Bool[Array, "B T"] | None
-    ) -> tuple[Float32[Array, "M D"], Int[Array, " E"]]:
-        """Sorts (token, expert) pairs by expert, multiplies, and sums each token's K results."""
-        E, K = self.config.n_routed_experts, self.config.num_experts_per_tok
-        experts, weights = routing.experts, routing.weights
-        if valid is not None:
-            # E sorts behind every expert and is counted by none.
-            experts = jnp.where(valid.reshape(-1, 1), experts, E)
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        # Compared and summed, which is one kernel; a histogram clears its counts before it adds.
-        group_sizes = jnp.sum(jnp.arange(E)[:, None] == flat, axis=1, dtype=jnp.int32)
-        out = self.experts(tokens, order // K, group_sizes)
+        self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
+    ) -> Float32[Array, "M D"]:
+        """Multiplies (token, expert) pairs, sorted by expert, and sums each token's K results."""
+        K = self.config.num_experts_per_tok
+        out = self.experts(tokens, routes.order // K, routes.group_sizes)
         # Back in token order, so that every token sums its experts in the same order.
-        out = out[jnp.argsort(order)].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
+        out = out[routes.inverse].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
         if valid is not None:
-            out = jnp.where(valid.reshape(-1, 1, 1), out, 0.0)
-        return jnp.einsum("mkd,mk->md", out, weights), group_sizes
+            out = jnp.where(valid[:, None, None], out, 0.0)
+        return jnp.einsum("mkd,mk->md", out, routes.weights)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
-
-
-class Routing(NamedTuple):
-    """K experts a token, best first."""
-
-    experts: Int[Array, "M K"]
-    weights: Float32[Array, "M K"]
-    scores: Float32[Array, "M E"]
-    """Every expert's unbiased score: sigmoid or softmax."""
+from pallas_kernels import Routes, route
 
 
 class Router(nnx.Module):
@@ -46,7 +36,8 @@ class Router(nnx.Module):
                 jnp.zeros((config.n_routed_experts,), jnp.float32)
             )
 
-    def __call__(self, x: Float[Array, "M D"]) -> Routing:
+    def __call__(self, x: Float[Array, "M D"], valid: Bool[Array, " M"] | None = None) -> Routes:
+        """``valid`` marks tokens: padding chooses, but its pairs are of no group."""
         c = self.config
         # HIGHEST: a float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
         logits = jnp.einsum(
@@ -55,31 +46,18 @@ class Router(nnx.Module):
             self.weight[...].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
-        if c.scoring_func == "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-            choice = scores + self.e_score_correction_bias[...]
-        else:
-            scores = choice = jax.nn.softmax(logits, axis=-1)
-        _, experts = jax.lax.top_k(self._mask_groups(choice), c.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if c.norm_topk_prob:
-            # 1e-20: with a large bias, all chosen sigmoids may underflow to zero.
-            weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
-        return Routing(experts, weights * c.routed_scaling_factor, scores)
-
-    def _mask_groups(self, choice: Float32[Array, "M E"]) -> Float32[Array, "M E"]:
-        c = self.config
-        if c.n_group == 1:
-            return choice
-        grouped = choice.reshape(-1, c.n_group, c.n_routed_experts // c.n_group)
-        if c.topk_method == "noaux_tc":
-            group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-        else:
-            group_scores = jnp.max(grouped, axis=-1)
-        _, kept = jax.lax.top_k(group_scores, c.topk_group)
-        mask = jnp.any(kept[:, :, None] == jnp.arange(c.n_group), axis=1)
-        # -inf, not 0: a biased score may be negative, and then 0 would win.
-        return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+        return route(
+            logits,
+            self.e_score_correction_bias[...] if c.topk_method == "noaux_tc" else None,
+            valid,
+            num_experts_per_tok=c.num_experts_per_tok,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            method=c.topk_method,
+            scoring=c.scoring_func,
+            normalize=c.norm_topk_prob,
+            scaling_factor=c.routed_scaling_factor,
+        )
 
 
 class RouterBias(nnx.Variable):

@@ -171,6 +171,18 @@ ARGUMENTS = {
         (jnp.ones((1, 2)), jnp.ones((2, 2), jnp.int8), jnp.ones((2, 1))),
         {"block_shape": (1, 2)},
     ),
+    "route": (
+        (jnp.ones((1, 2)), None, None),
+        {
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "method": "greedy",
+            "scoring": "softmax",
+            "normalize": False,
+            "scaling_factor": 1.0,
+        },
+    ),
     "block_quant": ((jnp.ones((2, 2)),), {}),
     "integer_quant": ((jnp.ones((2, 2)), 8), {}),
     "block_dequant": ((jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones((1, 1)), (2, 2)), {}),
@@ -185,8 +197,9 @@ def test_every_operation_follows_the_rule(op):
 
 
 # merge_attention and the float8 cache's format have one way on all platforms; mla_decode_schedule
-# makes mla_decode's schedule, whichever back-end will read it.
+# makes mla_decode's schedule, whichever back-end will read it. Routes is what route returns.
 WITHOUT_BACK_ENDS = {
+    "Routes",
     "merge_attention",
     "mla_decode_schedule",
     "quantize_latent",

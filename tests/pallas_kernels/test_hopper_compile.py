@@ -27,6 +27,7 @@ import pytest
 
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
+from pallas_kernels.route.reference import Rule
 
 MOST_SECONDS = 20  # of a processor, to compile one kernel
 # mla_decode's value warpgroups hold 128 accumulators in 160 registers: ptxas spills addresses and
@@ -34,6 +35,8 @@ MOST_SECONDS = 20  # of a processor, to compile one kernel
 MOST_SPILLED = {"mla_decode": 64, "mla_decode_float8": 400}  # bytes, stored or loaded
 # Of ptxas: C7519, that it began a group of products itself, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
+# No kernel has unsigned numbers to compare; Mosaic GPU makes signed ones so in some selects.
+UNSIGNED = re.compile(r"\b(?:max|min)\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
 
@@ -131,6 +134,17 @@ def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
     )
 
 
+def routed(tokens: int, experts: int, K: int, groups: int, kept: int) -> Kernel:
+    """As DeepSeek-V3 chooses, with padding among the tokens."""
+    rule = Rule(K, groups, kept, "noaux_tc", "sigmoid", normalize=True, scaling_factor=2.5)
+    arrays = {
+        "logits": Struct((tokens, experts), F32),
+        "bias": Struct((experts,), F32),
+        "valid": Struct((tokens,), jnp.bool_),
+    }
+    return Kernel("pallas_kernels.route.mosaic_gpu", arrays, {"rule": rule})
+
+
 def kernels() -> dict[str, Kernel]:
     """All that must compile; a new kernel or setting is a line here."""
     found = {
@@ -184,6 +198,13 @@ def kernels() -> dict[str, Kernel]:
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
             found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
+    found |= {
+        "route 64 tokens": routed(64, 256, 8, 8, 4),
+        "route one token": routed(1, 64, 6, 1, 1),
+        "route most tokens": routed(128, 384, 8, 8, 4),
+        "route most choices": routed(64, 384, 16, 8, 4),
+        "route groups of 20": routed(4, 160, 6, 8, 3),
+    }
     return found
 
 
@@ -217,7 +238,8 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
                 found[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
                 continue
             reports = [path.read_text() for path in sorted(dumps.rglob("*.ptxas"))]
-            found[name] = {"seconds": seconds, "reports": reports}
+            unsigned = sum(len(UNSIGNED.findall(path.read_text())) for path in dumps.rglob("*.ptx"))
+            found[name] = {"seconds": seconds, "reports": reports, "unsigned": unsigned}
     return found
 
 
@@ -301,6 +323,8 @@ def faults_of(found: dict[str, Any], most_spilled: int = 0) -> list[str]:
         faults.append(f"compiled for {found['seconds']:.0f} s, above {MOST_SECONDS}")
     if not found["reports"]:
         faults.append("ptxas reported nothing")
+    if found.get("unsigned"):
+        faults.append(f"{found['unsigned']} maxima or minima of unsigned numbers")
     for report in found["reports"]:
         frames = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes", report)
         if not frames or any(max(map(int, frame)) > most_spilled for frame in frames):
@@ -323,6 +347,7 @@ def test_a_good_report_has_no_faults():
         ({"error": "ValueError: no"}, "ValueError: no"),
         ({"seconds": 21.0, "reports": [GOOD]}, "for 21 s"),
         ({"seconds": 1.0, "reports": []}, "nothing"),
+        ({"seconds": 1.0, "reports": [GOOD], "unsigned": 3}, "3 maxima"),
         ({"seconds": 1.0, "reports": [GOOD.replace("0 bytes spill l", "8 bytes spill l")]}, "'8'"),
         ({"seconds": 1.0, "reports": [f"(C7510) wgmma serialized {GOOD}"]}, "C7510"),
     ],

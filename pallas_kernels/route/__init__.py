@@ -1,0 +1,1 @@
+"""Which experts a token goes to, and the pairs of both sorted by expert."""

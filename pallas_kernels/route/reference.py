@@ -1,0 +1,120 @@
+"""The specification of route: scores, a masked top-k, a stable sort. All in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int
+
+METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
+SCORINGS = ("sigmoid", "softmax")
+
+
+class Routes(NamedTuple):
+    """K experts a token, and the (token, expert) pairs in the experts' order.
+
+    Pair ``t * K + j`` is token t's j-th choice.
+    """
+
+    scores: Float32[Array, "M E"]
+    """Every expert's unbiased score."""
+    experts: Int[Array, "M K"]
+    """Best first; invalid tokens' too."""
+    weights: Float32[Array, "M K"]
+    order: Int[Array, " MK"]
+    """Pairs by expert, then by token; those of invalid tokens last."""
+    inverse: Int[Array, " MK"]
+    """Where each pair stands in ``order``."""
+    group_sizes: Int[Array, " E"]
+    """Pairs of each expert, without those of invalid tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a token chooses: the keywords of :func:`pallas_kernels.route`."""
+
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    method: str
+    scoring: str
+    normalize: bool
+    scaling_factor: float
+
+    def check(self, logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None) -> None:
+        """Raises ValueError unless arrays and settings fit together."""
+        M, E = logits.shape
+        K, group = self.num_experts_per_tok, E // self.n_group
+        for name, given, known in (
+            ("method", self.method, METHODS),
+            ("scoring", self.scoring, SCORINGS),
+        ):
+            if given not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
+        if E % self.n_group or not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(
+                f"n_group: expected to divide E={E} and to be topk_group={self.topk_group} or"
+                f" more, got {self.n_group}"
+            )
+        if self.method == "noaux_tc" and self.n_group > 1 and group < 2:
+            raise ValueError(f"n_group: expected groups of two experts or more, got {group}")
+        if not 1 <= K <= self.topk_group * group:
+            raise ValueError(
+                f"num_experts_per_tok: expected 1 to {self.topk_group * group}, as many as the"
+                f" chosen groups have, got {K}"
+            )
+        if bias is not None and bias.shape != (E,):
+            raise ValueError(f"bias: expected shape {(E,)}, got {bias.shape}")
+        if valid is not None and valid.shape != (M,):
+            raise ValueError(f"valid: expected shape {(M,)}, got {valid.shape}")
+
+    def scores(self, logits: Float32[Array, "M E"]) -> Float32[Array, "M E"]:
+        if self.scoring == "sigmoid":
+            return jax.nn.sigmoid(logits)
+        return jax.nn.softmax(logits, axis=-1)
+
+    def weights(
+        self, scores: Float32[Array, "M E"], experts: Int[Array, "M K"]
+    ) -> Float32[Array, "M K"]:
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.normalize:
+            # 1e-20: with a large bias, all chosen sigmoids may underflow to zero.
+            weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+        return weights * self.scaling_factor
+
+    def mask_groups(self, choice: Float32[Array, "M E"]) -> Float32[Array, "M E"]:
+        if self.n_group == 1:
+            return choice
+        grouped = choice.reshape(-1, self.n_group, choice.shape[1] // self.n_group)
+        if self.method == "noaux_tc":
+            group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        else:
+            group_scores = jnp.max(grouped, axis=-1)
+        _, kept = jax.lax.top_k(group_scores, self.topk_group)
+        mask = jnp.any(kept[:, :, None] == jnp.arange(self.n_group), axis=1)
+        # -inf, not 0: a biased score may be negative, and then 0 would win.
+        return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def route(
+    logits: Float32[Array, "M E"],
+    bias: Float32[Array, " E"] | None,
+    valid: Bool[Array, " M"] | None,
+    *,
+    rule: Rule,
+) -> Routes:
+    E, K = logits.shape[1], rule.num_experts_per_tok
+    scores = rule.scores(logits)
+    choice = scores if bias is None else scores + bias
+    _, experts = jax.lax.top_k(rule.mask_groups(choice), K)
+    weights = rule.weights(scores, experts)
+    # E sorts behind every expert and is counted by none.
+    counted = experts if valid is None else jnp.where(valid[:, None], experts, E)
+    flat = counted.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    # Compared and summed, which is one kernel; a histogram clears its counts before it adds.
+    group_sizes = jnp.sum(jnp.arange(E)[:, None] == flat, axis=1, dtype=jnp.int32)
+    return Routes(scores, experts, weights, order, jnp.argsort(order), group_sizes)

@@ -1,0 +1,219 @@
+"""route: the reference against loops, the kernel against the reference, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import route
+from pallas_kernels.route import mosaic_gpu, reference
+from pallas_kernels.route.reference import Rule
+from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
+
+V3 = Rule(8, 8, 4, "noaux_tc", "sigmoid", True, 2.5)
+MOONLIGHT = Rule(6, 1, 1, "noaux_tc", "sigmoid", True, 2.446)
+V2 = Rule(6, 8, 3, "group_limited_greedy", "softmax", False, 16.0)
+V2_LITE = Rule(6, 1, 1, "greedy", "softmax", False, 1.0)
+SMALL = Rule(3, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
+
+
+def inputs(tokens, experts, rule, valid=None):
+    """``valid``: the part of tokens that are; None leaves it out."""
+    rng = np.random.default_rng(tokens + experts)
+    logits = jnp.asarray(rng.standard_normal((tokens, experts)), jnp.float32)
+    bias = None
+    if rule.method == "noaux_tc":
+        bias = jnp.asarray(0.1 * rng.standard_normal(experts), jnp.float32)
+    held = None if valid is None else jnp.asarray(rng.random(tokens) < valid)
+    return logits, bias, held
+
+
+def by_loops(logits, bias, valid, rule):
+    """scores, experts, weights, order, inverse, group_sizes in numpy."""
+    logits = np.asarray(logits, np.float64)
+    M, E = logits.shape
+    K, size = rule.num_experts_per_tok, E // rule.n_group
+    if rule.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    choice = scores if bias is None else scores + np.asarray(bias, np.float64)
+    experts, weights, pairs = np.zeros((M, K), int), np.zeros((M, K)), []
+    for t in range(M):
+        best = 2 if rule.method == "noaux_tc" else 1
+        groups = [np.sort(choice[t, g * size :][:size])[-best:].sum() for g in range(rule.n_group)]
+        kept = sorted(range(rule.n_group), key=lambda g: (-groups[g], g))[: rule.topk_group]
+        open_to = [e for e in range(E) if e // size in kept]
+        experts[t] = sorted(open_to, key=lambda e: (-choice[t, e], e))[:K]
+        weights[t] = scores[t, experts[t]]
+        if rule.normalize:
+            weights[t] /= weights[t].sum() + 1e-20
+        counted = valid is None or bool(valid[t])
+        pairs += [(e if counted else E, t * K + j) for j, e in enumerate(experts[t])]
+    order = np.asarray([pair for _, pair in sorted(pairs)])
+    inverse = np.zeros_like(order)
+    inverse[order] = np.arange(M * K)
+    sizes = np.bincount([e for e, _ in pairs], minlength=E + 1)[:E]
+    return scores, experts, weights * rule.scaling_factor, order, inverse, sizes
+
+
+def check(got, want):
+    for name, g, w in zip(got._fields, got, want, strict=True):
+        assert g.shape == w.shape, name
+        if name in ("scores", "weights"):
+            assert g.dtype == jnp.float32
+            np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-7, err_msg=name)
+        else:
+            assert g.dtype == jnp.int32
+            np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+def options(rule):
+    return {name: getattr(rule, name) for name in rule.__dataclass_fields__}
+
+
+def kernel(*arrays, rule, interpret=INTERPRET):
+    f = functools.partial(mosaic_gpu.route, rule=rule, interpret=interpret)
+    return jax.jit(f)(*arrays)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("valid", [None, 0.6, 0.0])
+@pytest.mark.parametrize(
+    ("experts", "rule"),
+    [(256, V3), (64, MOONLIGHT), (160, V2), (64, V2_LITE), (8, SMALL)],
+    ids=["V3", "Moonlight", "V2", "V2-Lite", "small"],
+)
+def test_reference(experts, rule, tokens, valid):
+    arrays = inputs(tokens, experts, rule, valid)
+    f = functools.partial(route, **options(rule), implementation="reference")
+    check(jax.jit(f)(*arrays), by_loops(*arrays, rule))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rule", "valid"),
+    [
+        (3, 256, V3, 0.6),
+        (1, 64, MOONLIGHT, None),
+        (64, 64, MOONLIGHT, 0.8),
+        (4, 160, V2, None),
+        (5, 64, V2_LITE, 0.0),
+        (65, 32, Rule(5, 1, 1, "greedy", "softmax", False, 1.0), 0.5),
+        (33, 32, Rule(9, 1, 1, "greedy", "softmax", False, 1.0), None),
+        (1, 32, Rule(1, 1, 1, "greedy", "softmax", False, 1.0), None),
+    ],
+    ids=[
+        "V3",
+        "one token",
+        "64 tokens",
+        "V2",
+        "all invalid",
+        "65 tokens",
+        "nine choices",
+        "one choice",
+    ],
+)
+def test_kernel(tokens, experts, rule, valid):
+    arrays = inputs(tokens, experts, rule, valid)
+    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+
+
+@kernel_runs
+@pytest.mark.parametrize("case", ["ties", "same experts", "large bias", "infinite", "not a number"])
+def test_kernel_of_odd_numbers(case):
+    rule = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
+    logits, bias, valid = inputs(6, 64, rule, 0.8)
+    if case == "ties":
+        logits, bias = jnp.round(logits), jnp.zeros_like(bias)
+        logits = logits.at[0].set(0.0)
+    elif case == "same experts":
+        logits = jnp.broadcast_to(logits[0], logits.shape)
+    elif case == "large bias":  # choices below zero, scores that underflow
+        bias, logits = bias - 12.0, logits.at[1].set(-200.0)
+        bias = bias.at[:40].add(-1e9)
+    elif case == "infinite":  # as many choices of -inf in the best groups as there are outside
+        bias = jnp.full_like(bias, -jnp.inf).at[jnp.asarray([3, 50])].set(0.0)
+    else:
+        logits = logits.at[2, 5].set(jnp.nan).at[2, 50].set(jnp.nan)
+    check(kernel(logits, bias, valid, rule=rule), reference.route(logits, bias, valid, rule=rule))
+
+
+@kernel_runs
+def test_gradient_of_the_logits():
+    logits, bias, valid = inputs(2, 64, MOONLIGHT, 0.8)
+    rng = np.random.default_rng(0)
+    by = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 64), (2, 6))]
+
+    def pulled(f):
+        def loss(logits, bias):
+            routes = f(logits, bias, valid, rule=MOONLIGHT)
+            return jnp.sum(routes.scores * by[0]) + jnp.sum(routes.weights * by[1])
+
+        return jax.jit(jax.grad(loss, (0, 1)))(logits, bias)
+
+    for got, want in zip(pulled(kernel), pulled(reference.route), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "changes", "message"),
+    [
+        (129, 64, {}, "takes 1 to 128 tokens of 6 choices, got 129"),
+        (0, 64, {}, "takes 1 to 128 tokens of 6 choices, got 0"),
+        (65, 64, {"num_experts_per_tok": 9}, "takes 1 to 64 tokens of 9 choices, got 65"),
+        (4, 72, {}, "takes 384 experts at most, in 32, got 72"),
+        (4, 416, {}, "takes 384 experts at most, in 32, got 416"),
+        (4, 64, {"num_experts_per_tok": 17}, "takes 16 choices a token at most, got 17"),
+        (4, 64, {"n_group": 16, "topk_group": 16}, "takes 8 groups at most, got 16"),
+    ],
+)
+def test_what_the_kernel_does_not_take(tokens, experts, changes, message):
+    rule = Rule(**{**options(MOONLIGHT), **changes})
+    with pytest.raises(NotImplementedError, match=message):
+        kernel(*inputs(tokens, experts, rule), rule=rule, interpret=object())
+
+
+@off_gpu
+def test_no_gpu():
+    arrays = inputs(1, 64, MOONLIGHT)
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
+        route(*arrays, **options(MOONLIGHT), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "best"}, "method: expected one of noaux_tc, .* got 'best'"),
+        ({"scoring": "tanh"}, "scoring: expected one of sigmoid, softmax, got 'tanh'"),
+        ({"n_group": 5}, "n_group: expected to divide E=64"),
+        ({"n_group": 8, "topk_group": 9}, "n_group: .* topk_group=9 or more, got 8"),
+        ({"n_group": 64, "topk_group": 64}, "n_group: expected groups of two experts or more"),
+        ({"n_group": 16}, "num_experts_per_tok: expected 1 to 4, .* got 6"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    rule = Rule(**{**options(MOONLIGHT), **changes})
+    with pytest.raises(ValueError, match=message):
+        rule.check(*inputs(2, 64, MOONLIGHT))
+
+
+def test_shapes_that_do_not_fit():
+    logits, bias, valid = inputs(2, 64, MOONLIGHT, 0.5)
+    with pytest.raises(ValueError, match=r"bias: expected shape \(64,\), got \(63,\)"):
+        MOONLIGHT.check(logits, bias[:-1], valid)
+    with pytest.raises(ValueError, match=r"valid: expected shape \(2,\), got \(1,\)"):
+        MOONLIGHT.check(logits, bias, valid[:-1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rule"), [(64, 256, V3), (1, 64, MOONLIGHT), (128, 160, V2)]
+)
+def test_lowers_for_cuda(tokens, experts, rule, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    f = functools.partial(mosaic_gpu.route, rule=rule)
+    arrays = inputs(tokens, experts, rule, 0.5)
+    text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
