@@ -71,7 +71,7 @@ def choose_and_sort(
     share = next(n for n in range(1, E + 1) if E % n == 0 and n * warps >= E)
     early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
-    def body(*refs):
+    def route(*refs):
         logits_g, *refs = refs
         bias_g, refs = (refs[0], refs[1:]) if bias is not None else (None, refs)
         valid_g, refs = (refs[0], refs[1:]) if valid is not None else (None, refs)
@@ -148,7 +148,7 @@ def choose_and_sort(
     shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((warps * places,), i32)]
     arrays = [logits.reshape(-1), *(x for x in (bias, valid) if x is not None)]
     scores, experts, weights, order, inverse, sizes, _ = plgpu.kernel(
-        body,
+        route,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
         scratch_types=[]
         if interpret is None
