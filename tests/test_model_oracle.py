@@ -232,7 +232,8 @@ def test_masked_groups_lose_to_negative_biased_scores():
     routing = router(ModelConfig.from_hf(raw), bias)(jnp.asarray(logits))
     chosen, weights = route(raw, logits.astype(np.float64), bias.astype(np.float64))
     order = np.argsort(routing.experts, axis=-1)
-    got = [np.take_along_axis(np.asarray(array), order, -1) for array in routing[:2]]
+    arrays = routing.experts, routing.weights
+    got = [np.take_along_axis(np.asarray(array), order, -1) for array in arrays]
     np.testing.assert_array_equal(got[0], chosen)
     assert relative_error(got[1], weights) < 1e-6
 
