@@ -37,6 +37,7 @@ from pallas_kernels.mla_decode.float8_registers import (
     rope_copied,
     show,
     store_half,
+    with_rounded_scales,
 )
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,
@@ -149,7 +150,7 @@ def attend(
                 plgpu.copy_gmem_to_smem(qr_g.at[b, m, :], qr_s.at[pl.ds(0, rows)], q_full)
 
             def interpreted_fill(slot, half, page, tokens):
-                latent, rope = dequantize_latent(kv_g[page], jnp.bfloat16)
+                latent, rope = dequantize_latent(with_rounded_scales(kv_g[page]), jnp.bfloat16)
                 there = jnp.arange(BLOCK)[:, None] < tokens
                 columns = latent[:, half * HALF : (half + 1) * HALF]
                 v_s[slot, half] = jnp.where(there, columns, jnp.zeros_like(columns))

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -255,3 +256,16 @@ def _singles(words: Any) -> list[Any]:
         for register in words.registers.flat
         for i in range(2)
     ]
+
+
+def with_rounded_scales(tokens: jax.Array) -> jax.Array:
+    """Bytes whose scales are those that :func:`store_half` multiplies by, for the interpreter."""
+    words = tokens[..., SCALES_AT:ROPE_AT].reshape(*tokens.shape[:-1], -1, 4)
+    # Not by casts, which XLA may take for superfluous.
+    scales = lax.reduce_precision(lax.bitcast_convert_type(words, jnp.float32), 8, 7)
+    parts = (
+        tokens[..., :SCALES_AT],
+        lax.bitcast_convert_type(scales, jnp.uint8),
+        tokens[..., ROPE_AT:],
+    )
+    return jnp.concatenate([part.reshape(*tokens.shape[:-1], -1) for part in parts], axis=-1)
