@@ -22,7 +22,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     profile_step.main()
     (profile,) = json.loads(out.read_text())["profiles"]
     assert (profile["weights"], profile["step"]) == ("fp8", "decode 2 x 1, 9 cached")
-    assert profile["wall_us"] > 0
+    assert profile["wall_us"]
     assert 0 < profile["busy"] <= 1
     assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
     assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.KEPT

@@ -48,18 +48,20 @@ class Compiled:
         static: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Compiled:
-        """``static``: the program's last arguments; ``options``: XLA's."""
+        """``static``: the program's last arguments; ``options``: XLA's, beside the program's."""
         (held, structure), (rest, rest_structure) = map(jax.tree.flatten, (state, args))
 
         # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.
         def run(leaves: list[jax.Array], held: list[Any], rest: list[Any]) -> list[jax.Array]:
             state = jax.tree.unflatten(structure, held)
             args = jax.tree.unflatten(rest_structure, rest)
-            return jax.tree.leaves(program.jitted(leaves, state, *args, *static))
+            return jax.tree.leaves(program.run(leaves, state, *args, *static))
 
         began = time.perf_counter()
         jitted = jax.jit(run, donate_argnums=1)
-        executable = jitted.lower(program.leaves, held, rest).compile(options)
+        executable = jitted.lower(program.leaves, held, rest).compile(
+            program.options | (options or {})
+        )
         took = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
         peak = (

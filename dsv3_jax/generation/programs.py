@@ -17,15 +17,25 @@ from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 
+GPU_OPTIONS = {
+    # Kernels that do not wait for each other's results run side by side in a CUDA graph: the shared
+    # experts beside the routed ones, queries beside latents. By default all run one by one.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A loop over a model and a state, compiled once for every shape and static argument. Donates
     the state."""
 
-    jitted: Any
+    run: Callable[..., DecodeState]
+    """Of ``leaves``, a state, and the loop's arguments, of which those numbered ``static`` are."""
     leaves: list[jax.Array]
     """The model's arrays."""
+    static: tuple[int, ...]
+    options: dict[str, str]
+    """XLA's, to compile it with."""
 
     @classmethod
     def of(
@@ -40,7 +50,17 @@ class Program:
         def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
             return loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
 
-        return cls(jax.jit(run, donate_argnums=1, static_argnums=static), leaves)
+        options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+        return cls(run, leaves, static, options)
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        return jax.jit(
+            self.run,
+            donate_argnums=1,
+            static_argnums=self.static,
+            compiler_options=self.options or None,
+        )
 
     def __call__(self, state: DecodeState, *args: Any) -> DecodeState:
         return self.jitted(self.leaves, state, *args)

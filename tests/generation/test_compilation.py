@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.generation.programs import Programs
+from dsv3_jax.generation.programs import GPU_OPTIONS, Programs
 from dsv3_jax.generation.sampling import Sampling
 from tests.generation.fragments import letters
 
@@ -91,12 +91,19 @@ def test_up_projections_are_cut_before_the_loop(tiny):
     settings = {n: np.zeros(2) for n in ("temperature", "top_k", "top_p", "min_p", "seed")}
     sampling = Sampling.pack(stop_tokens=np.full((2, 1), -1), **settings)
     arguments = programs.decode.leaves, programs.empty_state(2), sampling, np.int32(1), None, 0
-    traced = jax.make_jaxpr(programs.decode.jitted, static_argnums=(4, 5))(*arguments)
+    traced = jax.make_jaxpr(programs.decode.run, static_argnums=(4, 5))(*arguments)
     c = tiny.config
     rows = c.qk_nope_head_dim + c.v_head_dim
     whole = (c.num_attention_heads, rows, c.kv_lora_rank)
     found = [inside for shape, inside in made(traced.jaxpr) if shape == whole]
     assert found == [False] * c.num_hidden_layers
+
+
+@pytest.mark.parametrize(("backend", "options"), [("gpu", GPU_OPTIONS), ("cpu", {}), ("tpu", {})])
+def test_a_gpu_runs_kernels_side_by_side(tiny, monkeypatch, backend, options):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    programs = Programs.of(tiny, 64, prefill_chunk=1, vocab_size=160)
+    assert programs.decode.options == programs.prefill.options == options
 
 
 def made(jaxpr, inside=False) -> Iterator[tuple[tuple[int, ...], bool]]:
