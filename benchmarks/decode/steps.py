@@ -168,15 +168,17 @@ def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
     last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
     turn = rotation(model.config, starts[:, None])
 
-    @nnx.jit  # a layer at a time: layers of a kind are one program
-    def run(layer: DecoderLayer, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any]:
+    # A layer at a time: layers of a kind are one program.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(graph: Any, weights: Any, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any]:
+        layer: DecoderLayer = nnx.merge(graph, weights)
         cache = LayerCache(pages, state.cache.block_tables, starts, jnp.ones(last.shape, bool))
         x, _, stats = layer.extend(x, turn, cache, "absorbed")
         return x, None if stats is None else jnp.sum(stats.counts > 0)
 
     x, visited = model.embed_tokens(last), []
     for layer, pages in zip(model.layers, state.cache.pages, strict=True):
-        x, count = run(layer, x, pages)
+        x, count = run(*nnx.split(layer), x, pages)
         visited += [] if count is None else [int(count)]
     return visited
 
