@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -183,7 +184,7 @@ class DeepSeekV3(nnx.Module):
         new_pages = []
         for layer, pages in zip(self.layers, cache.pages, strict=True):
             layer_cache = LayerCache(pages, cache.block_tables, cache.lengths, valid)
-            x, pages, _ = layer.extend(x, turn, layer_cache, form)
+            x, pages = _extend(form, *nnx.split(layer), x, turn, layer_cache)
             new_pages.append(pages)
         cache = dataclasses.replace(
             cache, pages=tuple(new_pages), lengths=cache.lengths + counts.astype(jnp.int32)
@@ -228,6 +229,20 @@ class DeepSeekV3(nnx.Module):
         """Rope rotations of the tokens' places, which count up from ``starts``, or from 0."""
         first = jnp.zeros(tokens.shape[:1], jnp.int32) if starts is None else starts
         return rotation(self.config, first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _extend(
+    form: Form,
+    graph: nnx.GraphDef[DecoderLayer],
+    weights: Any,
+    x: Float[Array, "B T D"],
+    turn: Rotation,
+    cache: LayerCache,
+) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
+    """A layer's ``extend``. Jitted: layers of a kind are traced and lowered once."""
+    x, pages, _ = nnx.merge(graph, weights).extend(x, turn, cache, form)
+    return x, pages
 
 
 def one_by_one(
