@@ -49,6 +49,8 @@ def mla_decode(
         )
     if float8 and pages.shape[2] != TOKEN_BYTES:
         raise NotImplementedError(f"takes tokens of {TOKEN_BYTES} bytes, got {pages.shape[2]}")
+    if float8 and config is not None:
+        raise NotImplementedError(f"the kernel of float8 caches has no settings, got {config}")
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")

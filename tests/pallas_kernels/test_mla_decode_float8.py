@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import dequantize_latent, mla_decode, quantize_latent
 from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled
 from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel
@@ -141,6 +142,11 @@ def arrays(H=8, page=64, widths=WIDTHS, bytes_=656, dtype="bfloat16"):
 def test_what_the_kernel_does_not_take(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
+
+
+def test_settings_are_those_of_the_other_kernel():
+    with pytest.raises(NotImplementedError, match=r"has no settings, got Config\("):
+        mosaic_gpu.mla_decode(*arrays(), scale=0.1, config=Config(), interpret=object())
 
 
 @off_gpu
