@@ -117,8 +117,11 @@ def refusal(source: Path, store: Path, target: str, **options) -> str:
 
 
 def journal_lines(store: Path) -> int:
-    path = store / JOURNAL
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+    """0 without a journal: not begun, or whole; a process at work may remove it at any moment."""
+    try:
+        return (store / JOURNAL).read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
 
 
 def converted_tensors(store: Path) -> list[str]:
