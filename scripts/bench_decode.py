@@ -2,7 +2,7 @@
 
     python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
-        [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1]
+        [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
 
 The generator's own programs run in a state made for it: rows with so many random tokens in the
 cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
@@ -14,6 +14,9 @@ weights, of the experts those that so many rows visit if all are chosen alike, a
 ``experts_visited`` tells how many they were, on average over layers, in place of
 ``experts_expected``.
 
+``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with ever more
+rows of so many cached tokens until one, ``fails_at``, does not fit.
+
 With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
 model says. A row that fails says why and the others go on; what is done is written after each.
 """
@@ -21,10 +24,8 @@ model says. A row that fails says why and the others go on; what is done is writ
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -32,11 +33,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import jaxlib.version
+from flax import nnx
 
-from benchmarks.decode import floor, models, steps
+from benchmarks.decode import floor, machine, models, steps
+from benchmarks.decode.largest import largest_batch
+from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
@@ -46,9 +48,7 @@ CHUNK = 8192  # prompt tokens of all rows that go through the model together
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Whole decode steps and prefills.")
-    parser.add_argument(
-        "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
-    )
+    parser.add_argument("--model", default="moonlight-16b", help=models.HELP)
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
     parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -60,6 +60,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of all rows at a time")
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
     parser.add_argument("--depth", type=int, default=1, help="drafts a step")
+    parser.add_argument("--largest", nargs="*", type=int, default=[], help="of so many tokens")
     parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -77,24 +78,14 @@ class Bench:
         self._arguments = arguments
         self._end = time.monotonic() + arguments.time_budget
         self._bandwidth = floor.bandwidth()
-        device = jax.devices()[0]
         self.result: dict[str, Any] = {
-            "date": datetime.date.today().isoformat(),
-            "machine": device.device_kind,
-            "versions": {
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "jaxlib": jaxlib.version.__version__,
-                "flax": flax.__version__,
-            },
+            **machine.description(),
             "read_gbs": round(self._bandwidth / 1e9, 1),
             "rows": [],
         }
 
     def run(self) -> None:
-        path = Path(self._arguments.model)
-        named = models.SHAPES.get(self._arguments.model)
-        config = named or ModelConfig.from_hf(path)
+        config = models.config(self._arguments.model)
         for weights in self._arguments.weights:
             self._all_of(config, weights)
 
@@ -111,6 +102,8 @@ class Bench:
         for rows, tokens in arguments.prefills:
             prefill = functools.partial(self._prefill, model, rows, tokens)
             self._row(weights, rows, tokens, prefill)
+        for cached in arguments.largest:
+            self._row(weights, 0, cached, functools.partial(self._largest, model, cached))
 
     def _decodes(
         self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
@@ -154,6 +147,28 @@ class Bench:
         found = {"phase": "prefill", "chunk": chunk}
         return found | prefill.measure() | _compiled(prefill.compiled)
 
+    def _largest(self, model: DeepSeekV3, cached: int) -> dict[str, Any]:
+        """``batch`` is the number of rows found."""
+        fixed = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+        limit = floor.memory_bytes()
+        a_row = cached * cache_bytes_per_token(model.config)
+        found: dict[str, Any] = {}
+
+        def peak_bytes(rows: int) -> int | None:
+            try:
+                decode = steps.Decode(model, rows, cached)
+                ms = 1e3 * decode.dispatch(1, cached)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                return None
+            found.update(_compiled(decode.compiled) | {"batch": rows, "first_ms": ms})
+            return decode.compiled.peak_bytes
+
+        half = max(1, int(0.5 * (limit - fixed) / a_row))
+        _, fails_at = largest_batch(peak_bytes, half, fixed=fixed, limit=limit)
+        return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
+
     def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
             "model": self._arguments.model, "dtype": weights,
@@ -174,7 +189,8 @@ class Bench:
 
 
 def _compiled(compiled: steps.Compiled) -> dict[str, Any]:
-    return {"compile_s": compiled.compile_s, "peak_bytes": compiled.peak_bytes}
+    names = ("compile_s", "peak_bytes", "workspace_bytes")
+    return {name: getattr(compiled, name) for name in names}
 
 
 def _rounded(value: Any) -> Any:
@@ -185,13 +201,16 @@ def line(row: dict[str, Any]) -> str:
     place = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
     if "error" in row:
         return f"{place}: {row['error']}"
+    memory = f"compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
+    if row["phase"] == "largest":
+        return f"{place} {row['phase']}: {row['fails_at']} rows do not fit, {memory}"
     text = f"{place} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
     if row.get("acceptance") is not None:
         text += f", acceptance {row['acceptance']} at depth {row['depth']}"
     if "floor_ms" in row:
         text += f", floor {row['floor_ms']} ms ({row['floor_fraction']:.0%})"
         text += f", experts {row['experts_visited']} of {row['experts_expected']}"
-    return text + f", compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
+    return f"{text}, {memory}"
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ import jax
 from benchmarks.decode import models, steps
 from benchmarks.profile import trace
 from benchmarks.profile.operations import operations
-from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3
 
 TRACED = 4  # steps
@@ -33,9 +32,7 @@ KEPT = 40  # kernels in the file
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A decode step, by kernel.")
-    parser.add_argument(
-        "--model", default="moonlight-16b", help=f"{', '.join(models.SHAPES)} or a config.json"
-    )
+    parser.add_argument("--model", default="moonlight-16b", help=models.HELP)
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
     parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -65,7 +62,7 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    config = models.SHAPES.get(arguments.model) or ModelConfig.from_hf(Path(arguments.model))
+    config = models.config(arguments.model)
     result = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.decode import floor, models, steps
+from benchmarks.decode.largest import largest_batch
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import Linear, Weight
 from scripts import bench_decode
@@ -79,6 +80,43 @@ def test_nothing_begins_after_the_time_budget(config, monkeypatch):
     words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
     (row,) = run(monkeypatch, config, *words)["rows"]
     assert row["error"] == "the time budget is spent"
+
+
+@pytest.mark.parametrize("first", [1, 16, 400, 3000])
+@pytest.mark.parametrize("most", [1, 2, 37, 703, 2000])
+def test_largest_batch(most, first):
+    tried = []
+
+    def peak_bytes(rows):
+        tried.append(rows)
+        return None if rows > most else 50 + 10 * rows + rows // 3
+
+    limit = 50 + 10 * most + most // 3
+    fits, fails = largest_batch(peak_bytes, first, fixed=50, limit=limit)
+    assert fits <= most < fails <= fits + max(1, fits // 32)
+    assert {fits, fails} <= set(tried)
+    assert len(tried) < 14
+
+
+def test_no_row_fits():
+    with pytest.raises(ValueError, match="expected at least one row to fit"):
+        largest_batch(lambda rows: None, 5, fixed=0, limit=1)
+
+
+def test_the_largest_batch_is_run(config, monkeypatch, capsys):
+    real = steps.Decode.dispatch
+
+    def dispatch(self, *rest):
+        if len(self.state.lengths) > 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return real(self, *rest)
+
+    monkeypatch.setattr(steps.Decode, "dispatch", dispatch)
+    monkeypatch.setattr(floor, "memory_bytes", lambda: 1_000_000)
+    (row,) = run(monkeypatch, config, "--batches", "--largest", "9")["rows"]
+    assert (row["batch"], row["fails_at"]) == (3, 4)
+    assert row["peak_bytes"] > row["workspace_bytes"] > 0
+    assert "3 x 9 largest: 4 rows do not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["8", "x8", "8x", "8x2x1"])

@@ -51,6 +51,18 @@ def bandwidth() -> float:
     return x.nbytes / seconds(lambda: add(x))
 
 
+def memory_bytes() -> int:
+    """Of the default device that JAX may use.
+
+    Raises:
+      ValueError: the device does not say.
+    """
+    statistics = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in statistics:
+        raise ValueError(f"expected a device that says how much memory it has, got {jax.devices()}")
+    return statistics["bytes_limit"]
+
+
 def seconds(run: Any) -> float:
     """Of one run among many: the median of windows."""
     jax.block_until_ready(run())

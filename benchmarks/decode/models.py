@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -25,6 +26,8 @@ SHAPES = {
     ),
 }
 
+HELP = f"{', '.join(SHAPES)} or a config.json"
+
 WEIGHTS: dict[str, Quantization | None] = {
     "bf16": None,
     "fp8": BlockQuantization(),
@@ -36,6 +39,15 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 # Root mean square of a random byte as the stored number that it is.
 _INT8_RMS, _INT4_RMS = math.sqrt((256**2 - 1) / 12), math.sqrt((16**2 - 1) / 12)
+
+
+def config(name: str) -> ModelConfig:
+    """Of ``SHAPES``, or a checkpoint's config.json.
+
+    Raises:
+      ValueError: there is neither, or the file is none.
+    """
+    return SHAPES.get(name) or ModelConfig.from_hf(Path(name))
 
 
 def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) -> DeepSeekV3:

@@ -36,8 +36,14 @@ class Compiled:
     structure: Any
     """Of the state."""
     compile_s: float
-    peak_bytes: int
-    """Arguments, the model's weights among them, results that do not overwrite them, workspace."""
+    argument_bytes: int
+    """The model's weights and the state."""
+    workspace_bytes: int
+    """Whatever else it takes: temporary arrays, and results that do not overwrite the state."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.workspace_bytes
 
     @classmethod
     def of(
@@ -64,13 +70,10 @@ class Compiled:
         )
         took = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
-        peak = (
-            memory.argument_size_in_bytes
-            + memory.temp_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
-        return cls(executable, program.leaves, structure, took, peak)
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        workspace = memory.temp_size_in_bytes + results
+        arguments = memory.argument_size_in_bytes
+        return cls(executable, program.leaves, structure, took, arguments, workspace)
 
     def __call__(self, state: DecodeState, *args: Any) -> tuple[DecodeState, float]:
         """What becomes of the state, and the seconds it took."""
@@ -189,8 +192,12 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
 
     @functools.partial(jax.jit, donate_argnums=0)
     def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
-        key = jax.random.key(seed, impl="rbg")
-        return jax.random.normal(key, pages.shape, pages.dtype)
+        def page(key: jax.Array) -> jax.Array:
+            return jax.random.normal(key, pages.shape[1:], pages.dtype)
+
+        # Some pages at a time: the random bits of all would take more than they do.
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(pages))
+        return jax.lax.map(page, keys, batch_size=1024)
 
     pages = [*state.cache.pages, *state.cache.mtp_pages]
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
