@@ -14,7 +14,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
-from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights
 from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import multiprocessors, require_hopper
 

@@ -11,13 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_kernel, reference
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
-    SCALE_BLOCK,
-    Config,
-    check_shapes,
-    grouped_product,
-)
+from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_plan, reference
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
+from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes
 from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import require_hopper
 
@@ -49,7 +45,7 @@ def grouped_matmul(
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    config: Config | few_rows_kernel.Config | None = None,
+    config: Config | few_rows_plan.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, and few rows of

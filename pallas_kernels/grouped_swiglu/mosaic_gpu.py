@@ -14,14 +14,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, choose_few, fitting
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import (
-    SCALE_BLOCK,
-    Config,
-    check_shapes,
-    grouped_product,
-    quantized_product,
-    quantizes,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product, quantized_product
+from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, quantizes
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from pallas_kernels.grouped_matmul import few_rows, few_rows_kernel
-from pallas_kernels.grouped_matmul.few_rows_kernel import Config, Weights
+from pallas_kernels.grouped_matmul import few_rows
+from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights, stages_that_fit
 from pallas_kernels.grouped_matmul.waves import best_width, visited
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
@@ -150,4 +150,4 @@ def test_elsewhere_it_refuses():
 
 def test_small_stages_are_no_more_than_mosaic_has_barriers():
     weights = Weights.of("int4", 64, 128, (1, 128))
-    assert few_rows_kernel.stages_that_fit(weights, Config(warpgroups=1, classes=(8,))) == 32
+    assert stages_that_fit(weights, Config(warpgroups=1, classes=(8,))) == 32

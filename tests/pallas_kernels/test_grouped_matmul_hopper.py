@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import Config
+from pallas_kernels.grouped_matmul.plan import Config
 from pallas_kernels.grouped_matmul.row_tiles import RowTiles
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product, quantizes
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product
+from pallas_kernels.grouped_matmul.plan import quantizes
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
 from tests.pallas_kernels.grouped_swiglu_cases import (
