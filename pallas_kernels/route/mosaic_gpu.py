@@ -29,7 +29,7 @@ def route(
     """As :func:`pallas_kernels.route`; its gradient is the reference's.
 
     Raises:
-      NotImplementedError: no Hopper GPU, no or more than 128 tokens (64 of more than 8 choices),
+      NotImplementedError: no Hopper GPU, no or more than 512 tokens (256 of more than 8 choices),
         experts that are no multiple of 32 or more than 384, more than 16 choices a token, or more
         than 8 groups.
     """

@@ -12,6 +12,8 @@ it, and a sum that brings its score.
 Sorting is counting. A pair's key is its expert and then its own number, so no two are equal, and a
 pair stands where as many keys are less than its own. Each warp counts for its token's pairs among
 all, 16 keys a lane, and how many there are of its share of the experts.
+
+More than 128 tokens are up to four for a warp, one after the other.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from pallas_kernels.route.reference import Rule
 
 _MOST_PROGRAMS = 8  # of a cluster
 _MOST_WARPGROUPS = 4  # of a program
-MOST_TOKENS = _MOST_PROGRAMS * _MOST_WARPGROUPS * WARPS
+_MOST_TURNS = 4
+MOST_TOKENS = _MOST_PROGRAMS * _MOST_WARPGROUPS * WARPS * _MOST_TURNS
 _SLAB = 128  # 32 keys by a warp's pairs, compared at a time
 _CHOSEN = -(2**31)  # below every integer that a score becomes
 _OUTSIDE = -(2**31) + 2**23 - 1  # what -inf becomes
@@ -64,10 +67,12 @@ def choose_and_sort(
     M, E = logits.shape
     K, f32, i32 = rule.num_experts_per_tok, jnp.float32, jnp.int32
     programs = min(_MOST_PROGRAMS, _power_of_two(-(-M // WARPS)))
-    warpgroups = -(-M // (WARPS * programs))
+    warpgroups = min(_MOST_WARPGROUPS, -(-M // (WARPS * programs)))
     warps = WARPS * warpgroups * programs
+    turns = -(-M // warps)  # tokens of a warp
+    tokens = warps * turns
     places = max(8, _power_of_two(K))  # of a token's keys, pairs and what is none
-    shift = (warps * places - 1).bit_length()
+    shift = (tokens * places - 1).bit_length()
     chunks = range(E // LANES)
     # Experts that a warp counts: as few as all warps together can, in runs of one length.
     share = next(n for n in range(1, E + 1) if E % n == 0 and n * warps >= E)
@@ -85,69 +90,116 @@ def choose_and_sort(
         write_rows = functools.partial(store_rows, interpret=interpret)
         lane = number(1)
         warp = (lax.axis_index("program") * warpgroups + lax.axis_index("wg")) * WARPS + number(0)
-        here, token = warp < M, jnp.minimum(warp, M - 1)
         columns = [lane + c * LANES for c in chunks]
-
-        logits = [read_rows(logits_g, token * E + c * LANES, LANES) for c in chunks]
         biases = []
         if bias_g is not None:
             biases = [read_rows(bias_g, _all(c * LANES), LANES) for c in chunks]
-        counted = None if valid_g is None else read_rows(valid_g, token, 1) != 0
-        scores = scores_of(logits, rule)
-        for c, of_chunk in zip(chunks, scores, strict=True):
-            write_rows(scores_g, token * E + c * LANES, of_chunk, LANES, here)
-        choice = scores
-        if biases:
-            choice = [s + b for s, b in zip(scores, biases, strict=True)]
-        ranked = mask_groups([as_integer(x) for x in choice], columns, E, rule)
-        chosen, bits = top_k(ranked, [_bits(s) for s in scores], columns, K)
 
-        experts = beside(chosen, lane)
-        weights = lax.bitcast_convert_type(beside(bits, lane), f32)
-        if rule.normalize:
-            weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
-        weights = weights * rule.scaling_factor
-        write_rows(experts_g, token * K, experts, K, here)
-        write_rows(weights_g, token * K, weights, K, here)
+        def token_of(turn):
+            """Of this warp: its number, and whether there is one."""
+            token = warp + turn * warps
+            return token, token < M
 
-        def key_of(expert, place):
-            """Of tokens that do not count behind all experts, of what is no pair at the end."""
-            if counted is not None:
-                expert = kept(expert, counted, E)
-            expert = kept(expert, here, E + 1)
-            return lax.shift_left(expert, _all(shift)) + (warp * places + place)
+        def choose(turn):
+            """The keys of a token's pairs, each in all lanes."""
+            number_of, here = token_of(turn)
+            token = jnp.minimum(number_of, M - 1)
+            logits = [read_rows(logits_g, token * E + c * LANES, LANES) for c in chunks]
+            counted = None if valid_g is None else read_rows(valid_g, token, 1) != 0
+            scores = scores_of(logits, rule)
+            for c, of_chunk in zip(chunks, scores, strict=True):
+                write_rows(scores_g, token * E + c * LANES, of_chunk, LANES, here)
+            choice = scores
+            if biases:
+                choice = [s + b for s, b in zip(scores, biases, strict=True)]
+            ranked = mask_groups([as_integer(x) for x in choice], columns, E, rule)
+            chosen, bits = top_k(ranked, [_bits(s) for s in scores], columns, K)
 
-        own = [key_of(expert, k) for k, expert in enumerate(chosen)]
-        keys = kept(key_of(experts, lane), lane < K, (E + 2) << shift)
-        write_rows(keys_g, warp * places, keys, places, here | True)
+            experts = beside(chosen, lane)
+            weights = lax.bitcast_convert_type(beside(bits, lane), f32)
+            if rule.normalize:
+                weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
+            weights = weights * rule.scaling_factor
+            write_rows(experts_g, token * K, experts, K, here)
+            write_rows(weights_g, token * K, weights, K, here)
+
+            def key_of(expert, place):
+                """Of tokens that do not count behind all experts, of what is no pair at the end."""
+                if counted is not None:
+                    expert = kept(expert, counted, E)
+                expert = kept(expert, here, E + 1)
+                return lax.shift_left(expert, _all(shift)) + (number_of * places + place)
+
+            keys = kept(key_of(experts, lane), lane < K, (E + 2) << shift)
+            write_rows(keys_g, number_of * places, keys, places, here | True)
+            return [key_of(expert, k) for k, expert in enumerate(chosen)]
+
+        def counted_over_keys(count, counters):
+            """``counters`` numbers, each in all lanes, that ``count`` adds up over all keys."""
+
+            def some(i, counts):
+                for j in range(deep):
+                    counts = count(
+                        read_rows(keys_g, _all(0) + (i * deep + j) * LANES, LANES), counts
+                    )
+                return counts
+
+            rounds, zeros = slabs // deep, [_all(0)] * counters
+            counts = some(0, zeros) if rounds == 1 else lax.fori_loop(0, rounds, some, zeros)
+            return [over_warp(jnp.sum, n) for n in counts]
+
+        slabs = tokens * places // LANES
+        deep = next(n for n in range(_SLAB // places, 0, -1) if slabs % n == 0)
+        first = warp * share  # of this warp's experts
+
+        def less_than(own, key, counts):
+            return [n + (key < mine).astype(i32) for n, mine in zip(counts, own, strict=True)]
+
+        def of_share(key, counts):
+            expert = lax.shift_right_arithmetic(key, _all(shift)) - first
+            return [n + (expert == e).astype(i32) for e, n in enumerate(counts)]
+
+        def write_positions(turn, positions):
+            token, here = token_of(turn)
+            position, pair = beside(positions, lane), token * K + lane
+            write_rows(inverse_g, token * K, position, K, here)
+            store(order_g, position, pair, here & (lane < K), interpret)
+
+        def write_sizes(sizes):
+            for e in range(0, share, LANES):
+                some = sizes[e:][:LANES]
+                write_rows(sizes_g, first + e, beside(some, lane), len(some), first < E)
+
+        if turns == 1:  # a token's keys stay where they are, and one pass counts both
+            own = choose(0)
+            meet_cluster(met, interpret)
+
+            def both(key, counts):
+                return [*less_than(own, key, counts[:K]), *of_share(key, counts[K:])]
+
+            totals = counted_over_keys(both, K + share)
+            write_positions(0, totals[:K])
+            write_sizes(totals[K:])
+            return
+
+        def choose_each(turn, carry):
+            choose(turn)
+            return carry
+
+        lax.fori_loop(0, turns, choose_each, 0)
         meet_cluster(met, interpret)
 
-        zeros = [_all(0)] * (K + share)
-        first = warp * share  # of this warp's experts
-        slabs = warps * places // LANES
-        deep = next(n for n in range(_SLAB // places, 0, -1) if slabs % n == 0)
+        def place_each(turn, carry):
+            token, _ = token_of(turn)
+            own = [read_rows(keys_g, token * places + k, 1) for k in range(K)]
+            write_positions(turn, counted_over_keys(functools.partial(less_than, own), K))
+            return carry
 
-        def count(i, counts):
-            places, sizes = list(counts[:K]), list(counts[K:])
-            for j in range(deep):
-                key = read_rows(keys_g, _all(0) + (i * deep + j) * LANES, LANES)
-                expert = lax.shift_right_arithmetic(key, _all(shift)) - first
-                places = [n + (key < mine).astype(i32) for n, mine in zip(places, own, strict=True)]
-                sizes = [n + (expert == e).astype(i32) for e, n in enumerate(sizes)]
-            return [*places, *sizes]
-
-        rounds = slabs // deep
-        counts = count(0, zeros) if rounds == 1 else lax.fori_loop(0, rounds, count, zeros)
-        totals = [over_warp(jnp.sum, n) for n in counts]
-        position, pair = beside(totals[:K], lane), token * K + lane
-        write_rows(inverse_g, token * K, position, K, here)
-        store(order_g, position, pair, here & (lane < K), interpret)
-        for e in range(0, share, LANES):
-            sizes = totals[K + e : K + share][:LANES]
-            write_rows(sizes_g, first + e, beside(sizes, lane), len(sizes), first < E)
+        lax.fori_loop(0, turns, place_each, 0)
+        write_sizes(counted_over_keys(of_share, share))
 
     shapes = [((M * E,), f32), ((M * K,), i32), ((M * K,), f32)]
-    shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((warps * places,), i32)]
+    shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((tokens * places,), i32)]
     arrays = [logits.reshape(-1), *(x for x in (bias, valid) if x is not None)]
     scores, experts, weights, order, inverse, sizes, _ = plgpu.kernel(
         route,

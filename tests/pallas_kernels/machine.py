@@ -19,3 +19,4 @@ kernel_runs = pytest.mark.skipif(
     reason="no Hopper GPU here, and the interpreter in its place needs jax 0.11",
 )
 off_gpu = pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="no Hopper GPU here")

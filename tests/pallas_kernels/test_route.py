@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import route
-from pallas_kernels.route import mosaic_gpu, reference
+from pallas_kernels.route import mosaic_gpu, mosaic_gpu_kernel, reference
 from pallas_kernels.route.reference import Rule
-from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
 
 V3 = Rule(8, 8, 4, "noaux_tc", "sigmoid", True, 2.5)
 MOONLIGHT = Rule(6, 1, 1, "noaux_tc", "sigmoid", True, 2.446)
@@ -122,6 +122,32 @@ def test_kernel(tokens, experts, rule, valid):
 
 
 @kernel_runs
+@pytest.mark.parametrize(
+    ("tokens", "rule", "valid"),
+    [
+        (41, Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5), 0.9),
+        (100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None),
+    ],
+    ids=["two a warp", "four a warp"],
+)
+def test_kernel_of_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
+    # The interpreter has no threads for more than 24 warpgroups: here two programs have 32 warps.
+    monkeypatch.setattr(mosaic_gpu_kernel, "_MOST_PROGRAMS", 2)
+    arrays = inputs(tokens, 32, rule, valid)
+    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rule"),
+    [(128, 256, V3), (130, 256, V3), (256, 64, MOONLIGHT), (512, 256, V3)],
+)
+def test_kernel_of_many_tokens(tokens, experts, rule):
+    arrays = inputs(tokens, experts, rule, 0.9)
+    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+
+
+@kernel_runs
 @pytest.mark.parametrize("case", ["ties", "same experts", "large bias", "infinite", "not a number"])
 def test_kernel_of_odd_numbers(case):
     rule = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
@@ -161,9 +187,9 @@ def test_gradient_of_the_logits():
 @pytest.mark.parametrize(
     ("tokens", "experts", "changes", "message"),
     [
-        (129, 64, {}, "takes 1 to 128 tokens of 6 choices, got 129"),
-        (0, 64, {}, "takes 1 to 128 tokens of 6 choices, got 0"),
-        (65, 64, {"num_experts_per_tok": 9}, "takes 1 to 64 tokens of 9 choices, got 65"),
+        (513, 64, {}, "takes 1 to 512 tokens of 6 choices, got 513"),
+        (0, 64, {}, "takes 1 to 512 tokens of 6 choices, got 0"),
+        (257, 64, {"num_experts_per_tok": 9}, "takes 1 to 256 tokens of 9 choices, got 257"),
         (4, 72, {}, "takes 384 experts at most, in 32, got 72"),
         (4, 416, {}, "takes 384 experts at most, in 32, got 416"),
         (4, 64, {"num_experts_per_tok": 17}, "takes 16 choices a token at most, got 17"),
@@ -209,7 +235,8 @@ def test_shapes_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "rule"), [(64, 256, V3), (1, 64, MOONLIGHT), (128, 160, V2)]
+    ("tokens", "experts", "rule"),
+    [(64, 256, V3), (1, 64, MOONLIGHT), (128, 160, V2), (512, 64, MOONLIGHT)],
 )
 def test_lowers_for_cuda(tokens, experts, rule, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
