@@ -1,0 +1,105 @@
+"""A whole model on a Hopper GPU, with kernels and without them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.decode import models
+from dsv3_jax import presets
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
+from pallas_kernels import dispatch
+from tests.pallas_kernels.machine import on_gpu
+from tests.support.running import extend
+
+ROWS, PROMPT, STEPS, CHUNK = 4, 300, 12, 256
+CONFIG = dataclasses.replace(
+    presets.MOONLIGHT_16B,
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    num_hidden_layers=4,
+)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, PROMPT + STEPS))
+
+
+def model_of(dtype):
+    """The same numbers in either dtype: those that bfloat16 has."""
+    model = models.random_model(models.shapes(CONFIG, "bf16", "bfloat16", mtp=False))
+    graph = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[0]
+    weights = nnx.split(model)[1]
+    wanted = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[1]
+    return nnx.merge(graph, jax.tree.map(lambda x, like: x.astype(like.dtype), weights, wanted))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Of arrays that XLA may spread, no kernel is made."""
+
+    def run(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_may_be_spread", lambda: True)
+            jax.clear_caches()  # kernels may have been traced into functions of the same arguments
+            found = function(*args)
+        jax.clear_caches()
+        return found
+
+    return run
+
+
+def logits(dtype):
+    """[ROWS, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
+    model = model_of(dtype)
+    pages = -(-TOKENS.shape[1] // PAGE_SIZE)
+    cache = LatentKVCache(
+        pages=(jnp.zeros((ROWS * pages, PAGE_SIZE, CONFIG.latent_dim), dtype),)
+        * CONFIG.num_hidden_layers,
+        block_tables=jnp.arange(ROWS * pages, dtype=jnp.int32).reshape(ROWS, pages),
+        lengths=jnp.zeros(ROWS, jnp.int32),
+    )
+    found, at = [], 0
+    for tokens, form in (
+        (CHUNK, "expanded"),
+        (PROMPT - CHUNK, "expanded"),
+        *[(1, "absorbed")] * STEPS,
+    ):
+        counts = np.full(ROWS, tokens)
+        out, cache = extend(model, TOKENS[:, at : at + tokens], counts, cache, form)
+        found.append(np.asarray(out, np.float32))
+        at += tokens
+    return np.concatenate(found, axis=1)
+
+
+@on_gpu
+def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
+    with jax.default_matmul_precision("highest"):
+        exact = without_kernels(logits, jnp.float32)
+    plain, ours = without_kernels(logits, jnp.bfloat16), logits(jnp.bfloat16)
+
+    def error(of, places):
+        differences = (of - exact)[:, places]
+        return np.sqrt(np.mean(differences**2) / np.mean(exact[:, places] ** 2))
+
+    for name, places in (("prefill", slice(PROMPT)), ("decode", slice(PROMPT, None))):
+        of_plain, of_ours = error(plain, places), error(ours, places)
+        print(f"{name}: {of_ours:.4f} with kernels, {of_plain:.4f} without")
+        assert 0 < of_plain < 0.5
+        # A choice of experts that rounding turns around weighs much, and falls on either.
+        assert of_ours <= 1.1 * of_plain
+
+
+@on_gpu
+def test_tokens_of_float32_are_the_same_with_kernels(without_kernels):
+    prompts = [row[:40].tolist() for row in TOKENS]
+
+    def generate():
+        generator = Generator(model_of(jnp.float32), None, max_len=128)
+        settings = {"max_new_tokens": 64, "ignore_eos": True}
+        return [c.tokens for c in generator.generate(prompts, **settings)]
+
+    assert generate() == without_kernels(generate)
