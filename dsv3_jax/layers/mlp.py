@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float
 
 from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear
+from pallas_kernels import quantized_swiglu
 
 
 class MLP(nnx.Module):
@@ -33,8 +36,14 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*batch D"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch D"]:
-        hidden = silu_and_multiply(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(hidden, out_dtype)
+        return self.down_proj(self._hidden(x), out_dtype)
+
+    def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        gate, up = self.gate_proj, self.up_proj
+        if gate.quantization is None or gate.takes_float8(math.prod(x.shape[:-1])):
+            return silu_and_multiply(gate(x), up(x))
+        weights, scales = (gate.weight[...], up.weight[...]), (gate.scale, up.scale)
+        return quantized_swiglu(x, *weights, *scales, block_shape=gate.block_shape)
 
 
 def silu_and_multiply(

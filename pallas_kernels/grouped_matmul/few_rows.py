@@ -7,6 +7,7 @@ few rows of a group its width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype
 _CLASSES = (8, 16, 32, 64)
 
 
-def default_config(M: int, G: int, weights: Weights) -> Config:
-    """What the shapes alone can say; how the rows fall into groups is not known when compiling."""
+def default_config(M: int, G: int, weights: Weights, count: int = 1) -> Config:
+    """What the shapes alone can say; how the rows fall into groups is not known when compiling.
+    ``count`` matrices a group."""
     mean = -(-M // G)
     # Groups are uneven, the more so the fewer rows they have.
     most = min(M, 4 * mean if mean <= 4 else 2 * mean)
@@ -34,7 +36,7 @@ def default_config(M: int, G: int, weights: Weights) -> Config:
     wide = classes[-1] == 64
     widest = 128 if wide and weights.format != "int8" else 256
     widths = [width for width in (widest, 128, 64) if width <= min(widest, weights.N)]
-    width = best_width(widths, M, G, weights.N)
+    width = best_width(widths, M, G, count * weights.N)
     warpgroups = 2 if wide and width < 256 else 4
     return Config(warpgroups, classes, split=64 * warpgroups // width)
 
@@ -50,28 +52,47 @@ def grouped_matmul(
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`, of any group sizes; best at 1 to 64 rows a group.
+    """As :func:`pallas_kernels.grouped_matmul`; raises as :func:`grouped_products`."""
+    scales = () if rhs_scale is None else (rhs_scale,)
+    settings: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
+    return grouped_products(lhs, (rhs,), group_sizes, scales, **settings)
+
+
+def grouped_products(
+    lhs: Float[Array, "M K"],
+    matrices: Sequence[reference.Matrices],
+    group_sizes: Int[Array, " G"],
+    scales: Sequence[Float32[Array, "G Nb Kb"]],
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    config: Config | None = None,
+    interpret: Any = None,
+) -> BFloat16[Array, "M N_of_all"]:
+    """Every row times each of its group's matrices, alike in shape and dtype; the results stand
+    side by side. Of any group sizes, best at 1 to 64 rows a group.
+
+    One kernel for all of them: to start and to end takes each several microseconds.
 
     Raises:
       NotImplementedError: rows that are not bfloat16, matrices that are neither int8, int4 nor
         float8_e4m3fn, blocks of scales that a product cannot have to itself, N or K of odd widths.
     """
     require_hopper(interpret)
-    if lhs.dtype != jnp.bfloat16 or rhs_scale is None or rhs.dtype not in _FORMATS:
+    first = matrices[0]
+    if lhs.dtype != jnp.bfloat16 or not scales or first.dtype not in _FORMATS:
         raise NotImplementedError(
-            f"takes bfloat16 rows and int8, int4 or float8 matrices, got {lhs.dtype}, {rhs.dtype}"
+            f"takes bfloat16 rows and int8, int4 or float8 matrices, got {lhs.dtype}, {first.dtype}"
         )
-    (M, K), (G, N) = lhs.shape, rhs.shape[:2]
-    weights = Weights.of(_FORMATS[jnp.dtype(rhs.dtype)], N, K, block_shape)
+    (M, K), (G, N) = lhs.shape, first.shape[:2]
+    weights = Weights.of(_FORMATS[jnp.dtype(first.dtype)], N, K, block_shape)
     if config is None:
-        config = default_config(M, G, weights)
+        config = default_config(M, G, weights, len(matrices))
     # A tile is copied whole; past the array's end come zeros, but not in the interpreter.
     rows = max(M, config.most_rows) if interpret is None else M + config.most_rows
-    blocks = arranged(lhs, weights, rows)
     return few_rows_kernel.product(
-        blocks,
-        rhs,
-        rhs_scale,
+        arranged(lhs, weights, rows),
+        tuple(matrices),
+        tuple(scales),
         group_sizes,
         M=M,
         weights=weights,

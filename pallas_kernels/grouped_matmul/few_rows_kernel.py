@@ -14,6 +14,7 @@ another and for it. Registers: 32 a thread of unpacked weights, 8 as read, rows 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,8 +38,8 @@ _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 )
 def product(
     x: BFloat16[Array, "blocks rows 64"],
-    w: Matrices,
-    scale: Float32[Array, "G Nb Kb"],
+    matrices: Sequence[Matrices],
+    scales: Sequence[Float32[Array, "G Nb Kb"]],
     group_sizes: Int[Array, " G"],
     *,
     M: int,
@@ -46,12 +47,14 @@ def product(
     config: Config,
     blocks_of_grid: int,
     interpret: Any,
-) -> BFloat16[Array, "M N"]:
+) -> BFloat16[Array, "M N_of_all"]:
+    """Rows times each of the matrices of their group, all of one shape: results side by side."""
     N, K, parts, part = weights.N, weights.K, weights.parts, weights.part
     W, classes, most = config.warpgroups, config.classes, config.most_rows
     S, split = config.stages or stages_that_fit(weights, config), config.split
     tile, step, width = config.tile, parts * part, 64 * parts
     steps, column_tiles = K // step, -(-N // tile)
+    count, scale_columns = len(matrices), scales[0].shape[2]
     turns = -(-steps // split)  # a stage holds a step for each warpgroup that shares a tile
     blocks = step // 64  # of x, a step
     i32 = jnp.int32
@@ -59,23 +62,36 @@ def product(
     if tile > N:
         raise NotImplementedError(f"takes N of at least {tile}, got {N}")
 
-    def few_rows(x_g, w_g, scale_g, sizes_g, out_g, x_u, w_s, full, empty, *of_split):
+    def few_rows(x_g, *refs):
+        w_g, scale_g, refs = refs[:count], refs[count : 2 * count], refs[2 * count :]
+        sizes_g, out_g, x_u, w_s, full, empty, *of_split = refs
         wg, block = lax.axis_index("wg"), lax.axis_index("sm")
         row_tiles = RowTiles(sizes_g, most, on_gpu=gpu)
 
-        def count():
+        def own_tiles():
             """Of this block's tiles; by each role for itself, which costs no register meanwhile."""
-            total = row_tiles.total() * column_tiles
+            total = row_tiles.total() * (count * column_tiles)
             return lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
 
         def locate(i):
-            """Of this block's i-th tile: group, first row, rows, first column, first own column."""
+            """Of this block's i-th tile: group, first row, rows, which matrix, first column, first
+            own column."""
             t = block + i * blocks_of_grid
-            m = lax.div(t, i32(column_tiles))
-            own = lax.rem(t, i32(column_tiles)) * tile
+            m = lax.div(t, i32(count * column_tiles))
+            which, place = i32(0), lax.rem(t, i32(count * column_tiles))
+            if count > 1:
+                which, place = lax.div(place, i32(column_tiles)), lax.rem(place, i32(column_tiles))
+            own = place * tile
             # The last tile is moved back to end where N ends: not all its columns are its own.
             column = jnp.minimum(own, N - tile) if N % tile else own
-            return *row_tiles.locate(m), column, own
+            return *row_tiles.locate(m), which, column, own
+
+        def for_matrix(which, then):
+            for n in range(count):
+                if count == 1:
+                    then(n)
+                else:
+                    pl.when(which == n)(functools.partial(then, n))
 
         def for_class(rows, then):
             low = 0
@@ -98,7 +114,7 @@ def product(
             plgpu.set_max_registers(_REGISTERS[W][0], action="decrease")
 
             def copy_tile(i, it):
-                group, row, rows, column, _ = locate(i)
+                group, row, rows, which, column, _ = locate(i)
 
                 def copy_step(k, it):
                     slot = lax.rem(it, i32(S))
@@ -111,10 +127,13 @@ def product(
                         # Where K ends early the last step comes again, and is not counted.
                         at = jnp.minimum(k * split + part_of_k, steps - 1)
                         there = slot * split + part_of_k
-                        plgpu.copy_gmem_to_smem(
-                            w_g.at[group, pl.ds(column, tile), pl.ds(at * width, width)],
-                            w_s.at[there],
-                            full.at[slot],
+                        for_matrix(
+                            which,
+                            lambda n, at=at, there=there: plgpu.copy_gmem_to_smem(
+                                w_g[n].at[group, pl.ds(column, tile), pl.ds(at * width, width)],
+                                w_s.at[there],
+                                full.at[slot],
+                            ),
                         )
                         for_class(
                             rows,
@@ -128,7 +147,7 @@ def product(
 
                 return lax.fori_loop(0, turns, copy_step, it)
 
-            it = lax.fori_loop(0, count(), copy_tile, i32(0))
+            it = lax.fori_loop(0, own_tiles(), copy_tile, i32(0))
 
             def drain(j, carry):
                 @pl.when(it + j >= S)
@@ -145,22 +164,32 @@ def product(
             own_part = lax.rem(wg, i32(split))
             first = pl.multiple_of(lax.div(wg, i32(split)) * 64, 64)
 
-            def scales_of(group, column, k):
+            def scales_of(group, which, column, k):
                 """Of a step's units: a row's each, or a scalar."""
-                found = []
-                for u in range(0, parts, weights.unit):
-                    kb = jnp.minimum(
-                        lax.div(k * step + u * part, i32(weights.group)), scale.shape[2] - 1
+
+                def of(n):
+                    found = []
+                    for u in range(0, parts, weights.unit):
+                        kb = lax.div(k * step + u * part, i32(weights.group))
+                        kb = jnp.minimum(kb, scale_columns - 1)
+                        if weights.scale_rows > 1:
+                            rows = lax.div(column, i32(weights.scale_rows))
+                            found.append(scale_g[n][group, rows, kb])
+                        elif not gpu:
+                            found.append(scale_g[n][group, pl.ds(column, 64), kb])
+                        else:
+                            rows = scale_g[n].at[group, pl.ds(column, 64), kb]
+                            found.append(registers.row_scales(rows, parts))
+                    return tuple(found)
+
+                def choose(n):
+                    if n == count - 1:
+                        return of(n)
+                    return lax.cond(
+                        which == n, functools.partial(of, n), functools.partial(choose, n + 1)
                     )
-                    if weights.scale_rows > 1:
-                        found.append(scale_g[group, lax.div(column, i32(weights.scale_rows)), kb])
-                    elif not gpu:
-                        found.append(scale_g[group, pl.ds(column, 64), kb])
-                    else:
-                        found.append(
-                            registers.row_scales(scale_g.at[group, pl.ds(column, 64), kb], parts)
-                        )
-                return tuple(found)
+
+                return choose(0)
 
             def unit_of(n, c, slot, u):
                 """[64, c], the product of parts u to u + unit."""
@@ -205,7 +234,7 @@ def product(
                 return value * by
 
             def tile_of(i, here, n, c):
-                group, row, rows, column, own = here
+                group, row, rows, which, column, own = here
                 column = column + first
                 if N % tile:
                     rows = jnp.where(column < own, 0, rows)
@@ -214,7 +243,11 @@ def product(
                 def multiply_step(k, carry):
                     total, scales = carry
                     slot, mine = lax.rem(start + k, i32(S)), k * split + own_part
-                    ahead = scales if weights.scale_last else scales_of(group, column, mine + split)
+                    ahead = (
+                        scales
+                        if weights.scale_last
+                        else scales_of(group, which, column, mine + split)
+                    )
                     plgpu.barrier_wait(full.at[slot])
                     for j, u in enumerate(range(0, parts, weights.unit)):
                         done = unit_of(n, c, slot * split + own_part, u)
@@ -231,12 +264,12 @@ def product(
                 total = jnp.zeros((64, c), jnp.float32)
                 if gpu:
                     total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
-                scales = scales_of(group, column, own_part)
+                scales = scales_of(group, which, column, own_part)
                 total, scales = lax.fori_loop(0, turns, multiply_step, (total, scales))
                 if weights.scale_last:
                     total = scaled(total, scales[0], c)
                 if split == 1:
-                    write(total, c, row, rows, column)
+                    write(total, c, row, rows, which * N + column)
                     return
                 sums, summed, taken = of_split
                 leader = lax.div(wg, i32(split)) * (split - 1)
@@ -257,7 +290,7 @@ def product(
                     for helper in range(split - 1):
                         whole = whole + registers.take(sums.at[leader + helper], c, on_gpu=gpu)
                     plgpu.barrier_arrive(taken)
-                    write(whole, c, row, rows, column)
+                    write(whole, c, row, rows, which * N + column)
 
             def write(total, c, row, rows, column):
                 done = total.astype(jnp.bfloat16)
@@ -275,10 +308,10 @@ def product(
                 for_class(here[2], lambda n, c: tile_of(i, here, n, c))
                 return carry
 
-            lax.fori_loop(0, count(), multiply_tile, 0)
+            lax.fori_loop(0, own_tiles(), multiply_tile, 0)
             if split > 1:
 
-                @pl.when((own_part > 0) & (count() > 0))
+                @pl.when((own_part > 0) & (own_tiles() > 0))
                 def _():
                     plgpu.barrier_wait(of_split[2])
 
@@ -288,6 +321,7 @@ def product(
         plgpu.Barrier(num_arrivals=W - config.helpers),
     )  # fmt: skip
     swizzle = (plgpu.SwizzleTransform(128),)
+    swizzled = swizzle if parts == 2 and gpu else ()
     tiling = (plgpu.TilingTransform((8, 64)), *swizzle)
     if gpu:
         x_scratch = plgpu.RefUnion(
@@ -303,11 +337,13 @@ def product(
         x_scratch = plgpu.SMEM((S * split, blocks, most, 64), jnp.bfloat16)
     return plgpu.kernel(
         few_rows,
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((M, count * N), jnp.bfloat16),
         scratch_types=[
             x_scratch,
             plgpu.SMEM(
-                (S * split, tile, width), w.dtype, transforms=swizzle if parts == 2 and gpu else ()
+                (S * split, tile, width),
+                matrices[0].dtype,
+                transforms=swizzle if parts == 2 and gpu else (),
             ),
             plgpu.Barrier(num_arrivals=2 * split, num_barriers=S),
             plgpu.Barrier(num_arrivals=W, num_barriers=S),
@@ -321,4 +357,4 @@ def product(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(x, w, scale, group_sizes.astype(jnp.int32))
+    )(x, *matrices, *scales, group_sizes.astype(jnp.int32))

@@ -64,11 +64,7 @@ def grouped_matmul(
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     if lhs.dtype == jnp.bfloat16 and rhs_scale is not None:
-        if M > _QUANTIZED_ROWS * G:
-            raise NotImplementedError(
-                f"takes {_QUANTIZED_ROWS} rows a group at most, on average, by {rhs.dtype}"
-                f" matrices, got {M} rows for {G} groups"
-            )
+        check_few(M, G, rhs.dtype)
     else:
         check_dtypes(lhs, rhs, block_shape)
         config = config or choose_config(M, G, N, K, lhs_scale is not None)
@@ -76,6 +72,15 @@ def grouped_matmul(
         check_shapes(config, N, K, lhs_scale is not None)
     settings = config, interpret, block_shape
     return _grouped_matmul(settings, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
+
+
+def check_few(M: int, G: int, dtype: Any) -> None:
+    """Raises NotImplementedError for more bfloat16 rows than quantized matrices are read for."""
+    if M > _QUANTIZED_ROWS * G:
+        raise NotImplementedError(
+            f"takes {_QUANTIZED_ROWS} rows a group at most, on average, by {dtype} matrices, got"
+            f" {M} rows for {G} groups"
+        )
 
 
 def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]) -> None:

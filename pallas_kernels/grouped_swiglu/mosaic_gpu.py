@@ -10,10 +10,17 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, choose_few, fitting
+from pallas_kernels.grouped_matmul import few_rows, few_rows_plan
+from pallas_kernels.grouped_matmul.mosaic_gpu import (
+    check_dtypes,
+    check_few,
+    choose_few,
+    fitting,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product, quantized_product
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, quantizes
 from pallas_kernels.grouped_matmul.reference import Matrices
@@ -45,10 +52,11 @@ def grouped_swiglu(
     *,
     block_shape: tuple[int, int] = (128, 128),
     quantize: bool = False,
-    config: Config | None = None,
+    config: Config | few_rows_plan.Config | None = None,
     interpret: Any = None,
 ) -> reference.Result:
-    """grouped_swiglu of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU, rounded once.
+    """grouped_swiglu of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU, rounded once; of
+    few rows of bfloat16 by int8, int4 or float8, both products in one kernel, rounded before silu.
 
     Gradients are those of the other back-ends.
 
@@ -59,26 +67,32 @@ def grouped_swiglu(
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, other blocks of scales than 128 x 128, F no
         multiple of 64, or of 128 under ``quantize``, or K no multiple of 64 (bfloat16) or 128
-        (float8).
+        (float8). For quantized matrices as grouped_matmul does, and under ``quantize``.
       TypeError: a gradient through a quantized result.
     """
     require_hopper(interpret)
-    check_dtypes(lhs, gate, block_shape)
     if 0 in (lhs.size, gate.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
     (M, K), (G, F, _) = lhs.shape, gate.shape
     float8 = lhs_scale is not None
+    if lhs.dtype == jnp.bfloat16 and gate_scale is not None:
+        check_few(M, G, gate.dtype)
+        if quantize:
+            raise NotImplementedError(f"quantizes nothing of rows by {gate.dtype} matrices")
+        settings = config, interpret, block_shape
+        return _grouped_swiglu(settings, lhs, gate, up, group_sizes, None, gate_scale, up_scale)
+    check_dtypes(lhs, gate, block_shape)
     if config is None:
         config = choose_config(M, G, F, K, float8, quantize)
+    assert isinstance(config, Config)
     check_shapes(config, F, K, float8, matrices=2)
     if quantize:
         if F % SCALE_BLOCK:
             raise NotImplementedError(f"quantizes multiples of {SCALE_BLOCK} columns, got F {F}")
         arrays = lhs, gate, up, lhs_scale, gate_scale, up_scale
         return _quantized(config, interpret, group_sizes, *reference.without_gradient(arrays))
-    return _grouped_swiglu(
-        (config, interpret), lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
-    )
+    settings = config, interpret, block_shape
+    return _grouped_swiglu(settings, lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale)
 
 
 def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) -> Config:
@@ -108,9 +122,13 @@ def _quantized(
     return block_quant(grouped_product(*arrays, config=config, interpret=interpret))
 
 
+# (the kernel's Config, how to interpret it, the blocks of scales)
+_Settings = tuple[Any, Any, tuple[int, int]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_swiglu(
-    settings: tuple[Config, Any],
+    settings: _Settings,
     lhs: jax.Array,
     gate: jax.Array,
     up: jax.Array,
@@ -120,24 +138,27 @@ def _grouped_swiglu(
     up_scale: jax.Array | None,
 ) -> jax.Array:
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
-    config, interpret = settings
+    config, interpret, block_shape = settings
+    if lhs_scale is None and scales:
+        options: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
+        both = few_rows.grouped_products(lhs, (gate, up), group_sizes, scales, **options)
+        return reference.join(*jnp.split(both, 2, axis=1)).astype(lhs.dtype)
     return grouped_product(
         lhs, (gate, up), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 
 
-def _forward(settings: tuple[Config, Any], *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     return _grouped_swiglu(settings, *args), args
 
 
-def _backward(
-    settings: tuple[Config, Any], args: tuple[Any, ...], cotangent: jax.Array
-) -> tuple[Any, ...]:
-    del settings
+def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     lhs, gate, up, group_sizes, *scales = args
 
     def both(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
-        return reference.grouped_swiglu(lhs, gate, up, group_sizes, *scales)
+        return reference.grouped_swiglu(
+            lhs, gate, up, group_sizes, *scales, block_shape=settings[2]
+        )
 
     _, pull = jax.vjp(both, lhs, gate, up, *scales)
     of_lhs, of_gate, of_up, *of_scales = pull(cotangent)

@@ -36,8 +36,12 @@ def grouped_swiglu(
         grouped_matmul(lhs, matrices, group_sizes, lhs_scale, scale, block_shape=block_shape)
         for matrices, scale in ((gate, gate_scale), (up, up_scale))
     )
-    joined = jax.nn.silu(gated.astype(jnp.float32)) * upward.astype(jnp.float32)
+    joined = join(gated, upward)
     return block_quant(joined) if quantize else joined.astype(gated.dtype)
+
+
+def join(gated: Float[Array, "M F"], upward: Float[Array, "M F"]) -> Float32[Array, "M F"]:
+    return jax.nn.silu(gated.astype(jnp.float32)) * upward.astype(jnp.float32)
 
 
 @jax.custom_vjp

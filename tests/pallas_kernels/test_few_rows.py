@@ -5,9 +5,13 @@ The interpreter runs everything but the instructions that unpack weights in regi
 place it has the same order of columns in jax.numpy.
 """
 
+import dataclasses
 import functools
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import few_rows
@@ -56,8 +60,7 @@ class TestInt4(FewRowsCases):
     groups = 384 if ON_GPU else 64  # the interpreter is slow
 
 
-@kernel_runs
-@pytest.mark.parametrize(
+CONFIGS = pytest.mark.parametrize(
     ("rhs_dtype", "N", "K", "block_shape", "config"),
     [
         # A ring that goes round, two warpgroups, tiles of every width.
@@ -84,9 +87,35 @@ class TestInt4(FewRowsCases):
         ("int8", 64, 256, (1, 256), Config(1, (32,))),
     ],
 )
+
+
+@kernel_runs
+@CONFIGS
 def test_configs(rhs_dtype, N, K, block_shape, config):
     x = inputs((19, 0, 3, 1), N, K, rhs_dtype, block_shape)
     check(run(x, back_end(config)), x.expected(), tolerance("bfloat16"))
+
+
+@kernel_runs
+@CONFIGS
+def test_several_matrices(rhs_dtype, N, K, block_shape, config):
+    """Side by side they are what each is alone, bit by bit."""
+    sizes = (19, 0, 3, 1)
+    several = [
+        Inputs.random(
+            sizes, N=N, K=K, lhs_dtype="bfloat16", rhs_dtype=rhs_dtype, block_shape=block_shape,
+            seed=seed,
+        )
+        for seed in range(3 if rhs_dtype == "int8" else 2)
+    ]  # fmt: skip
+    alone = [run(dataclasses.replace(x, lhs=several[0].lhs), back_end(config)) for x in several]
+    lhs, _, group_sizes, _, _ = several[0].arrays()
+    matrices, scales = zip(*((x.arrays()[1], x.arrays()[4]) for x in several), strict=True)
+    products = functools.partial(
+        few_rows.grouped_products, block_shape=block_shape, config=config, interpret=INTERPRET
+    )
+    together = jax.jit(products)(lhs, matrices, group_sizes, scales)
+    np.testing.assert_array_equal(together, jnp.concatenate(alone, axis=1))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ with race detection."""
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pallas_kernels import grouped_swiglu
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product
 from pallas_kernels.grouped_matmul.plan import quantizes
 from pallas_kernels.grouped_swiglu import mosaic_gpu
+from tests.pallas_kernels import grouped_matmul_cases
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
 from tests.pallas_kernels.grouped_swiglu_cases import (
     ROUNDINGS,
@@ -47,6 +49,30 @@ CONFIGS = [
     )
     for config in dict.fromkeys((*mosaic_gpu.FEW_ROWS, *many))
 ]
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("form", "block_shape"), [("int8", (1, 256)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
+)
+def test_quantized_matrices(form, block_shape):
+    """Few rows of bfloat16; both products in one kernel."""
+    sizes = (5, 0, 1, 17)
+    gate, up = (
+        grouped_matmul_cases.Inputs.random(
+            sizes, N=128, K=256, lhs_dtype="bfloat16", rhs_dtype=form, block_shape=block_shape,
+            seed=seed,
+        )
+        for seed in (0, 1)
+    )  # fmt: skip
+    up = dataclasses.replace(up, lhs=gate.lhs)
+    smaller = np.float32(2.0 ** -np.round(np.log2(np.std(gate.expected()))))
+    gate, up = (dataclasses.replace(x, rhs_scale=x.rhs_scale * smaller) for x in (gate, up))
+    x = Inputs(gate, up)
+    got = jax.jit(functools.partial(back_end(), block_shape=block_shape))(*x.arrays())
+    check(got, x.expected(), 2 * ROUNDINGS * tolerance("bfloat16"))
+    with pytest.raises(NotImplementedError, match="quantizes nothing of rows by"):
+        back_end()(*x.arrays(), block_shape=block_shape, quantize=True)
 
 
 @kernel_runs

@@ -16,11 +16,12 @@ BLOCKS = {"float8": (128, 128), "int8": (1, 320), "int4": (1, 128)}
 WIDTHS = {"float8": (192, 320), "int8": (192, 320), "int4": (192, 384)}  # N, K
 
 
-def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16"):
-    """x, weight, scale; and the product in float64."""
+def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16", seed=0):
+    """x, weight, scale; and the product in float64. ``seed`` changes all but x."""
     (N, K), block = widths or WIDTHS[form], block or BLOCKS[form]
     rng = np.random.default_rng(len(form) + N + sum(batch))
     x = rounded(rng.standard_normal((*batch, K)), dtype)
+    rng = np.random.default_rng([seed, N, K])
     if form == "float8":
         values = random_e4m3(rng, (N, K))
         weight, exact = jnp.asarray(values), np.asarray(values, np.float64)
