@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights
-from pallas_kernels.grouped_matmul.waves import best_width
+from pallas_kernels.grouped_matmul.waves import best_width, pieces_of, visited
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
@@ -38,7 +38,9 @@ def default_config(M: int, G: int, weights: Weights, count: int = 1) -> Config:
     widths = [width for width in (widest, 128, 64) if width <= min(widest, weights.N)]
     width = best_width(widths, M, G, count * weights.N)
     warpgroups = 2 if wide and width < 256 else 4
-    return Config(warpgroups, classes, split=64 * warpgroups // width)
+    split = 64 * warpgroups // width
+    tiles = visited(M, G) * count * -(-weights.N // width)
+    return Config(warpgroups, classes, split, pieces_of(weights.steps // split, tiles))
 
 
 def grouped_matmul(
@@ -89,7 +91,7 @@ def grouped_products(
         config = default_config(M, G, weights, len(matrices))
     # A tile is copied whole; past the array's end come zeros, but not in the interpreter.
     rows = max(M, config.most_rows) if interpret is None else M + config.most_rows
-    return few_rows_kernel.product(
+    pieces = few_rows_kernel.product(
         arranged(lhs, weights, rows),
         tuple(matrices),
         tuple(scales),
@@ -100,6 +102,7 @@ def grouped_products(
         blocks_of_grid=multiprocessors() if interpret is None else 2,
         interpret=interpret,
     )
+    return pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(lhs.dtype)
 
 
 def arranged(

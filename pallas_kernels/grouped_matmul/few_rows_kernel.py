@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul import few_rows_registers as registers
 from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights, stages_that_fit
@@ -47,15 +47,18 @@ def product(
     config: Config,
     blocks_of_grid: int,
     interpret: Any,
-) -> BFloat16[Array, "M N_of_all"]:
-    """Rows times each of the matrices of their group, all of one shape: results side by side."""
-    N, K, parts, part = weights.N, weights.K, weights.parts, weights.part
+) -> Float[Array, "pieces M N_of_all"]:
+    """Rows times each of the matrices of their group, all of one shape: results side by side, in
+    bfloat16, or of several pieces of K in float32."""
+    N, parts, part = weights.N, weights.parts, weights.part
     W, classes, most = config.warpgroups, config.classes, config.most_rows
     S, split = config.stages or stages_that_fit(weights, config), config.split
     tile, step, width = config.tile, parts * part, 64 * parts
-    steps, column_tiles = K // step, -(-N // tile)
-    count, scale_columns = len(matrices), scales[0].shape[2]
-    turns = -(-steps // split)  # a stage holds a step for each warpgroup that shares a tile
+    steps, column_tiles = weights.steps, -(-N // tile)
+    count, scale_columns, pieces = len(matrices), scales[0].shape[2], config.pieces
+    # A stage holds a step for each warpgroup that shares a tile.
+    turns = -(-steps // (split * pieces))
+    every_step_counts = turns * split * pieces == steps
     blocks = step // 64  # of x, a step
     i32 = jnp.int32
     gpu = interpret is None
@@ -70,21 +73,21 @@ def product(
 
         def own_tiles():
             """Of this block's tiles; by each role for itself, which costs no register meanwhile."""
-            total = row_tiles.total() * (count * column_tiles)
+            total = row_tiles.total() * (count * column_tiles * pieces)
             return lax.div(total - block + (blocks_of_grid - 1), i32(blocks_of_grid))
 
         def locate(i):
-            """Of this block's i-th tile: group, first row, rows, which matrix, first column, first
-            own column."""
-            t = block + i * blocks_of_grid
-            m = lax.div(t, i32(count * column_tiles))
-            which, place = i32(0), lax.rem(t, i32(count * column_tiles))
-            if count > 1:
-                which, place = lax.div(place, i32(column_tiles)), lax.rem(place, i32(column_tiles))
+            """Of this block's i-th tile: group, first row, rows, which matrix, which piece, first
+            column, first own column."""
+            t, found = block + i * blocks_of_grid, []
+            for choices in (pieces, column_tiles, count):
+                found.append(i32(0) if choices == 1 else lax.rem(t, i32(choices)))
+                t = t if choices == 1 else lax.div(t, i32(choices))
+            piece, place, which = found
             own = place * tile
             # The last tile is moved back to end where N ends: not all its columns are its own.
             column = jnp.minimum(own, N - tile) if N % tile else own
-            return *row_tiles.locate(m), which, column, own
+            return *row_tiles.locate(t), which, piece, column, own
 
         def for_matrix(which, then):
             for n in range(count):
@@ -114,7 +117,7 @@ def product(
             plgpu.set_max_registers(_REGISTERS[W][0], action="decrease")
 
             def copy_tile(i, it):
-                group, row, rows, which, column, _ = locate(i)
+                group, row, rows, which, piece, column, _ = locate(i)
 
                 def copy_step(k, it):
                     slot = lax.rem(it, i32(S))
@@ -125,7 +128,8 @@ def product(
 
                     for part_of_k in range(split):
                         # Where K ends early the last step comes again, and is not counted.
-                        at = jnp.minimum(k * split + part_of_k, steps - 1)
+                        at = (piece * turns + k) * split + part_of_k
+                        at = jnp.minimum(at, steps - 1)
                         there = slot * split + part_of_k
                         for_matrix(
                             which,
@@ -234,15 +238,15 @@ def product(
                 return value * by
 
             def tile_of(i, here, n, c):
-                group, row, rows, which, column, own = here
+                group, row, rows, which, piece, column, own = here
                 column = column + first
                 if N % tile:
                     rows = jnp.where(column < own, 0, rows)
-                start = i * turns
+                start, first_step = i * turns, piece * (turns * split) + own_part
 
                 def multiply_step(k, carry):
                     total, scales = carry
-                    slot, mine = lax.rem(start + k, i32(S)), k * split + own_part
+                    slot, mine = lax.rem(start + k, i32(S)), first_step + k * split
                     ahead = (
                         scales
                         if weights.scale_last
@@ -251,7 +255,7 @@ def product(
                     plgpu.barrier_wait(full.at[slot])
                     for j, u in enumerate(range(0, parts, weights.unit)):
                         done = unit_of(n, c, slot * split + own_part, u)
-                        if steps % split:
+                        if not every_step_counts:
                             done = done * jnp.where(mine < steps, 1.0, 0.0)
                         total = total + (done if weights.scale_last else scaled(done, scales[j], c))
                     if not gpu:
@@ -264,12 +268,12 @@ def product(
                 total = jnp.zeros((64, c), jnp.float32)
                 if gpu:
                     total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
-                scales = scales_of(group, which, column, own_part)
+                scales = scales_of(group, which, column, first_step)
                 total, scales = lax.fori_loop(0, turns, multiply_step, (total, scales))
                 if weights.scale_last:
                     total = scaled(total, scales[0], c)
                 if split == 1:
-                    write(total, c, row, rows, which * N + column)
+                    write(total, c, piece, row, rows, which * N + column)
                     return
                 sums, summed, taken = of_split
                 leader = lax.div(wg, i32(split)) * (split - 1)
@@ -290,18 +294,19 @@ def product(
                     for helper in range(split - 1):
                         whole = whole + registers.take(sums.at[leader + helper], c, on_gpu=gpu)
                     plgpu.barrier_arrive(taken)
-                    write(whole, c, row, rows, which * N + column)
+                    write(whole, c, piece, row, rows, which * N + column)
 
-            def write(total, c, row, rows, column):
-                done = total.astype(jnp.bfloat16)
+            def write(total, c, piece, row, rows, column):
+                done = total.astype(out_g.dtype)
                 if gpu:
-                    registers.store(out_g.at[pl.ds(row, c), pl.ds(column, 64)], done, rows, parts)
+                    at = out_g.at[piece, pl.ds(row, c), pl.ds(column, 64)]
+                    registers.store(at, done, rows, parts)
                     return
                 for j in range(c):
 
                     @pl.when(j < rows)
                     def _(j=j):
-                        out_g[row + j, pl.ds(column, 64)] = done[:, j]
+                        out_g[piece, row + j, pl.ds(column, 64)] = done[:, j]
 
             def multiply_tile(i, carry):
                 here = locate(i)
@@ -337,13 +342,15 @@ def product(
         x_scratch = plgpu.SMEM((S * split, blocks, most, 64), jnp.bfloat16)
     return plgpu.kernel(
         few_rows,
-        out_type=jax.ShapeDtypeStruct((M, count * N), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct(
+            (pieces, M, count * N), jnp.bfloat16 if pieces == 1 else jnp.float32
+        ),
         scratch_types=[
             x_scratch,
             plgpu.SMEM(
                 (S * split, tile, width),
                 matrices[0].dtype,
-                transforms=swizzle if parts == 2 and gpu else (),
+                transforms=swizzled,
             ),
             plgpu.Barrier(num_arrivals=2 * split, num_barriers=S),
             plgpu.Barrier(num_arrivals=W, num_barriers=S),

@@ -14,11 +14,13 @@ class Config:
     """``warpgroups``, 1 to 4, of 64 matrix rows a tile; ``classes``, widths of x that a tile may
     take, of which it takes the narrowest that holds its rows; ``split`` warpgroups share 64 matrix
     rows, each by its part of K, so that matrices too few for all multiprocessors make more tiles;
-    ``stages`` of copies under way, by default as many as fit."""
+    ``pieces`` of K, each a tile of its own whose float32 sums XLA adds up, where they still are too
+    few; ``stages`` of copies under way, by default as many as fit."""
 
     warpgroups: int = 4
     classes: tuple[int, ...] = (8, 16)
     split: int = 1
+    pieces: int = 1
     stages: int | None = None
     alone: int = 16
     """Widest x that each warp multiplies its 16 rows with on its own; wider ones take the product
@@ -91,6 +93,11 @@ class Weights:
     @property
     def scale_last(self) -> bool:
         return self.group == self.K and self.scale_rows == 1
+
+    @property
+    def steps(self) -> int:
+        """Copies that bring all of K."""
+        return self.K // (self.parts * self.part)
 
 
 def stages_that_fit(weights: Weights, config: Config) -> int:

@@ -235,7 +235,9 @@ def row_scales(scales: Any, parts: int) -> jax.Array:
 
 
 def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
-    """Writes the first ``rows`` columns of bfloat16 [64, c] to rows of [c, 64] in global memory."""
+    """Writes the first ``rows`` columns of [64, c] to rows of [c, 64] in global memory, bfloat16 or
+    float32."""
+    size = values.dtype.itemsize
 
     @inline(REF, plgpu.Layout.WGMMA, SCALAR)
     def write(ref, values, rows):
@@ -244,21 +246,28 @@ def store(out: Any, values: jax.Array, rows: jax.Array, parts: int) -> None:
         rows = rows.registers.item()
         row, t = _lane_row(parts)
         first = arith.muli(t, const(2))
-        column = _offset(base, row, 2)
+        column = _offset(base, row, size)
         registers = values.registers.flat
         for n in range(values.shape[1] // 8):
             for e in range(2):
                 m = arith.addi(first, const(8 * n + e))
-                at = _offset(column, m, 2 * stride)
+                at = llvm.ptrtoint(i64(), _offset(column, m, size * stride))
                 for half in range(2):
-                    pair = llvm.bitcast(i32(), registers[2 * n + half])
+                    pair = registers[2 * n + half]
+                    if size == 2:
+                        value, kind = llvm.bitcast(i32(), pair), "r"
+                        parted = "mov.b32 {low, high}, $1;"
+                        text = f"st.global.b16 [$0 + {16 * half}], {'high' if e else 'low'};"
+                    else:
+                        value, kind = llvm.extractelement(pair, const(e)), "f"
+                        parted, text = "", f"st.global.f32 [$0 + {32 * half}], $1;"
                     text = f"""{{
                         .reg .pred p; .reg .b16 low, high;
                         setp.lt.s32 p, $2, $3;
-                        mov.b32 {{low, high}}, $1;
-                        @p st.global.b16 [$0 + {16 * half}], {"high" if e else "low"};
+                        {parted}
+                        @p {text}
                     }}"""
-                    asm(text, "l,r,r,r", llvm.ptrtoint(i64(), at), pair, m, rows, effects=True)
+                    asm(text, f"l,{kind},r,r", at, value, m, rows, effects=True)
 
     write(out, values, rows)
 

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import few_rows
 from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights, stages_that_fit
-from pallas_kernels.grouped_matmul.waves import best_width, visited
+from pallas_kernels.grouped_matmul.waves import best_width, pieces_of, visited
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -83,6 +83,10 @@ CONFIGS = pytest.mark.parametrize(
         (FLOAT8, 192, 512, (128, 128), Config(4, (8,), split=4, stages=2)),
         ("int8", 128, 320, (1, 64), Config(4, (8,), split=4)),
         (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), split=2)),
+        # K in pieces: even, with a step that is none, and both with warpgroups that share a tile.
+        ("int8", 192, 512, (1, 512), Config(2, (8, 16), pieces=2, stages=2)),
+        ("int4", 128, 1280, (1, 128), Config(2, (8, 16), pieces=3)),
+        (FLOAT8, 192, 896, (128, 128), Config(4, (8,), split=4, pieces=2, stages=2)),
         # Rows of a tile that warpgroups multiply.
         ("int8", 64, 256, (1, 256), Config(1, (32,))),
     ],
@@ -119,20 +123,29 @@ def test_several_matrices(rhs_dtype, N, K, block_shape, config):
 
 
 @pytest.mark.parametrize(
-    ("M", "G", "bits", "warpgroups", "classes", "split"),
+    ("M", "G", "bits", "warpgroups", "classes", "split", "pieces"),
     [
-        (8, 8, 4, 4, (8,), 4),
-        (8, 256, 8, 4, (8,), 1),
-        (640, 256, 4, 4, (8, 16), 1),
-        (512, 32, 4, 4, (8, 16, 32), 1),
-        (2048, 32, 4, 2, (16, 32, 64), 1),
-        (4096, 8, 8, 4, (16, 32, 64), 1),
-        (1, 1, 8, 4, (8,), 4),
+        (8, 8, 4, 4, (8,), 4, 1),
+        (8, 256, 8, 4, (8,), 1, 1),
+        (640, 256, 4, 4, (8, 16), 1, 1),
+        (512, 32, 4, 4, (8, 16, 32), 1, 1),
+        (2048, 32, 4, 2, (16, 32, 64), 1, 1),
+        (4096, 8, 8, 4, (16, 32, 64), 1, 1),
+        (1, 1, 8, 4, (8,), 4, 2),
     ],
 )
-def test_default_config(M, G, bits, warpgroups, classes, split):
+def test_default_config(M, G, bits, warpgroups, classes, split, pieces):
     weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
-    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split)
+    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split, pieces)
+
+
+def test_pieces_that_fill_the_multiprocessors():
+    # DeepSeek-V3's q_a_proj: 24 tiles of 64 rows, each read in 14 steps.
+    assert pieces_of(14, 24.0) == 5
+    assert pieces_of(14, 112.0) == 1
+    # Of a piece at least two steps, and none that has nothing to read.
+    assert pieces_of(3, 1.0) == 1
+    assert pieces_of(9, 1.0) == 3
 
 
 def test_widths_that_fill_the_multiprocessors():
