@@ -60,9 +60,10 @@ def tiles_of(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
-def results(B: int, M: int, parts: int) -> list[jax.ShapeDtypeStruct]:
-    """``out`` and ``lse`` of rows that one part takes whole; both of the pieces of all others."""
-    f32, padded = jnp.float32, -(-M // TILE) * TILE
+def results(B: int, M: int, parts: int, *, padded: int | None = None) -> list[jax.ShapeDtypeStruct]:
+    """``out`` and ``lse`` of rows that one part takes whole; both of the pieces of all others,
+    which have so many query rows: if not said, whole tiles."""
+    f32, padded = jnp.float32, padded or -(-M // TILE) * TILE
     return [
         jax.ShapeDtypeStruct((B, M, LATENT), jnp.bfloat16),
         jax.ShapeDtypeStruct((B, M), f32),

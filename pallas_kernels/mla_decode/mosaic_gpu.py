@@ -1,6 +1,7 @@
 """mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys.
 
-The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own.
+The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own. bfloat16 has another
+for few query rows, which has to be asked for with a :class:`FewRows`: no GPU has timed it yet.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode import float8_kernel
+from pallas_kernels.mla_decode import few_rows_kernel, float8_kernel
+from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS, FewRows
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_pieces
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config, attend
-from pallas_kernels.mla_decode.schedule import BLOCK, Schedule, schedule
+from pallas_kernels.mla_decode.schedule import BLOCK, Costs, Schedule, schedule
 
 
 def mla_decode(
@@ -29,12 +31,15 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | None = None,
+    config: Config | FewRows | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """As :func:`pallas_kernels.mla_decode`.
 
     A row's last rounding may depend on the other rows' lengths, which decide where it is cut.
+
+    Args:
+      config: its class names the kernel.
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
@@ -54,6 +59,8 @@ def mla_decode(
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
+    if isinstance(config, FewRows) and M > MOST_ROWS:
+        raise NotImplementedError(f"few rows are {MOST_ROWS} at most, got {M}")
     if scale < 0:
         raise NotImplementedError(f"takes a scale of 0 and more, got {scale}")
     if schedule is None:
@@ -61,7 +68,9 @@ def mla_decode(
     # Whole tiles of query rows, or one that is not full.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
     kernel: Any = float8_kernel.attend
-    if not float8:
+    if isinstance(config, FewRows):
+        kernel = functools.partial(few_rows_kernel.attend, config=config)
+    elif not float8:
         kernel = functools.partial(attend, config=config or Config())
     out, lse, pieces = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
@@ -80,8 +89,14 @@ def mla_decode(
 
 
 def make_schedule(
-    lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
+    lengths: Int[Array, " B"],
+    *,
+    queries: int,
+    heads: int,
+    max_pages: int,
+    costs: Costs | None = None,
 ) -> Schedule:
     """The schedule that fills the default device; one serves all layers of a step."""
     tiles = -(-queries * heads // TILE)
-    return schedule(lengths, max_pages=max_pages, parts=max(1, multiprocessors() // tiles))
+    parts = max(1, multiprocessors() // tiles)
+    return schedule(lengths, max_pages=max_pages, parts=parts, costs=costs)

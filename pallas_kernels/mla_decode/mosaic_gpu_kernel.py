@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.mla_decode.clear import clear_tokens
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,
@@ -331,12 +332,8 @@ def attend(
 
                     @pl.when(clear < BLOCK)
                     def _():
-                        for column in range(0, _HALF, 64):
-                            start = wg * _OWN + column % _OWN
-                            part = v_s.at[slot, column // _OWN, :, pl.ds(start, 64)]
-                            token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, 64), 0, layout=WGMMA)
-                            kept = plgpu.layout_cast(part[...], WGMMA)
-                            part[...] = jnp.where(token < clear, kept, jnp.zeros_like(kept))
+                        for half in range(2):
+                            clear_tokens(v_s.at[slot, half], columns, clear, interpret=interpret)
                         plgpu.commit_smem()
 
                 def multiply(acc_ref):

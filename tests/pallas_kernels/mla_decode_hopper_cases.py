@@ -1,4 +1,4 @@
-"""What is tested of both of mla_decode's Hopper kernels."""
+"""What is tested of all of mla_decode's Hopper kernels."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
+from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS, FewRows
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
@@ -15,10 +16,12 @@ from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 
 
 @functools.cache
-def kernel(parts: int, **config):
-    """The back-end with a schedule of few parts, which the interpreter runs one by one."""
+def kernel(parts: int, config: Config | FewRows | None = None):
+    """The back-end with a schedule of few parts, which the interpreter runs one by one. Few query
+    rows go to the kernel for them, unless ``config`` says otherwise."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
+        few = q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and pages.dtype == jnp.bfloat16
         return mosaic_gpu.mla_decode(
             q_latent,
             q_rope,
@@ -27,7 +30,7 @@ def kernel(parts: int, **config):
             lengths,
             scale=scale,
             schedule=schedule(lengths, max_pages=block_tables.shape[1], parts=parts),
-            config=Config(**config) if config else None,
+            config=config or (FewRows() if few else None),
             interpret=INTERPRET,
         )
 
@@ -40,13 +43,14 @@ def pieces_of_rows(x, parts):
 
 
 class HopperCases(MlaDecodeCases):
-    implementation = "mosaic_gpu" if ON_GPU else staticmethod(kernel(3))
+    implementation = staticmethod(kernel(132 if ON_GPU else 3))
     dtype = "bfloat16"
     widths = (512, 64)
     page = 64
     heads = 8
-    # A full tile; a pair, of which the second is not full and begins within a query; three.
-    more_heads = ((64, 1), (24, 3), (64, 3))
+    # A full tile; a pair, of which the second is not full and begins within a query; three; few
+    # rows, and the most of them.
+    more_heads = ((64, 1), (24, 3), (64, 3), (16, 1), (16, 2))
     page_borders = ((64, (320, 63, 256, 64, 65, 128)),)
 
     @pytest.fixture(autouse=True)

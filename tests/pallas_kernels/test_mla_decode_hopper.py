@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode.few_rows_kernel import FewRows, rings
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
@@ -36,6 +37,8 @@ class TestMosaicGpu(HopperCases):
         [
             (8, 1, [1, 1, 1]),
             (8, 5, [2, 2, 1]),
+            (24, 2, [1, 2, 1]),
+            (32, 5, [2, 2, 1]),
             (128, 1, [1, 1, 1]),
             (128, 2, [1, 2, 1]),
             (128, 5, [2, 2, 1]),
@@ -55,7 +58,65 @@ class TestMosaicGpu(HopperCases):
 
     def test_without_multicast(self):
         x = self.random((640, 9 * 64 - 3, 0), H=128, max_pages=10)
-        self.check(x, kernel(2, multicast=False))
+        self.check(x, kernel(2, Config(multicast=False)))
+
+    @pytest.mark.parametrize(("H", "T"), [(8, 1), (8, 3), (32, 1)])
+    def test_kernel_of_many_rows_with_few(self, H, T):
+        x = self.random((640, 9 * 64 - 3, 0, 1), H=H, T=T, max_pages=10)
+        self.check(x, kernel(3, Config()))
+
+    # Rings of 192 and of 64 columns a piece; of one block; of one warpgroup, that holds two.
+    @pytest.mark.parametrize(
+        "config",
+        [
+            FewRows(width=192),
+            FewRows(width=64),
+            FewRows(width=192, stages=6),
+            FewRows(warpgroups=1),
+            FewRows(warpgroups=1, width=192, stages=3),
+        ],
+    )
+    @pytest.mark.parametrize("T", [1, 2])
+    def test_settings_for_few_rows(self, config, T):
+        """Rows of an even and an odd number of blocks, of one, of none, one after the other."""
+        x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
+        self.check(x, kernel(2, config))
+
+    def test_few_rows_that_see_nothing(self):
+        """Of a row, and of a piece: the last of three is a block of two tokens, which two of four
+        queries see."""
+        x = self.random((2, 20, 0, 3, 1), T=4)
+        out, lse = (np.asarray(a, np.float32) for a in run(x, kernel(3)))
+        blind = np.array([[length < 4 - t for t in range(4)] for length in x.lengths])
+        assert (out[blind] == 0).all()
+        assert (lse[blind] == -np.inf).all()
+        self.check(x)
+        x = self.random((12 * 64 + 2,), T=4, max_pages=13)
+        assert pieces_of_rows(x, 3) == [3]
+        self.check(x, kernel(3))
+
+    def test_few_rows_whose_maximum_rises(self):
+        """From block to block by more than P may grow, in either warpgroup, and for some query rows
+        alone."""
+        x = self.random((6 * 64 + 9,), H=16, max_pages=8)
+        pages, table = x.pages.copy(), x.block_tables[0]
+        for block in range(7):
+            pages[table[block]] *= 0.25 * 2**block
+        self.check(dataclasses.replace(x, pages=pages), kernel(1), bound=TOLERANCES["large scores"])
+
+
+def test_few_rows_fill_shared_memory():
+    """At least 150 KB of rings, in whole pieces for each warpgroup."""
+    for N in (8, 16, 24, 32):
+        for warpgroups in (1, 2):
+            width, stages = rings(N, FewRows(warpgroups=warpgroups))
+            assert warpgroups * stages * 64 * width * 2 >= 150_000
+
+
+@pytest.mark.parametrize("stages", [4, 10])
+def test_few_rows_ask_for_rings_that_hold_a_block_and_fit(stages):
+    with pytest.raises(ValueError, match=f"stages={stages}"):
+        rings(16, FewRows(width=192, stages=stages))
 
 
 def arrays(T=1, H=8, page=64, widths=(512, 64), dtype="bfloat16", B=2, max_pages=4):
@@ -84,6 +145,11 @@ def test_what_it_does_not_take(changes, message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
+def test_few_rows_are_few():
+    with pytest.raises(NotImplementedError, match="32 at most, got 40"):
+        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewRows(), interpret=object())
+
+
 @off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
@@ -91,12 +157,19 @@ def test_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "multicast"), [(1, 8, True), (3, 24, True), (2, 128, False), (3, 64, True)]
+    ("T", "H", "config"),
+    [
+        (1, 8, FewRows()),
+        (2, 16, FewRows()),
+        (1, 8, None),
+        (3, 24, None),
+        (2, 128, Config(multicast=False)),
+        (3, 64, None),
+    ],
 )
-def test_lowers_for_cuda(T, H, multicast, monkeypatch):
+def test_lowers_for_cuda(T, H, config, monkeypatch):
     """SMEM's size and the layouts of registers are checked without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    config = Config(multicast=multicast)
     f = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1, config=config))
     text = f.trace(*arrays(T, H)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2

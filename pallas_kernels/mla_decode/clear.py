@@ -1,0 +1,68 @@
+"""Zeros in place of what follows a row's last token in its last page: P is zero there, but what the
+page holds may be infinite or no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.mla_decode.kernel_parts import WGMMA
+from pallas_kernels.mla_decode.schedule import BLOCK
+from pallas_kernels.mosaic_ir import SCALAR, asm, const, i32, inline, word
+
+_TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+_TILE = 64  # columns of a swizzled tile, which has 128 bytes of a token together
+_ROWS, _PASSES = 16, 4  # tokens that a warpgroup clears at a time, eight threads each
+
+
+def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
+    """Clears tokens from ``token`` on, by a warpgroup, which has to publish it.
+
+    Args:
+      values: [BLOCK, width] in shared memory, in tiles of (8, 64) under their swizzle.
+      columns: of these, a ``pl.ds``.
+    """
+    width, starts = values.shape[1], range(0, columns.size, _TILE)
+    if interpret is not None:
+        for start in starts:
+            part = values.at[:, pl.ds(columns.start + start, _TILE)]
+            place = plgpu.broadcasted_iota(jnp.int32, (BLOCK, _TILE), 0, layout=WGMMA)
+            kept = plgpu.layout_cast(part[...], WGMMA)
+            part[...] = jnp.where(place < token, kept, jnp.zeros_like(kept))
+        return
+    # Whole tokens: where the swizzle puts their columns does not matter. In one piece of assembly,
+    # whose addresses take no register before it or after.
+    eight_tokens = 8 * width * 2  # bytes
+    text = [
+        "{ .reg .b32 thread, place, at, z; .reg .pred p;",
+        "mov.b32 z, 0;",
+        "mov.u32 thread, %tid.x;",
+        "bfe.u32 place, thread, 3, 4;",  # of 16 tokens
+        f"shr.u32 at, place, 3; mul.lo.u32 at, at, {eight_tokens};",
+        "add.u32 at, at, $0;",
+        "and.b32 thread, thread, 63;",  # 16 bytes each of eight tokens
+        "shl.b32 thread, thread, 4;",
+        "add.u32 at, at, thread;",
+    ]
+    for step in range(_PASSES):
+        text.append("setp.ge.s32 p, place, $1;")
+        for start in starts:
+            offset = 2 * step * eight_tokens + start // _TILE * 1024
+            text.append(f"@p st.shared.v4.b32 [at + {offset}], {{z, z, z, z}};")
+        text.append(f"add.u32 place, place, {_ROWS};")
+    text.append("}")
+
+    @inline(_TILED, SCALAR, SCALAR)
+    def clear(ref: Any, first_column: Any, token: Any) -> None:
+        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+        # A tile's 64 columns take 1024 bytes of every eight tokens, so a column takes 16.
+        base = arith.addi(base, arith.shli(word(first_column), const(4)))
+        asm("\n".join(text), "r,r,~{memory}", base, word(token), effects=True)
+
+    clear(values, jnp.asarray(columns.start, jnp.int32), token)
