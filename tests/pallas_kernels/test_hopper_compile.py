@@ -36,6 +36,7 @@ MOST_SECONDS = 20  # of a processor, to compile one kernel
 # hold 128 accumulators and a block's scores.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
+    "mla_decode h32 sq1": 4,
     "mla_decode h16 sq2": 64,
     "mla_decode h8 sq3": 64,
     "mla_decode h64 sq3": 64,
@@ -172,14 +173,16 @@ def kernels() -> dict[str, Kernel]:
         few_rows = decode(queries, heads, config=FewRows())
         found[f"mla_decode_few h{heads} sq{queries}"] = few_rows
         found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads)
-    for name, config in {
-        "narrow pieces": FewRows(width=64),
-        "wide pieces": FewRows(width=192),
-        "one warpgroup": FewRows(warpgroups=1),
-    }.items():
-        for queries in (1, 2):
-            shape = f"mla_decode_few h16 sq{queries} {name}"
-            found[shape] = decode(queries, 16, config=config)
+    # Pieces as wide as 16 rows do not have them by default, nor 32; one warpgroup.
+    for queries, config in [
+        (1, FewRows(width=64)),
+        (2, FewRows(width=192)),
+        (1, FewRows(warpgroups=1)),
+        (2, FewRows(warpgroups=1)),
+    ]:
+        setting = f"width {config.width}" if config.width else "one warpgroup"
+        shape = f"mla_decode_few h16 sq{queries} {setting}"
+        found[shape] = decode(queries, 16, config=config)
     found["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewRows())
     # Tiles of which the last is not full, three tiles, and one long row.
     found |= {
