@@ -23,6 +23,14 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 REF = plgpu.RefType()
 
+_FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
+_VOTE = """{
+    .reg .pred p, any;
+    setp.ne.b32 p, $2, 0;
+    bar.red.or.pred any, $1, 128, p;
+    selp.b32 $0, 1, 0, any;
+}"""
+
 
 def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """plgpu.inline_mgpu for functions that ask nothing of the launch context."""
@@ -79,16 +87,28 @@ def wgmma_row() -> Any:
 
 def first_warp(on_gpu: bool) -> jax.Array | bool:
     """Whether the thread is of its warpgroup's first warp; the interpreter has no warps."""
-    if not on_gpu:
-        return True
+    return warp_is(0) if on_gpu else True
+
+
+def warp_is(number: int) -> jax.Array:
+    """Whether the thread is of its warpgroup's warp of that number."""
 
     @inline(returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
     def compare() -> Any:
         warp = arith.remui(mgpu.utils.warp_idx(), const(4))
-        first = arith.cmpi(arith.CmpIPredicate.eq, warp, const(0))
-        return mgpu.FragmentedArray.splat(first, (), is_signed=False)
+        found = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
+        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
 
     return compare()
+
+
+def any_thread(flag: Any) -> Any:
+    """Whether any thread of a warpgroup, which meets, has the flag: a barrier with a reduction."""
+    warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
+    barrier = arith.addi(warpgroup, const(_FIRST_VOTE))
+    flag = arith.extui(i32(), flag)
+    voted = asm(_VOTE, "=r,r,r,~{memory}", barrier, flag, result=i32(), effects=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, voted, const(0))
 
 
 def meet(interpret: Any = None) -> None:

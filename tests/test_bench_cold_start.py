@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -19,7 +20,9 @@ def test_cold_and_warm(monkeypatch, tmp_path, capsys):
     path, out = tmp_path / "config.json", tmp_path / "out.json"
     path.write_text(json.dumps(tiny_config()))
     words = ["--dtype", "float32", "--layers", 2, "--prompt", 20]
+    began = time.monotonic()
     run(monkeypatch, "--model", path, "--out", out, *words)
+    took = time.monotonic() - began
     result = json.loads(out.read_text())
     cold, warm = result["rows"]
     assert (cold["cache"], warm["cache"]) == ("cold", "warm")
@@ -28,6 +31,8 @@ def test_cold_and_warm(monkeypatch, tmp_path, capsys):
         assert row["first_token_s"] == pytest.approx(sum(row["phases_s"].values()))
         assert row["of_programs_s"]["trace"] > 0
         assert row["second_call_s"] < row["phases_s"]["programs"]
+    # Each process also ends, and generates once more.
+    assert took / 2 < sum(row["first_token_s"] for row in result["rows"]) < took
     # Compiling takes seconds, and reading what was compiled does not.
     assert warm["of_programs_s"]["compile"] < cold["of_programs_s"]["compile"] / 2
     assert "2 layers, warm" in capsys.readouterr().out

@@ -40,7 +40,9 @@ def grouped_swiglu(
     return block_quant(joined) if quantize else joined.astype(gated.dtype)
 
 
-def join(gated: Float[Array, "M F"], upward: Float[Array, "M F"]) -> Float32[Array, "M F"]:
+def join(
+    gated: Float[Array, "*batch F"], upward: Float[Array, "*batch F"]
+) -> Float32[Array, "*batch F"]:
     return jax.nn.silu(gated.astype(jnp.float32)) * upward.astype(jnp.float32)
 
 

@@ -49,7 +49,7 @@ from pallas_kernels.mla_decode.kernel_parts import (
 )
 from pallas_kernels.mla_decode.rescale import publish
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.mosaic_ir import meet, warp_is
 
 MOST_ROWS = 32
 _WIDTH = LATENT + ROPE
@@ -239,11 +239,11 @@ def attend(
                 await_queries()
                 return
 
-            @pl.when(registers.warp_is(0))
+            @pl.when(warp_is(0))
             def _():
                 leave(lax.fori_loop(0, row_count, fetch_blocks, i32(0)))
 
-            @pl.when(registers.warp_is(1))
+            @pl.when(warp_is(1))
             def _():
                 lax.fori_loop(0, row_count, lambda i, _: fetch_queries(i), None)
                 await_queries()

@@ -24,6 +24,7 @@ from pallas_kernels.mla_decode.kernel_parts import WGMMA
 from pallas_kernels.mosaic_ir import (
     REF,
     SCALAR,
+    any_thread,
     array,
     asm,
     const,
@@ -36,14 +37,6 @@ from pallas_kernels.mosaic_ir import (
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """One number for each column of a WGMMA tile, here a query row: in every thread that holds it."""
-
-_FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
-_VOTE = """{
-    .reg .pred p, any;
-    setp.ne.b32 p, $2, 0;
-    bar.red.or.pred any, $1, 128, p;
-    selp.b32 $0, 1, 0, any;
-}"""
 _TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _TILE_BYTES = 8 * 128
 _JOINS: dict[str, Any] = {"max": arith.maximumf, "add": arith.addf}
@@ -51,18 +44,6 @@ _JOINS: dict[str, Any] = {"max": arith.maximumf, "add": arith.addf}
 
 def column_vector(N: int, value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((N,), value, jnp.float32), COLUMN)
-
-
-def warp_is(number: int) -> jax.Array:
-    """Whether the thread is of its warpgroup's warp of that number."""
-
-    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-    def compare() -> Any:
-        warp = arith.remui(mgpu.utils.warp_idx(), const(4))
-        found = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
-        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
-
-    return compare()
 
 
 def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
@@ -107,12 +88,7 @@ def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
         values = [_item(pair, i) for pair in p.registers.flat for i in range(2)]
         compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
         above: Any = functools.reduce(arith.ori, compared)
-        warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
-        barrier = arith.addi(warpgroup, const(_FIRST_VOTE))
-        flag = arith.extui(i32(), above)
-        voted = asm(_VOTE, "=r,r,r,~{memory}", barrier, flag, result=i32(), effects=True)
-        anyone = arith.cmpi(arith.CmpIPredicate.ne, voted, const(0))
-        return mgpu.FragmentedArray.splat(anyone, (), is_signed=False)
+        return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
 
     return vote(p)
 

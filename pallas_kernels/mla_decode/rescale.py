@@ -18,15 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
-from pallas_kernels.mosaic_ir import asm, const, i32, inline
-
-_FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
-_VOTE = """{
-    .reg .pred p, any;
-    setp.ne.b32 p, $2, 0;
-    bar.red.or.pred any, $1, 128, p;
-    selp.b32 $0, 1, 0, any;
-}"""
+from pallas_kernels.mosaic_ir import any_thread, inline
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
@@ -48,11 +40,7 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         ]
         others = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
         moved: Any = functools.reduce(arith.ori, others)
-        warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
-        barrier = arith.addi(warpgroup, const(_FIRST_VOTE))
-        moved = arith.extui(i32(), moved)
-        vote = asm(_VOTE, "=r,r,r", barrier, moved, result=i32(), effects=True)
-        anyone = arith.cmpi(arith.CmpIPredicate.ne, vote, const(0))
+        anyone = any_thread(moved)
         kept = list(x.registers.flat)
         branch: Any = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
         with ir.InsertionPoint(branch.then_block):

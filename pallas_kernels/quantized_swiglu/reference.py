@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.grouped_swiglu.reference import join
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.reference import Matrix
 
@@ -20,7 +19,7 @@ def quantized_swiglu(
     block_shape: tuple[int, int],
 ) -> Float[Array, "*batch F"]:
     gated, upward = (
-        quantized_matmul(x, matrix, scale, block_shape=block_shape).astype(jnp.float32)
+        quantized_matmul(x, matrix, scale, block_shape=block_shape)
         for matrix, scale in ((gate, gate_scale), (up, up_scale))
     )
-    return (jax.nn.silu(gated) * upward).astype(x.dtype)
+    return join(gated, upward).astype(x.dtype)
