@@ -1,7 +1,7 @@
 """mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys.
 
-The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own. bfloat16 has another
-for few query rows, which has to be asked for with a :class:`FewRows`: no GPU has timed it yet.
+The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own; bfloat16 has another
+for few query rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_pieces
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config, attend
-from pallas_kernels.mla_decode.schedule import BLOCK, Costs, Schedule, schedule
+from pallas_kernels.mla_decode.schedule import BLOCK, FEW_ROWS, Costs, Schedule, schedule
 
 
 def mla_decode(
@@ -39,7 +39,7 @@ def mla_decode(
     A row's last rounding may depend on the other rows' lengths, which decide where it is cut.
 
     Args:
-      config: its class names the kernel.
+      config: its class names the kernel; by default the number of query rows does.
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
@@ -59,6 +59,8 @@ def mla_decode(
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
+    if config is None and not float8:
+        config = FewRows() if M <= MOST_ROWS else Config()
     if isinstance(config, FewRows) and M > MOST_ROWS:
         raise NotImplementedError(f"few rows are {MOST_ROWS} at most, got {M}")
     if scale < 0:
@@ -70,8 +72,8 @@ def mla_decode(
     kernel: Any = float8_kernel.attend
     if isinstance(config, FewRows):
         kernel = functools.partial(few_rows_kernel.attend, config=config)
-    elif not float8:
-        kernel = functools.partial(attend, config=config or Config())
+    elif config is not None:
+        kernel = functools.partial(attend, config=config)
     out, lse, pieces = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),
@@ -99,4 +101,5 @@ def make_schedule(
     """The schedule that fills the default device; one serves all layers of a step."""
     tiles = -(-queries * heads // TILE)
     parts = max(1, multiprocessors() // tiles)
+    costs = costs or (FEW_ROWS if queries * heads <= MOST_ROWS else Costs())
     return schedule(lengths, max_pages=max_pages, parts=parts, costs=costs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS, FewRows
+from pallas_kernels.mla_decode.few_rows_kernel import FewRows
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
@@ -17,11 +17,9 @@ from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 
 @functools.cache
 def kernel(parts: int, config: Config | FewRows | None = None):
-    """The back-end with a schedule of few parts, which the interpreter runs one by one. Few query
-    rows go to the kernel for them, unless ``config`` says otherwise."""
+    """The back-end with a schedule of few parts, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
-        few = q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and pages.dtype == jnp.bfloat16
         return mosaic_gpu.mla_decode(
             q_latent,
             q_rope,
@@ -30,7 +28,7 @@ def kernel(parts: int, config: Config | FewRows | None = None):
             lengths,
             scale=scale,
             schedule=schedule(lengths, max_pages=block_tables.shape[1], parts=parts),
-            config=config or (FewRows() if few else None),
+            config=config,
             interpret=INTERPRET,
         )
 

@@ -170,9 +170,8 @@ def kernels() -> dict[str, Kernel]:
     }
     # The kernel of few query rows, and the other one for these.
     for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (32, 1)]:
-        few_rows = decode(queries, heads, config=FewRows())
-        found[f"mla_decode_few h{heads} sq{queries}"] = few_rows
-        found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads)
+        found[f"mla_decode_few h{heads} sq{queries}"] = decode(queries, heads)
+        found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
     # Pieces as wide as 16 rows do not have them by default, nor 32; one warpgroup.
     for queries, config in [
         (1, FewRows(width=64)),

@@ -159,9 +159,9 @@ def test_no_gpu():
 @pytest.mark.parametrize(
     ("T", "H", "config"),
     [
-        (1, 8, FewRows()),
-        (2, 16, FewRows()),
         (1, 8, None),
+        (2, 16, None),
+        (2, 16, Config()),
         (3, 24, None),
         (2, 128, Config(multicast=False)),
         (3, 64, None),

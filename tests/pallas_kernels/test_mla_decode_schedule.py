@@ -9,12 +9,14 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS
 from pallas_kernels.mla_decode.schedule import (
     _CUTS_COST,
     _LEAST_BLOCKS,
     _MERGE_COST,
     _ROW_COST,
     BLOCK,
+    FEW_ROWS,
     Schedule,
     schedule,
 )
@@ -143,6 +145,7 @@ def test_public_schedule_fills_the_device(queries, heads, tiles):
     lengths = jnp.asarray([100, 5000], jnp.int32)
     made = pallas_kernels.mla_decode_schedule(lengths, queries=queries, heads=heads, max_pages=100)
     assert made.parts == multiprocessors() // tiles
-    want = schedule(lengths, max_pages=100, parts=made.parts)
+    costs = FEW_ROWS if queries * heads <= MOST_ROWS else None
+    want = schedule(lengths, max_pages=100, parts=made.parts, costs=costs)
     np.testing.assert_array_equal(made.table, want.table)
     np.testing.assert_array_equal(made.split, want.split)
