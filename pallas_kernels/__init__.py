@@ -13,10 +13,10 @@ from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_l
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.quantized_matmul.api import quantized_matmul
-from pallas_kernels.quantized_swiglu.api import quantized_swiglu
 from pallas_kernels.route.api import route
 from pallas_kernels.route.reference import Routes
 from pallas_kernels.softmax import merge_attention
+from pallas_kernels.swiglu.api import swiglu
 
 __all__ = [
     "Routes",
@@ -32,6 +32,6 @@ __all__ = [
     "mla_prefill",
     "quantize_latent",
     "quantized_matmul",
-    "quantized_swiglu",
     "route",
+    "swiglu",
 ]

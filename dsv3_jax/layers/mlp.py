@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear
-from pallas_kernels import quantized_swiglu
+from pallas_kernels import swiglu
 
 
 class MLP(nnx.Module):
@@ -40,10 +40,12 @@ class MLP(nnx.Module):
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
         gate, up = self.gate_proj, self.up_proj
-        if gate.quantization is None or gate.takes_float8(math.prod(x.shape[:-1])):
+        if gate.takes_float8(math.prod(x.shape[:-1])):
             return silu_and_multiply(gate(x), up(x))
+        if gate.quantization is None:
+            return swiglu(x, gate.dense(x.dtype), up.dense(x.dtype))
         weights, scales = (gate.weight[...], up.weight[...]), (gate.scale, up.scale)
-        return quantized_swiglu(x, *weights, *scales, block_shape=gate.block_shape)
+        return swiglu(x, *weights, *scales, block_shape=gate.block_shape)
 
 
 def silu_and_multiply(

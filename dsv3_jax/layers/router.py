@@ -39,12 +39,17 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "M D"], valid: Bool[Array, " M"] | None = None) -> Routes:
         """``valid`` marks tokens: padding chooses, but its pairs are of no group."""
         c = self.config
-        # HIGHEST: a float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
+        weight = self.weight[...]
+        if x.dtype != weight.dtype:
+            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+        # Products of bfloat16 are exact in float32, in which they are summed. HIGHEST: a float32
+        # matmul may otherwise run in TF32 on a GPU and flip a close choice.
         logits = jnp.einsum(
             "md,ed->me",
-            x.astype(jnp.float32),
-            self.weight[...].astype(jnp.float32),
+            x,
+            weight,
             precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
         return route(
             logits,

@@ -171,7 +171,7 @@ ARGUMENTS = {
         (jnp.ones((1, 2)), jnp.ones((2, 2), jnp.int8), jnp.ones((2, 1))),
         {"block_shape": (1, 2)},
     ),
-    "quantized_swiglu": (
+    "swiglu": (
         (jnp.ones((1, 2)), *[jnp.ones((2, 2), jnp.int8)] * 2, *[jnp.ones((2, 1))] * 2),
         {"block_shape": (1, 2)},
     ),

@@ -1,4 +1,4 @@
-"""quantized_swiglu on Hopper GPUs: a grouped one of one group, for the few rows of decoding."""
+"""swiglu on Hopper GPUs: a grouped one of one group, for the few rows of decoding."""
 
 from __future__ import annotations
 
@@ -12,35 +12,41 @@ from pallas_kernels.grouped_swiglu import mosaic_gpu
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.quantized_matmul.reference import Matrix
 
+_ROWS = 256  # of unquantized matrices: from there on XLA's products are as good
 
-def quantized_swiglu(
+
+def swiglu(
     x: Float[Array, "*batch K"],
     gate: Matrix,
     up: Matrix,
-    gate_scale: Float32[Array, "Fb Kb"],
-    up_scale: Float32[Array, "Fb Kb"],
+    gate_scale: Float32[Array, "Fb Kb"] | None = None,
+    up_scale: Float32[Array, "Fb Kb"] | None = None,
     *,
-    block_shape: tuple[int, int],
+    block_shape: tuple[int, int] = (128, 128),
     interpret: Any = None,
 ) -> Float[Array, "*batch F"]:
-    """As :func:`pallas_kernels.quantized_swiglu`, both products rounded to bfloat16.
+    """As :func:`pallas_kernels.swiglu`, both products of quantized matrices rounded to bfloat16.
 
     Raises:
       NotImplementedError: no Hopper GPU, x not bfloat16, or more rows or other widths than
-        grouped_swiglu takes of one group.
+        grouped_swiglu takes of one group. Of unquantized matrices one row, and more than 256.
     """
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
     M = math.prod(x.shape[:-1])
+    if gate_scale is None and not 1 < M <= _ROWS:
+        raise NotImplementedError(
+            f"takes 2 to {_ROWS} rows by bfloat16 matrices, got {M}: XLA's products are as good"
+        )
     out: Any = mosaic_gpu.grouped_swiglu(
         x.reshape(M, x.shape[-1]),
         gate[None],
         up[None],
         jnp.full((1,), M, jnp.int32),
         None,
-        gate_scale[None],
-        up_scale[None],
+        None if gate_scale is None else gate_scale[None],
+        None if up_scale is None else up_scale[None],
         block_shape=block_shape,
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""quantized_swiglu: both back-ends against float64, and what they refuse."""
+"""swiglu: both back-ends against float64, and what they refuse."""
 
 import functools
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import quantized_swiglu
+from pallas_kernels import swiglu
 from pallas_kernels.grouped_matmul import few_rows
-from pallas_kernels.quantized_swiglu import mosaic_gpu
+from pallas_kernels.swiglu import mosaic_gpu
 from tests.pallas_kernels import test_quantized_matmul as one_product
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, tolerance
@@ -18,10 +18,13 @@ from tests.pallas_kernels.test_quantized_matmul import BLOCKS
 # Both products and the result are rounded, and silu multiplies its argument's relative error by at
 # most 1 + |x|; sums here are near 1.
 ROUNDINGS = 6
+FORMS = ["dense", *BLOCKS]
 
 
 def inputs(form, batch=(5,), dtype="bfloat16", **given):
-    """x, gate, up, their scales; and the result in float64."""
+    """x, gate, up, their scales if they have any; and the result in float64."""
+    if form == "dense":
+        return dense_inputs(batch, dtype, **given)
     matrices, scales, products = [], [], []
     for seed in range(2):
         (x, matrix, scale), product = one_product.inputs(
@@ -35,15 +38,28 @@ def inputs(form, batch=(5,), dtype="bfloat16", **given):
     return (x, *matrices, *scales), gated / (1 + np.exp(-gated)) * upward
 
 
+def dense_inputs(batch, dtype, widths=(192, 320)):
+    random = np.random.default_rng(0)
+    F, K = widths
+    x = jnp.asarray(random.standard_normal((*batch, K)), dtype)
+    gate, up = (jnp.asarray(random.standard_normal((F, K)) / K**0.5, dtype) for _ in range(2))
+    gated, upward = (np.asarray(x, np.float64) @ np.asarray(w, np.float64).T for w in (gate, up))
+    return (x, gate, up), gated / (1 + np.exp(-gated)) * upward
+
+
+def options(form):
+    return {} if form == "dense" else {"block_shape": BLOCKS[form]}
+
+
 def kernel(*arrays, **options):
-    return mosaic_gpu.quantized_swiglu(*arrays, **{"interpret": INTERPRET, **options})
+    return mosaic_gpu.swiglu(*arrays, **{"interpret": INTERPRET, **options})
 
 
-@pytest.mark.parametrize("form", list(BLOCKS))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reference(form, dtype):
     arrays, want = inputs(form, (2, 3), dtype)
-    f = functools.partial(quantized_swiglu, block_shape=BLOCKS[form], implementation="reference")
+    f = functools.partial(swiglu, **options(form), implementation="reference")
     got = jax.jit(f)(*arrays)
     assert got.dtype == dtype
     check(got, want, ROUNDINGS * tolerance(dtype))
@@ -59,17 +75,31 @@ def test_kernel(form, batch):
 
 
 @kernel_runs
-def test_gradient_of_the_rows():
+@pytest.mark.parametrize("batch", [(2,), (2, 3), (130,)])
+def test_kernel_of_dense_matrices(batch):
+    arrays, want = inputs("dense", batch)
+    check(jax.jit(kernel)(*arrays), want, ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
+@pytest.mark.parametrize("form", ["dense", "float8"])
+def test_gradient_of_the_rows(form):
     """The kernel's is that of the exact result."""
-    (x, *weights), _ = inputs("float8")
+    (x, *weights), _ = inputs(form)
     cotangent = jnp.asarray(np.random.default_rng(0).standard_normal((5, 192)), jnp.bfloat16)
 
     def pulled(f):
-        result = functools.partial(f, block_shape=BLOCKS["float8"])
+        result = functools.partial(f, **options(form))
         return jax.jit(lambda x: jax.vjp(lambda x: result(x, *weights), x)[1](cotangent)[0])(x)
 
-    want = pulled(lambda *a, **k: quantized_swiglu(*a, **k, implementation="reference"))
+    want = pulled(lambda *a, **k: swiglu(*a, **k, implementation="reference"))
     check(pulled(kernel), np.asarray(want, np.float64), ROUNDINGS * tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 257])
+def test_rows_of_dense_matrices_that_xla_multiplies(rows):
+    with pytest.raises(NotImplementedError, match=f"takes 2 to 256 rows .*, got {rows}"):
+        kernel(*inputs("dense", (rows,))[0], interpret=object())
 
 
 @pytest.mark.parametrize(
@@ -91,25 +121,32 @@ def test_what_the_kernel_does_not_take(changes, message):
 def test_no_gpu():
     arrays, _ = inputs("float8")
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
-        quantized_swiglu(*arrays, block_shape=(128, 128), implementation="mosaic_gpu")
+        swiglu(*arrays, block_shape=(128, 128), implementation="mosaic_gpu")
 
 
 def test_matrices_that_do_not_fit():
     (x, gate, up, *scales), _ = inputs("int8")
     with pytest.raises(ValueError, match=r"up: expected int8 \(192, 320\) as gate is, got float8"):
-        quantized_swiglu(x, gate, up.astype(jnp.float8_e4m3fn), *scales, block_shape=(1, 320))
+        swiglu(x, gate, up.astype(jnp.float8_e4m3fn), *scales, block_shape=(1, 320))
     (x, gate, up, *scales), _ = inputs("int4")
     scales = [scale[:, :-1] for scale in scales]
     with pytest.raises(ValueError, match=r"scale: expected shape \(192, 3\), got \(192, 2\)"):
-        quantized_swiglu(x, gate, up, *scales, block_shape=(1, 128))
+        swiglu(x, gate, up, *scales, block_shape=(1, 128))
+    with pytest.raises(ValueError, match="for both matrices or for none, got one"):
+        swiglu(x, gate, up, scales[0], block_shape=(1, 128))
+    with pytest.raises(ValueError, match="384 columns of bfloat16 .* got 192 of uint8"):
+        swiglu(x, gate, up)
+    x, gate, up = inputs("dense")[0]
+    with pytest.raises(ValueError, match="320 columns of bfloat16 .* got 320 of float32"):
+        swiglu(x, gate.astype(jnp.float32), up.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("form", list(BLOCKS))
+@pytest.mark.parametrize("form", FORMS)
 def test_is_one_kernel(form, monkeypatch):
     for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, few_rows):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
     monkeypatch.setattr(few_rows, "multiprocessors", lambda: 132)
     arrays, _ = inputs(form)
-    f = functools.partial(mosaic_gpu.quantized_swiglu, block_shape=BLOCKS[form])
+    f = functools.partial(mosaic_gpu.swiglu, **options(form))
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

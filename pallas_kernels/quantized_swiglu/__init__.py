@@ -1,1 +1,0 @@
-"""The gated half of a feed-forward network of quantized matrices."""

@@ -1,0 +1,1 @@
+"""The gated half of a feed-forward network."""

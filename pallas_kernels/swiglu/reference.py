@@ -1,0 +1,28 @@
+"""The specification of swiglu: two products, joined in float32."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.grouped_swiglu.reference import join
+from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.reference import Matrix
+
+
+def swiglu(
+    x: Float[Array, "*batch K"],
+    gate: Matrix,
+    up: Matrix,
+    gate_scale: Float32[Array, "Fb Kb"] | None = None,
+    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+) -> Float[Array, "*batch F"]:
+    def product(matrix: Matrix, scale: Float32[Array, "Fb Kb"] | None) -> Float[Array, "*batch F"]:
+        if scale is not None:
+            return quantized_matmul(x, matrix, scale, block_shape=block_shape)
+        f32 = jnp.float32
+        return jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=f32).astype(x.dtype)
+
+    return join(product(gate, gate_scale), product(up, up_scale)).astype(x.dtype)
