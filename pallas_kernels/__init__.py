@@ -13,6 +13,7 @@ from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_l
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.route.api import route
 from pallas_kernels.route.reference import Routes
 from pallas_kernels.softmax import merge_attention
@@ -20,6 +21,7 @@ from pallas_kernels.swiglu.api import swiglu
 
 __all__ = [
     "Routes",
+    "add_rms_norm",
     "block_dequant",
     "block_quant",
     "dequantize_latent",
@@ -32,6 +34,7 @@ __all__ = [
     "mla_prefill",
     "quantize_latent",
     "quantized_matmul",
+    "rms_norm",
     "route",
     "swiglu",
 ]

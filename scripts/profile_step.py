@@ -6,7 +6,9 @@
 The generator's decode program with random weights, as in ``scripts/bench_decode.py``. Kernels are
 traced without CUDA graphs, which alone tells what a kernel computes, and summed by kind as in
 ``scripts/profile_layer.py``. ``wall`` is the time of a step as it runs by default; ``captured`` are
-that run's kernels, by name alone, and ``busy`` is the share of it in which some kernel was running.
+that run's kernels, by name alone. ``busy`` is the share of it in which the GPU ran a graph, or a
+kernel outside of any: 1 if it never waits for the host. ``busy_by_kernel`` is that of single
+kernels; recording each slows a graph down, and lengthens the pauses between them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dsv3_jax.model import DeepSeekV3
 
 TRACED = 4  # steps
 KEPT = 40  # kernels in the file
+SHOWN_GRAPHS = 5
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -48,6 +51,9 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     captured = serial = decode.compiled
     if jax.default_backend() == "gpu":
         captured, serial = decode.compile(trace.CAPTURED), decode.compile(trace.SERIAL)
+    whole = trace.traced(
+        lambda: decode.dispatch(steps.LONG, cached, captured), 1, whole_graphs=True
+    )
     fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached, captured), 1)
     slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, cached, serial), 1))
     found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
@@ -55,7 +61,9 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     return {
         "step": f"decode {rows} x 1, {cached} cached",
         "wall_us": round(1e3 * wall, 1),
-        "busy": round(trace.busy_fraction(fast), 4),
+        "busy": round(trace.busy_fraction(whole), 4),
+        "busy_by_kernel": round(trace.busy_fraction(fast), 4),
+        "graphs": trace.by_name(whole, steps.LONG)[:SHOWN_GRAPHS],
         "captured": trace.by_name(fast, steps.LONG)[:KEPT],
     } | found
 

@@ -26,6 +26,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert (profile["weights"], profile["step"]) == ("fp8", "decode 2 x 1, 9 cached")
     assert profile["wall_us"] > 0
     assert 0 < profile["busy"] <= 1
+    assert 0 < profile["busy_by_kernel"] <= 1
     assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
     assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.KEPT
     assert "of the time" in capsys.readouterr().out

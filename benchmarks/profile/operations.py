@@ -14,6 +14,7 @@ KINDS = (
     ("pallas_kernels/mla_", "attention"),
     ("pallas_kernels/softmax", "attention"),
     ("pallas_kernels/quantized_matmul", "dense matmul"),
+    ("pallas_kernels/rms_norm", "norm"),
     ("pallas_kernels/swiglu", "dense matmul"),
     ("pallas_kernels/grouped_", "expert matmul"),
     ("pallas_kernels/block_quant", "dequantisation"),

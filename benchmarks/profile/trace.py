@@ -59,11 +59,19 @@ def events(directory: Path) -> Iterator[Event]:
                 yield Event(event.name, operation, event.start_ns, event.duration_ns)
 
 
-def traced(run: Callable[[], Any], runs: int) -> list[Event]:
-    """What ``runs`` runs launched, behind one that is not traced."""
+def traced(run: Callable[[], Any], runs: int, *, whole_graphs: bool = False) -> list[Event]:
+    """What ``runs`` runs launched, behind one that is not traced.
+
+    Args:
+      whole_graphs: a CUDA graph is one event. Kernel by kernel the profiler slows a graph of small
+        ones down to half its speed.
+    """
     jax.block_until_ready(run())
+    options = jax.profiler.ProfileOptions()
+    if whole_graphs:
+        options.advanced_configuration = {"gpu_enable_cupti_activity_graph_trace": True}
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
+        with jax.profiler.trace(directory, profiler_options=options):
             jax.block_until_ready([run() for _ in range(runs)])
         with warnings.catch_warnings():
             # jaxlib's, of its own types; as an error it would end the process.

@@ -51,20 +51,23 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Whole sequences, no cache."""
         attended, _ = self.self_attn(self.input_layernorm(x), rotation)
-        return self._feed_forward(_add(x, attended), None)
+        return self._feed_forward(x, attended, None)
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
         """T new tokens a row behind those in the cache; also the extended cache."""
         attended, pages = self.self_attn.extend(self.input_layernorm(x), rotation, cache, form)
-        y, stats = self._feed_forward(_add(x, attended), cache.valid)
+        y, stats = self._feed_forward(x, attended, cache.valid)
         return y, pages, stats
 
     def _feed_forward(
-        self, h: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None
+        self,
+        x: Float[Array, "B T D"],
+        attended: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
-        normed = self.post_attention_layernorm(h)
+        h, normed = self.post_attention_layernorm.of_sum(x, attended)
         if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None
         out, stats = self.mlp(normed, valid)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from pallas_kernels import add_rms_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -17,6 +18,10 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps)
+
+    def of_sum(
+        self, x: Float[Array, "*batch D"], y: Float[Array, "*batch D"]
+    ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
+        """``x + y``, summed in float32 and rounded to x's dtype, and its norm."""
+        return add_rms_norm(x, y, self.weight[...], eps=self.eps)

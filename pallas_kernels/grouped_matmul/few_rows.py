@@ -39,8 +39,10 @@ def default_config(M: int, G: int, weights: Weights, count: int = 1) -> Config:
     width = best_width(widths, M, G, count * weights.N)
     warpgroups = 2 if wide and width < 256 else 4
     split = 64 * warpgroups // width
-    tiles = visited(M, G) * count * -(-weights.N // width)
-    return Config(warpgroups, classes, split, pieces_of(weights.steps // split, tiles))
+    groups = visited(M, G)
+    tiles = groups * count * -(-weights.N // width)
+    sums = 8 * M / groups / (weights.K * weights.bits / 8)  # bytes by bytes, of a matrix row
+    return Config(warpgroups, classes, split, pieces_of(weights.steps // split, tiles, sums))
 
 
 def grouped_matmul(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 _MULTIPROCESSORS = 132  # of an H100 SXM and an H200: a choice that suits them suits others
 _MOST_PIECES = 8  # of K: their sums are written and read again
-_WORTH = 0.9  # of the wider tile's reading: narrow tiles read the rows more often
+_WORTH = 0.92  # of the wider tile's reading: narrow tiles read the rows more often
 
 
 def visited(M: int, G: int) -> float:
@@ -30,8 +30,25 @@ def best_width(widths: Iterable[int], M: int, G: int, N: int) -> int:
     return best
 
 
-def pieces_of(steps: int, tiles: float) -> int:
-    """Of K, that so few tiles take to give every multiprocessor something to read; none of less
-    than two of the ``steps`` in which a tile is read."""
-    pieces = max(1, min(_MOST_PIECES, int(_MULTIPROCESSORS / max(tiles, 1)), steps // 2))
-    return math.ceil(steps / math.ceil(steps / pieces)) if steps else 1
+def pieces_of(steps: int, tiles: float, sums: float = 0.0) -> int:
+    """Of K, where they spread reading clearly better: tiles too few for all multiprocessors, or for
+    the last of several rounds. None is of less than two of the ``steps`` in which a tile is read.
+
+    Args:
+      sums: what writing a piece's sums and reading them again takes, in readings of a tile.
+    """
+
+    def cut(pieces: int) -> tuple[int, int]:
+        """Steps of each but the last, and how many have any."""
+        turns = math.ceil(steps / pieces)
+        return turns, math.ceil(steps / turns)
+
+    def time(pieces: int) -> float:
+        """In readings of a tile."""
+        turns, pieces = cut(pieces)
+        read = math.ceil(tiles * pieces / _MULTIPROCESSORS) * turns / steps
+        return read + pieces * sums * tiles / _MULTIPROCESSORS
+
+    best = min(range(2, min(_MOST_PIECES, steps // 2) + 1), key=time, default=1)
+    whole = math.ceil(tiles / _MULTIPROCESSORS)
+    return cut(best)[1] if best > 1 and time(best) < _WORTH * whole else 1

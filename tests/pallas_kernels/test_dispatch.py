@@ -175,6 +175,8 @@ ARGUMENTS = {
         (jnp.ones((1, 2)), *[jnp.ones((2, 2), jnp.int8)] * 2, *[jnp.ones((2, 1))] * 2),
         {"block_shape": (1, 2)},
     ),
+    "rms_norm": ((jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
+    "add_rms_norm": ((jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "route": (
         (jnp.ones((1, 2)), None, None),
         {

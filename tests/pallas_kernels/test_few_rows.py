@@ -142,7 +142,11 @@ def test_default_config(M, G, bits, warpgroups, classes, split, pieces):
 def test_pieces_that_fill_the_multiprocessors():
     # DeepSeek-V3's q_a_proj: 24 tiles of 64 rows, each read in 14 steps.
     assert pieces_of(14, 24.0) == 5
-    assert pieces_of(14, 112.0) == 1
+    # Its o_proj: one round of 112 tiles, or 7 of an eighth each; not when rows are many.
+    assert pieces_of(32, 112.0, sums=8 / 16384) == 8
+    assert pieces_of(32, 112.0, sums=8 * 64 / 16384) == 1
+    # As even as can be: nothing to gain.
+    assert pieces_of(14, 132.0) == pieces_of(14, 264.0) == 1
     # Of a piece at least two steps, and none that has nothing to read.
     assert pieces_of(3, 1.0) == 1
     assert pieces_of(9, 1.0) == 3

@@ -239,6 +239,9 @@ def kernels() -> dict[str, Kernel]:
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
             found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
+    for D in (2048, 7168):
+        row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
+        found[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
     found |= {
         "route 64 tokens": routed(64, 256, 8, 8, 4),
         "route one token": routed(1, 64, 6, 1, 1),

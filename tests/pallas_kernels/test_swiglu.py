@@ -19,6 +19,7 @@ from tests.pallas_kernels.test_quantized_matmul import BLOCKS
 # most 1 + |x|; sums here are near 1.
 ROUNDINGS = 6
 FORMS = ["dense", *BLOCKS]
+ROWS = 33  # that the kernel takes of all
 
 
 def inputs(form, batch=(5,), dtype="bfloat16", **given):
@@ -75,7 +76,7 @@ def test_kernel(form, batch):
 
 
 @kernel_runs
-@pytest.mark.parametrize("batch", [(2,), (2, 3), (130,)])
+@pytest.mark.parametrize("batch", [(32,), (7, 5), (128,)])
 def test_kernel_of_dense_matrices(batch):
     arrays, want = inputs("dense", batch)
     check(jax.jit(kernel)(*arrays), want, ROUNDINGS * tolerance("bfloat16"))
@@ -85,8 +86,8 @@ def test_kernel_of_dense_matrices(batch):
 @pytest.mark.parametrize("form", ["dense", "float8"])
 def test_gradient_of_the_rows(form):
     """The kernel's is that of the exact result."""
-    (x, *weights), _ = inputs(form)
-    cotangent = jnp.asarray(np.random.default_rng(0).standard_normal((5, 192)), jnp.bfloat16)
+    (x, *weights), _ = inputs(form, (ROWS,))
+    cotangent = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, 192)), jnp.bfloat16)
 
     def pulled(f):
         result = functools.partial(f, **options(form))
@@ -96,10 +97,22 @@ def test_gradient_of_the_rows(form):
     check(pulled(kernel), np.asarray(want, np.float64), ROUNDINGS * tolerance("bfloat16"))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 257])
+@pytest.mark.parametrize("rows", [0, 31, 129])
 def test_rows_of_dense_matrices_that_xla_multiplies(rows):
-    with pytest.raises(NotImplementedError, match=f"takes 2 to 256 rows .*, got {rows}"):
+    with pytest.raises(NotImplementedError, match=f"takes 32 to 128 rows .*, got {rows}"):
         kernel(*inputs("dense", (rows,))[0], interpret=object())
+
+
+def test_large_dense_matrices_take_fewer_rows(monkeypatch):
+    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu):
+        monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
+    large = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    for rows in (1, 128):
+        x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+        assert jax.eval_shape(mosaic_gpu.swiglu, x, large, large).shape == (rows, 8192)
+    x = jax.ShapeDtypeStruct((129, 2048), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"takes 1 to 128 rows .*, got 129"):
+        jax.eval_shape(mosaic_gpu.swiglu, x, large, large)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +147,10 @@ def test_matrices_that_do_not_fit():
         swiglu(x, gate, up, *scales, block_shape=(1, 128))
     with pytest.raises(ValueError, match="for both matrices or for none, got one"):
         swiglu(x, gate, up, scales[0], block_shape=(1, 128))
-    with pytest.raises(ValueError, match="384 columns of bfloat16 .* got 192 of uint8"):
+    with pytest.raises(ValueError, match=r"384 columns of bfloat16 .* got 192 of uint8"):
         swiglu(x, gate, up)
     x, gate, up = inputs("dense")[0]
-    with pytest.raises(ValueError, match="320 columns of bfloat16 .* got 320 of float32"):
+    with pytest.raises(ValueError, match=r"320 columns of bfloat16 .* got 320 of float32"):
         swiglu(x, gate.astype(jnp.float32), up.astype(jnp.float32))
 
 
@@ -146,7 +159,7 @@ def test_is_one_kernel(form, monkeypatch):
     for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, few_rows):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
     monkeypatch.setattr(few_rows, "multiprocessors", lambda: 132)
-    arrays, _ = inputs(form)
+    arrays, _ = inputs(form, (ROWS,))
     f = functools.partial(mosaic_gpu.swiglu, **options(form))
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

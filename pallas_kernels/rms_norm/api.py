@@ -1,0 +1,42 @@
+"""Root-mean-square normalisation of rows, and of sums of rows."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.rms_norm import mosaic_gpu, reference
+
+BACKENDS = {"mosaic_gpu": mosaic_gpu.rms_norm, "reference": reference.rms_norm}
+OF_SUMS = {"mosaic_gpu": mosaic_gpu.add_rms_norm, "reference": reference.add_rms_norm}
+
+
+def rms_norm(
+    x: Float[Array, "*batch D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, in float32, then in x's dtype.
+
+    Raises:
+      NotImplementedError: the named back-end does not take these arguments.
+    """
+    return dispatch("rms_norm", BACKENDS, implementation, x, weight, eps=eps)
+
+
+def add_rms_norm(
+    x: Float[Array, "*batch D"],
+    y: Float[Array, "*batch D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
+    """``x + y``, summed in float32 and rounded to x's dtype, and its :func:`rms_norm`.
+
+    Raises:
+      NotImplementedError: the named back-end does not take these arguments.
+    """
+    return dispatch("add_rms_norm", OF_SUMS, implementation, x, y, weight, eps=eps)
