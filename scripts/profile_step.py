@@ -6,9 +6,9 @@
 The generator's decode program with random weights, as in ``scripts/bench_decode.py``. Kernels are
 traced without CUDA graphs, which alone tells what a kernel computes, and summed by kind as in
 ``scripts/profile_layer.py``. ``wall`` is the time of a step as it runs by default; ``captured`` are
-that run's kernels, by name alone. ``busy`` is the share of it in which the GPU ran a graph, or a
-kernel outside of any: 1 if it never waits for the host. ``busy_by_kernel`` is that of single
-kernels; recording each slows a graph down, and lengthens the pauses between them.
+that run's kernels, by name alone. ``busy`` is the share of it in which some kernel was running;
+recording each lengthens the pauses between small ones, to twice the step's time and more.
+``host_waits_us`` are those pauses of a step in which the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dsv3_jax.model import DeepSeekV3
 
 TRACED = 4  # steps
 KEPT = 40  # kernels in the file
-SHOWN_GRAPHS = 5
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -51,9 +50,6 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     captured = serial = decode.compiled
     if jax.default_backend() == "gpu":
         captured, serial = decode.compile(trace.CAPTURED), decode.compile(trace.SERIAL)
-    whole = trace.traced(
-        lambda: decode.dispatch(steps.LONG, cached, captured), 1, whole_graphs=True
-    )
     fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached, captured), 1)
     slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, cached, serial), 1))
     found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
@@ -61,9 +57,8 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
     return {
         "step": f"decode {rows} x 1, {cached} cached",
         "wall_us": round(1e3 * wall, 1),
-        "busy": round(trace.busy_fraction(whole), 4),
-        "busy_by_kernel": round(trace.busy_fraction(fast), 4),
-        "graphs": trace.by_name(whole, steps.LONG)[:SHOWN_GRAPHS],
+        "busy": round(trace.busy_fraction(fast), 4),
+        "host_waits_us": round(trace.host_waits_us(fast, steps.LONG), 2),
         "captured": trace.by_name(fast, steps.LONG)[:KEPT],
     } | found
 
@@ -85,7 +80,8 @@ def main() -> None:
             model.use_float8_activations()
         for rows in arguments.batches:
             found = {"weights": weights} | profile(model, rows, arguments.cached)
-            print(f"{trace.table(found)}\n  busy {found['busy']:.1%} of the time", flush=True)
+            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us a step"
+            print(f"{trace.table(found)}\n  {busy} behind copies to the host", flush=True)
             result["profiles"].append(found)
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.decode import steps
-from benchmarks.profile.trace import Event, busy_fraction, by_name, kernels
+from benchmarks.profile.trace import TO_HOST, Event, busy_fraction, by_name, host_waits_us, kernels
 from scripts import profile_step
 from tests.support.checkpoints import tiny_config
 from tests.test_bench_decode import a_millisecond_a_step
@@ -26,7 +26,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert (profile["weights"], profile["step"]) == ("fp8", "decode 2 x 1, 9 cached")
     assert profile["wall_us"] > 0
     assert 0 < profile["busy"] <= 1
-    assert 0 < profile["busy_by_kernel"] <= 1
+    assert profile["host_waits_us"] == 0  # on a CPU
     assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
     assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.KEPT
     assert "of the time" in capsys.readouterr().out
@@ -51,3 +51,11 @@ def test_kernels_by_name():
 def test_busy_fraction():
     events = [Event("", "", start, ns) for start, ns in [(10, 10), (12, 4), (15, 10), (30, 5)]]
     assert busy_fraction(events) == pytest.approx(20 / 25)  # 10 to 25 and 30 to 35
+
+
+def test_pauses_behind_copies_to_the_host():
+    names = ["a", TO_HOST, "a", "b", TO_HOST, "a", "c"]
+    starts = [0, 1000, 6000, 7000, 10_000, 10_500, 30_000]
+    found = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
+    # 4 us behind the first; the second ends while "a" already runs; "c" follows a kernel.
+    assert host_waits_us(found, 2) == pytest.approx(2.0)

@@ -21,6 +21,7 @@ CAPTURED: dict[str, str | bool] = {"xla_enable_command_buffers_during_profiling"
 """CUDA graphs as ever: by default XLA launches every kernel by itself while it is profiled."""
 
 SHOWN = 25
+TO_HOST = "MemcpyD2H"
 _MATMUL = ("gemm", "cutlass", "nvjet", "triton_dot", "dot")
 
 
@@ -59,19 +60,11 @@ def events(directory: Path) -> Iterator[Event]:
                 yield Event(event.name, operation, event.start_ns, event.duration_ns)
 
 
-def traced(run: Callable[[], Any], runs: int, *, whole_graphs: bool = False) -> list[Event]:
-    """What ``runs`` runs launched, behind one that is not traced.
-
-    Args:
-      whole_graphs: a CUDA graph is one event. Kernel by kernel the profiler slows a graph of small
-        ones down to half its speed.
-    """
+def traced(run: Callable[[], Any], runs: int) -> list[Event]:
+    """What ``runs`` runs launched, behind one that is not traced."""
     jax.block_until_ready(run())
-    options = jax.profiler.ProfileOptions()
-    if whole_graphs:
-        options.advanced_configuration = {"gpu_enable_cupti_activity_graph_trace": True}
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory, profiler_options=options):
+        with jax.profiler.trace(directory):
             jax.block_until_ready([run() for _ in range(runs)])
         with warnings.catch_warnings():
             # jaxlib's, of its own types; as an error it would end the process.
@@ -111,6 +104,18 @@ def busy_fraction(found: Iterable[Event]) -> float:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return busy / (end - spans[0][0])
+
+
+def host_waits_us(found: Iterable[Event], runs: int) -> float:
+    """Of a run: pauses behind a copy to the host, which decides by it whether to go on."""
+    ordered = sorted(found, key=lambda event: event.start_ns)
+    waited, end, last = 0.0, ordered[0].start_ns, ""
+    for event in ordered:
+        if event.start_ns > end and last == TO_HOST:
+            waited += event.start_ns - end
+        if event.start_ns + event.ns > end:
+            end, last = event.start_ns + event.ns, event.kernel
+    return waited / 1e3 / runs
 
 
 def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
