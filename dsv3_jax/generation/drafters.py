@@ -201,4 +201,5 @@ def no_drafts(state: DecodeState) -> Drafts:
 
 def mask_padding(logits: Float32[Array, "*batch W"], vocab_size: int) -> Float32[Array, "*batch W"]:
     """Ids from ``vocab_size`` on are padding of the embedding and never chosen."""
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+    W = logits.shape[-1]
+    return logits if vocab_size >= W else jnp.where(jnp.arange(W) < vocab_size, logits, -jnp.inf)

@@ -148,15 +148,19 @@ def _append(
     def put(array: jax.Array, values: jax.Array) -> jax.Array:
         return array.at[rows, places].set(values, mode="drop")
 
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-    top_logprobs, top_tokens = jax.lax.top_k(logprobs, state.top_tokens.shape[-1])
+    # log_softmax of what is asked for. The largest logit is the most probable token's, whose search
+    # XLA shares with the choice of tokens.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
+    peak = jnp.take_along_axis(logits, best, axis=-1)
+    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
+    chosen = (jnp.take_along_axis(logits, tokens[..., None], axis=-1) - peak - total)[..., 0]
+    top_logits, top_tokens = jax.lax.top_k(logits, state.top_tokens.shape[-1])
     return dataclasses.replace(
         state,
         tokens=put(state.tokens, tokens),
         logprobs=put(state.logprobs, chosen),
         top_tokens=put(state.top_tokens, top_tokens),
-        top_logprobs=put(state.top_logprobs, top_logprobs),
+        top_logprobs=put(state.top_logprobs, top_logits - peak - total),
         lengths=state.lengths + gained,
     )
 

@@ -41,9 +41,11 @@ def verify(
     u = jnp.stack(chances, axis=1) if chances else jnp.zeros(drafts.tokens.shape)
     forced = None if acceptance is None else u < acceptance
     padded = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+    # Not in the branch that wants it: the loop asks for it too, and XLA then passes over the logits
+    # once for both.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         good = best[:, :K] == drafts.tokens if forced is None else forced
         accepted = _leading(good & offered)
         return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded, best), accepted
