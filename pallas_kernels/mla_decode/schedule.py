@@ -56,7 +56,7 @@ FEW_ROWS = Costs(row=2, merge=1, cuts=2, least=2)
 """For 16 query rows: a block is 2.2 us of a multiprocessor's share of HBM, a merge two latencies,
 the pieces of all parts are 9 MB to write and read; two blocks of a part are attended side by side.
 By arithmetic a row costs nothing, as it begins and ends behind the fetching of the next; measured,
-a cost of 2 is better than 1 (64 rows of 1,024 tokens: 33.4 and 36.8 us)."""
+a cost of 2 is better than 1 (benchmarks/NOTES.md)."""
 
 
 def schedule(

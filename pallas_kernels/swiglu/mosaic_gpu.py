@@ -12,9 +12,8 @@ from pallas_kernels.grouped_swiglu import mosaic_gpu
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.quantized_matmul.reference import Matrix
 
-# Of unquantized matrices, where XLA's products are not as good: 64 rows by two of 2816 x 2048 took
-# it 17.5 us and this kernel 13.8, 16 rows 12.4 and 14.0, 256 rows 25.0 and 28.7; one row by two of
-# 11264 x 2048 took it 54 us, which are 22 of reading.
+# Of unquantized matrices, where XLA's products are not as good (timed: benchmarks/NOTES.md, "Whole
+# models"). XLA took more than twice as long as reading for one row by two large matrices.
 _LEAST_ROWS, _MOST_ROWS = 32, 128
 _LARGE = 2**24  # numbers of a matrix, which fewer rows take too
 
