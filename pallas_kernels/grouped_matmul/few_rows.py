@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_rows_kernel, reference
 from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights
-from pallas_kernels.grouped_matmul.waves import best_width, pieces_of, visited
+from pallas_kernels.grouped_matmul.waves import best_cut
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
@@ -35,14 +35,17 @@ def default_config(M: int, G: int, weights: Weights, count: int = 1) -> Config:
     # rarely fill the last wave.
     wide = classes[-1] == 64
     widest = 128 if wide and weights.format != "int8" else 256
-    widths = [width for width in (widest, 128, 64) if width <= min(widest, weights.N)]
-    width = best_width(widths, M, G, count * weights.N)
-    warpgroups = 2 if wide and width < 256 else 4
-    split = 64 * warpgroups // width
-    groups = visited(M, G)
-    tiles = groups * count * -(-weights.N // width)
-    sums = 8 * M / groups / (weights.K * weights.bits / 8)  # bytes by bytes, of a matrix row
-    return Config(warpgroups, classes, split, pieces_of(weights.steps // split, tiles, sums))
+    warpgroups = {w: 2 if wide and w < 256 else 4 for w in (256, 128, 64)}
+    split = {w: 64 * warpgroups[w] // w for w in warpgroups if w <= min(widest, weights.N)}
+    width, pieces = best_cut(
+        {width: weights.steps // parts for width, parts in split.items()},
+        M,
+        G,
+        count * weights.N,
+        matrix_row=weights.K * weights.bits // 8,
+        row=2 * weights.K,
+    )
+    return Config(warpgroups[width], classes, split[width], pieces)
 
 
 def grouped_matmul(

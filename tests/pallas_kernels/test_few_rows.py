@@ -16,7 +16,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import few_rows
 from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights, stages_that_fit
-from pallas_kernels.grouped_matmul.waves import best_width, pieces_of, visited
+from pallas_kernels.grouped_matmul.waves import best_cut, best_width, draw_all, visited
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -126,7 +126,7 @@ def test_several_matrices(rhs_dtype, N, K, block_shape, config):
     ("M", "G", "bits", "warpgroups", "classes", "split", "pieces"),
     [
         (8, 8, 4, 4, (8,), 4, 1),
-        (8, 256, 8, 4, (8,), 1, 1),
+        (8, 256, 8, 4, (8,), 4, 1),
         (640, 256, 4, 4, (8, 16), 1, 1),
         (512, 32, 4, 4, (8, 16, 32), 1, 1),
         (2048, 32, 4, 2, (16, 32, 64), 1, 1),
@@ -139,25 +139,47 @@ def test_default_config(M, G, bits, warpgroups, classes, split, pieces):
     assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split, pieces)
 
 
+def cut(widths, steps, N, K, M=1, G=1):
+    """Of float8 matrices."""
+    return best_cut(dict.fromkeys(widths, steps), M, G, N, matrix_row=K, row=2 * K)
+
+
 def test_pieces_that_fill_the_multiprocessors():
     # DeepSeek-V3's q_a_proj: 24 tiles of 64 rows, each read in 14 steps.
-    assert pieces_of(14, 24.0) == 5
-    # Its o_proj: one round of 112 tiles, or 7 of an eighth each; not when rows are many.
-    assert pieces_of(32, 112.0, sums=8 / 16384) == 8
-    assert pieces_of(32, 112.0, sums=8 * 64 / 16384) == 1
+    assert cut((64,), 14, N=1536, K=7168) == (64, 5)
+    # Its o_proj: one round of 112 tiles, or several of a part of each; fewer when rows are many.
+    few, many = cut((64,), 32, N=7168, K=16384), cut((64,), 32, N=7168, K=16384, M=256)
+    assert few == (64, 4)
+    assert many == (64, 1)
     # As even as can be: nothing to gain.
-    assert pieces_of(14, 132.0) == pieces_of(14, 264.0) == 1
+    assert cut((64,), 14, N=4 * 132 * 64, K=7168) == (64, 1)
     # Of a piece at least two steps, and none that has nothing to read.
-    assert pieces_of(3, 1.0) == 1
-    assert pieces_of(9, 1.0) == 3
+    assert cut((64,), 3, N=64, K=7168) == (64, 1)
+    assert cut((64,), 9, N=64, K=7168) == (64, 3)
+    # 8 experts of DeepSeek-V3, gate and up: 124 tiles of 256 in a round that ends unevenly.
+    assert cut((256, 128, 64), 28, N=2 * 2048, K=7168, M=8, G=256) == (64, 1)
+    # q_b_proj, 24 blocks of 64 long: 384 tiles of 64 rows take longer to begin and end.
+    assert cut((256, 128, 64), 6, N=24576, K=1536) == (256, 1)
 
 
 def test_widths_that_fill_the_multiprocessors():
-    # 6 experts of 11 tiles leave half of 132 multiprocessors idle, of 22 none.
-    assert best_width((128, 64, 32), M=6, G=64, N=1408) == 64
-    # As even, or within a tenth: the wider.
-    assert best_width((256, 128, 64), M=384, G=64, N=2048) == 256
+    def width(M, N, K, G=64, widths=(256, 128), matrices=1):
+        return best_width(widths, M, G, N, matrix_row=2 * matrices * K, row=2 * K)
+
+    # Moonlight's experts: with one token down's 46 tiles do not draw all of HBM's bandwidth, 64 of
+    # gate and up do.
+    assert width(6, N=2048, K=1408) == 128
+    assert width(6, N=1408, K=2048, widths=(128, 64), matrices=2) == 128
+    # With 16 tokens the last of several rounds would leave most multiprocessors idle.
+    assert width(96, N=2048, K=1408) == 128
+    assert width(96, N=1408, K=2048, widths=(128, 64), matrices=2) == 64
+    # As even: the wider.
+    assert width(384, N=2048, K=1408) == 256
+    # Tiles of 64 columns read 64 rows as often as their part of the matrix.
+    assert width(512, N=7168, K=2048, G=8, widths=(256, 64)) == 256
     assert visited(6, 64) == pytest.approx(5.77, abs=0.01)
+    assert draw_all(64)
+    assert not draw_all(46)
 
 
 @pytest.mark.parametrize(
