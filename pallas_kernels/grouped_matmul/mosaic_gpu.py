@@ -14,7 +14,7 @@ from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_plan, reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes
-from pallas_kernels.grouped_matmul.waves import best_width, draw_all, visited
+from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import require_hopper
 
 # Widest first: the widest that N and K take is chosen.
@@ -104,14 +104,9 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
 def choose_few(
     candidates: Sequence[Config], M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1
 ) -> Config:
-    """For few rows a group: the widest tiles, or narrower ones if that is clearly faster. The third
-    width read less a microsecond than both others wherever these had tiles enough."""
+    """For few rows a group: the widest tiles, or narrower ones if multiprocessors idle."""
     by_width = {c.columns // matrices: c for c in fitting(candidates, N, K, float8, matrices)}
-    size = 1 if float8 else 2
-    widths = list(by_width)
-    if len(widths) > 2 and draw_all(visited(M, G) * -(-N // widths[1])):
-        widths = widths[:2]
-    return by_width[best_width(widths, M, G, N, matrix_row=matrices * K * size, row=K * size)]
+    return by_width[best_width(tuple(by_width), M, G, N)]
 
 
 def fitting(
