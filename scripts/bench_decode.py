@@ -86,6 +86,10 @@ class Bench:
 
     def run(self) -> None:
         config = models.config(self._arguments.model)
+        if self._arguments.acceptances and not config.num_nextn_predict_layers:
+            raise SystemExit(
+                f"--acceptances: expected a model with an MTP layer, got {self._arguments.model}"
+            )
         for weights in self._arguments.weights:
             self._all_of(config, weights)
 

@@ -62,6 +62,13 @@ def test_a_tiny_model(config, monkeypatch, capsys):
     assert "2 x 70 decode" in capsys.readouterr().out
 
 
+def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
+    shape = json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}
+    config.write_text(json.dumps(shape))
+    with pytest.raises(SystemExit, match="--acceptances: expected a model with an MTP layer"):
+        run(monkeypatch, config, "--batches", "1", "--acceptances", "0.7")
+
+
 def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
     real = steps.Decode
 

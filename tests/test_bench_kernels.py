@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import checks, hlo, inputs, pack_peers, report
+from benchmarks.kernels import checks, hlo, inputs, ours, pack_peers, report
 from benchmarks.kernels.ours import Session, call_of, counted, differing, program
 from benchmarks.kernels.shapes import (
     CALLS,
@@ -219,6 +219,14 @@ def test_nan_differs_from_itself():
 def test_xla_decodes_from_a_dense_cache():
     found = Session("reference", most_calls=2).xla(encoded(TINY[0]))
     assert min(found["us"]) > 0, found
+
+
+def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
+    case = TINY[1]
+    besides = jax.ShapeDtypeStruct((), jnp.int32)
+    monkeypatch.setattr(ours, "plan", lambda case, arrays: {"besides": besides})
+    ours.lower_program(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1, extra=True)
+    assert "besides" not in inputs.structs(case)
 
 
 def test_every_call_of_a_program_is_made():

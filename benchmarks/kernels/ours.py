@@ -96,7 +96,7 @@ def program(call: Call, laps: int) -> Callable[[list[Arrays]], list[jax.Array]]:
 def lower_program(case: Case, call: Call, sets: int, laps: int, extra: bool) -> Any:
     one = inputs.structs(case)
     if extra:
-        one |= jax.eval_shape(functools.partial(plan, case), one)
+        one = one | jax.eval_shape(functools.partial(plan, case), one)
     return jax.jit(program(call, laps)).lower([one] * sets)
 
 
