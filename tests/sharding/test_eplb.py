@@ -1,0 +1,236 @@
+"""Placements of experts: what each must be, and how even beside the greedy one."""
+
+import numpy as np
+import pytest
+
+from sharding import balancedness, rebalance_experts
+from sharding.eplb import replica_tables
+from sharding.packing import improve, pack
+from tests.sharding.placements import check_tables, heaviest_of_greedy, random_cases
+
+# The example in the README of deepseek-ai/EPLB: 16 replicas, 4 groups, 2 nodes, 8 GPUs.
+EXAMPLE = np.array(
+    [
+        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+    ]
+)
+PUBLISHED = np.array(
+    [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+)
+
+
+def test_the_published_example():
+    phy2log, log2phy, logcnt = rebalance_experts(EXAMPLE, 16, 4, 2, 8)
+    check_tables(phy2log, log2phy, logcnt, 12)
+    assert (phy2log.dtype, log2phy.dtype, logcnt.dtype) == (np.int32,) * 3
+    assert log2phy.shape == (2, 12, 2)
+    published = balancedness(EXAMPLE, PUBLISHED, 8)
+    assert (balancedness(EXAMPLE, phy2log, 8) >= published - 1e-12).all()
+    np.testing.assert_array_equal(logcnt, replica_tables(PUBLISHED, 12)[1])
+
+
+def test_balancedness_of_the_published_example():
+    """Layer 0: expert 0 and half of 1 on one GPU, 156, of 1033 on eight. Layer 1: 187/2 + 86."""
+    want = [1033 / 8 / (90 + 132 / 2), 1156 / 8 / (187 / 2 + 172 / 2)]
+    np.testing.assert_allclose(balancedness(EXAMPLE, PUBLISHED, 8), want, rtol=1e-14)
+
+
+def check_placement(weight, phy2log, P, groups, nodes, gpus):
+    """Whole groups on a node, as many on each, under the hierarchical policy."""
+    E = weight.shape[1]
+    assert phy2log.shape == (len(weight), P)
+    if groups % nodes:
+        return
+    for layer in phy2log:
+        held = [set((node // (E // groups)).tolist()) for node in layer.reshape(nodes, -1)]
+        assert [len(of_node) for of_node in held] == [groups // nodes] * nodes
+
+
+def test_a_thousand_loads():
+    """Each placement is valid, and none less even than the greedy one; many are more even."""
+    better = hierarchical = 0
+    for weight, arguments in random_cases(1000, seed=0):
+        tables = rebalance_experts(weight, *arguments)
+        check_tables(*tables, weight.shape[1])
+        check_placement(weight, tables[0], *arguments)
+        gpus = arguments[3]
+        even = balancedness(weight, tables[0], gpus)[0]
+        heaviest = heaviest_of_greedy(weight[0].tolist(), *arguments)
+        greedy = weight.sum() / gpus / heaviest if heaviest else 1.0
+        assert even >= greedy - 1e-9, (weight, arguments)
+        better += even > greedy + 1e-9
+        hierarchical += arguments[1] % arguments[2] == 0
+    assert 100 < better < 1000
+    assert 500 < hierarchical < 1000
+
+
+@pytest.mark.parametrize("arguments", [(288, 8, 4, 32), (288, 8, 18, 144), (320, 8, 1, 8)])
+def test_deepseek_v3(arguments):
+    """Its prefill and decode deployments, and one node: no GPU above the greedy's heaviest."""
+    weight = np.random.default_rng(1).lognormal(0, 0.7, (3, 256))
+    phy2log, log2phy, logcnt = rebalance_experts(weight, *arguments)
+    check_tables(phy2log, log2phy, logcnt, 256)
+    check_placement(weight, phy2log, *arguments)
+    heaviest = np.array([heaviest_of_greedy(layer, *arguments) for layer in weight.tolist()])
+    greedy = weight.sum(1) / arguments[3] / heaviest
+    assert (balancedness(weight, phy2log, arguments[3]) >= greedy - 1e-12).all()
+
+
+def test_layers_do_not_know_each_other():
+    weight = np.random.default_rng(2).random((4, 24))
+    together = rebalance_experts(weight, 32, 4, 2, 8)[0]
+    for layer in range(4):
+        alone = rebalance_experts(weight[layer : layer + 1], 32, 4, 2, 8)[0]
+        np.testing.assert_array_equal(together[layer], alone[0])
+
+
+def test_units_do_not_matter():
+    weight = np.random.default_rng(3).integers(0, 1000, (2, 24))
+    want = rebalance_experts(weight, 32, 4, 2, 8)
+    for scaled in (weight.tolist(), weight * 4.0, weight.astype(np.float32)):
+        for got, table in zip(rebalance_experts(scaled, 32, 4, 2, 8), want, strict=True):
+            np.testing.assert_array_equal(got, table)
+
+
+def test_one_replica_each_and_no_load():
+    phy2log, log2phy, logcnt = rebalance_experts(np.zeros((2, 8)), 8, 1, 1, 4)
+    check_tables(phy2log, log2phy, logcnt, 8)
+    assert log2phy.shape == (2, 8, 1)
+    np.testing.assert_array_equal(balancedness(np.zeros((2, 8)), phy2log, 4), [1, 1])
+    phy2log, log2phy, logcnt = rebalance_experts(np.zeros((0, 8)), 16, 1, 1, 4)
+    assert (phy2log.shape, log2phy.shape, logcnt.shape) == ((0, 16), (0, 8, 1), (0, 8))
+
+
+def test_all_load_on_one_expert_is_shared_by_all_gpus():
+    """12 places, 4 of which the others need: 8 are left, two for each GPU."""
+    phy2log, _, logcnt = rebalance_experts([[0, 0, 60, 0, 0]], 12, 1, 1, 4)
+    assert logcnt.tolist() == [[1, 1, 8, 1, 1]]
+    assert balancedness([[0, 0, 60, 0, 0]], phy2log, 4).tolist() == [1.0]
+
+
+def test_groups_change_nodes_where_that_helps():
+    """Greedy nodes hold 9+6+5 and 8+7+1; one exchange evens them out."""
+    load = np.array([9.0, 8, 7, 6, 5, 1])
+    greedy = pack(load, 2)
+    assert sorted(load[greedy].sum(1)) == [16, 20]
+    assert sorted(load[improve(load, greedy)].sum(1)) == [18, 18]
+    even = balancedness([load], rebalance_experts([load], 6, 6, 2, 2)[0], 2)
+    assert even.tolist() == [1.0]
+
+
+def test_evener_nodes_are_not_taken_where_gpus_are_worse():
+    """Evener nodes make a heavier GPU of some loads: a placement is as even as the better way."""
+    differ = 0
+    for weight, (P, groups, nodes, gpus) in random_cases(400, seed=4):
+        if groups % nodes or groups in (1, nodes):
+            continue
+        size = weight.shape[1] // groups
+        of_group = weight.reshape(groups, size).sum(1, dtype=float)
+        heaviest = []
+        for packs in (pack(of_group, nodes), improve(of_group, pack(of_group, nodes))):
+            loads = []
+            for node in packs:
+                of_node = weight.reshape(groups, size)[node].reshape(1, -1)
+                placed = rebalance_experts(of_node, P // nodes, 1, 1, gpus // nodes)[0]
+                even = balancedness(of_node, placed, gpus // nodes)[0]
+                loads.append(of_node.sum() / (gpus // nodes) / even)
+            heaviest.append(max(loads))
+        even = balancedness(weight, rebalance_experts(weight, P, groups, nodes, gpus)[0], gpus)[0]
+        if weight.sum():
+            assert even == pytest.approx(weight.sum() / gpus / min(heaviest), rel=1e-9)
+        differ += heaviest[0] < heaviest[1] * (1 - 1e-9)
+    assert differ
+
+
+def test_one_item_a_pack_stays_where_it_is():
+    assert pack(np.array([1.0, 3, 2]), 3).tolist() == [[0], [1], [2]]
+
+
+def test_improved_packs_cannot_be_improved_by_an_exchange():
+    """With the heaviest pack, that is; every item is still packed once."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        packs, room = (int(n) for n in rng.integers(2, 6, 2))
+        load = rng.random(packs * room)
+        before = pack(load, packs)
+        after = improve(load, before)
+        assert sorted(after.ravel()) == list(range(load.size))
+        total = load[after].sum(1)
+        assert total.max() <= load[before].sum(1).max() + 1e-12
+        heavy = total.argmax()
+        for other in set(range(packs)) - {heavy}:
+            for mine in load[after[heavy]]:
+                for its in load[after[other]]:
+                    exchanged = max(total[heavy] - mine + its, total[other] + mine - its)
+                    assert exchanged >= total[heavy] - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": [1, 2]}, r"weight: expected shape \[layers, experts\], got \(2,\)"),
+        ({"weight": np.zeros((2, 0))}, r"weight: expected shape .* got \(2, 0\)"),
+        ({"weight": np.zeros((1, 2, 3))}, r"weight: expected shape .* got \(1, 2, 3\)"),
+        ({"weight": [[1.0] * 11 + [-2.0]]}, "weight: expected finite loads of 0 or more, got -2.0"),
+        ({"weight": [[1.0] * 11 + [np.nan]]}, "weight: expected finite .* got nan"),
+        ({"weight": [[1.0] * 11 + [np.inf]]}, "weight: expected finite .* got inf"),
+        ({"num_replicas": 8}, "num_replicas: expected 12 experts or more, got 8"),
+        ({"num_replicas": 18}, "num_replicas: expected a multiple of num_gpus=8, got 18"),
+        ({"num_replicas": 0}, "num_replicas: expected 1 or more, got 0"),
+        ({"num_groups": 0}, "num_groups: expected 1 or more, got 0"),
+        ({"num_nodes": -1}, "num_nodes: expected 1 or more, got -1"),
+        ({"num_gpus": 0}, "num_gpus: expected 1 or more, got 0"),
+        ({"num_groups": 8}, "experts: expected a multiple of num_groups=8, got 12"),
+        (
+            {"num_groups": 3, "num_nodes": 3},
+            "num_gpus: expected a multiple of num_nodes=3, got 8",
+        ),
+    ],
+)
+def test_refusals(change, message):
+    arguments = {"weight": EXAMPLE, "num_replicas": 16, "num_groups": 4, "num_nodes": 2}
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        rebalance_experts(**{**arguments, "num_gpus": 8, **change})
+
+
+def test_the_global_policy_looks_at_neither_groups_nor_nodes():
+    want = rebalance_experts(EXAMPLE, 16, 1, 1, 8)[0]
+    for groups, nodes in ((4, 3), (1, 2), (5, 2)):
+        np.testing.assert_array_equal(rebalance_experts(EXAMPLE, 16, groups, nodes, 8)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("phy2log", "max_rep", "message"),
+    [
+        ([[0, 1, 2, 3]], None, "phy2log: expected experts 0 to 2, got 3"),
+        ([[0, 1, 2, -1]], None, "phy2log: expected experts 0 to 2, got -1"),
+        (
+            [[0, 1, 2, 2], [0, 2, 2, 2]],
+            None,
+            "phy2log: expected each expert at least once, got none of expert 1 in layer 1",
+        ),
+        ([[0, 1, 2, 2]], 1, "phy2log: expected at most 1 replicas of an expert, got 2"),
+    ],
+)
+def test_tables_of_no_placement(phy2log, max_rep, message):
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        replica_tables(np.array(phy2log), 3, max_rep)
+
+
+@pytest.mark.parametrize(
+    ("weight", "gpus", "message"),
+    [
+        (EXAMPLE[:1], 8, "phy2log: expected 1 layers as weight has, got 2"),
+        (EXAMPLE, 3, "num_replicas: expected a multiple of num_gpus=3, got 16"),
+        (EXAMPLE, 0, "num_gpus: expected 1 or more, got 0"),
+        (-EXAMPLE, 8, "weight: expected finite loads of 0 or more, got -90.0"),
+        (EXAMPLE[:, :11], 8, "phy2log: expected experts 0 to 10, got 11"),
+    ],
+)
+def test_balancedness_refuses(weight, gpus, message):
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        balancedness(weight, PUBLISHED, gpus)
