@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -48,15 +49,22 @@ class LatentKVCache:
         dtype: DTypeLike,
         page_size: int = PAGE_SIZE,
         mtp: bool = False,
+        sharding: NamedSharding | None = None,
     ) -> LatentKVCache:
-        """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
+        """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
+
+        Args:
+          sharding: of pages, along their first axis, in as many parts as rows.
+        """
         max_pages = -(-max_len // page_size)
         shape = (batch * max_pages, page_size, config.latent_dim)
         return cls(
-            pages=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)),
+            pages=tuple(
+                jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_hidden_layers)
+            ),
             block_tables=jnp.arange(batch * max_pages, dtype=jnp.int32).reshape(batch, max_pages),
             lengths=jnp.zeros((batch,), jnp.int32),
-            mtp_pages=(jnp.zeros(shape, dtype),) if mtp else (),
+            mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
         )
 
 

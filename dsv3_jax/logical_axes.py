@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from dsv3_jax.config import IntegerQuantization, Quantization
-from dsv3_jax.model import DeepSeekV3
-from sharding import Rules
+from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
+from sharding import Layout, Rules
+from sharding.expert_parallel import check_exchange
 
 Path = tuple[Any, ...]
 
@@ -45,12 +46,14 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def logical_axes(path: Path) -> tuple[str, ...]:
-    """The axes of the parameter at ``path`` in the tree of :class:`DeepSeekV3`.
+    """The axes of the parameter at ``path`` in the tree of a model.
 
     Heads are rows of N + R or N + V a head, or columns of V; latent is C, or C + R. A scale has
     its weight's axes.
     """
     owner, module, leaf = (str(part) for part in ("", *path)[-3:])
+    if module == "_held":  # kv_b_proj's head by head, in attention
+        return "heads", "head_dim", "latent"
     axes = _AXES[module]
     if leaf == "e_score_correction_bias":
         return axes[:1]
@@ -59,9 +62,10 @@ def logical_axes(path: Path) -> tuple[str, ...]:
 
 
 def parameter_shardings(
-    model: DeepSeekV3, mesh: Mesh, rules: Rules, quantization: Quantization | None = None
+    model: nnx.Module, mesh: Mesh, rules: Rules, quantization: Quantization | None = None
 ) -> dict[Path, NamedSharding]:
-    """How every parameter of ``model`` lies on ``mesh``, by its path; shapes are enough.
+    """How every parameter of ``model``, or of one of its layers, lies on ``mesh``, by its path;
+    shapes are enough.
 
     A quantised weight is cut between blocks alone, and its scales with it. Scales of whole rows
     belong to every part of their row, and are cut by rows only.
@@ -72,7 +76,9 @@ def parameter_shardings(
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     out: dict[Path, NamedSharding] = {}
     for path, variable in flat.items():
-        shape = variable.get_value().shape
+        # What is held beside the parameters, such as attention's up-projections, is no variable.
+        value = variable if isinstance(variable, jax.Array) else variable.get_value()
+        shape = value.shape
         axes: tuple[str | None, ...] = logical_axes(path)
         block = None
         if quantization is not None:
@@ -82,6 +88,33 @@ def parameter_shardings(
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
         out[path] = rules.sharding(mesh, ".".join(map(str, path)), shape, axes, block)
     return out
+
+
+def check_layout(config: ModelConfig, layout: Layout) -> None:
+    """Raises ValueError, or NotImplementedError for an exchange that the platform lacks, where
+    layers of this shape cannot run as ``layout`` says, whatever their parameters."""
+    heads, parts = config.num_attention_heads, layout.parts("heads")
+    if heads % parts:
+        raise ValueError(
+            f"num_attention_heads: expected whole heads on each of {parts} devices of mesh axis"
+            f" {' x '.join(layout.axes('heads'))}, got {heads}"
+        )
+    for axis in ("hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score"):
+        if layout.parts(axis) > 1:
+            raise ValueError(
+                f"rules: expected axis {axis!r} on every device whole, got it over mesh axis"
+                f" {' x '.join(layout.axes(axis))}: layers do not sum over it"
+            )
+    exchanged, summed = layout.expert_axes
+    check_exchange(
+        layout.mesh,
+        layout.exchange,
+        num_experts=config.n_routed_experts,
+        axes=exchanged,
+        reduce_axes=summed,
+        float8=layout.float8_dispatch,
+        hidden_size=config.hidden_size,
+    )
 
 
 def _is_one_a_row(quantization: Quantization) -> bool:

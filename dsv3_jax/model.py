@@ -15,12 +15,15 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.attention import Form, LayerCache
+from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
-from dsv3_jax.layers.moe import RoutingStats
+from dsv3_jax.layers.mlp import MLP
+from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.rope import Rotation, rotation
+from dsv3_jax.logical_axes import check_layout
+from sharding import Layout
 
 MTPHidden = Literal["post_norm", "pre_norm"]
 """Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
@@ -84,6 +87,7 @@ class DeepSeekV3(nnx.Module):
             )
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.layout: Layout | None = None
         kwargs = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
         W, D, std = config.vocab_size, config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(W, D, std=std, rngs=rngs, dtype=dtype)
@@ -125,6 +129,8 @@ class DeepSeekV3(nnx.Module):
           return_aux: also run the MTP layers and return :class:`Aux`.
           run_layers: how the layers run; default one after the other. Training brings others.
         """
+        if self.layout is not None:
+            self.layout.check_batch(len(tokens))
         run = run_layers or one_by_one
         x, stats = run(self.layers, self.embed_tokens(tokens), self._turn(tokens))
         hidden = self._hidden(x)
@@ -147,11 +153,24 @@ class DeepSeekV3(nnx.Module):
 
     def use_float8_activations(self) -> None:
         """From now on, products of more than ``FEW_ROWS`` rows a float8 matrix take them in float8
-        too, rounded in blocks of 128 columns, as DeepSeek's inference code multiplies. On a mesh no
-        kernel does that."""
+        too, rounded in blocks of 128 columns, as DeepSeek's inference code multiplies. On a mesh
+        the rows are those of a device."""
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Weight):
                 module.float8_rows = isinstance(module.quantization, BlockQuantization)
+
+    def lay_out(self, layout: Layout) -> None:
+        """From now on, layers run on the devices of ``layout``, where the parameters must lie as it
+        says: :func:`dsv3_jax.load` sees to both.
+
+        Raises:
+          ValueError, NotImplementedError: as :func:`dsv3_jax.logical_axes.check_layout`.
+        """
+        check_layout(self.config, layout)
+        self.layout = layout
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, DecoderLayer | MultiHeadLatentAttention | MLP | MoE):
+                module.layout = layout
 
     def ready_to_decode(self) -> DeepSeekV3:
         """The same model, with what absorbed attention wants of the weights made once for all the

@@ -3,22 +3,33 @@ which requests. Knows no model."""
 
 from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
 from sharding.eplb import balancedness, rebalance_experts
+from sharding.expert_parallel import Exchange, check_exchange, default_capacity, mix_experts
+from sharding.layout import Layout
 from sharding.mesh import AXES, make_mesh
+from sharding.presets import PRESETS, Preset, make_layout
 from sharding.replicas import Placement, choose_replicas, physical_experts
 from sharding.rules import DEFAULT_RULES, Rules
 
 __all__ = [
     "AXES",
     "DEFAULT_RULES",
+    "PRESETS",
     "WAITS",
+    "Exchange",
+    "Layout",
     "Placement",
+    "Preset",
     "Rules",
     "assign_by_count",
     "assign_decode",
     "assign_prefill",
     "balancedness",
+    "check_exchange",
     "choose_replicas",
+    "default_capacity",
+    "make_layout",
     "make_mesh",
+    "mix_experts",
     "physical_experts",
     "rebalance_experts",
 ]

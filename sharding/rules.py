@@ -22,6 +22,22 @@ class Rules:
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
 
+    def __hash__(self) -> int:
+        return hash(frozenset(self.table.items()))
+
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """Those that split a logical axis, the first of them into the largest parts.
+
+        Raises:
+          ValueError: there is no rule for it.
+        """
+        if axis is None:
+            return ()
+        if axis not in self.table:
+            raise ValueError(f"expected an axis among {', '.join(self.table)}; got {axis!r}")
+        found = self.table[axis] or ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
     def sharding(
         self,
         mesh: Mesh,
@@ -64,14 +80,10 @@ class Rules:
         return NamedSharding(mesh, PartitionSpec(*(mesh_axes or None for mesh_axes in split)))
 
     def _mesh_axes(self, mesh: Mesh, name: str, axis: str | None) -> tuple[str, ...]:
-        if axis is None:
-            return ()
-        if axis not in self.table:
-            raise ValueError(
-                f"{name}: expected an axis among {', '.join(self.table)}; got {axis!r}"
-            )
-        mesh_axes = self.table[axis] or ()
-        mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+        try:
+            mesh_axes = self.mesh_axes(axis)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         for mesh_axis in mesh_axes:
             if mesh_axis not in mesh.shape:
                 raise ValueError(
@@ -87,6 +99,7 @@ DEFAULT_RULES = Rules(
         "expert": "expert",
         "vocab": "tensor",
         "heads": "tensor",
+        "head_dim": None,
         "ffn": "tensor",
         "shared_ffn": "tensor",
         "expert_ffn": "tensor",

@@ -24,7 +24,7 @@ from dsv3_jax.checkpoint.store import StoreReader, is_store
 from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from sharding import DEFAULT_RULES, Rules
+from sharding import DEFAULT_RULES, Layout, Rules
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -47,6 +47,7 @@ def load(
     mtp: bool = True,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
+    layout: Layout | None = None,
 ) -> tuple[DeepSeekV3, Tokenizer | None]:
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
 
@@ -63,8 +64,10 @@ def load(
         where they are many: prompts and large batches. DeepSeek's own inference does. None rounds
         nothing.
       mtp: also load the multi-token prediction layers, where the checkpoint has them.
-      mesh: spreads the parameters over its devices, each of which reads its own part alone.
+      mesh: spreads the model over its devices, each of which reads its own part alone.
       rules: what each axis of ``mesh`` splits. Default :data:`sharding.DEFAULT_RULES`.
+      layout: a mesh, rules, and how tokens reach their experts, in one, such as
+        ``sharding.make_layout("dp_attention_ep")``.
 
     Returns:
       The model and its tokenizer; None for a checkpoint without tokenizer.json.
@@ -80,15 +83,19 @@ def load(
         )
     if activations is not None:
         check_choice("activations", activations, ("float8",))
-        if quantization != "fp8" or mesh is not None:
+        if quantization != "fp8":
             raise ValueError(
-                "activations='float8': expected quantization='fp8' and no mesh, got"
-                f" quantization={quantization!r} and {'no' if mesh is None else 'a'} mesh"
+                "activations='float8': expected quantization='fp8', got"
+                f" quantization={quantization!r}"
             )
     if dtype is not None:
         check_choice("dtype", _name(dtype), DTYPES)
     if rules is not None and mesh is None:
         raise ValueError("rules: expected a mesh that they apply to, got None")
+    if layout is not None and mesh is not None:
+        raise ValueError("layout: expected no mesh beside it, got both")
+    if mesh is not None:
+        layout = Layout(mesh, rules or DEFAULT_RULES)
     directory = find(path_or_name)
     tensors, published, source = _open(directory)
     if quantization is not None and quantization != (held := _form(published)):
@@ -107,8 +114,7 @@ def load(
             tensors,
             dtype=default_dtype if dtype is None else dtype,
             quantization=config.quantization if quantization else None,
-            mesh=mesh,
-            rules=rules or DEFAULT_RULES,
+            layout=layout,
         )
     except OSError as error:  # a disk that fails, a chunk that is gone
         raise ValueError(said(error)) from None

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.checkpoint.source import Index, Source
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
-from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
-from sharding import DEFAULT_RULES, Rules
+from sharding import Layout
 
 Path = tuple[Any, ...]
 
@@ -64,8 +64,7 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: Quantization | None,
-    mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
+    layout: Layout | None = None,
 ) -> DeepSeekV3:
     """The model with a checkpoint's weights; the host never holds more than two parameters.
 
@@ -73,16 +72,19 @@ def load_model(
       tensors: the published tensors, quantised weights beside their scales.
       dtype: of weights and activations; ``e_score_correction_bias`` and scales stay float32.
       quantization: keeps weights as stored; None dequantises them to ``dtype``.
-      mesh: where parameters go, as ``rules`` say; each device's part alone is read, and once for
-        all devices of this process that hold it. None: the default device.
+      layout: where parameters go; each device's part alone is read, and once for all devices of
+        this process that hold it. None: the default device.
 
     Raises:
-      ValueError: a parameter cannot lie on ``mesh`` as ``rules`` say; a tensor or a scale is
-        missing, has the wrong shape or dtype, or nobody asks for it; an MTP layer's copy of the
-        embedding or head differs from the original; or a scale makes no sense.
+      ValueError: a parameter cannot lie, or a layer not run, as ``layout`` says; a tensor or a
+        scale is missing, has the wrong shape or dtype, or nobody asks for it; an MTP layer's copy
+        of the embedding or head differs from the original; or a scale makes no sense.
     """
     model = abstract(config, dtype=dtype, quantization=quantization)
-    shardings = {} if mesh is None else parameter_shardings(model, mesh, rules, quantization)
+    shardings = {}
+    if layout is not None:
+        shardings = parameter_shardings(model, layout.mesh, layout.rules, quantization)
+        check_layout(config, layout)
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     expected = {path: published_names(config, path) for path in flat}
@@ -105,7 +107,10 @@ def load_model(
             # Or else reading might outrun the transfers, and the checkpoint pile up between them.
             jax.block_until_ready(on_its_way)
             on_its_way = value
-    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+    model = nnx.merge(graph, nnx.from_flat_state(flat.items()))
+    if layout is not None:
+        model.lay_out(layout)
+    return model
 
 
 _THREADS = 8  # that read and dequantise; each holds an expert or a piece of a matrix

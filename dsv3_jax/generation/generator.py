@@ -39,7 +39,8 @@ class Generator:
     Args:
       tokenizer: None takes and gives token ids only.
       max_len: most tokens a row, prompt and completion together; a static size of the cache.
-      batch_sizes: batches to compile for; more prompts than the largest run in several batches.
+      batch_sizes: batches to compile for; more prompts than the largest run in several batches. On
+        a mesh that splits the batch, the next multiples of its parts.
       prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
         32: there a chunk's padding costs more than another pass.
       stride: tokens between looks at the text, for stop strings and streaming.
@@ -72,7 +73,9 @@ class Generator:
         check("stride", stride, "an integer of at least 1", integer, 1)
         self.tokenizer = tokenizer
         self.max_len = max_len
-        self.batch_sizes = tuple(sorted(batch_sizes))
+        # On a mesh every device that holds rows of its own has as many.
+        parts = 1 if model.layout is None else model.layout.parts("batch")
+        self.batch_sizes = tuple(sorted({-(-size // parts) * parts for size in batch_sizes}))
         self.stride = stride
         self._reader = RequestReader(model.config, tokenizer, max_len)
         vocab_size = model.config.vocab_size

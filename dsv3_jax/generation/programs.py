@@ -16,12 +16,16 @@ from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
+from sharding import Layout
 
 GPU_OPTIONS = {
     # Kernels that do not wait for each other's results run side by side in a CUDA graph: the shared
     # experts beside the routed ones, queries beside latents. By default all run one by one.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+
+
+_ROWS = ("batch",)  # what every array of a state has first, but for the count of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Program:
     static: tuple[int, ...]
     options: dict[str, str]
     """XLA's, to compile it with."""
+    layout: Layout | None
+    """On which rows lie apart, those of the cache's pages too."""
 
     @classmethod
     def of(
@@ -48,10 +54,11 @@ class Program:
         leaves, treedef = jax.tree.flatten(state)
 
         def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
-            return loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
+            state = loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
+            return _laid_out(state, model.layout)
 
         options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
-        return cls(run, leaves, static, options)
+        return cls(run, leaves, static, options, model.layout)
 
     @functools.cached_property
     def jitted(self) -> Any:
@@ -63,7 +70,17 @@ class Program:
         )
 
     def __call__(self, state: DecodeState, *args: Any) -> DecodeState:
-        return self.jitted(self.leaves, state, *args)
+        return self.jitted(self.leaves, _laid_out(state, self.layout), *args)
+
+
+def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:
+    """The same whoever made it, so that a program is compiled for one."""
+    if layout is None:
+        return state
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(_ROWS if x.ndim else ())),
+        state,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +123,12 @@ class Programs:
           top: most probable tokens kept of each place.
         """
         cache = LatentKVCache.init(
-            self.model_config, rows, self.max_len + depth, dtype=self.dtype, mtp=mtp
+            self.model_config,
+            rows,
+            self.max_len + depth,
+            dtype=self.dtype,
+            mtp=mtp,
+            sharding=None if (layout := self.decode.layout) is None else layout.sharding(_ROWS),
         )
         return DecodeState.empty(
             cache,

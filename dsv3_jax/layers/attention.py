@@ -23,8 +23,10 @@ from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.kv_cache import write
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.on_mesh import summed
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import merge_attention, mla_decode, mla_prefill
+from sharding import Layout
 
 Form = Literal["expanded", "absorbed"]
 
@@ -89,6 +91,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=dtype)
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
+        self.layout: Layout | None = None  # see DeepSeekV3.lay_out: heads are then the device's
         self._held: UpProjections | None = None
 
     def __call__(
@@ -106,15 +109,14 @@ class MultiHeadLatentAttention(nnx.Module):
             jnp.full((B,), T, jnp.int32),
             scale=self.config.softmax_scale,
         )
-        return self.o_proj(out.reshape(B, T, -1)), latent
+        return self._output(out), latent
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
         """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
-        B, T, _ = x.shape
         latent = self.latents(x, rotation)
-        positions = cache.starts[:, None] + jnp.arange(T)
+        positions = cache.starts[:, None] + jnp.arange(x.shape[1])
         pages = write(cache.pages, cache.block_tables, positions, cache.valid, latent)
         cache = cache._replace(pages=pages)
         if form == "absorbed":
@@ -122,7 +124,7 @@ class MultiHeadLatentAttention(nnx.Module):
         else:
             q = jnp.concatenate(self.queries(x, rotation), axis=-1)
             out = self._attend_expanded(q, latent, cache)
-        return self.o_proj(out.reshape(B, T, -1)), pages
+        return self._output(out), pages
 
     def queries(
         self, x: Float[Array, "B T D"], rotation: Rotation
@@ -134,7 +136,7 @@ class MultiHeadLatentAttention(nnx.Module):
             if c.q_lora_rank is None
             else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         )
-        q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
+        q = q.reshape(*x.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
@@ -150,7 +152,8 @@ class MultiHeadLatentAttention(nnx.Module):
         if self._held is not None:
             return self._held
         c = self.config
-        w = self.kv_b_proj.dense(dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        w = self.kv_b_proj.dense(dtype)
+        w = w.reshape(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         return UpProjections(w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :])
 
     def hold_up_projections(self, dtype: DTypeLike) -> None:
@@ -165,11 +168,14 @@ class MultiHeadLatentAttention(nnx.Module):
         c = self.config
         B, S, _ = latent.shape
         kv = self.kv_b_proj(latent[..., : c.kv_lora_rank])
-        kv = kv.reshape(B, S, c.num_attention_heads, -1)
+        kv = kv.reshape(B, S, -1, c.qk_nope_head_dim + c.v_head_dim)
         k_rope = latent[..., None, c.kv_lora_rank :]
         k_rope = jnp.broadcast_to(k_rope, (*kv.shape[:3], c.qk_rope_head_dim))
         keys = jnp.concatenate([kv[..., : c.qk_nope_head_dim], k_rope], axis=-1)
         return keys, kv[..., c.qk_nope_head_dim :]
+
+    def _output(self, out: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
+        return summed(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
 
     def _attend_absorbed(
         self, q_nope: Float[Array, "B T H N"], q_rope: Float[Array, "B T H R"], cache: LayerCache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -13,7 +14,9 @@ from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.on_mesh import on_mesh
 from dsv3_jax.layers.rope import Rotation
+from sharding import Layout
 
 
 class DecoderLayer(nnx.Module):
@@ -29,6 +32,7 @@ class DecoderLayer(nnx.Module):
         quantization: Quantization | None,
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
+        self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
         self.self_attn = MultiHeadLatentAttention(
             config, rngs=rngs, dtype=dtype, quantization=quantization
@@ -50,6 +54,15 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Whole sequences, no cache."""
+        if self.layout is None:
+            return self._whole(x, rotation)
+        rows = self.layout.spec(("batch",))
+        body = on_mesh(self.layout, self, type(self)._whole, (rows, rows), (rows, self._stats))
+        return body(x, rotation)
+
+    def _whole(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         attended, _ = self.self_attn(self.input_layernorm(x), rotation)
         return self._feed_forward(x, attended, None)
 
@@ -57,9 +70,31 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
         """T new tokens a row behind those in the cache; also the extended cache."""
+        if self.layout is None:
+            return self._extended(x, rotation, cache, form)
+        rows = self.layout.spec(("batch",))
+
+        def extended(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
+            return layer._extended(x, rotation, _own_pages(layer.layout, cache), form)
+
+        specs = rows, rows, rows
+        body = on_mesh(self.layout, self, extended, specs, (rows, rows, self._stats))
+        return body(x, rotation, cache)
+
+    def _extended(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
         attended, pages = self.self_attn.extend(self.input_layernorm(x), rotation, cache, form)
         y, stats = self._feed_forward(x, attended, cache.valid)
         return y, pages, stats
+
+    @property
+    def _stats(self) -> RoutingStats | None:
+        """How statistics lie on the mesh."""
+        assert self.layout is not None
+        rows = self.layout.spec(("batch",))
+        dense = isinstance(self.mlp, MLP)
+        return None if dense else RoutingStats(PartitionSpec(), rows, rows)  # pyright: ignore
 
     def _feed_forward(
         self,
@@ -72,6 +107,13 @@ class DecoderLayer(nnx.Module):
             return _add(h, self.mlp(normed)), None
         out, stats = self.mlp(normed, valid)
         return _add(h, out), stats
+
+
+def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
+    """With page numbers as the device counts its own: a row's pages lie where the row does."""
+    assert layout is not None
+    first = layout.index("batch") * cache.pages.shape[0]
+    return cache._replace(block_tables=cache.block_tables - first)
 
 
 class SharedHead(nnx.Module):

@@ -12,7 +12,9 @@ from jaxtyping import Array, Float
 
 from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.on_mesh import summed
 from pallas_kernels import swiglu
+from sharding import Layout
 
 
 class MLP(nnx.Module):
@@ -27,7 +29,10 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike,
         quantization: Quantization | None,
+        inner_axis: str = "ffn",
     ):
+        self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.inner_axis = inner_axis
         kwargs = {"std": std, "rngs": rngs, "dtype": dtype, "quantization": quantization}
         self.gate_proj = Linear(width, inner, **kwargs)
         self.up_proj = Linear(width, inner, **kwargs)
@@ -36,7 +41,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*batch D"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch D"]:
-        return self.down_proj(self._hidden(x), out_dtype)
+        return summed(self.down_proj, self._hidden(x), self.layout, self.inner_axis, out_dtype)
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
         gate, up = self.gate_proj, self.up_proj

@@ -15,6 +15,7 @@ from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
 from pallas_kernels import Routes, grouped_matmul, grouped_swiglu
+from sharding import Layout, mix_experts
 
 
 class RoutingStats(NamedTuple):
@@ -112,6 +113,7 @@ class MoE(nnx.Module):
         quantization: Quantization | None,
     ):
         self.config = config
+        self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.gate = Router(config, rngs=rngs, dtype=dtype)
         self.experts = Experts(config, rngs=rngs, dtype=dtype, quantization=quantization)
         if config.n_shared_experts:
@@ -123,6 +125,7 @@ class MoE(nnx.Module):
                 rngs=rngs,
                 dtype=dtype,
                 quantization=quantization,
+                inner_axis="shared_ffn",
             )
 
     def __call__(
@@ -132,10 +135,14 @@ class MoE(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         routes = self.gate(tokens, valid)
-        mixed = self._mix(tokens, routes, valid)
+        mix = self._mix if self.layout is None else self._mix_on_mesh
+        mixed = mix(tokens, routes, valid)
         if self.config.n_shared_experts:
             mixed += self.shared_experts(tokens, jnp.float32)
-        stats = RoutingStats(routes.group_sizes, routes.scores, routes.experts)
+        counts = routes.group_sizes
+        if self.layout is not None:
+            counts = self.layout.total(counts, "batch")
+        stats = RoutingStats(counts, routes.scores, routes.experts)
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def _mix(
@@ -149,3 +156,27 @@ class MoE(nnx.Module):
         if valid is not None:
             out = jnp.where(valid[:, None, None], out, 0.0)
         return jnp.einsum("mkd,mk->md", out, routes.weights)
+
+    def _mix_on_mesh(
+        self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
+    ) -> Float32[Array, "M D"]:
+        """The same of experts that lie on several devices, for this device's tokens."""
+        layout = self.layout
+        assert layout is not None
+        over, summed_over = layout.expert_axes
+        count = self.experts.gate_proj.weight.shape[0] * layout.parts("expert")
+        experts = routes.experts
+        if valid is not None:
+            experts = jnp.where(valid[:, None], experts, count)
+        mixed = mix_experts(
+            tokens,
+            experts,
+            routes.weights,
+            self.experts,
+            num_experts=count,
+            axes=over,
+            exchange=layout.exchange,
+            float8=layout.float8_dispatch,
+            reduce_axes=summed_over,
+        )
+        return layout.total(mixed, "expert_ffn")

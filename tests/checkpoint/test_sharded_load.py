@@ -19,12 +19,12 @@ from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.parameters import load_model, published_names
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.config import ModelConfig
-from sharding import DEFAULT_RULES, Rules, make_mesh
+from sharding import DEFAULT_RULES, Layout, Rules, make_mesh
 from tests.checkpoint.values import no_array_made
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
-# Eight experts and four heads, one layer of each kind; every width divides by eight.
-CONFIG = tiny_config(num_hidden_layers=2)
+# Eight experts and eight heads, one layer of each kind; every width divides by eight.
+CONFIG = tiny_config(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8)
 MESHES = {
     "expert=8": {"expert": 8},
     "expert=4,tensor=2": {"expert": 4, "tensor": 2},
@@ -126,7 +126,7 @@ def test_without_a_mesh_all_is_on_one_device(checkpoint):
 def test_rules_of_ones_own(checkpoint):
     directory, _ = checkpoint(CONFIG)
     mesh = make_mesh(data=4, expert=2)
-    rules = Rules({**DEFAULT_RULES.table, "expert": ("expert", "data"), "hidden": None})
+    rules = Rules({**DEFAULT_RULES.table, "expert": ("data", "expert"), "hidden": None})
     model, _ = dsv3_jax.load(directory, mesh=mesh, rules=rules)
     value = model.layers[1].mlp.experts.up_proj.weight.get_value()
     assert value.sharding.shard_shape(value.shape) == (1, 48, 64)
@@ -276,7 +276,7 @@ def test_every_part_is_read_once_and_by_itself(checkpoint, mesh, quantization):
         watched,
         dtype="float32",
         quantization=config.quantization if quantization == "fp8 kept" else None,
-        mesh=mesh,
+        layout=Layout(mesh),
     )
     shares = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -326,7 +326,7 @@ def assert_close(got, want):
 
 @pytest.fixture(scope="module")
 def tokens():
-    return jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 7)), jnp.int32)
+    return jnp.asarray(np.random.default_rng(0).integers(0, 160, (8, 7)), jnp.int32)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -380,7 +380,8 @@ def test_what_does_not_divide(checkpoint, change, sizes, pattern):
 
 
 def test_a_block_over_a_border(checkpoint):
-    directory, _ = checkpoint(CONFIG, dtype="fp8", block=(16, 16))
+    four = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    directory, _ = checkpoint({**CONFIG, **four}, dtype="fp8", block=(16, 16))
     mesh = make_mesh(expert=4, tensor=2)
     expected = "expected whole blocks of 16 along axis 'heads', got 112 over 2 devices .*"
     pattern = rf"layers\.0\.self_attn\.kv_b_proj\.weight: {expected}"
@@ -421,5 +422,5 @@ def test_a_damaged_scale_is_named_on_a_mesh(checkpoint):
             {**tensors, name: broken},
             dtype="float32",
             quantization=None,
-            mesh=make_mesh(expert=8),
+            layout=Layout(make_mesh(expert=8)),
         )

@@ -1,0 +1,96 @@
+"""A mesh, what of a model it splits, and how tokens reach experts that other devices hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.expert_parallel import Exchange
+from sharding.rules import DEFAULT_RULES, Rules
+
+Axes = tuple[str | None, ...]
+"""The logical axis of each dimension of an array; None for one that is never split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model lies on devices. Modules name logical axes alone; this knows the mesh's.
+
+    Methods that say so are for code inside :meth:`local`, where each device has its part of every
+    array.
+
+    Raises:
+      ValueError: experts split over axes that the batch is not split over before those that it is;
+        a rule of an axis that the mesh lacks; an unknown exchange.
+    """
+
+    mesh: Mesh
+    rules: Rules = DEFAULT_RULES
+    exchange: Exchange = "all_gather"
+    """How tokens travel where experts lie on devices with other tokens."""
+    float8_dispatch: bool = False
+    """Tokens travel to their experts in float8, a scale for each 128 columns; back in bfloat16."""
+
+    def __post_init__(self) -> None:
+        for axis in self.rules.table:
+            self.rules.sharding(self.mesh, "rules", (0,), (axis,))
+        exchanged, reduced = self.expert_axes
+        if exchanged + reduced != self.axes("expert"):
+            raise ValueError(
+                "rules: expected experts over axes of the batch first, then over others, got "
+                f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
+            )
+
+    def axes(self, axis: str | None) -> tuple[str, ...]:
+        """Axes of the mesh, of more than one device, that split a logical axis; none without a
+        rule for it."""
+        if axis not in self.rules.table:
+            return ()
+        return tuple(a for a in self.rules.mesh_axes(axis) if self.mesh.shape[a] > 1)
+
+    def parts(self, axis: str | None) -> int:
+        """How many a logical axis is split into."""
+        return math.prod(self.mesh.shape[a] for a in self.axes(axis))
+
+    @property
+    def expert_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those over which tokens differ too, so that they travel, and those over which every
+        device has the same tokens, so that results are summed."""
+        batch = self.axes("batch")
+        of_experts = self.axes("expert")
+        return (
+            tuple(a for a in of_experts if a in batch),
+            tuple(a for a in of_experts if a not in batch),
+        )
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        return PartitionSpec(*(self.axes(axis) or None for axis in axes))
+
+    def sharding(self, axes: Axes) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def local(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """``body`` on every device, of the parts of arrays that lie there."""
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def total(self, x: Any, *axes: str) -> Any:
+        """Inside :meth:`local`: the sum over the devices that split any of these logical axes."""
+        over = tuple(dict.fromkeys(a for axis in axes for a in self.axes(axis)))
+        return lax.psum(x, over) if over else x
+
+    def index(self, axis: str) -> Any:
+        """Inside :meth:`local`: which part of a logical axis this device has."""
+        return lax.axis_index(self.axes(axis)) if self.axes(axis) else 0
+
+    def check_batch(self, rows: int) -> None:
+        """Raises ValueError for rows that do not divide over the devices that split the batch."""
+        if rows % (parts := self.parts("batch")):
+            raise ValueError(f"batch: expected rows that divide over {parts} devices, got {rows}")

@@ -1,0 +1,77 @@
+"""Layouts by name: what is split over how many devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from sharding.expert_parallel import Exchange
+from sharding.layout import Layout
+from sharding.mesh import make_mesh
+from sharding.rules import DEFAULT_RULES, Rules
+
+_WHOLE = dict.fromkeys(DEFAULT_RULES.table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Rules, and the sizes of a mesh's axes for a number of devices."""
+
+    rules: Rules
+    axes: Callable[[int], dict[str, int]]
+    devices: int | None = None
+    """The number it is made for; None: any."""
+    redundant_experts: int = 0
+    """Replicas beside one of each expert that the published deployment has."""
+
+
+_DATA_AND_EXPERTS = Rules({**_WHOLE, "batch": "expert", "expert": "expert"})
+
+PRESETS: dict[str, Preset] = {
+    "single": Preset(Rules(_WHOLE), lambda n: {}, devices=1),
+    # Attention, dense layers and LM head by requests, as DeepSeek serves; experts apart.
+    "dp_attention_ep": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}),
+    # Heads, inner widths and words apart: every device has all requests and a part of each matrix.
+    "tensor_parallel": Preset(
+        Rules({**DEFAULT_RULES.table, "batch": None, "expert": None}), lambda n: {"tensor": n}
+    ),
+    # The same, but for experts, which stay whole: widths of 2,048 are 16 blocks of 128.
+    "tp_attention_ep": Preset(
+        Rules({**DEFAULT_RULES.table, "batch": None, "expert": "tensor", "expert_ffn": None}),
+        lambda n: {"tensor": n},
+    ),
+    # DeepSeek's published units of four and of 18 nodes (V3/R1 inference system overview).
+    "deepseek_prefill_ep32": Preset(
+        _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=32, redundant_experts=32
+    ),
+    "deepseek_decode_ep144": Preset(
+        _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=144, redundant_experts=32
+    ),
+}
+
+
+def make_layout(
+    name: str,
+    *,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    exchange: Exchange = "all_gather",
+    float8_dispatch: bool = False,
+) -> Layout:
+    """The layout of that name over ``devices``, by default all there are ("single": the first).
+
+    Raises:
+      ValueError: no such name, or another number of devices than it is made for.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
+    preset = PRESETS[name]
+    found: Any = jax.devices() if devices is None else devices
+    if name == "single" and devices is None:
+        found = found[:1]
+    if preset.devices not in (None, len(found)):
+        raise ValueError(f"{name}: expected {preset.devices} devices, got {len(found)}")
+    mesh = make_mesh(**preset.axes(len(found)), devices=found)
+    return Layout(mesh, preset.rules, exchange, float8_dispatch)
