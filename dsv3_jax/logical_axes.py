@@ -54,6 +54,8 @@ def logical_axes(path: Path) -> tuple[str, ...]:
     owner, module, leaf = (str(part) for part in ("", *path)[-3:])
     if module == "_held":  # kv_b_proj's head by head, in attention
         return "heads", "head_dim", "latent"
+    if module == "replicas":  # log2phy, logcnt
+        return ("expert_score", "replica")[: 2 if leaf == "log2phy" else 1]
     axes = _AXES[module]
     if leaf == "e_score_correction_bias":
         return axes[:1]

@@ -19,11 +19,11 @@ from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.mlp import MLP
-from dsv3_jax.layers.moe import MoE, RoutingStats
+from dsv3_jax.layers.moe import MoE, Replicas, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.rope import Rotation, rotation
 from dsv3_jax.logical_axes import check_layout
-from sharding import Layout
+from sharding import Layout, Placement
 
 MTPHidden = Literal["post_norm", "pre_norm"]
 """Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
@@ -171,6 +171,32 @@ class DeepSeekV3(nnx.Module):
         for _, module in nnx.iter_modules(self):
             if isinstance(module, DecoderLayer | MultiHeadLatentAttention | MLP | MoE):
                 module.layout = layout
+
+    def place_experts(self, placement: Placement) -> DeepSeekV3:
+        """The same model with its experts where ``placement`` says, some of them in several places;
+        the results are the same. Weights move between devices.
+
+        Args:
+          placement: of the MoE layers in order, those of MTP layers last.
+
+        Raises:
+          ValueError: another number of layers or experts, or places that do not divide over the
+            devices.
+        """
+        model = nnx.merge(*nnx.split(self))
+        moes = [m.mlp for m in (*model.layers, *model.mtp) if isinstance(m.mlp, MoE)]
+        (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
+        if (want := (len(moes), self.config.n_routed_experts)) != (L, E):
+            raise ValueError(
+                f"placement: expected {want[0]} layers of {want[1]} experts, got {L} of {E}"
+            )
+        if self.layout is not None and P % (parts := self.layout.parts("expert")):
+            raise ValueError(
+                f"placement: expected places that divide over {parts} devices, got {P}"
+            )
+        for i, moe in enumerate(moes):
+            moe.place(placement.phy2log[i], Replicas(placement.log2phy[i], placement.logcnt[i]))
+        return model
 
     def ready_to_decode(self) -> DeepSeekV3:
         """The same model, with what absorbed attention wants of the weights made once for all the

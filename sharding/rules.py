@@ -104,6 +104,7 @@ DEFAULT_RULES = Rules(
         "shared_ffn": "tensor",
         "expert_ffn": "tensor",
         "expert_score": None,  # every token is routed among all experts
+        "replica": None,
         "hidden": None,
         "joined_hidden": None,
         "q_rank": None,

@@ -228,6 +228,16 @@ class Generator:
                 batch.advance(tokens, depth=depth)
         return time.perf_counter() - began
 
+    def use(self, model: DeepSeekV3) -> None:
+        """Goes on with another model of the same arrays, such as one whose experts were placed
+        anew (:meth:`~dsv3_jax.model.DeepSeekV3.place_experts`), also between the pieces of a
+        stream. Nothing is compiled.
+
+        Raises:
+          ValueError: its arrays differ in number, shape, dtype or place.
+        """
+        self._programs.use(model)
+
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:
         """The checked requests behind a call of :meth:`generate` with these arguments.
 

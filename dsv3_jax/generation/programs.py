@@ -112,6 +112,22 @@ class Programs:
             max_len=max_len,
         )
 
+    def use(self, model: DeepSeekV3) -> None:
+        """From the next dispatch on, with this model's arrays; nothing is compiled.
+
+        Raises:
+          ValueError: they are not those of the model before in number, shape, dtype and place.
+        """
+        leaves = jax.tree.leaves(nnx.split(model)[1])
+        for program in (self.prefill, self.decode):
+            before = [(x.shape, x.dtype, x.sharding) for x in program.leaves]
+            if before != [(x.shape, x.dtype, x.sharding) for x in leaves]:
+                raise ValueError(
+                    "model: expected arrays like those of the model in use, got others"
+                )
+        for program in (self.prefill, self.decode):
+            program.leaves[:] = leaves
+
     def empty_state(
         self, rows: int, *, depth: int = 0, mtp: bool = False, top: int = 0
     ) -> DecodeState:

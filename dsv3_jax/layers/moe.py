@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,7 +16,7 @@ from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
 from pallas_kernels import Routes, grouped_matmul, grouped_swiglu
-from sharding import Layout, mix_experts
+from sharding import Layout, choose_replicas, mix_experts, physical_experts
 
 
 class RoutingStats(NamedTuple):
@@ -101,6 +102,13 @@ def _product(
     return op(rows, *matrices, group_sizes, None, *scales, block_shape=stacks[0].block_shape)
 
 
+class Replicas(NamedTuple):
+    """Where copies of this layer's experts stand: a layer of :class:`sharding.Placement`."""
+
+    log2phy: Int32[Array, "E max_rep"]
+    logcnt: Int32[Array, " E"]
+
+
 class MoE(nnx.Module):
     """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32; no token is dropped."""
 
@@ -114,6 +122,7 @@ class MoE(nnx.Module):
     ):
         self.config = config
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.replicas: Replicas | None = None  # see place
         self.gate = Router(config, rngs=rngs, dtype=dtype)
         self.experts = Experts(config, rngs=rngs, dtype=dtype, quantization=quantization)
         if config.n_shared_experts:
@@ -135,8 +144,8 @@ class MoE(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         routes = self.gate(tokens, valid)
-        mix = self._mix if self.layout is None else self._mix_on_mesh
-        mixed = mix(tokens, routes, valid)
+        alone = self.layout is None and self.replicas is None
+        mixed = (self._mix if alone else self._mix_placed)(tokens, routes, valid)
         if self.config.n_shared_experts:
             mixed += self.shared_experts(tokens, jnp.float32)
         counts = routes.group_sizes
@@ -144,6 +153,18 @@ class MoE(nnx.Module):
             counts = self.layout.total(counts, "batch")
         stats = RoutingStats(counts, routes.scores, routes.experts)
         return mixed.astype(x.dtype).reshape(x.shape), stats
+
+    def place(self, phy2log: Int32[Array, " P"], replicas: Replicas) -> None:
+        """From now on, place p of the stacks holds expert ``phy2log[p]``."""
+        now = self.replicas
+        # A copy of an expert is as good as any: the first.
+        source = phy2log if now is None else now.log2phy[phy2log, 0]
+        for stack in (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj):
+            for _, parameter in nnx.to_flat_state(nnx.state(stack)):
+                value = parameter.get_value()
+                lies = None if self.layout is None else value.sharding
+                parameter.set_value(jax.jit(physical_experts, out_shardings=lies)(value, source))
+        self.replicas = nnx.data(replicas)
 
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
@@ -157,15 +178,21 @@ class MoE(nnx.Module):
             out = jnp.where(valid[:, None, None], out, 0.0)
         return jnp.einsum("mkd,mk->md", out, routes.weights)
 
-    def _mix_on_mesh(
+    def _mix_placed(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
     ) -> Float32[Array, "M D"]:
-        """The same of experts that lie on several devices, for this device's tokens."""
+        """The same of experts that lie on several devices or stand in several places, for this
+        device's tokens."""
         layout = self.layout
-        assert layout is not None
-        over, summed_over = layout.expert_axes
-        count = self.experts.gate_proj.weight.shape[0] * layout.parts("expert")
+        count = self.experts.gate_proj.weight.shape[0]
+        over, summed_over, options = (), (), {"exchange": "all_gather"}
+        if layout is not None:
+            count *= layout.parts("expert")
+            over, summed_over = layout.expert_axes
+            options = {"exchange": layout.exchange, "float8": layout.float8_dispatch}
         experts = routes.experts
+        if self.replicas is not None:
+            experts = choose_replicas(experts, *self.replicas)
         if valid is not None:
             experts = jnp.where(valid[:, None], experts, count)
         mixed = mix_experts(
@@ -175,8 +202,7 @@ class MoE(nnx.Module):
             self.experts,
             num_experts=count,
             axes=over,
-            exchange=layout.exchange,
-            float8=layout.float8_dispatch,
             reduce_axes=summed_over,
+            **options,
         )
-        return layout.total(mixed, "expert_ffn")
+        return mixed if layout is None else layout.total(mixed, "expert_ffn")

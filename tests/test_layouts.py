@@ -1,0 +1,275 @@
+"""A model on eight devices, split in every way that has a name: the same logits, the same tokens."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax import presets
+from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.layers.attention import LayerCache
+from dsv3_jax.layers.rope import rotation
+from dsv3_jax.logical_axes import check_layout, parameter_shardings
+from dsv3_jax.model import abstract
+from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout, make_mesh
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.running import forward
+
+CONFIG = tiny_config(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8)
+BOTH = Rules({**DEFAULT_RULES.table, "batch": ("data", "expert"), "expert": ("data", "expert")})
+LAYOUTS = {
+    "single": lambda: make_layout("single"),
+    "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
+    "dp_attention_ep, all_to_all": lambda: make_layout("dp_attention_ep", exchange="all_to_all"),
+    "tensor_parallel": lambda: make_layout("tensor_parallel"),
+    "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
+    "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
+    "the same, experts by data too": lambda: Layout(
+        make_mesh(data=2, expert=2, tensor=2), BOTH, "all_to_all"
+    ),
+    "data 8": lambda: Layout(make_mesh(data=8)),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    home = tmp_path_factory.mktemp("eight")
+    write_checkpoint(home, CONFIG, random_tensors(CONFIG))
+    return home
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 160, (8, 9))
+
+
+@pytest.fixture(scope="module")
+def want(alone, tokens):
+    return forward(alone, tokens)
+
+
+def assert_same(got, want):
+    """Logits, those of MTP, and which experts how many tokens chose."""
+    for x, y in zip((got[0], *got[1].mtp_logits), (want[0], *want[1].mtp_logits), strict=True):
+        assert np.abs(x - np.asarray(y)).max() <= 1e-5 * np.abs(y).max()
+    np.testing.assert_array_equal(got[1].routing_counts, want[1].routing_counts)
+    for of_layer, expected in zip(got[1].routing, want[1].routing, strict=True):
+        np.testing.assert_array_equal(of_layer.experts, expected.experts)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits(directory, tokens, want, name):
+    assert_same(forward(dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], tokens), want)
+
+
+@pytest.mark.parametrize(
+    "name", ["dp_attention_ep", "dp_attention_ep, all_to_all", "data 2, expert 2, tensor 2"]
+)
+def test_all_tokens_choose_the_same_experts(directory, tokens, name):
+    """Those of one device, and no others."""
+
+    def biased(layout):
+        model = dsv3_jax.load(directory, layout=layout)[0]
+        for layer in (model.layers[1], model.mtp[0]):
+            bias = layer.mlp.gate.e_score_correction_bias
+            bias.set_value(bias[...].at[jnp.arange(3)].add(100.0))
+        return forward(model, tokens)
+
+    want = biased(None)
+    assert (np.asarray(want[1].routing_counts)[0] > 0).sum() == 3
+    assert_same(biased(LAYOUTS[name]()), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [None, "mtp"])
+@pytest.mark.parametrize(
+    "name", ["dp_attention_ep, all_to_all", "tp_attention_ep", "data 2, expert 2, tensor 2"]
+)
+def test_generated_tokens(directory, alone, name, draft):
+    model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
+    prompts = [[5, 9, 2], [7] * 11, [1, 2, 3, 4, 5]]
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "draft": draft, "draft_depth": 2}
+    want, got = (
+        Generator(m, None, 64, batch_sizes=(3,), prefill_chunk=4).generate(prompts, **settings)
+        for m in (alone, model)
+    )
+    assert [c.tokens for c in got] == [c.tokens for c in want]
+
+
+def test_batches_divide_over_the_devices(directory, tokens):
+    model = dsv3_jax.load(directory, layout=make_layout("dp_attention_ep"))[0]
+    assert Generator(model, None, 64, batch_sizes=(1, 4, 9)).batch_sizes == (8, 16)
+    with pytest.raises(ValueError, match="batch: expected rows that divide over 8 devices, got 7"):
+        forward(model, tokens[:7])
+
+
+# ---- placements ----------------------------------------------------------------------------------
+
+
+def placements():
+    """Of two MoE layers, the second MTP's: with 0, 8 and 16 redundant experts."""
+    loads = np.random.default_rng(1).zipf(1.5, (2, 8))
+    yield Placement.identity(2, 8, 16)
+    for replicas in (8, 16, 24):
+        yield Placement.balanced(loads, replicas, 4, 2, 8)
+
+
+@pytest.mark.parametrize("name", [None, "dp_attention_ep", "dp_attention_ep, all_to_all"])
+def test_logits_do_not_depend_on_placement(directory, tokens, want, name):
+    layout = None if name is None else LAYOUTS[name]()
+    model = dsv3_jax.load(directory, layout=layout)[0]
+    for placement in placements():
+        model = model.place_experts(placement)  # from the placement before
+        assert model.layers[1].mlp.experts.up_proj.weight.shape[0] == placement.phy2log.shape[1]
+        assert_same(forward(model, tokens), want)
+
+
+def test_a_swap_while_a_stream_runs(directory, alone):
+    """Between two pieces, without a compilation."""
+    layout = make_layout("dp_attention_ep")
+    model = dsv3_jax.load(directory, layout=layout)[0].place_experts(Placement.identity(2, 8, 16))
+    generator = Generator(model, None, 64, prefill_chunk=4, stride=4, batch_sizes=(8,))
+    settings = {"max_new_tokens": 16, "ignore_eos": True}
+    want = Generator(alone, None, 64, prefill_chunk=4).generate([[3, 1, 4]], **settings)
+    assert generator.generate([[3, 1, 4]], **settings)[0].tokens == want[0].tokens
+    balanced = model.place_experts(Placement.balanced(np.arange(16).reshape(2, 8), 16, 4, 2, 8))
+    compiled = generator._programs.decode.jitted._cache_size()
+    tokens = []
+    for piece in generator.stream([3, 1, 4], **settings):
+        tokens += piece.tokens
+        generator.use(balanced)
+    assert tokens == want[0].tokens
+    assert generator._programs.decode.jitted._cache_size() == compiled
+    with pytest.raises(ValueError, match="model: expected arrays like those of the model in use"):
+        generator.use(alone)
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+
+
+def collectives(model, layer):
+    """Of one decode step of one layer: name -> how many, as XLA compiles it."""
+    c = model.config
+    x, starts = jnp.zeros((8, 1, c.hidden_size)), jnp.zeros(8, jnp.int32)
+    pages = jnp.zeros((8, 64, c.latent_dim))
+    cache = LayerCache(pages, jnp.arange(8)[:, None], starts, jnp.ones((8, 1), bool))
+    graph, state = nnx.split(model.layers[layer])
+    sharding = model.layout.sharding(("batch",))
+    x, cache = jax.device_put((x, cache), sharding)
+
+    @jax.jit
+    def run(state, x, cache):
+        turn = rotation(c, cache.starts[:, None])
+        return nnx.merge(graph, state).extend(x, turn, cache, "absorbed")[:2]
+
+    text = run.lower(state, x, cache).compile().as_text()
+    counts = {name: len(re.findall(rf" {name}(-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "moe"),
+    [
+        ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 3}),
+        ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 3}),
+    ],
+)
+def test_collectives(directory, name, dense, moe):
+    """Of data-parallel attention none; of experts one exchange and back."""
+    model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
+    assert collectives(model, 0) == dense
+    assert collectives(model, 1) == moe
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def refused(pattern, run):
+    with pytest.raises(ValueError, match=pattern) as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_laid_out(directory, tmp_path):
+    four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    refused(
+        "^num_attention_heads: expected whole heads on each of 8 devices of mesh axis tensor, got 4",
+        lambda: check_layout(four, make_layout("tensor_parallel")),
+    )
+    hidden = Layout(
+        make_mesh(tensor=8), Rules({**dict.fromkeys(DEFAULT_RULES.table), "hidden": "tensor"})
+    )
+    config = ModelConfig.from_hf(CONFIG)
+    refused(
+        "^rules: expected axis 'hidden' on every device whole", lambda: check_layout(config, hidden)
+    )
+    order = Rules({**DEFAULT_RULES.table, "expert": ("expert", "data")})
+    refused(
+        "^rules: expected experts over axes of the batch first",
+        lambda: Layout(make_mesh(data=4, expert=2), order),
+    )
+    refused("^name: expected one of single, dp_", lambda: make_layout("pipeline"))
+    refused(
+        "^deepseek_prefill_ep32: expected 32 devices, got 8",
+        lambda: make_layout("deepseek_prefill_ep32"),
+    )
+    layout = make_layout("dp_attention_ep")
+    refused(
+        "^layout: expected no mesh beside it",
+        lambda: dsv3_jax.load(directory, mesh=layout.mesh, layout=layout),
+    )
+    model = dsv3_jax.load(directory, layout=layout)[0]
+    refused(
+        "^placement: expected 2 layers of 8", lambda: model.place_experts(Placement.identity(1, 8))
+    )
+    refused(
+        "^placement: expected places that divide over 8 devices, got 9",
+        lambda: model.place_experts(Placement.identity(2, 8, 9)),
+    )
+
+
+def test_every_preset_takes_deepseek_v3():
+    """Parameters of each kind of layer, in float8, on as many devices as the preset is made for."""
+    config = dataclasses.replace(
+        presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
+    )
+    model = abstract(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
+    for preset in PRESETS.values():
+        if preset.redundant_experts:
+            continue  # their experts are not the model's 256
+        sizes = {"data": 1, "expert": 1, "tensor": 1} | preset.axes(8)
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        parameter_shardings(model, mesh, preset.rules, BlockQuantization())
+
+
+@pytest.mark.parametrize(("devices", "whole"), [(16, True), (32, False)])
+def test_blocks_of_experts_over_tensor_devices(devices, whole):
+    """2,048 columns over 16 devices are a block of 128 each, over 32 half of one: other engines
+    run that, with the wrong scales."""
+    config = dataclasses.replace(
+        presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
+    )
+    model = abstract(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
+    mesh = jax.sharding.AbstractMesh((1, 1, devices), ("data", "expert", "tensor"))
+    rules = Rules({**dict.fromkeys(DEFAULT_RULES.table), "expert_ffn": "tensor"})
+    if whole:
+        parameter_shardings(model, mesh, rules, BlockQuantization())
+        return
+    refused(
+        r"experts\.down_proj\.weight: expected whole blocks of 128 along axis 'expert_ffn'",
+        lambda: parameter_shardings(model, mesh, rules, BlockQuantization()),
+    )
