@@ -65,8 +65,8 @@ def make_mesh(sizes):
 def experts_mlp(gate, up, down):
     """``run`` of mix_experts, with NaN in all rows that it may leave undefined.
 
-    And in rows of zeros, which fill messages up and are no expert's work, and in all if the sizes
-    are those of more rows than came.
+    And in all if it is given work that is none: more rows than came, or a row of zeros, which fill
+    messages up.
     """
     product = functools.partial(grouped_matmul, implementation="reference")
 
@@ -75,8 +75,9 @@ def experts_mlp(gate, up, down):
         hidden = jax.nn.silu(product(x, gate, group_sizes)) * product(x, up, group_sizes)
         out = product(hidden, down, group_sizes)
         pairs = jnp.sum(group_sizes)
-        defined = (jnp.arange(len(rows)) < pairs) & (pairs <= len(rows)) & jnp.any(x, axis=1)
-        return jnp.where(defined[:, None], out, jnp.nan)
+        defined = jnp.arange(len(rows)) < pairs
+        sound = (pairs <= len(rows)) & jnp.all(jnp.any(x, axis=1) | ~defined)
+        return jnp.where(defined[:, None] & sound, out, jnp.nan)
 
     return run
 
