@@ -8,7 +8,13 @@ These functions run inside :func:`jax.shard_map`. Three exchanges give the same 
   fixed capacity; what does not fit goes in a further round, so that nothing is ever dropped.
 - ``ragged_all_to_all``: the same with messages of exact length, where the platform has it.
 
-Which one is used is said by the caller. No result depends on it beyond the order of float32 sums.
+Which one is used is said by the caller. With float32 partial sums (``combine_dtype``), no result
+depends on it beyond the order in which they are added.
+
+Of m tokens on each of n devices, a device sends m rows to all others and holds n m rows; or sends
+``capacity`` rows to each and holds n times as many; or sends what must go, and has room for n m.
+Beside them lie as many sums in float32, and what ``run`` makes of its pairs: K for each row held,
+or ``pairs_at_once``.
 """
 
 from __future__ import annotations
