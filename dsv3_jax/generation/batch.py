@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +18,7 @@ from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.text import TextTracker
 from dsv3_jax.tokenizer import Tokenizer
+from sharding.distributed import host_values, slowest
 
 
 class Batch:
@@ -92,7 +92,7 @@ class Batch:
             steps = max(1, tokens // (depth + 1))
         self._dispatch(depth, steps)
         state = self._state
-        tokens_held, lengths = jax.device_get((state.tokens, state.lengths))
+        tokens_held, lengths = host_values((state.tokens, state.lengths))
         for b, (request, tracker) in enumerate(zip(self._requests, self.trackers, strict=True)):
             if tracker.stopped:
                 continue
@@ -111,8 +111,10 @@ class Batch:
         steps_before, began = self.steps, time.perf_counter()
         state = self._programs.decode(state, self._sampling, np.int32(steps), drafter, depth)
         counters = (state.finished, state.drafted, state.accepted, state.row_steps, state.steps)
-        finished, drafted, accepted, self._row_steps, steps_done = jax.device_get(counters)
+        finished, drafted, accepted, self._row_steps, steps_done = host_values(counters)
         seconds = time.perf_counter() - began
+        if not (self._chooser.is_fixed or state.steps.is_fully_addressable):
+            seconds = slowest(seconds)  # or else processes would choose each for itself
         self._finished, self.steps = finished.copy(), int(steps_done)
         self._programs.ran.add(program)
         self._chooser.observe(
@@ -131,7 +133,7 @@ class Batch:
     def completions(self) -> list[Completion]:
         """What each request came to."""
         state = self._state
-        arrays = jax.device_get((state.logprobs, state.top_tokens, state.top_logprobs))
+        arrays = host_values((state.logprobs, state.top_tokens, state.top_logprobs))
         return [
             self._completion(b, request, *(array[b] for array in arrays))
             for b, request in enumerate(self._requests)
