@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
 from sharding import Layout, Rules
@@ -64,7 +64,10 @@ def logical_axes(path: Path) -> tuple[str, ...]:
 
 
 def parameter_shardings(
-    model: nnx.Module, mesh: Mesh, rules: Rules, quantization: Quantization | None = None
+    model: nnx.Module,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    quantization: Quantization | None = None,
 ) -> dict[Path, NamedSharding]:
     """How every parameter of ``model``, or of one of its layers, lies on ``mesh``, by its path;
     shapes are enough.

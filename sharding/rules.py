@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -40,7 +40,7 @@ class Rules:
 
     def sharding(
         self,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         name: str,
         shape: tuple[int, ...],
         axes: tuple[str | None, ...],
@@ -79,7 +79,7 @@ class Rules:
                 )
         return NamedSharding(mesh, PartitionSpec(*(mesh_axes or None for mesh_axes in split)))
 
-    def _mesh_axes(self, mesh: Mesh, name: str, axis: str | None) -> tuple[str, ...]:
+    def _mesh_axes(self, mesh: Mesh | AbstractMesh, name: str, axis: str | None) -> tuple[str, ...]:
         try:
             mesh_axes = self.mesh_axes(axis)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A model on eight devices, split in every way that has a name: the same logits, the same tokens."""
+"""A model on eight devices, split in every way that has a name: equal logits, equal tokens."""
 
 import dataclasses
 import re
@@ -184,8 +184,8 @@ def collectives(model, layer):
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
-        ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 3}),
-        ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 3}),
+        ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
+        ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
     ],
 )
 def test_collectives(directory, name, dense, moe):
@@ -204,15 +204,14 @@ def refused(pattern, run):
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_laid_out(directory, tmp_path):
+def test_what_cannot_be_laid_out(directory):
     four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
     refused(
-        "^num_attention_heads: expected whole heads on each of 8 devices of mesh axis tensor, got 4",
+        "^num_attention_heads: expected whole heads on each of 8 devices .* tensor, got 4",
         lambda: check_layout(four, make_layout("tensor_parallel")),
     )
-    hidden = Layout(
-        make_mesh(tensor=8), Rules({**dict.fromkeys(DEFAULT_RULES.table), "hidden": "tensor"})
-    )
+    hidden = Rules({**dict.fromkeys(DEFAULT_RULES.table), "hidden": "tensor"})
+    hidden = Layout(make_mesh(tensor=8), hidden)
     config = ModelConfig.from_hf(CONFIG)
     refused(
         "^rules: expected axis 'hidden' on every device whole", lambda: check_layout(config, hidden)

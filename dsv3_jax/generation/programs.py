@@ -94,6 +94,7 @@ class Programs:
     model_config: ModelConfig
     dtype: DTypeLike
     max_len: int
+    layout: Layout | None
     ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
     """Decode programs that have run, and hence are compiled."""
 
@@ -110,6 +111,7 @@ class Programs:
             model_config=model.config,
             dtype=model.dtype,
             max_len=max_len,
+            layout=model.layout,
         )
 
     def use(self, model: DeepSeekV3) -> None:
@@ -144,7 +146,7 @@ class Programs:
             self.max_len + depth,
             dtype=self.dtype,
             mtp=mtp,
-            sharding=None if (layout := self.decode.layout) is None else layout.sharding(_ROWS),
+            sharding=None if self.layout is None else self.layout.sharding(_ROWS),
         )
         return DecodeState.empty(
             cache,

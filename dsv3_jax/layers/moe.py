@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32
 
 from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.layers.linear import Weight
@@ -185,11 +185,10 @@ class MoE(nnx.Module):
         device's tokens."""
         layout = self.layout
         count = self.experts.gate_proj.weight.shape[0]
-        over, summed_over, options = (), (), {"exchange": "all_gather"}
+        over, summed_over = (), ()
         if layout is not None:
             count *= layout.parts("expert")
             over, summed_over = layout.expert_axes
-            options = {"exchange": layout.exchange, "float8": layout.float8_dispatch}
         experts = routes.experts
         if self.replicas is not None:
             experts = choose_replicas(experts, *self.replicas)
@@ -203,6 +202,7 @@ class MoE(nnx.Module):
             num_experts=count,
             axes=over,
             reduce_axes=summed_over,
-            **options,
+            exchange="all_gather" if layout is None else layout.exchange,
+            float8=layout is not None and layout.float8_dispatch,
         )
         return mixed if layout is None else layout.total(mixed, "expert_ffn")
