@@ -95,9 +95,13 @@ def parameter_shardings(
     return out
 
 
-def check_layout(config: ModelConfig, layout: Layout) -> None:
+def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None) -> None:
     """Raises ValueError, or NotImplementedError for an exchange that the platform lacks, where
-    layers of this shape cannot run as ``layout`` says, whatever their parameters."""
+    layers of this shape cannot run as ``layout`` says, whatever their parameters.
+
+    Args:
+      experts: places for experts, if not one each.
+    """
     heads, parts = config.num_attention_heads, layout.parts("heads")
     if heads % parts:
         raise ValueError(
@@ -114,7 +118,7 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
     check_exchange(
         layout.mesh,
         layout.exchange,
-        num_experts=config.n_routed_experts,
+        num_experts=experts or config.n_routed_experts,
         axes=exchanged,
         reduce_axes=summed,
         float8=layout.float8_dispatch,

@@ -166,7 +166,8 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: as :func:`dsv3_jax.logical_axes.check_layout`.
         """
-        check_layout(self.config, layout)
+        moes = self.moe_layers()
+        check_layout(self.config, layout, moes[0].places if moes else None)
         self.layout = layout
         for _, module in nnx.iter_modules(self):
             if isinstance(module, DecoderLayer | MultiHeadLatentAttention | MLP | MoE):
@@ -183,20 +184,29 @@ class DeepSeekV3(nnx.Module):
           ValueError: another number of layers or experts, or places that do not divide over the
             devices.
         """
+        self.check_placement(placement, self.layout)
         model = nnx.merge(*nnx.split(self))
-        moes = [m.mlp for m in (*model.layers, *model.mtp) if isinstance(m.mlp, MoE)]
+        for moe, phy2log, *tables in zip(
+            model.moe_layers(), placement.phy2log, placement.log2phy, placement.logcnt, strict=True
+        ):
+            moe.place(phy2log, Replicas(*tables))
+        return model
+
+    def check_placement(self, placement: Placement, layout: Layout | None) -> None:
+        """Raises ValueError as :meth:`place_experts` would on ``layout``."""
         (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
-        if (want := (len(moes), self.config.n_routed_experts)) != (L, E):
+        if (want := (len(self.moe_layers()), self.config.n_routed_experts)) != (L, E):
             raise ValueError(
                 f"placement: expected {want[0]} layers of {want[1]} experts, got {L} of {E}"
             )
-        if self.layout is not None and P % (parts := self.layout.parts("expert")):
+        if layout is not None and P % (parts := layout.parts("expert")):
             raise ValueError(
                 f"placement: expected places that divide over {parts} devices, got {P}"
             )
-        for i, moe in enumerate(moes):
-            moe.place(placement.phy2log[i], Replicas(placement.log2phy[i], placement.logcnt[i]))
-        return model
+
+    def moe_layers(self) -> list[MoE]:
+        """In order, those of MTP layers last."""
+        return [m.mlp for m in (*self.layers, *self.mtp) if isinstance(m.mlp, MoE)]
 
     def ready_to_decode(self) -> DeepSeekV3:
         """The same model, with what absorbed attention wants of the weights made once for all the

@@ -135,6 +135,33 @@ def test_logits_do_not_depend_on_placement(directory, tokens, want, name):
         assert_same(forward(model, tokens), want)
 
 
+def test_a_placement_may_be_loaded(directory, tokens, want):
+    """8 experts in 16 places of 8 devices, and in 12 of 6, over which they do not divide."""
+    for devices, replicas in ((8, 16), (6, 12)):
+        layout = make_layout("dp_attention_ep", devices=jax.devices()[:devices])
+        placement = Placement.balanced(np.arange(16).reshape(2, 8), replicas, 1, 1, devices)
+        model = dsv3_jax.load(directory, layout=layout, placement=placement)[0]
+        stack = model.layers[1].mlp.experts.up_proj.weight.get_value()
+        assert stack.sharding.shard_shape(stack.shape)[0] == 2
+        if devices == 8:
+            moved = dsv3_jax.load(directory, layout=layout)[0].place_experts(placement)
+            np.testing.assert_array_equal(
+                stack, moved.layers[1].mlp.experts.up_proj.weight.get_value()
+            )
+            assert_same(forward(model, tokens), want)
+        else:
+            alone = forward(dsv3_jax.load(directory)[0], tokens[:6])
+            assert_same(forward(model, tokens[:6]), alone)
+    refused(
+        r"^layers\.1\.\S+: expected axis 'expert' to divide over 6 devices",
+        lambda: dsv3_jax.load(directory, layout=layout),
+    )
+    refused(
+        "^placement: expected places that divide over 6 devices, got 16",
+        lambda: dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16)),
+    )
+
+
 def test_a_swap_while_a_stream_runs(directory, alone):
     """Between two pieces, without a compilation."""
     layout = make_layout("dp_attention_ep")

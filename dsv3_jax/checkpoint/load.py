@@ -24,7 +24,7 @@ from dsv3_jax.checkpoint.store import StoreReader, is_store
 from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from sharding import DEFAULT_RULES, Layout, Rules
+from sharding import DEFAULT_RULES, Layout, Placement, Rules
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -48,6 +48,7 @@ def load(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
     layout: Layout | None = None,
+    placement: Placement | None = None,
 ) -> tuple[DeepSeekV3, Tokenizer | None]:
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
 
@@ -68,6 +69,8 @@ def load(
       rules: what each axis of ``mesh`` splits. Default :data:`sharding.DEFAULT_RULES`.
       layout: a mesh, rules, and how tokens reach their experts, in one, such as
         ``sharding.make_layout("dp_attention_ep")``.
+      placement: where experts stand, some of them in several places: see
+        :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`. By default one place each.
 
     Returns:
       The model and its tokenizer; None for a checkpoint without tokenizer.json.
@@ -115,6 +118,7 @@ def load(
             dtype=default_dtype if dtype is None else dtype,
             quantization=config.quantization if quantization else None,
             layout=layout,
+            placement=placement,
         )
     except OSError as error:  # a disk that fails, a chunk that is gone
         raise ValueError(said(error)) from None

@@ -23,9 +23,10 @@ from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.checkpoint.source import Index, Source
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
-from sharding import Layout
+from sharding import Layout, Placement
 
 Path = tuple[Any, ...]
 
@@ -65,6 +66,7 @@ def load_model(
     dtype: DTypeLike,
     quantization: Quantization | None,
     layout: Layout | None = None,
+    placement: Placement | None = None,
 ) -> DeepSeekV3:
     """The model with a checkpoint's weights; the host never holds more than two parameters.
 
@@ -74,20 +76,25 @@ def load_model(
       quantization: keeps weights as stored; None dequantises them to ``dtype``.
       layout: where parameters go; each device's part alone is read, and once for all devices of
         this process that hold it. None: the default device.
+      placement: as :meth:`DeepSeekV3.place_experts` takes it.
 
     Raises:
-      ValueError: a parameter cannot lie, or a layer not run, as ``layout`` says; a tensor or a
-        scale is missing, has the wrong shape or dtype, or nobody asks for it; an MTP layer's copy
-        of the embedding or head differs from the original; or a scale makes no sense.
+      ValueError: a parameter cannot lie, or a layer not run, as ``layout`` says; ``placement`` is
+        of other layers, experts or devices; a tensor or a scale is missing, has the wrong shape or
+        dtype, or nobody asks for it; an MTP layer's copy of the embedding or head differs from the
+        original; or a scale makes no sense.
     """
     model = abstract(config, dtype=dtype, quantization=quantization)
+    placed = {} if placement is None else _make_places(model, placement, layout)
     shardings = {}
     if layout is not None:
         shardings = parameter_shardings(model, layout.mesh, layout.rules, quantization)
-        check_layout(config, layout)
+        check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     expected = {path: published_names(config, path) for path in flat}
+    for path, experts in placed.items():
+        expected[path] = Names(tuple(expected[path].names[e] for e in experts), stacked=True)
     _check_names(config, tensors, {n for names in expected.values() for n in names.names})
     source = Source(config, tensors)
     # Everything is looked at before anything is read, which may take an hour.
@@ -108,9 +115,35 @@ def load_model(
             jax.block_until_ready(on_its_way)
             on_its_way = value
     model = nnx.merge(graph, nnx.from_flat_state(flat.items()))
+    if placement is not None:
+        tables = zip(placement.log2phy, placement.logcnt, strict=True)
+        for moe, of_layer in zip(model.moe_layers(), tables, strict=True):
+            moe.replicas = nnx.data(Replicas(*of_layer))
     if layout is not None:
         model.lay_out(layout)
     return model
+
+
+def _make_places(
+    model: DeepSeekV3, placement: Placement, layout: Layout | None
+) -> dict[Path, np.ndarray]:
+    """Widens the abstract model's stacks of experts; by path, the expert at each place."""
+    model.check_placement(placement, layout)
+    phy2log = np.asarray(placement.phy2log)
+    at = [
+        (name, i)
+        for name, layers in (("layers", model.layers), ("mtp", model.mtp))
+        for i, layer in enumerate(layers)
+        if isinstance(layer.mlp, MoE)
+    ]
+    places = {}
+    for (name, i), moe, experts in zip(at, model.moe_layers(), phy2log, strict=True):
+        for path, parameter in nnx.to_flat_state(nnx.state(moe.experts)):
+            want = parameter.get_value()
+            shape = (len(experts), *want.shape[1:])
+            parameter.set_value(jax.ShapeDtypeStruct(shape, want.dtype))
+            places[name, i, "mlp", "experts", *path] = experts
+    return places
 
 
 _THREADS = 8  # that read and dequantise; each holds an expert or a piece of a matrix

@@ -159,12 +159,16 @@ class MoE(nnx.Module):
         now = self.replicas
         # A copy of an expert is as good as any: the first.
         source = phy2log if now is None else now.log2phy[phy2log, 0]
-        for stack in (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj):
-            for _, parameter in nnx.to_flat_state(nnx.state(stack)):
-                value = parameter.get_value()
-                lies = None if self.layout is None else value.sharding
-                parameter.set_value(jax.jit(physical_experts, out_shardings=lies)(value, source))
+        for _, parameter in nnx.to_flat_state(nnx.state(self.experts)):
+            value = parameter.get_value()
+            lies = None if self.layout is None else value.sharding
+            parameter.set_value(jax.jit(physical_experts, out_shardings=lies)(value, source))
         self.replicas = nnx.data(replicas)
+
+    @property
+    def places(self) -> int:
+        """For experts, on all devices: as many as there are without replicas."""
+        return self.experts.gate_proj.weight.shape[0]
 
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
