@@ -39,6 +39,10 @@ class LatentKVCache:
     """The first MTP layer's, under the same tables, where it drafts; else empty. How many places
     of a row it holds is for its caller to know. Written by ``DeepSeekV3.extend_mtp``."""
 
+    routing_counts: Int[Array, "L_moe E"] | None = None
+    """Tokens that chose each expert so far, refused drafts among them: of the MoE layers in order,
+    those of MTP layers last. None is not to count. Written as the pages are."""
+
     @classmethod
     def init(
         cls,
@@ -50,6 +54,7 @@ class LatentKVCache:
         page_size: int = PAGE_SIZE,
         mtp: bool = False,
         sharding: NamedSharding | None = None,
+        count_routing: bool = False,
     ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
 
@@ -58,6 +63,8 @@ class LatentKVCache:
         """
         max_pages = -(-max_len // page_size)
         shape = (batch * max_pages, page_size, config.latent_dim)
+        moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
+        counted = (moe_layers, config.n_routed_experts) if count_routing else None
         return cls(
             pages=tuple(
                 jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_hidden_layers)
@@ -65,6 +72,7 @@ class LatentKVCache:
             block_tables=jnp.arange(batch * max_pages, dtype=jnp.int32).reshape(batch, max_pages),
             lengths=jnp.zeros((batch,), jnp.int32),
             mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
+            routing_counts=None if counted is None else jnp.zeros(counted, jnp.int32),
         )
 
 

@@ -236,13 +236,17 @@ class DeepSeekV3(nnx.Module):
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         turn = self._turn(tokens, cache.lengths)
         x = self.embed_tokens(tokens)
-        new_pages = []
+        new_pages, chosen = [], []
         for layer, pages in zip(self.layers, cache.pages, strict=True):
             layer_cache = LayerCache(pages, cache.block_tables, cache.lengths, valid)
-            x, pages = _extend(form, *nnx.split(layer), x, turn, layer_cache)
+            x, pages, of_layer = _extend(form, *nnx.split(layer), x, turn, layer_cache)
             new_pages.append(pages)
+            chosen += [] if of_layer is None else [of_layer]
         cache = dataclasses.replace(
-            cache, pages=tuple(new_pages), lengths=cache.lengths + counts.astype(jnp.int32)
+            cache,
+            pages=tuple(new_pages),
+            lengths=cache.lengths + counts.astype(jnp.int32),
+            routing_counts=_counted(cache.routing_counts, 0, chosen),
         )
         return self._hidden(x), cache
 
@@ -269,8 +273,10 @@ class DeepSeekV3(nnx.Module):
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         layer_cache = LayerCache(cache.mtp_pages[0], cache.block_tables, starts, valid)
         joined = layer.join(feed, self.embed_tokens(tokens))
-        y, pages, _ = layer.extend(joined, self._turn(tokens, starts), layer_cache, form)
-        cache = dataclasses.replace(cache, mtp_pages=(pages,))
+        y, pages, stats = layer.extend(joined, self._turn(tokens, starts), layer_cache, form)
+        chosen = [] if stats is None else [stats.counts]
+        counts_of = _counted(cache.routing_counts, self.config.num_moe_layers, chosen)
+        cache = dataclasses.replace(cache, mtp_pages=(pages,), routing_counts=counts_of)
         return Hidden(y, layer.shared_head.norm(y)), cache
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch W"]:
@@ -294,10 +300,20 @@ def _extend(
     x: Float[Array, "B T D"],
     turn: Rotation,
     cache: LayerCache,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
-    """A layer's ``extend``. Jitted: layers of a kind are traced and lowered once."""
-    x, pages, _ = nnx.merge(graph, weights).extend(x, turn, cache, form)
-    return x, pages
+) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], Int[Array, " E"] | None]:
+    """A layer's ``extend``, and the tokens that chose each expert. Jitted: layers of a kind are
+    traced and lowered once."""
+    x, pages, stats = nnx.merge(graph, weights).extend(x, turn, cache, form)
+    return x, pages, None if stats is None else stats.counts
+
+
+def _counted(
+    counts: Int[Array, "L_moe E"] | None, first: int, chosen: list[jax.Array]
+) -> Int[Array, "L_moe E"] | None:
+    """With what layers from ``first`` on counted, if anything is to be counted."""
+    if counts is None or not chosen:
+        return counts
+    return counts.at[first : first + len(chosen)].add(jnp.stack(chosen))
 
 
 def one_by_one(

@@ -18,6 +18,7 @@ from dsv3_jax.layers.rope import rotation
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import abstract
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout, make_mesh
+from tests.generation.fragments import write_tokenizer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.running import forward
 
@@ -162,21 +163,50 @@ def test_a_placement_may_be_loaded(directory, tokens, want):
     )
 
 
-def test_a_swap_while_a_stream_runs(directory, alone):
-    """Between two pieces, without a compilation."""
+@pytest.mark.parametrize("draft", [None, "mtp"])
+def test_routing_is_counted(directory, alone, draft):
+    """As a pass over the whole text counts: of every token but the last, and of refused drafts."""
+    settings = {"max_new_tokens": 10, "ignore_eos": True, "draft": draft}
+    generator = Generator(alone, None, 64, prefill_chunk=4, batch_sizes=(4,), count_routing=True)
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    out = generator.generate(prompts, **settings)
+    counts = generator.take_routing_counts()
+    drafts = sum(c.speculation.drafted[0] - c.speculation.accepted[0] for c in out) if draft else 0
+    K, texts = (
+        CONFIG["num_experts_per_tok"],
+        [p + c.tokens for p, c in zip(prompts, out, strict=True)],
+    )
+    assert counts[0].sum() == K * (sum(len(text) - 1 for text in texts) + drafts)
+    assert (counts[1].sum() > 0) == (draft is not None)
+    if draft is None:
+        whole = [forward(alone, [text[:-1]])[1].routing_counts[0] for text in texts]
+        np.testing.assert_array_equal(counts[0], sum(map(np.asarray, whole)))
+    assert not generator.take_routing_counts().any()
+    with pytest.raises(ValueError, match="count_routing: expected True"):
+        Generator(alone, None, 64).take_routing_counts()
+
+
+def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_path):
+    """Between two pieces, by the counts so far, without a compilation."""
     layout = make_layout("dp_attention_ep")
-    model = dsv3_jax.load(directory, layout=layout)[0].place_experts(Placement.identity(2, 8, 16))
-    generator = Generator(model, None, 64, prefill_chunk=4, stride=4, batch_sizes=(8,))
+    model = dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16))[0]
+    tokenizer = write_tokenizer(tmp_path)  # pieces are of text
+    generator = Generator(
+        model, tokenizer, 64, prefill_chunk=4, stride=4, batch_sizes=(8,), count_routing=True
+    )
     settings = {"max_new_tokens": 16, "ignore_eos": True}
-    want = Generator(alone, None, 64, prefill_chunk=4).generate([[3, 1, 4]], **settings)
+    want = Generator(alone, tokenizer, 64, prefill_chunk=4).generate([[3, 1, 4]], **settings)
     assert generator.generate([[3, 1, 4]], **settings)[0].tokens == want[0].tokens
-    balanced = model.place_experts(Placement.balanced(np.arange(16).reshape(2, 8), 16, 4, 2, 8))
+    generator.take_routing_counts()
     compiled = generator._programs.decode.jitted._cache_size()
-    tokens = []
+    tokens, placements = [], []
     for piece in generator.stream([3, 1, 4], **settings):
         tokens += piece.tokens
-        generator.use(balanced)
+        placements.append(Placement.balanced(generator.take_routing_counts(), 16, 4, 2, 8))
+        model = model.place_experts(placements[-1])
+        generator.use(model)
     assert tokens == want[0].tokens
+    assert len({np.asarray(p.phy2log).tobytes() for p in placements}) > 2
     assert generator._programs.decode.jitted._cache_size() == compiled
     with pytest.raises(ValueError, match="model: expected arrays like those of the model in use"):
         generator.use(alone)

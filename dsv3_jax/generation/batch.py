@@ -50,6 +50,7 @@ class Batch:
         self._state = programs.prefill(self._initial_state(rows), plan.drafter)
         self._drafted = self._accepted = np.zeros((size, plan.most), np.int32)
         self._row_steps = np.zeros(size, np.int32)
+        self._routing_counts: np.ndarray | int = 0
         self.steps = 0  # decode steps so far
 
     def _initial_state(self, rows: Sequence[Request]) -> DecodeState:
@@ -113,6 +114,7 @@ class Batch:
         counters = (state.finished, state.drafted, state.accepted, state.row_steps, state.steps)
         finished, drafted, accepted, self._row_steps, steps_done = host_values(counters)
         seconds = time.perf_counter() - began
+        self._count_routing(state)
         if not (self._chooser.is_fixed or state.steps.is_fully_addressable):
             seconds = slowest(seconds)  # or else processes would choose each for itself
         self._finished, self.steps = finished.copy(), int(steps_done)
@@ -125,6 +127,13 @@ class Batch:
             seconds if compiled else None,
         )
         self._state, self._drafted, self._accepted = state, drafted, accepted
+
+    def _count_routing(self, state: DecodeState) -> None:
+        total, counts = self._programs.routing_counts, state.cache.routing_counts
+        if total is not None and counts is not None:
+            counts = host_values(counts)
+            total += counts - self._routing_counts
+            self._routing_counts = counts
 
     def finish_reason(self, b: int) -> FinishReason:
         """Of a row that no longer runs."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from dsv3_jax.generation.batch import Batch
 from dsv3_jax.generation.completion import Completion, Generation, Piece, Speculation, Stats
@@ -44,6 +45,7 @@ class Generator:
       prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
         32: there a chunk's padding costs more than another pass.
       stride: tokens between looks at the text, for stop strings and streaming.
+      count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
 
     Raises:
       ValueError: ``max_len`` exceeds what the model's positions reach, or a setting is wrong.
@@ -58,6 +60,7 @@ class Generator:
         batch_sizes: Sequence[int] = BATCH_SIZES,
         prefill_chunk: int | None = None,
         stride: int = 16,
+        count_routing: bool = False,
     ):
         reach = model.config.max_position_embeddings
         integer = numbers.Integral
@@ -82,7 +85,11 @@ class Generator:
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._programs = Programs.of(
-            model, max_len, prefill_chunk=prefill_chunk, vocab_size=vocab_size
+            model,
+            max_len,
+            prefill_chunk=prefill_chunk,
+            vocab_size=vocab_size,
+            count_routing=count_routing,
         )
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
 
@@ -237,6 +244,20 @@ class Generator:
           ValueError: its arrays differ in number, shape, dtype or place.
         """
         self._programs.use(model)
+
+    def take_routing_counts(self) -> np.ndarray:
+        """Tokens that chose each expert since the last call, int64 [L, E]: of the MoE layers in
+        order, those of MTP layers last, as :meth:`sharding.Placement.balanced` takes loads.
+
+        Raises:
+          ValueError: this Generator was made without ``count_routing``.
+        """
+        counts = self._programs.routing_counts
+        if counts is None:
+            raise ValueError("count_routing: expected True when the Generator was made, got False")
+        taken = counts.copy()
+        counts[...] = 0
+        return taken
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:
         """The checked requests behind a call of :meth:`generate` with these arguments.

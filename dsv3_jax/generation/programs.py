@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -77,10 +78,17 @@ def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:
     """The same whoever made it, so that a program is compiled for one."""
     if layout is None:
         return state
-    return jax.tree.map(
+    counts = state.cache.routing_counts
+    if counts is not None:  # of all rows together
+        counts = jax.lax.with_sharding_constraint(counts, layout.sharding(()))
+        state = dataclasses.replace(
+            state, cache=dataclasses.replace(state.cache, routing_counts=None)
+        )
+    state = jax.tree.map(
         lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(_ROWS if x.ndim else ())),
         state,
     )
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, routing_counts=counts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +103,23 @@ class Programs:
     dtype: DTypeLike
     max_len: int
     layout: Layout | None
+    routing_counts: np.ndarray | None
+    """int64, of all batches so far: see LatentKVCache.routing_counts. Batches add to it."""
     ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
     """Decode programs that have run, and hence are compiled."""
 
     @classmethod
     def of(
-        cls, model: DeepSeekV3, max_len: int, *, prefill_chunk: int, vocab_size: int
+        cls,
+        model: DeepSeekV3,
+        max_len: int,
+        *,
+        prefill_chunk: int,
+        vocab_size: int,
+        count_routing: bool = False,
     ) -> Programs:
         """``vocab_size``: ids from here on are padding of the embedding and never chosen."""
+        counted = (len(model.moe_layers()), model.config.n_routed_experts)
         return cls(
             prefill=Program.of(model, functools.partial(prefill, chunk=prefill_chunk), static=(2,)),
             decode=Program.of(
@@ -112,6 +129,7 @@ class Programs:
             dtype=model.dtype,
             max_len=max_len,
             layout=model.layout,
+            routing_counts=np.zeros(counted, np.int64) if count_routing else None,
         )
 
     def use(self, model: DeepSeekV3) -> None:
@@ -146,6 +164,7 @@ class Programs:
             self.max_len + depth,
             dtype=self.dtype,
             mtp=mtp,
+            count_routing=self.routing_counts is not None,
             sharding=None if self.layout is None else self.layout.sharding(_ROWS),
         )
         return DecodeState.empty(
