@@ -1,6 +1,7 @@
 """The dsv3 command, in this process but for one real one."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.cli import collectives
 from tests.support.command import run
 
 pytestmark = pytest.mark.usefixtures("own_compile_cache")
@@ -152,6 +154,17 @@ def test_doctor(capsys):
     assert found["back-ends"]["grouped_matmul: cpu"] == "works"
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_doctor_times_exchanges(monkeypatch, capsys):
+    monkeypatch.setattr(collectives, "_TOKENS", (2,))
+    assert run("doctor", "--json", "--collectives") == 0
+    (found,) = json.loads(capsys.readouterr().out)["collectives"].items()
+    names = "all_gather", "all_gather in float8", "all_to_all", "all_to_all in float8"
+    times = ", ".join(rf"{name} \d+" for name in names)
+    assert found[0] == "2 x 256 a device"
+    assert re.fullmatch(rf"{times} us: take all_(gather|to_all)", found[1])
 
 
 def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):

@@ -15,17 +15,24 @@ import jax
 import jax.numpy as jnp
 
 from dsv3_jax.checkpoint.load import DEMO
-from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli import collectives, compile_cache
 
 _PACKAGES = ("dsv3-jax", "jax", "jaxlib", "flax", "optax", "numpy", "safetensors", "tokenizers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="also time how tokens reach experts on other devices",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     found = examine()
+    if arguments.collectives:
+        found["collectives"] = collectives.measure()
     if arguments.json:
         print(json.dumps(found))
         return
