@@ -126,7 +126,10 @@ def placements():
         yield Placement.balanced(loads, replicas, 4, 2, 8)
 
 
-@pytest.mark.parametrize("name", [None, "dp_attention_ep", "dp_attention_ep, all_to_all"])
+@pytest.mark.parametrize(
+    "name",
+    [None, "dp_attention_ep", pytest.param("dp_attention_ep, all_to_all", marks=pytest.mark.slow)],
+)
 def test_logits_do_not_depend_on_placement(directory, tokens, want, name):
     layout = None if name is None else LAYOUTS[name]()
     model = dsv3_jax.load(directory, layout=layout)[0]
@@ -186,6 +189,7 @@ def test_routing_is_counted(directory, alone, draft):
         Generator(alone, None, 64).take_routing_counts()
 
 
+@pytest.mark.slow
 def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_path):
     """Between two pieces, by the counts so far, without a compilation."""
     layout = make_layout("dp_attention_ep")

@@ -38,7 +38,7 @@ def default_config(M: int, G: int, weights: Weights, count: int = 1) -> Config:
     warpgroups = {w: 2 if wide and w < 256 else 4 for w in (256, 128, 64)}
     split = {w: 64 * warpgroups[w] // w for w in warpgroups if w <= min(widest, weights.N)}
     width, pieces = best_cut(
-        {width: weights.steps // parts for width, parts in split.items()},
+        {width: max(1, weights.steps // parts) for width, parts in split.items()},
         M,
         G,
         count * weights.N,

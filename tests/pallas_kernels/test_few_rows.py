@@ -139,6 +139,13 @@ def test_default_config(M, G, bits, warpgroups, classes, split, pieces):
     assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split, pieces)
 
 
+def test_a_step_is_not_cut():
+    """All of K in one step, fewer than warpgroups that could share it."""
+    weights = Weights.of("int4", 256, 256, (1, 128))
+    assert weights.steps == 1
+    assert few_rows.default_config(1, 1, weights).pieces == 1
+
+
 def cut(widths, steps, N, K, M=1, G=1):
     """Of float8 matrices."""
     return best_cut(dict.fromkeys(widths, steps), M, G, N, matrix_row=K, row=2 * K)
