@@ -3,6 +3,7 @@
     python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
         [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
+        [--layout dp_attention_ep --exchange all_to_all] [--layers 9]
 
 The generator's own programs run in a state made for it: rows with so many random tokens in the
 cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
@@ -17,6 +18,9 @@ weights, of the experts those that so many rows visit if all are chosen alike, a
 ``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with ever more
 rows of so many cached tokens until one, ``fails_at``, does not fit.
 
+With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them, and
+bytes and floor those of one.
+
 With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
 model says. A row that fails says why and the others go on; what is done is written after each.
 """
@@ -24,6 +28,7 @@ model says. A row that fails says why and the others go on; what is done is writ
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -31,7 +36,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from flax import nnx
@@ -42,6 +47,7 @@ from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
+from sharding import PRESETS, Exchange, make_layout
 
 CHUNK = 8192  # prompt tokens of all rows that go through the model together
 
@@ -61,6 +67,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
     parser.add_argument("--depth", type=int, default=1, help="drafts a step")
     parser.add_argument("--largest", nargs="*", type=int, default=[], help="of so many tokens")
+    parser.add_argument("--layers", type=int, help="of the model, the first so many")
+    parser.add_argument("--layout", choices=tuple(PRESETS), help="over all devices")
+    parser.add_argument("--exchange", choices=get_args(Exchange), default="all_gather")
+    parser.add_argument("--float8-dispatch", action="store_true")
     parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -76,6 +86,11 @@ def _shape(text: str) -> tuple[int, int]:
 class Bench:
     def __init__(self, arguments: argparse.Namespace):
         self._arguments = arguments
+        self._layout = arguments.layout and make_layout(
+            arguments.layout,
+            exchange=arguments.exchange,
+            float8_dispatch=arguments.float8_dispatch,
+        )
         self._end = time.monotonic() + arguments.time_budget
         self._bandwidth = floor.bandwidth()
         self.result: dict[str, Any] = {
@@ -86,6 +101,8 @@ class Bench:
 
     def run(self) -> None:
         config = models.config(self._arguments.model)
+        if layers := self._arguments.layers:
+            config = dataclasses.replace(config, num_hidden_layers=layers)
         if self._arguments.acceptances and not config.num_nextn_predict_layers:
             raise SystemExit(
                 f"--acceptances: expected a model with an MTP layer, got {self._arguments.model}"
@@ -97,7 +114,9 @@ class Bench:
         arguments = self._arguments
         mtp = bool(arguments.acceptances)
         shapes = models.shapes(config, weights, arguments.dtype, mtp=mtp)
-        model = models.random_model(shapes)
+        if self._layout:
+            shapes.lay_out(self._layout)
+        model = models.random_model(shapes, self._layout)
         if arguments.activations:
             model.use_float8_activations()
         for rows in arguments.batches:
@@ -178,6 +197,10 @@ class Bench:
             "model": self._arguments.model, "dtype": weights,
             "activations": self._arguments.activations, "batch": batch, "context": context,
         }  # fmt: skip
+        if layout := self._layout:
+            row |= {"layers": self._arguments.layers, "layout": self._arguments.layout}
+            row |= {"devices": layout.mesh.size, "exchange": layout.exchange}
+            row |= {"float8_dispatch": layout.float8_dispatch}
         if time.monotonic() > self._end:
             row["error"] = "the time budget is spent"
         else:

@@ -14,6 +14,7 @@ from benchmarks.decode.largest import largest_batch
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import Linear, Weight
 from scripts import bench_decode
+from sharding import make_layout
 from tests.support.checkpoints import tiny_config
 
 
@@ -176,3 +177,27 @@ def test_products_have_unit_variance(weights):
         assert not np.array_equal(stack.dense("float32")[0], stack.dense("float32")[1])
     logits = model(jnp.arange(12)[None])
     assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_on_eight_devices(config, monkeypatch):
+    words = "--batches 8 --contexts 70 --prefills 8x20 --chunk 64 --layers 2"
+    layout = "--layout dp_attention_ep --exchange all_to_all"
+    result = run(monkeypatch, config, *f"{words} {layout}".split())
+    decode, prefill = result["rows"]
+    assert decode["ms"] == pytest.approx(1)
+    assert prefill["ms"] > 0
+    assert (decode["layout"], decode["devices"], decode["layers"]) == ("dp_attention_ep", 8, 2)
+    assert 6 <= decode["experts_visited"] <= 8
+
+
+def test_bytes_of_a_device():
+    config = models.SHAPES["v3-slice"]
+    alone = models.shapes(config, "fp8", "bfloat16", mtp=False)
+    spread = models.shapes(config, "fp8", "bfloat16", mtp=False)
+    devices = jax.devices()[:2]
+    spread.lay_out(make_layout("dp_attention_ep", devices=devices))
+    # 44 MB an expert, of which 256 rows visit all; each device has half of those, and of the cache.
+    saved = floor.step_bytes(alone, 256, 4096) - floor.step_bytes(spread, 256, 4096)
+    experts = 8 * 128 * 3 * 7168 * 2048
+    cache = 9 * 128 * 4096 * 576 * 2
+    assert saved == pytest.approx(experts + cache, rel=2e-3)

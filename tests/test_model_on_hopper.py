@@ -1,4 +1,4 @@
-"""A whole model on a Hopper GPU, with kernels and without them."""
+"""A whole model on a Hopper GPU, with kernels and without them, and on several."""
 
 import dataclasses
 
@@ -11,9 +11,11 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.on_mesh import shardings
 from pallas_kernels import dispatch
-from tests.pallas_kernels.machine import on_gpu
+from sharding import make_layout
+from tests.pallas_kernels.machine import on_gpu, on_gpus
 from tests.support.running import extend
 
 ROWS, PROMPT, STEPS, CHUNK = 4, 300, 12, 256
@@ -37,6 +39,16 @@ def model_of(dtype):
     return nnx.merge(graph, jax.tree.map(lambda x, like: x.astype(like.dtype), weights, wanted))
 
 
+def laid_out(model, layout):
+    """The same model on the devices of ``layout``."""
+    model = nnx.merge(*nnx.split(model))
+    model.lay_out(layout)
+    lies = shardings(model, layout)
+    for path, parameter in nnx.to_flat_state(nnx.state(model)):
+        parameter.set_value(jax.device_put(parameter.get_value(), lies[path]))
+    return model
+
+
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Of arrays that XLA may spread, no kernel is made."""
@@ -52,15 +64,14 @@ def without_kernels(monkeypatch):
     return run
 
 
-def logits(dtype):
+def logits(model):
     """[ROWS, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
-    model = model_of(dtype)
-    pages = -(-TOKENS.shape[1] // PAGE_SIZE)
-    cache = LatentKVCache(
-        pages=(jnp.zeros((ROWS * pages, PAGE_SIZE, CONFIG.latent_dim), dtype),)
-        * CONFIG.num_hidden_layers,
-        block_tables=jnp.arange(ROWS * pages, dtype=jnp.int32).reshape(ROWS, pages),
-        lengths=jnp.zeros(ROWS, jnp.int32),
+    cache = LatentKVCache.init(
+        CONFIG,
+        ROWS,
+        TOKENS.shape[1],
+        dtype=model.dtype,
+        sharding=model.layout and model.layout.sharding(("batch",)),
     )
     found, at = [], 0
     for tokens, form in (
@@ -78,8 +89,13 @@ def logits(dtype):
 @on_gpu
 def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
     with jax.default_matmul_precision("highest"):
-        exact = without_kernels(logits, jnp.float32)
-    plain, ours = without_kernels(logits, jnp.bfloat16), logits(jnp.bfloat16)
+        exact = without_kernels(logits, model_of(jnp.float32))
+    plain, ours = without_kernels(logits, model_of(jnp.bfloat16)), logits(model_of(jnp.bfloat16))
+    assert_no_larger(ours, plain, exact)
+
+
+def assert_no_larger(ours, plain, exact):
+    """Errors against ``exact``."""
 
     def error(of, places):
         differences = (of - exact)[:, places]
@@ -95,11 +111,41 @@ def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
 
 @on_gpu
 def test_tokens_of_float32_are_the_same_with_kernels(without_kernels):
+    assert generated(model_of(jnp.float32)) == without_kernels(generated, model_of(jnp.float32))
+
+
+def generated(model):
+    generator = Generator(model, None, max_len=128)
+    settings = {"max_new_tokens": 64, "ignore_eos": True}
     prompts = [row[:40].tolist() for row in TOKENS]
+    return [c.tokens for c in generator.generate(prompts, **settings)]
 
-    def generate():
-        generator = Generator(model_of(jnp.float32), None, max_len=128)
-        settings = {"max_new_tokens": 64, "ignore_eos": True}
-        return [c.tokens for c in generator.generate(prompts, **settings)]
 
-    assert generate() == without_kernels(generate)
+LAYOUTS = {
+    "all_gather": ("dp_attention_ep", {}),
+    "all_to_all": ("dp_attention_ep", {"exchange": "all_to_all"}),
+    "ragged_all_to_all": ("dp_attention_ep", {"exchange": "ragged_all_to_all"}),
+    "float8_dispatch": ("dp_attention_ep", {"exchange": "all_to_all", "float8_dispatch": True}),
+    "tensor_parallel": ("tensor_parallel", {}),
+    "tp_attention_ep": ("tp_attention_ep", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Tokens of float32, logits of float32 at full precision, logits of bfloat16."""
+    tokens = generated(model_of(jnp.float32))
+    with jax.default_matmul_precision("highest"):
+        exact = logits(model_of(jnp.float32))
+    return tokens, exact, logits(model_of(jnp.bfloat16))
+
+
+@on_gpus
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_several_devices(name, alone):
+    tokens, exact, one_device = alone
+    preset, settings = LAYOUTS[name]
+    layout = make_layout(preset, **settings)
+    if not layout.float8_dispatch:
+        assert generated(laid_out(model_of(jnp.float32), layout)) == tokens
+    assert_no_larger(logits(laid_out(model_of(jnp.bfloat16), layout)), one_device, exact)

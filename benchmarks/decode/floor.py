@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv3_jax.accounting import cache_bytes_per_token
+from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.model import DeepSeekV3
 
 WINDOWS, RUNS = 5, 10
@@ -24,19 +26,23 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> float:
 
 def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
     """Read by one decode step of ``rows`` rows behind ``cached`` tokens each, in a bfloat16 cache:
-    the weights of the main model, of the experts those that are visited, and the cache.
+    the weights of the main model, of the experts those that are visited, and the cache. On several
+    devices, by each of them.
 
     ``model`` may be of shapes. Of the embedding one row a token is read.
     """
-    c = model.config
+    c, layout = model.config, model.layout
+    lies = {} if layout is None else shardings(model, layout)
+    own_rows = rows if layout is None else rows // layout.parts("batch")
     visited = distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
-    total = float(rows * cached * cache_bytes_per_token(c))
+    total = float(own_rows * cached * cache_bytes_per_token(c))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        size = leaf.size * jnp.dtype(leaf.dtype).itemsize
+        own = leaf.shape if layout is None else lies[path].shard_shape(leaf.shape)
+        size = math.prod(own) * jnp.dtype(leaf.dtype).itemsize
         if path[0] == "mtp":
             continue
         if path[0] == "embed_tokens":
-            size = rows * leaf.shape[-1] * jnp.dtype(leaf.dtype).itemsize
+            size = own_rows * leaf.shape[-1] * jnp.dtype(leaf.dtype).itemsize
         elif "experts" in path:
             size *= visited / c.n_routed_experts
         total += size

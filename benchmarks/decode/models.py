@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dsv3_jax import presets
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from sharding import Layout
 
 SHAPES = {
     "moonlight-16b": presets.MOONLIGHT_16B,
@@ -57,8 +60,9 @@ def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) ->
     return abstract(config, dtype=dtype, quantization=WEIGHTS[weights])
 
 
-def random_model(model: Module) -> Module:
-    """``model``, or a part of one, of shapes, with numbers made on the device.
+def random_model(model: Module, layout: Layout | None = None) -> Module:
+    """``model``, or a part of one, of shapes, with numbers made on the device, or on those of
+    ``layout``, where each makes what lies on it.
 
     Every product of a normed input has a variance of about 1, so that the router's choices are as
     many as its experts, and activations stay where float8 and bfloat16 are fine.
@@ -66,10 +70,12 @@ def random_model(model: Module) -> Module:
     graph, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(leaves)))
-    filled = [
-        (path, leaf.replace(_fill(next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std)))
-        for path, leaf, kind, std in _kinds(leaves)
-    ]
+    lies = {} if layout is None else shardings(model, layout)
+    filled = []
+    for path, leaf, kind, std in _kinds(leaves):
+        what = next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std
+        values = _fill(*what) if layout is None else _spread(*what, lies[path])
+        filled.append((path, leaf.replace(values)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
@@ -111,3 +117,27 @@ def _fill(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: Any, std: fl
     if kind == "bytes":
         return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
     return (jax.random.normal(key, shape, jnp.bfloat16) * std).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _spread(
+    key: jax.Array,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    std: float,
+    sharding: NamedSharding,
+) -> jax.Array:
+    """The same on the devices of a mesh, each of which makes its own part."""
+    parts = [(part,) if isinstance(part, str) else part or () for part in sharding.spec]
+    axes = tuple(axis for part in parts for axis in part)
+
+    def own(key: jax.Array) -> jax.Array:
+        if axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes))
+        return _fill(key, kind, sharding.shard_shape(shape), dtype, std)
+
+    spread = jax.shard_map(
+        own, mesh=sharding.mesh, in_specs=PartitionSpec(), out_specs=sharding.spec, check_vma=False
+    )
+    return spread(key)

@@ -100,10 +100,12 @@ class Decode:
         max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
         programs = Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
         self._program = programs.decode
-        self.state = _random_state(programs, rows, longest, depth, drafter is not None)
+        state = _random_state(programs, rows, longest, depth, drafter is not None)
+        self.state = self._program.laid_out(state)
         self._sampling = Sampling.pack(
             stop_tokens=np.full((rows, 1), -1),
-            **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
+            seed=np.arange(rows),  # rows accept synthetic drafts one without the other
+            **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p")},
         )
         self.compiled = self.compile()
 
@@ -113,7 +115,7 @@ class Decode:
 
     def dispatch(self, steps: int, cached: int, compiled: Compiled | None = None) -> float:
         """Seconds of so many steps behind ``cached`` tokens of each row."""
-        state = _rewound(self.state, cached)
+        state = self._program.laid_out(_rewound(self.state, cached))
         self.state, took = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
         assert int(self.state.steps) == steps, f"expected {steps} steps, got {self.state.steps}"
         self.tokens = int((np.asarray(self.state.lengths) - cached - 1).sum())
@@ -145,14 +147,15 @@ class Prefill:
         programs = Programs.of(
             model, max_len, prefill_chunk=chunk, vocab_size=model.config.vocab_size
         )
-        self.state = _begun(_random_state(programs, rows, tokens, 0, False))
-        self.compiled = Compiled.of(programs.prefill, self.state, static=(None,))
+        self._program = programs.prefill
+        self.state = self._begun(_random_state(programs, rows, tokens, 0, False))
+        self.compiled = Compiled.of(self._program, self.state, static=(None,))
 
     def measure(self) -> dict[str, float]:
         def run() -> float:
             state, took = self.compiled(self.state)
             assert (np.asarray(state.cache.lengths) == self._tokens).all()
-            self.state = _begun(state)
+            self.state = self._begun(state)
             return took
 
         run()
@@ -163,6 +166,11 @@ class Prefill:
             "tokens_per_s": self._rows * self._tokens / took,
             "spread": (max(windows) - min(windows)) / took,
         }
+
+    def _begun(self, state: DecodeState) -> DecodeState:
+        """As :func:`_rewound`, with nothing cached."""
+        cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
+        return self._program.laid_out(dataclasses.replace(state, cache=cache))
 
 
 def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
@@ -190,7 +198,9 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
     config = programs.model_config
     state = programs.empty_state(rows, depth=depth, mtp=mtp)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    pages = [*state.cache.pages, *state.cache.mtp_pages]
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
     def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
         def page(key: jax.Array) -> jax.Array:
             return jax.random.normal(key, pages.shape[1:], pages.dtype)
@@ -199,7 +209,6 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
         keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(pages))
         return jax.lax.map(page, keys, batch_size=1024)
 
-    pages = [*state.cache.pages, *state.cache.mtp_pages]
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
     layers = len(state.cache.pages)
     cache = dataclasses.replace(
@@ -229,9 +238,3 @@ def _rewound(state: DecodeState, cached: int) -> DecodeState:
         pending=jnp.full(rows, min(1, state.hidden.shape[1]), jnp.int32),
         steps=jnp.int32(0),
     )
-
-
-def _begun(state: DecodeState) -> DecodeState:
-    """As :func:`_rewound`, with nothing cached."""
-    cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
-    return dataclasses.replace(state, cache=cache)

@@ -71,7 +71,11 @@ class Program:
         )
 
     def __call__(self, state: DecodeState, *args: Any) -> DecodeState:
-        return self.jitted(self.leaves, _laid_out(state, self.layout), *args)
+        return self.jitted(self.leaves, self.laid_out(state), *args)
+
+    def laid_out(self, state: DecodeState) -> DecodeState:
+        """The state where this program wants it and leaves it."""
+        return _laid_out(state, self.layout)
 
 
 def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:

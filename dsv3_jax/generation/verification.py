@@ -56,12 +56,14 @@ def verify(
         q = _draft_probabilities(drafts, sampling, logits.shape[-1])
         p_x, q_x = (_at(x, drafts.tokens) for x in (p[:, :K], q))
         accepted = _leading((u * q_x < p_x if forced is None else forced) & offered)
-        # Where no draft was refused, q counts for nothing, and all of p is left.
-        refused = (accepted < drafts.counts) & (forced is None)
-        q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-        row = jnp.arange(q.shape[0])
-        left = jnp.where(refused[:, None], q[row, accepted], 0.0)
-        rest = _residual(log_p[row, accepted], p[row, accepted], left)
+        row = jnp.arange(log_p.shape[0])
+        rest = log_p[row, accepted]
+        if K:
+            # Where no draft was refused, q counts for nothing, and all of p is left.
+            refused = (accepted < drafts.counts) & (forced is None)
+            q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+            left = jnp.where(refused[:, None], q[row, accepted], 0.0)
+            rest = _residual(rest, p[row, accepted], left)
         own = pick(rest, sampling, positions + accepted, NEXT)
         return jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded), accepted
 

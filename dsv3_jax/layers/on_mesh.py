@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear, Weight
-from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.logical_axes import Path, parameter_shardings
 from sharding import Layout
 
 
@@ -26,7 +27,7 @@ def on_mesh(
     """
     graph, state = nnx.split(layer)
     flat = list(nnx.to_flat_state(state))
-    lies = parameter_shardings(layer, layout.mesh, layout.rules, _quantization(layer))
+    lies = shardings(layer, layout)
 
     def local(values: list[jax.Array], *args: Any) -> Any:
         held = [
@@ -41,6 +42,11 @@ def on_mesh(
     return lambda *args: spread(values, *args)
 
 
+def shardings(module: nnx.Module, layout: Layout) -> dict[Path, NamedSharding]:
+    """How the parameters of a model, or of a layer, lie on ``layout``, by their paths."""
+    return parameter_shardings(module, layout.mesh, layout.rules, _quantization(module))
+
+
 def summed(
     linear: Linear, x: jax.Array, layout: Layout | None, axis: str, out_dtype: Any = None
 ) -> jax.Array:
@@ -51,9 +57,9 @@ def summed(
     return layout.total(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)
 
 
-def _quantization(layer: nnx.Module) -> Quantization | None:
-    """Of the layer's weights: those that have one have the same."""
-    for _, module in nnx.iter_modules(layer):
-        if isinstance(module, Weight) and module.quantization is not None:
-            return module.quantization
+def _quantization(module: nnx.Module) -> Quantization | None:
+    """Of its weights: those that have one have the same."""
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, Weight) and part.quantization is not None:
+            return part.quantization
     return None

@@ -20,3 +20,6 @@ kernel_runs = pytest.mark.skipif(
 )
 off_gpu = pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="no Hopper GPU here")
+on_gpus = pytest.mark.skipif(
+    not ON_GPU or jax.device_count() == 1, reason="no two Hopper GPUs here"
+)
