@@ -71,6 +71,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout", choices=tuple(PRESETS), help="over all devices")
     parser.add_argument("--exchange", choices=get_args(Exchange), default="all_gather")
     parser.add_argument("--float8-dispatch", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a device's rows")
     parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -90,6 +91,7 @@ class Bench:
             arguments.layout,
             exchange=arguments.exchange,
             float8_dispatch=arguments.float8_dispatch,
+            micro_batches=arguments.micro_batches,
         )
         self._end = time.monotonic() + arguments.time_budget
         self._bandwidth = floor.bandwidth()
@@ -201,6 +203,7 @@ class Bench:
             row |= {"layers": self._arguments.layers, "layout": self._arguments.layout}
             row |= {"devices": layout.mesh.size, "exchange": layout.exchange}
             row |= {"float8_dispatch": layout.float8_dispatch}
+            row |= {"micro_batches": layout.micro_batches}
         if time.monotonic() > self._end:
             row["error"] = "the time budget is spent"
         else:

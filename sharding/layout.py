@@ -27,7 +27,7 @@ class Layout:
 
     Raises:
       ValueError: experts split over axes that the batch is not split over before those that it is;
-        a rule of an axis that the mesh lacks; an unknown exchange.
+        a rule of an axis that the mesh lacks; less than one micro-batch.
     """
 
     mesh: Mesh
@@ -36,8 +36,13 @@ class Layout:
     """How tokens travel where experts lie on devices with other tokens."""
     float8_dispatch: bool = False
     """Tokens travel to their experts in float8, a scale for each 128 columns; back in bfloat16."""
+    micro_batches: int = 1
+    """Parts of a device's rows that go through a layer one behind the other, so that one's tokens can
+    travel while another's are computed. Experts' weights are read once for each."""
 
     def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
         for axis in self.rules.table:
             self.rules.sharding(self.mesh, "rules", (0,), (axis,))
         exchanged, reduced = self.expert_axes
@@ -90,7 +95,16 @@ class Layout:
         """Inside :meth:`local`: which part of a logical axis this device has."""
         return lax.axis_index(self.axes(axis)) if self.axes(axis) else 0
 
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a batch divide by: devices that split it, and micro-batches there."""
+        return self.parts("batch") * self.micro_batches
+
     def check_batch(self, rows: int) -> None:
-        """Raises ValueError for rows that do not divide over the devices that split the batch."""
-        if rows % (parts := self.parts("batch")):
-            raise ValueError(f"batch: expected rows that divide over {parts} devices, got {rows}")
+        """Raises ValueError for rows that do not divide so."""
+        if rows % self.row_multiple:
+            parts, micro = self.parts("batch"), self.micro_batches
+            each = f" with {micro} micro-batches each" if micro > 1 else ""
+            raise ValueError(
+                f"batch: expected rows that divide over {parts} devices{each}, got {rows}"
+            )

@@ -59,6 +59,7 @@ def make_layout(
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     exchange: Exchange = "all_gather",
     float8_dispatch: bool = False,
+    micro_batches: int = 1,
 ) -> Layout:
     """The layout of that name over ``devices``, by default all there are ("single": the first).
 
@@ -74,4 +75,4 @@ def make_layout(
     if preset.devices not in (None, len(found)):
         raise ValueError(f"{name}: expected {preset.devices} devices, got {len(found)}")
     mesh = make_mesh(**preset.axes(len(found)), devices=found)
-    return Layout(mesh, preset.rules, exchange, float8_dispatch)
+    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches)

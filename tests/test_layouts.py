@@ -28,6 +28,9 @@ LAYOUTS = {
     "single": lambda: make_layout("single"),
     "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
     "dp_attention_ep, all_to_all": lambda: make_layout("dp_attention_ep", exchange="all_to_all"),
+    "dp_attention_ep, 2 micro-batches": lambda: make_layout(
+        "dp_attention_ep", devices=jax.devices()[:4], exchange="all_to_all", micro_batches=2
+    ),
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
@@ -95,7 +98,13 @@ def test_all_tokens_choose_the_same_experts(directory, tokens, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
 @pytest.mark.parametrize(
-    "name", ["dp_attention_ep, all_to_all", "tp_attention_ep", "data 2, expert 2, tensor 2"]
+    "name",
+    [
+        "dp_attention_ep, all_to_all",
+        "dp_attention_ep, 2 micro-batches",
+        "tp_attention_ep",
+        "data 2, expert 2, tensor 2",
+    ],
 )
 def test_generated_tokens(directory, alone, name, draft):
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
@@ -113,6 +122,11 @@ def test_batches_divide_over_the_devices(directory, tokens):
     assert Generator(model, None, 64, batch_sizes=(1, 4, 9)).batch_sizes == (8, 16)
     with pytest.raises(ValueError, match="batch: expected rows that divide over 8 devices, got 7"):
         forward(model, tokens[:7])
+    layout = LAYOUTS["dp_attention_ep, 2 micro-batches"]()
+    model = dsv3_jax.load(directory, layout=layout)[0]
+    assert Generator(model, None, 64, batch_sizes=(1, 9)).batch_sizes == (8, 16)
+    with pytest.raises(ValueError, match="4 devices with 2 micro-batches each, got 4"):
+        forward(model, tokens[:4])
 
 
 # ---- placements ----------------------------------------------------------------------------------
@@ -282,6 +296,7 @@ def test_what_cannot_be_laid_out(directory):
         "^rules: expected experts over axes of the batch first",
         lambda: Layout(make_mesh(data=4, expert=2), order),
     )
+    refused("^micro_batches: expected 1 or more", lambda: make_layout("single", micro_batches=0))
     refused("^name: expected one of single, dp_", lambda: make_layout("pipeline"))
     refused(
         "^deepseek_prefill_ep32: expected 32 devices, got 8",

@@ -77,7 +77,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.max_len = max_len
         # On a mesh every device that holds rows of its own has as many.
-        parts = 1 if model.layout is None else model.layout.parts("batch")
+        parts = 1 if model.layout is None else model.layout.row_multiple
         self.batch_sizes = tuple(sorted({-(-size // parts) * parts for size in batch_sizes}))
         self.stride = stride
         self._reader = RequestReader(model.config, tokenizer, max_len)

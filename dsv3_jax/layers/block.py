@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -57,7 +60,12 @@ class DecoderLayer(nnx.Module):
         if self.layout is None:
             return self._whole(x, rotation)
         rows = self.layout.spec(("batch",))
-        body = on_mesh(self.layout, self, type(self)._whole, (rows, rows), (rows, self._stats))
+
+        def whole(layer: DecoderLayer, x: Array, rotation: Rotation):
+            parts = _micro_batches(layer.layout, (x, rotation))
+            return _joined([layer._whole(*part) for part in parts])
+
+        body = on_mesh(self.layout, self, whole, (rows, rows), (rows, self._stats))
         return body(x, rotation)
 
     def _whole(
@@ -75,7 +83,13 @@ class DecoderLayer(nnx.Module):
         rows = self.layout.spec(("batch",))
 
         def extended(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
-            return layer._extended(x, rotation, _own_pages(layer.layout, cache), form)
+            cache, pages, found = _own_pages(layer.layout, cache), cache.pages, []
+            rows = (x, rotation, cache._replace(pages=None))
+            for x, rotation, part in _micro_batches(layer.layout, rows):
+                y, pages, stats = layer._extended(x, rotation, part._replace(pages=pages), form)
+                found.append((y, stats))
+            y, stats = _joined(found)
+            return y, pages, stats
 
         specs = rows, rows, rows
         body = on_mesh(self.layout, self, extended, specs, (rows, rows, self._stats))
@@ -107,6 +121,28 @@ class DecoderLayer(nnx.Module):
             return _add(h, self.mlp(normed)), None
         out, stats = self.mlp(normed, valid)
         return _add(h, out), stats
+
+
+def _micro_batches(layout: Layout | None, rows: Any) -> list[Any]:
+    """Trees of a device's rows, cut into as many as ``layout`` says."""
+    assert layout is not None
+    parts = layout.micro_batches
+    cut = jax.tree.map(lambda x: jnp.split(x, parts), rows)
+    return [jax.tree.map(lambda _, x, i=i: x[i], rows, cut) for i in range(parts)]
+
+
+def _joined(
+    parts: list[tuple[Float[Array, "B T D"], RoutingStats | None]],
+) -> tuple[Float[Array, "all T D"], RoutingStats | None]:
+    """What a layer gives of all rows, from what it gave of micro-batches."""
+    if len(parts) == 1:
+        return parts[0]
+    y = jnp.concatenate([y for y, _ in parts])
+    stats = [each for _, each in parts if each is not None]
+    if not stats:
+        return y, None
+    counts, scores, experts = zip(*stats, strict=True)
+    return y, RoutingStats(sum(counts), jnp.concatenate(scores), jnp.concatenate(experts))
 
 
 def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
