@@ -18,7 +18,7 @@ weights, of the experts those that so many rows visit if all are chosen alike, a
 ``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with ever more
 rows of so many cached tokens until one, ``fails_at``, does not fit.
 
-With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them, and
+With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them,
 bytes and floor those of one.
 
 With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the

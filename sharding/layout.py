@@ -37,8 +37,8 @@ class Layout:
     float8_dispatch: bool = False
     """Tokens travel to their experts in float8, a scale for each 128 columns; back in bfloat16."""
     micro_batches: int = 1
-    """Parts of a device's rows that go through a layer one behind the other, so that one's tokens can
-    travel while another's are computed. Experts' weights are read once for each."""
+    """Parts of a device's rows that go through a layer one behind the other, so that one's tokens
+    can travel while another's are computed. Experts' weights are read once for each."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
