@@ -186,12 +186,15 @@ class Bench:
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
+                print(f"{rows} rows of {cached} do not fit", file=sys.stderr)
                 return None
+            print(f"{rows} rows of {cached} fit", file=sys.stderr)
             found.update(_compiled(decode.compiled) | {"batch": rows, "first_ms": ms})
             return decode.compiled.peak_bytes
 
-        half = max(1, int(0.5 * (limit - fixed) / a_row))
-        _, fails_at = largest_batch(peak_bytes, half, fixed=fixed, limit=limit)
+        # Nine tenths of what the cache alone would leave: the rest is workspace.
+        first = max(1, int(0.9 * (limit - fixed) / a_row))
+        _, fails_at = largest_batch(peak_bytes, first, fixed=fixed, limit=limit)
         return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
 
     def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:
