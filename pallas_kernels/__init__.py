@@ -18,6 +18,7 @@ from pallas_kernels.route.api import route
 from pallas_kernels.route.reference import Routes
 from pallas_kernels.softmax import merge_attention
 from pallas_kernels.swiglu.api import swiglu
+from pallas_kernels.token_exchange.api import token_exchange
 
 __all__ = [
     "Routes",
@@ -37,4 +38,5 @@ __all__ = [
     "rms_norm",
     "route",
     "swiglu",
+    "token_exchange",
 ]

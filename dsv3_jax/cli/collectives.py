@@ -6,6 +6,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -78,10 +79,15 @@ def _microseconds(exchange: Any, float8: bool, tokens: int, hidden: int) -> floa
         ),
         layout.sharding(("batch",)),
     )
+    return 1e6 * median_seconds(run, arguments) / _LAYERS
+
+
+def median_seconds(run: Callable[..., Any], arguments: Sequence[Any]) -> float:
+    """Of runs behind one that is not timed."""
     jax.block_until_ready(run(*arguments))
     windows = []
     for _ in range(_WINDOWS):
         began = time.perf_counter()
         jax.block_until_ready(run(*arguments))
-        windows.append((time.perf_counter() - began) / _LAYERS)
-    return 1e6 * statistics.median(windows)
+        windows.append(time.perf_counter() - began)
+    return statistics.median(windows)

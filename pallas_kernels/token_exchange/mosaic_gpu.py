@@ -1,0 +1,175 @@
+"""token_exchange between Hopper GPUs: each stores its rows into the others' memory over NVLink."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Int32, Shaped
+
+from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, i64, word
+
+_THREADS = 128
+_STORE = 16  # bytes that a thread stores at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a device's rows are cut for its blocks."""
+
+    blocks: int
+    """For each destination."""
+    stores: int
+    """Of 16 bytes, by each thread, in flight."""
+
+
+def token_exchange(
+    rows: Shaped[Array, "n C W"],
+    counts: Int32[Array, " n"],
+    *,
+    axes: tuple[str, ...],
+    config: Config | None = None,
+) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
+    """As :func:`pallas_kernels.token_exchange`.
+
+    Raises:
+      NotImplementedError: no Hopper GPU, devices of another process, rows that are no whole 16
+        bytes, or C rows that are fewer than 2,048 bytes.
+    """
+    require_hopper()
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"takes devices of one process, got {jax.process_count()} processes"
+        )
+    n, C, W = rows.shape
+    if W * rows.dtype.itemsize % _STORE or C * W * rows.dtype.itemsize < _THREADS * _STORE:
+        raise NotImplementedError(
+            f"takes rows of whole {_STORE} bytes, {_THREADS * _STORE} bytes or more for a device,"
+            f" got {C} rows of {W} {rows.dtype}"
+        )
+    config = config or choose_config(n, C * W * rows.dtype.itemsize)
+    if config.stores * _THREADS * _STORE > C * W * rows.dtype.itemsize:
+        raise NotImplementedError(f"takes stores that {C} rows fill, got {config}")
+    received, received_counts = _exchange(rows.reshape(n, C * W), counts, W, axes, config)
+    return received.reshape(n, C, W), received_counts
+
+
+def choose_config(devices: int, size: int) -> Config:
+    """``size``: bytes for one destination, if every place is taken."""
+    blocks = max(1, multiprocessors() // devices)
+    stores = max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * blocks <= size)
+    return Config(blocks, stores)
+
+
+def _exchange(
+    rows: Shaped[Array, "n CW"],
+    counts: Int32[Array, " n"],
+    row_size: int,
+    axes: tuple[str, ...],
+    config: Config,
+) -> Any:
+    """Each block copies to one destination and tells it. A device's first block waits for all that
+    will tell it: the kernel, and what XLA runs behind it, ends when everything has come.
+
+    Before the kernel starts, XLA has waited on each device until all have come this far (unless
+    CompilerParams say otherwise): what they store into is nobody else's by then, and the semaphore
+    is zero.
+    """
+    n, size = rows.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    each = _STORE // rows.dtype.itemsize
+    chunk = config.stores * _THREADS * each
+    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=each)
+    blocks = np.int32(config.blocks)
+
+    def token_exchange(rows_g: Any, counts_g: Any, received_g: Any, received_counts_g: Any) -> None:
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        block = lax.axis_index("block")
+        part = lax.rem(block, blocks)
+        me = _row_major({axis: lax.axis_index(axis) for axis in axes}, axes, mesh)
+        # Each begins with itself, then the next: no device is everybody's first.
+        to = lax.rem(lax.div(block, blocks) + me, jnp.int32(n))
+        peer = _logical(to, axes, mesh)
+        count = counts_g[to]
+
+        def copy(step: jax.Array, carry: None) -> None:
+            # The last chunk ends where the rows may end: with another it may share some elements.
+            start = lax.min((part + step * blocks) * jnp.int32(chunk), jnp.int32(size - chunk))
+            window = pl.ds(pl.multiple_of(start, each), chunk)
+            cut = plgpu.load(rows_g.at[to, window], (), layout=layout)
+            store = plgpu.inline_mgpu(arg_types=(REF, SCALAR, layout))(_store)
+            store(received_g.at[me, window], peer, cut)
+
+        chunks = lax.div(count * jnp.int32(row_size) + jnp.int32(chunk - 1), jnp.int32(chunk))
+        lax.fori_loop(0, lax.div(chunks - part + blocks - jnp.int32(1), blocks), copy, None)
+
+        @pl.when(part == 0)
+        def _() -> None:
+            logical = pl.DeviceIdType.LOGICAL
+            plgpu.remote_ref(received_counts_g, peer, logical)[me] = count
+
+        pl.semaphore_signal(arrived, device_id=peer, device_id_type=pl.DeviceIdType.LOGICAL)
+
+        @pl.when(block == 0)
+        def _() -> None:
+            pl.semaphore_wait(arrived, n * config.blocks)
+
+    return plgpu.kernel(
+        token_exchange,
+        out_type=(
+            jax.ShapeDtypeStruct((n, size), rows.dtype),
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+        ),
+        grid=(n * config.blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(rows, counts)
+
+
+def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
+    """Stores a chunk where ``target`` lies on another device, 16 bytes at once: Mosaic GPU knows no
+    alignment of addresses there, and stores single elements."""
+    base = mgpu.utils.memref_ptr(context.to_remote(target, word(peer)))
+    base = llvm.ptrtoint(i64(), base)
+    thread = arith.extui(i64(), mgpu.utils.thread_idx())
+    words = ir.VectorType.get((4,), i32())
+    for place, register in enumerate(values.registers.flat):
+        offset = arith.muli(thread, _long(_STORE))
+        address = arith.addi(base, arith.addi(offset, _long(place * _THREADS * _STORE)))
+        held = vector.bitcast(words, register)
+        parts = [llvm.extractelement(held, const(i)) for i in range(4)]
+        void = ir.Type.parse("!llvm.void")
+        store = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        asm(store, "l,r,r,r,r,~{memory}", address, *parts, result=void, effects=True)
+
+
+def _long(number: int) -> Any:
+    return arith.constant(i64(), ir.IntegerAttr.get(i64(), number))
+
+
+def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) -> Any:
+    """The number of the device at those coordinates, counted along ``axes``."""
+    index = jnp.int32(0)
+    for axis in axes:
+        index = index * jnp.int32(mesh.shape[axis]) + coordinates[axis]
+    return index
+
+
+def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
+    """The number in the mesh of the device that is number ``index`` along ``axes``, and along the
+    others where this one is."""
+    found = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}
+    for axis in reversed(axes):
+        found[axis] = lax.rem(index, jnp.int32(mesh.shape[axis]))
+        index = lax.div(index, jnp.int32(mesh.shape[axis]))
+    return _row_major(found, mesh.axis_names, mesh)
