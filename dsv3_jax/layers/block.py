@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -9,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.kv_cache import PAGES
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
@@ -77,8 +80,10 @@ class DecoderLayer(nnx.Module):
         def extended(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
             return layer._extended(x, rotation, _own_pages(layer.layout, cache), form)
 
-        specs = rows, rows, rows
-        body = on_mesh(self.layout, self, extended, specs, (rows, rows, self._stats))
+        pages = self.layout.spec(PAGES)
+        cached: Any = LayerCache(pages, rows, rows, rows)  # pyright: ignore
+        specs = rows, rows, cached
+        body = on_mesh(self.layout, self, extended, specs, (rows, pages, self._stats))
         return body(x, rotation, cache)
 
     def _extended(
@@ -110,10 +115,13 @@ class DecoderLayer(nnx.Module):
 
 
 def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
-    """With page numbers as the device counts its own: a row's pages lie where the row does."""
+    """With the table of the device's own pages, as it counts them: of a row's pages every n-th one,
+    where n devices share its tokens."""
     assert layout is not None
-    first = layout.index("batch") * cache.pages.shape[0]
-    return cache._replace(block_tables=cache.block_tables - first)
+    first = layout.index(PAGES[0]) * cache.pages.shape[0]
+    B, n = len(cache.block_tables), layout.parts("cached_tokens")
+    own = cache.block_tables.reshape(B, -1, n)[..., layout.index("cached_tokens")]
+    return cache._replace(block_tables=own - first)
 
 
 class SharedHead(nnx.Module):
