@@ -4,21 +4,28 @@ A token costs ``kv_lora_rank + qk_rope_head_dim`` numbers a layer (576 in DeepSe
 in bfloat16), whatever the number of heads. Token s of a row stands in page
 ``block_tables[row, s // page_size]`` at slot ``s % page_size``; a contiguous cache is the table
 that counts up. Taking tokens back only lowers ``lengths``.
+
+On a mesh a row's pages lie on the row's devices. Where several share its tokens, they have its
+pages in turns: whatever the length, what they hold differs by a page at most.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv3_jax.config import ModelConfig
+from sharding import Layout
 
 PAGE_SIZE = 64  # tokens; the page that Hopper's latent attention kernels work in
+
+PAGES = (("batch", "cached_tokens"),)
+"""Logical axes of an array of pages: what its first dimension counts."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +37,8 @@ class LatentKVCache:
     """A layer each: normed latent, then rotated rope key. Unwritten slots hold zeros."""
 
     block_tables: Int[Array, "B max_pages"]
-    """Page numbers of each row, in order; shared by all layers."""
+    """Page numbers of each row, in order; shared by all layers. Where n devices share a row's
+    tokens, page p of a row lies on the one of index ``p % n``, and n divides ``max_pages``."""
 
     lengths: Int[Array, " B"]
     """Tokens that the decoder layers hold for each row."""
@@ -53,27 +61,61 @@ class LatentKVCache:
         dtype: DTypeLike,
         page_size: int = PAGE_SIZE,
         mtp: bool = False,
-        sharding: NamedSharding | None = None,
+        layout: Layout | None = None,
         count_routing: bool = False,
     ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
 
         Args:
-          sharding: of pages, along their first axis, in as many parts as rows.
+          layout: on which pages lie apart; its parts of the batch divide ``batch``.
         """
-        max_pages = -(-max_len // page_size)
-        shape = (batch * max_pages, page_size, config.latent_dim)
+        rows_apart, tokens_apart = (
+            (1, 1) if layout is None else (layout.parts("batch"), layout.parts("cached_tokens"))
+        )
+        pages_apart = -(-max_len // (page_size * tokens_apart))  # of a row, on each device
+        numbers = jnp.arange(batch * tokens_apart * pages_apart, dtype=jnp.int32)
+        by_device = numbers.reshape(rows_apart, tokens_apart, -1, pages_apart)
+        shape = (numbers.size, page_size, config.latent_dim)
+        sharding = None if layout is None else layout.sharding(PAGES)
         moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
         counted = (moe_layers, config.n_routed_experts) if count_routing else None
         return cls(
             pages=tuple(
                 jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_hidden_layers)
             ),
-            block_tables=jnp.arange(batch * max_pages, dtype=jnp.int32).reshape(batch, max_pages),
+            block_tables=jnp.moveaxis(by_device, 1, 3).reshape(batch, -1),
             lengths=jnp.zeros((batch,), jnp.int32),
             mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
             routing_counts=None if counted is None else jnp.zeros(counted, jnp.int32),
         )
+
+
+class TokenShare(NamedTuple):
+    """Which of a row's tokens a device holds, where ``parts`` devices have its pages in turns."""
+
+    page_size: int
+    parts: int = 1
+    part: int | Int[Array, ""] = 0
+
+    @classmethod
+    def of(cls, layout: Layout | None, page_size: int) -> TokenShare:
+        """This device's, inside :meth:`sharding.Layout.local`."""
+        if layout is None:
+            return cls(page_size)
+        return cls(page_size, layout.parts("cached_tokens"), layout.index("cached_tokens"))
+
+    def lengths(self, lengths: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+        """How many tokens it holds of rows of these lengths: its first ones, without gaps."""
+        rounds, rest = jnp.divmod(lengths, self.parts * self.page_size)
+        ragged = jnp.clip(rest - self.part * self.page_size, 0, self.page_size)
+        return rounds * self.page_size + ragged
+
+    def positions(
+        self, positions: Int[Array, "*rows"]
+    ) -> tuple[Bool[Array, "*rows"], Int[Array, "*rows"]]:
+        """Whether it holds these tokens; if so, their positions among its own."""
+        page, slot = jnp.divmod(positions, self.page_size)
+        return page % self.parts == self.part, page // self.parts * self.page_size + slot
 
 
 def write(

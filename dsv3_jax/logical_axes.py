@@ -108,6 +108,12 @@ def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None
             f"num_attention_heads: expected whole heads on each of {parts} devices of mesh axis"
             f" {' x '.join(layout.axes('heads'))}, got {heads}"
         )
+    for axis in ("batch", "heads"):
+        if shared := [a for a in layout.axes("cached_tokens") if a in layout.axes(axis)]:
+            raise ValueError(
+                f"rules: expected axes 'cached_tokens' and {axis!r} over different mesh axes, got"
+                f" both over {shared[0]}: devices that share a row's tokens run the same queries"
+            )
     for axis in ("hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score"):
         if layout.parts(axis) > 1:
             raise ValueError(

@@ -4,7 +4,7 @@ which requests. Knows no model."""
 from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
 from sharding.eplb import balancedness, rebalance_experts
 from sharding.expert_parallel import Exchange, check_exchange, default_capacity, mix_experts
-from sharding.layout import Layout
+from sharding.layout import Axes, Layout
 from sharding.mesh import AXES, make_mesh
 from sharding.presets import PRESETS, Preset, make_layout
 from sharding.replicas import Placement, choose_replicas, physical_experts
@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT_RULES",
     "PRESETS",
     "WAITS",
+    "Axes",
     "Exchange",
     "Layout",
     "Placement",

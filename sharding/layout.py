@@ -14,8 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.expert_parallel import Exchange
 from sharding.rules import DEFAULT_RULES, Rules
 
-Axes = tuple[str | None, ...]
-"""The logical axis of each dimension of an array; None for one that is never split."""
+Axis = str | tuple[str, ...] | None
+"""A logical axis; several that one dimension counts, the first of them in the larger parts; None
+for what is never split."""
+
+Axes = tuple[Axis, ...]
+"""Of each dimension of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +56,16 @@ class Layout:
                 f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
             )
 
-    def axes(self, axis: str | None) -> tuple[str, ...]:
+    def axes(self, axis: Axis) -> tuple[str, ...]:
         """Axes of the mesh, of more than one device, that split a logical axis; none without a
         rule for it."""
+        if isinstance(axis, tuple):
+            return tuple(a for one in axis for a in self.axes(one))
         if axis not in self.rules.table:
             return ()
         return tuple(a for a in self.rules.mesh_axes(axis) if self.mesh.shape[a] > 1)
 
-    def parts(self, axis: str | None) -> int:
+    def parts(self, axis: Axis) -> int:
         """How many a logical axis is split into."""
         return math.prod(self.mesh.shape[a] for a in self.axes(axis))
 
@@ -91,7 +97,11 @@ class Layout:
         over = tuple(dict.fromkeys(a for axis in axes for a in self.axes(axis)))
         return lax.psum(x, over) if over else x
 
-    def index(self, axis: str) -> Any:
+    def gathered(self, x: jax.Array, axis: Axis) -> jax.Array:
+        """Inside :meth:`local`: everyone's, stacked, of the devices that split a logical axis."""
+        return lax.all_gather(x, self.axes(axis)) if self.axes(axis) else x[None]
+
+    def index(self, axis: Axis) -> Any:
         """Inside :meth:`local`: which part of a logical axis this device has."""
         return lax.axis_index(self.axes(axis)) if self.axes(axis) else 0
 

@@ -43,6 +43,20 @@ PRESETS: dict[str, Preset] = {
         Rules({**DEFAULT_RULES.table, "batch": None, "expert": "tensor", "expert_ffn": None}),
         lambda n: {"tensor": n},
     ),
+    # The same, but for attention: one long request's cache over all devices, heads whole.
+    "context_parallel": Preset(
+        Rules(
+            {
+                **DEFAULT_RULES.table,
+                "batch": None,
+                "cached_tokens": "tensor",
+                "heads": None,
+                "expert": "tensor",
+                "expert_ffn": None,
+            }
+        ),
+        lambda n: {"tensor": n},
+    ),
     # DeepSeek's published units of four and of 18 nodes (V3/R1 inference system overview).
     "deepseek_prefill_ep32": Preset(
         _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=32, redundant_experts=32

@@ -96,6 +96,7 @@ class Rules:
 DEFAULT_RULES = Rules(
     {
         "batch": "data",
+        "cached_tokens": None,  # of a row
         "expert": "expert",
         "vocab": "tensor",
         "heads": "tensor",

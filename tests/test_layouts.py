@@ -13,6 +13,7 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.generation.generator import Generator
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import LayerCache
 from dsv3_jax.layers.rope import rotation
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
@@ -33,6 +34,7 @@ LAYOUTS = {
     ),
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
+    "context_parallel": lambda: make_layout("context_parallel"),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
     "the same, experts by data too": lambda: Layout(
         make_mesh(data=2, expert=2, tensor=2), BOTH, "all_to_all"
@@ -72,7 +74,12 @@ def assert_same(got, want):
         np.testing.assert_array_equal(of_layer.experts, expected.experts)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("context_parallel",)  # which without a cache does nothing of its own
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS]
+)
 def test_logits(directory, tokens, want, name):
     assert_same(forward(dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], tokens), want)
 
@@ -238,12 +245,12 @@ COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "colle
 def collectives(model, layer):
     """Of one decode step of one layer: name -> how many, as XLA compiles it."""
     c = model.config
-    x, starts = jnp.zeros((8, 1, c.hidden_size)), jnp.zeros(8, jnp.int32)
-    pages = jnp.zeros((8, 64, c.latent_dim))
-    cache = LayerCache(pages, jnp.arange(8)[:, None], starts, jnp.ones((8, 1), bool))
+    x, valid = jnp.zeros((8, 1, c.hidden_size)), jnp.ones((8, 1), bool)
+    empty = LatentKVCache.init(c, 8, 64, dtype="float32", layout=model.layout)
+    rows = (x, empty.block_tables, empty.lengths, valid)
+    x, *rows = jax.device_put(rows, model.layout.sharding(("batch",)))
+    cache = LayerCache(empty.pages[layer], *rows)
     graph, state = nnx.split(model.layers[layer])
-    sharding = model.layout.sharding(("batch",))
-    x, cache = jax.device_put((x, cache), sharding)
 
     @jax.jit
     def run(state, x, cache):
@@ -261,10 +268,15 @@ def collectives(model, layer):
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
+        (
+            "context_parallel",
+            {"all-gather": 1, "all-reduce": 1},
+            {"all-gather": 1, "all-reduce": 1},
+        ),
     ],
 )
 def test_collectives(directory, name, dense, moe):
-    """Of data-parallel attention none; of experts one exchange and back."""
+    """Of data-parallel attention none, of shared tokens one; of experts one exchange and back."""
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
     assert collectives(model, 0) == dense
     assert collectives(model, 1) == moe

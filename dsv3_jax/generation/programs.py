@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import PAGES, LatentKVCache
 from dsv3_jax.model import DeepSeekV3
-from sharding import Layout
+from sharding import Axes, Layout
 
 GPU_OPTIONS = {
     # Kernels that do not wait for each other's results run side by side in a CUDA graph: the shared
@@ -26,7 +26,7 @@ GPU_OPTIONS = {
 }
 
 
-_ROWS = ("batch",)  # what every array of a state has first, but for the count of steps
+_ROWS = ("batch",)  # what arrays of a state have first, but for counts and the cache's pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +82,21 @@ def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:
     """The same whoever made it, so that a program is compiled for one."""
     if layout is None:
         return state
-    counts = state.cache.routing_counts
-    if counts is not None:  # of all rows together
-        counts = jax.lax.with_sharding_constraint(counts, layout.sharding(()))
-        state = dataclasses.replace(
-            state, cache=dataclasses.replace(state.cache, routing_counts=None)
+
+    def lie(arrays: Any, axes: Axes) -> Any:
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(axes[: x.ndim])), arrays
         )
-    state = jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(_ROWS if x.ndim else ())),
-        state,
-    )
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, routing_counts=counts))
+
+    cache = state.cache
+    others = {
+        "pages": lie(cache.pages, PAGES),
+        "mtp_pages": lie(cache.mtp_pages, PAGES),
+        "routing_counts": lie(cache.routing_counts, ()),  # of all rows together
+    }
+    rest = dataclasses.replace(cache, pages=(), mtp_pages=(), routing_counts=None)
+    state = lie(dataclasses.replace(state, cache=rest), _ROWS)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, **others))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Programs:
             dtype=self.dtype,
             mtp=mtp,
             count_routing=self.routing_counts is not None,
-            sharding=None if self.layout is None else self.layout.sharding(_ROWS),
+            layout=self.layout,
         )
         return DecodeState.empty(
             cache,

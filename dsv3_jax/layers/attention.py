@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig, Quantization
-from dsv3_jax.kv_cache import write
+from dsv3_jax.kv_cache import TokenShare, write
+from dsv3_jax.layers.context_parallel import attend_share, counted_once, merged
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import summed
@@ -45,7 +46,7 @@ class LayerCache(NamedTuple):
     pages: Float[Array, "P page CR"]
     block_tables: Int[Array, "B max_pages"]
     starts: Int[Array, " B"]
-    """Tokens held before these T."""
+    """Tokens held before these T, by all devices that share a row."""
     valid: Bool[Array, "B T"]
     """Which of the T are tokens, the rest being padding at the right."""
 
@@ -116,15 +117,17 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
         """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
         latent = self.latents(x, rotation)
-        positions = cache.starts[:, None] + jnp.arange(x.shape[1])
-        pages = write(cache.pages, cache.block_tables, positions, cache.valid, latent)
+        share = TokenShare.of(self.layout, cache.pages.shape[1])
+        held, places = share.positions(cache.starts[:, None] + jnp.arange(x.shape[1]))
+        pages = write(cache.pages, cache.block_tables, places, cache.valid & held, latent)
         cache = cache._replace(pages=pages)
+        queries = self.queries(x, rotation)
         if form == "absorbed":
-            out = self._attend_absorbed(*self.queries(x, rotation), cache)
+            out, lse = self._attend_absorbed(*queries, latent, cache, share)
         else:
-            q = jnp.concatenate(self.queries(x, rotation), axis=-1)
-            out = self._attend_expanded(q, latent, cache)
-        return self._output(out), pages
+            q = jnp.concatenate(queries, axis=-1)
+            out, lse = self._attend_expanded(q, latent, cache, share)
+        return self._output(merged(out, lse, self.layout).astype(x.dtype)), pages
 
     def queries(
         self, x: Float[Array, "B T D"], rotation: Rotation
@@ -178,28 +181,39 @@ class MultiHeadLatentAttention(nnx.Module):
         return summed(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
 
     def _attend_absorbed(
-        self, q_nope: Float[Array, "B T H N"], q_rope: Float[Array, "B T H R"], cache: LayerCache
-    ) -> Float[Array, "B T H V"]:
-        f32 = jnp.float32
+        self,
+        q_nope: Float[Array, "B T H N"],
+        q_rope: Float[Array, "B T H R"],
+        latent: Float[Array, "B T CR"],
+        cache: LayerCache,
+        share: TokenShare,
+    ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B T H"]]:
+        """To the tokens that this device holds, with their log-sum-exp."""
+        f32, scale = jnp.float32, self.config.softmax_scale
         w_uk, w_uv = self.up_projections(q_nope.dtype)
         q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
-        # Padded queries count too, so that query t sees exactly the t tokens before it.
-        lengths = cache.starts + q_nope.shape[1]
-        out, _ = mla_decode(
-            q_latent.astype(q_nope.dtype),
-            q_rope,
-            cache.pages,
-            cache.block_tables,
-            lengths,
-            scale=self.config.softmax_scale,
-        )
-        out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
-        return out.astype(q_nope.dtype)
+        q_latent = q_latent.astype(q_nope.dtype)
+        pages, tables = cache.pages, cache.block_tables
+        if share.parts == 1:
+            # Padded queries count too, so that query t sees exactly the t tokens before it.
+            lengths = cache.starts + q_nope.shape[1]
+            out, lse = mla_decode(q_latent, q_rope, pages, tables, lengths, scale=scale)
+        else:
+            starts = cache.starts
+            out, lse = attend_share(
+                q_latent, q_rope, latent, pages, tables, starts, share, scale=scale
+            )
+        return jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32), lse
 
     def _attend_expanded(
-        self, q: Float[Array, "B T H K"], latent: Float[Array, "B T CR"], cache: LayerCache
-    ) -> Float[Array, "B T H V"]:
-        """The new tokens among themselves, then block by block of what was cached before."""
+        self,
+        q: Float[Array, "B T H K"],
+        latent: Float[Array, "B T CR"],
+        cache: LayerCache,
+        share: TokenShare,
+    ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+        """The new tokens among themselves, then block by block of what was cached before, as far as
+        this device holds it; with their log-sum-exp."""
         B, T, _, _ = q.shape
         scale = self.config.softmax_scale
         page_size = cache.pages.shape[1]
@@ -208,12 +222,13 @@ class MultiHeadLatentAttention(nnx.Module):
         tables = jnp.pad(
             cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages))
         )
+        lengths = share.lengths(cache.starts)
         everything = jnp.full((B,), block, jnp.int32)  # all queries stand behind the whole block
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
             cached = cache.pages[table].reshape(B, block, -1).astype(q.dtype)
-            held = jnp.clip(cache.starts - i * block, 0, block)
+            held = jnp.clip(lengths - i * block, 0, block)
             out, lse = mla_prefill(q, *self.expand(cached), everything, held, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
@@ -224,11 +239,12 @@ class MultiHeadLatentAttention(nnx.Module):
             jnp.full((B,), T, jnp.int32),
             scale=scale,
         )
-        blocks = -(-jnp.max(cache.starts) // block)
+        blocks = -(-jnp.max(lengths) // block)
 
-        def with_context(out: jax.Array, lse: jax.Array) -> jax.Array:
-            carry = out.astype(jnp.float32), lse
-            return jax.lax.fori_loop(0, blocks, add_block, carry)[0].astype(out.dtype)
+        def with_context(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+            total, lse = jax.lax.fori_loop(0, blocks, add_block, (out.astype(jnp.float32), lse))
+            return total.astype(out.dtype), lse
 
         # A prompt's first chunk has none, and then needs no float32 copy.
-        return jax.lax.cond(blocks > 0, with_context, lambda out, lse: out, out, lse)
+        lse = counted_once(lse, share)
+        return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)

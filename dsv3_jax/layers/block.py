@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.kv_cache import PAGES
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
@@ -91,8 +92,10 @@ class DecoderLayer(nnx.Module):
             y, stats = _joined(found)
             return y, pages, stats
 
-        specs = rows, rows, rows
-        body = on_mesh(self.layout, self, extended, specs, (rows, rows, self._stats))
+        pages = self.layout.spec(PAGES)
+        cached: Any = LayerCache(pages, rows, rows, rows)  # pyright: ignore
+        specs = rows, rows, cached
+        body = on_mesh(self.layout, self, extended, specs, (rows, pages, self._stats))
         return body(x, rotation, cache)
 
     def _extended(
@@ -146,10 +149,13 @@ def _joined(
 
 
 def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
-    """With page numbers as the device counts its own: a row's pages lie where the row does."""
+    """With the table of the device's own pages, as it counts them: of a row's pages every n-th one,
+    where n devices share its tokens."""
     assert layout is not None
-    first = layout.index("batch") * cache.pages.shape[0]
-    return cache._replace(block_tables=cache.block_tables - first)
+    first = layout.index(PAGES[0]) * cache.pages.shape[0]
+    B, n = len(cache.block_tables), layout.parts("cached_tokens")
+    own = cache.block_tables.reshape(B, -1, n)[..., layout.index("cached_tokens")]
+    return cache._replace(block_tables=own - first)
 
 
 class SharedHead(nnx.Module):

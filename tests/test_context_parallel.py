@@ -1,0 +1,250 @@
+"""Rows whose cached tokens several devices share: logits and tokens as on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.kv_cache import LatentKVCache, TokenShare
+from dsv3_jax.layers import attention, context_parallel
+from dsv3_jax.logical_axes import check_layout
+from pallas_kernels.mla_decode import cpu as mla_decode_cpu
+from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error
+from tests.support.running import cached_latents, extend, forward
+
+BOUND = 1e-5
+PAGE, ROOM = 4, 60  # tokens a page, tokens a row
+# Nothing, one token, before, on and behind borders of pages, more pages than devices.
+STARTS = np.array([0, 1, 3, 4, 5, 15, 33, 50])
+ROWS = len(STARTS)
+TOKENS = np.random.default_rng(2).integers(0, 160, (ROWS, ROOM))
+CONFIG = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
+
+
+def of_devices(n):
+    return make_layout("context_parallel", devices=jax.devices()[:n])
+
+
+def of_three_kinds():
+    """Two parts of the rows, of their tokens and of the heads."""
+    rules = Rules({**DEFAULT_RULES.table, "cached_tokens": "expert"})
+    return Layout(make_mesh(data=2, expert=2, tensor=2), rules)
+
+
+LAYOUTS = {
+    "2": lambda: of_devices(2),
+    "4": lambda: of_devices(4),
+    "8": lambda: of_devices(8),
+    "rows and heads too": of_three_kinds,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small():
+    """Context in blocks of two and of three pages; outputs of a prompt's chunk are summed, those of
+    a decode step gathered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
+        patch.setattr(context_parallel, "_GATHERED_BYTES", 38_000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    home = tmp_path_factory.mktemp("shared")
+    write_checkpoint(home, CONFIG, random_tensors(CONFIG))
+    return home
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(alone):
+    """Of one pass over all rows on one device."""
+    return forward(alone, TOKENS)
+
+
+# ---- who holds what ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_shares(page_size, parts):
+    """Pages in turns, said once more in plain Python."""
+    lengths = np.arange(40)
+    for part in range(parts):
+        share = TokenShare(page_size, parts, part)
+        own = [s for s in lengths if s // page_size % parts == part]
+        want = [sum(s < length for s in own) for length in lengths]
+        np.testing.assert_array_equal(share.lengths(jnp.asarray(lengths)), want)
+        held, places = share.positions(jnp.asarray(lengths))
+        np.testing.assert_array_equal(lengths[held], own)
+        np.testing.assert_array_equal(places[held], np.arange(len(own)))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pages_of_an_empty_cache(name):
+    """Page p of a row lies on device p % n of the row's; all devices have as much."""
+    layout, config = LAYOUTS[name](), ModelConfig.from_hf(CONFIG)
+    room = 17 * PAGE
+    cache = LatentKVCache.init(
+        config, 4, room, dtype="float32", page_size=PAGE, layout=layout, mtp=True
+    )
+    tables, n = np.asarray(cache.block_tables), layout.parts("cached_tokens")
+    assert sorted(tables.ravel()) == list(range(len(cache.pages[0])))
+    assert tables.shape[1] == -(-17 // n) * n
+    on_each = len(cache.pages[0]) // (layout.parts("batch") * n)
+    rows_each = 4 // layout.parts("batch")
+    for row, page in np.ndindex(*tables.shape):
+        assert tables[row, page] // on_each == row // rows_each * n + page % n
+    for pages in (*cache.pages, *cache.mtp_pages):
+        assert pages.sharding.shard_shape(pages.shape) == (on_each, PAGE, config.latent_dim)
+
+
+# ---- the merge -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bytes_at_once", "collectives"), [(0, [1, 1]), (1 << 20, [1, 0])])
+def test_merged(monkeypatch, bytes_at_once, collectives):
+    """Against the formula in float64, in one collective or two: queries that some devices or all
+    have no token for, and log-sum-exps whose exponentials float32 cannot hold."""
+    monkeypatch.setattr(context_parallel, "_GATHERED_BYTES", bytes_at_once)
+    layout, rng = of_devices(4), np.random.default_rng(0)
+    outs, lses = rng.standard_normal((4, 2, 3, 4, 8)), 300 * rng.standard_normal((4, 2, 3, 4))
+    blind = rng.random(lses.shape) < 0.4
+    blind[:, 0, 0], blind[2] = True, True
+    lses[blind], outs[blind] = -np.inf, 0
+    spec = layout.spec(("cached_tokens",))
+
+    def body(out, lse):
+        return context_parallel.merged(out[0], lse[0], layout)[None]
+
+    run = jax.jit(layout.local(body, (spec, spec), spec))
+    got = run(outs.astype("float32"), lses.astype("float32"))
+    top = np.maximum(lses.max(0), -1e9)
+    weights = np.exp(lses - top)[..., None]
+    want = (weights * outs).sum(0) / np.maximum(weights.sum(0), 1e-300)
+    for of_device in got:
+        np.testing.assert_array_equal(of_device, got[0])
+    np.testing.assert_array_equal(got[0][0, 0], 0)
+    assert relative_error(got[0], want) < BOUND
+    text = run.lower(got, got[..., 0]).compile().as_text()
+    assert [text.count(f" {name}(") for name in ("all-gather", "all-reduce")] == collectives
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def empty(model):
+    """A cache whose slots are no numbers before they are written."""
+    settings = {"dtype": "float32", "page_size": PAGE, "layout": model.layout, "mtp": True}
+    cache = LatentKVCache.init(model.config, ROWS, ROOM, **settings)
+    return jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, cache)
+
+
+def feed(model, cache, want, counts, form, queries):
+    """Runs each row's next tokens and checks their logits; the longer cache."""
+    starts = np.asarray(cache.lengths)
+    places = np.minimum(starts[:, None] + np.arange(queries), ROOM - 1)
+    tokens = np.take_along_axis(TOKENS, places, axis=1)
+    logits, cache = extend(model, tokens, counts, cache, form)
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if count:
+            expected = want[row, start : start + count]
+            assert relative_error(np.asarray(logits)[row, :count], expected) < BOUND
+    return cache
+
+
+def prefilled(model, want):
+    """Rows of STARTS tokens, in chunks."""
+    cache = empty(model)
+    while (counts := np.clip(STARTS - np.asarray(cache.lengths), 0, 13)).any():
+        cache = feed(model, cache, want, counts, "expanded", 13)
+    return cache
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("2", "4")]
+
+
+@pytest.mark.parametrize("name", [*SLOW, "8", "rows and heads too"])
+def test_logits_of_prefill_and_decode(directory, whole, name):
+    """Expanded in chunks; absorbed, three tokens at once, which may lie on two devices; one by one
+    over a border of pages."""
+    model, want = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], np.asarray(whole[0])
+    cache = prefilled(model, want)
+    counts = np.array([3, 3, 2, 3, 3, 3, 1, 0])
+    cache = feed(model, cache, want, counts, "absorbed", 3)
+    for _ in range(3):
+        cache = feed(model, cache, want, (STARTS != 4).astype(int), "absorbed", 1)
+    lengths = STARTS + counts + 3 * (STARTS != 4)
+    assert cache.lengths.tolist() == lengths.tolist()
+    for row, length in enumerate(lengths):
+        held = cached_latents(cache, 0, row)
+        assert len(held) == length
+        assert np.isfinite(held).all()
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    init = functools.partial(LatentKVCache.init, page_size=PAGE)
+    monkeypatch.setattr(LatentKVCache, "init", staticmethod(init))
+
+
+def generated(model, draft, **settings):
+    prompts = [[5], [7] * 11, [1, 2, 3, 4, 5], [9, 2, 6, 5]]
+    generator = Generator(model, None, 40, batch_sizes=(4,), prefill_chunk=8)
+    out = generator.generate(prompts, ignore_eos=True, draft=draft, **settings)
+    return [c.tokens for c in out], [c.speculation for c in out]
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("4", "mtp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("2", "mtp"), ("8", None))),
+    ],
+)
+def test_generated_tokens(directory, alone, name, draft):
+    model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
+    settings = {"max_new_tokens": [17, 9, 20, 12], "draft_depth": 2}
+    want, _ = generated(alone, None, **settings)
+    assert generated(model, draft, **settings)[0] == want
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_pages")
+def test_drafts_of_a_trained_model():
+    """The demo's MTP layer drafts the same and is as often right."""
+    (want, of_one), (got, of_four) = (
+        generated(dsv3_jax.load("demo", layout=layout)[0], "mtp", max_new_tokens=28, draft_depth=3)
+        for layout in (None, LAYOUTS["4"]())
+    )
+    assert got == want
+    assert of_four == of_one
+    assert sum(sum(s.accepted) for s in of_one) > 20
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads"])
+def test_queries_of_devices_that_share_tokens_are_the_same(axis):
+    config = ModelConfig.from_hf(CONFIG)
+    rules = {**dict.fromkeys(DEFAULT_RULES.table), "cached_tokens": "data", axis: "data"}
+    check_layout(config, Layout(make_mesh(tensor=8), Rules(rules)))  # an axis of one device
+    with pytest.raises(
+        ValueError, match=rf"^rules: expected .* and '{axis}' over [^\n]*data[^\n]*$"
+    ):
+        check_layout(config, Layout(make_mesh(data=2, tensor=4), Rules(rules)))
