@@ -27,7 +27,7 @@ class Layout:
 
     Raises:
       ValueError: experts split over axes that the batch is not split over before those that it is;
-        a rule of an axis that the mesh lacks; an unknown exchange.
+        a rule or a storage of an axis that the mesh lacks; storage beside words that are split.
     """
 
     mesh: Mesh
@@ -36,6 +36,9 @@ class Layout:
     """How tokens travel where experts lie on devices with other tokens."""
     float8_dispatch: bool = False
     """Tokens travel to their experts in float8, a scale for each 128 columns; back in bfloat16."""
+    storage: tuple[str, ...] = ()
+    """Axes of the mesh along which devices that would hold copies of a parameter hold a part each,
+    which is gathered where it is used: see :mod:`sharding.storage`."""
 
     def __post_init__(self) -> None:
         for axis in self.rules.table:
@@ -45,6 +48,16 @@ class Layout:
             raise ValueError(
                 "rules: expected experts over axes of the batch first, then over others, got "
                 f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
+            )
+        for axis in self.storage:
+            if axis not in self.mesh.shape:
+                raise ValueError(
+                    f"storage: expected mesh axes among {', '.join(self.mesh.shape)}; got {axis!r}"
+                )
+        if self.storage and self.axes("vocab"):
+            raise ValueError(
+                "storage: expected axis 'vocab' on every device whole, got it over mesh axis"
+                f" {' x '.join(self.axes('vocab'))}: embedding and head are gathered by rows alone"
             )
 
     def axes(self, axis: str | None) -> tuple[str, ...]:

@@ -88,7 +88,9 @@ def load_model(
     placed = {} if placement is None else _make_places(model, placement, layout)
     shardings = {}
     if layout is not None:
-        shardings = parameter_shardings(model, layout.mesh, layout.rules, quantization)
+        shardings = parameter_shardings(
+            model, layout.mesh, layout.rules, quantization, storage=layout.storage
+        )
         check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))

@@ -15,17 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from dsv3_jax.checkpoint.load import find_description, load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.progress import Progress
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, parameter_count
+from dsv3_jax.model import DeepSeekV3, parameter_count, random_model
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
+from sharding import Layout, make_layout
 
 MODEL = "model"
 
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory for the run")
     add("--resume", action="store_true", help="go on with the run in --out; it knows its settings")
+    add("--layout", metavar="NAME", help="train, or another of sharding.PRESETS, over all devices")
+    add("--expert-devices", type=int, metavar="N", help="of --layout train (default: all devices)")
     add("--to", choices=["bf16", "fp8", "float32"], help="type of OUT/model (default: bf16)")
     add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
     add("--json", action="store_true", help="one JSON object on stdout at the end")
@@ -76,14 +78,15 @@ def run(arguments: argparse.Namespace) -> None:
     config = _training_config(arguments, recorded.get("training", {}))
     compile_cache.enable(arguments.compile_cache)
     model_config = _model_config(plan, recorded)
+    layout = _layout(plan)
     tokenizer = _tokenizer(plan, arguments.out)
     corpus = read_corpus(plan["data"], model_config, tokenizer and Tokenizer(tokenizer))
-    model = _model(plan, model_config, settings.seed)
+    model = _model(plan, model_config, settings.seed, layout)
     with Progress(config.steps) as progress:
         progress.say(
             f"{parameter_count(model):,} parameters and {parameter_count(model, mtp=True):,} of "
             f"MTP; {len(corpus.train):,} tokens, {len(corpus.held_out):,} held out; "
-            f"{jax.devices()[0].device_kind}"
+            f"{1 if layout is None else layout.mesh.size} x {jax.devices()[0].device_kind}"
         )
         trained = train(
             model,
@@ -121,9 +124,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """What the run is made of: as given, or as recorded."""
     plan = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
+    plan |= {"layout": None, "expert_devices": None}
     plan |= {"settings": {}} | recorded.get("plan", {})
     if arguments.config or arguments.source:
         plan |= {"config": None, "source": None}
+    if arguments.layout:
+        plan["expert_devices"] = None
     given = {name: getattr(arguments, name) for name in plan if name != "settings"}
     # Paths are kept as absolute ones: a run may be resumed from another directory.
     for name in ("config", "tokenizer", "source"):
@@ -172,10 +178,20 @@ def _model_config(plan: Mapping[str, Any], recorded: Mapping[str, Any]) -> Model
     return dataclasses.replace(config, quantization=None)
 
 
-def _model(plan: Mapping[str, Any], config: ModelConfig, seed: int) -> DeepSeekV3:
+def _layout(plan: Mapping[str, Any]) -> Layout | None:
+    if plan["layout"] is not None:
+        return make_layout(plan["layout"], expert_devices=plan["expert_devices"])
+    if plan["expert_devices"] is not None:
+        raise ValueError("--expert-devices: expected --layout train beside it, got no layout")
+    return None
+
+
+def _model(
+    plan: Mapping[str, Any], config: ModelConfig, seed: int, layout: Layout | None
+) -> DeepSeekV3:
     if plan["source"] is None:
-        return DeepSeekV3(config, rngs=nnx.Rngs(seed))
-    return load(plan["source"], dtype=jnp.float32)[0]
+        return random_model(config, seed, layout)
+    return load(plan["source"], dtype=jnp.float32, layout=layout)[0]
 
 
 def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.batches import TrainingBatches
@@ -68,7 +66,8 @@ def train(
     A resumed run takes the steps that the uninterrupted one would have taken, bit for bit.
 
     Args:
-      model: where to begin, in float32. It stays as it is.
+      model: where to begin, in float32. It stays as it is. One that is laid out trains on its
+        devices.
       out: becomes a directory with run.json, metrics.jsonl, expert_load.npy and checkpoints.
       resume: go on from the last whole checkpoint in ``out``, or from the beginning where a run
         was stopped before its first.
@@ -94,7 +93,7 @@ def train(
         | corpus.fingerprint(),
     }
     # All that can be wrong is found out before the directory is made.
-    _check(model.config, config, settings)
+    _check(model, config, settings)
     if resume and not settings.keep:
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
@@ -107,13 +106,16 @@ def train(
     return _Run(trainer, corpus, out, settings, report, began).go(batches)
 
 
-def _check(model: ModelConfig, config: TrainingConfig, settings: RunSettings) -> None:
+def _check(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
     batch, length = settings.batch, settings.length
-    if batch % config.accumulate:
+    devices = 1 if model.layout is None else model.layout.parts("batch")
+    if batch % (devices * config.accumulate):
+        over = f"{devices} devices x " if devices > 1 else ""
         raise ValueError(
-            f"batch: expected a multiple of accumulate={config.accumulate}, got {batch}"
+            f"batch: expected a multiple of {over}accumulate={config.accumulate}, got {batch}"
         )
-    shortest, longest = model.num_nextn_predict_layers + 2, model.max_position_embeddings
+    shape = model.config
+    shortest, longest = shape.num_nextn_predict_layers + 2, shape.max_position_embeddings
     if not shortest <= length <= longest:
         raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")
 
@@ -160,7 +162,7 @@ class _Run:
         pending: tuple[int, Metrics] | None = None
         step, last = begun, begun >= steps
         while not last:
-            state, metrics = self.trainer.step(state, jnp.asarray(next(batches)))
+            state, metrics = self.trainer.step(state, self.trainer.batch(next(batches)))
             step += 1
             # Rows are read a step late, so that the device has its next step when the host waits.
             if pending:
@@ -188,7 +190,7 @@ class _Run:
     def _begin(self, batches: TrainingBatches) -> tuple[TrainingState, int]:
         if self.store is None or not (steps := self.store.steps()):
             return self.trainer.init(), 0
-        state, position = self.store.restore(steps[-1], jax.eval_shape(self.trainer.init))
+        state, position = self.store.restore(steps[-1], self.trainer.shapes())
         batches.restore(position)
         return state, steps[-1]
 
@@ -201,7 +203,9 @@ class _Run:
             settings, trainer = self.settings, self.trainer
             rate = (step - before) * settings.batch * settings.length / (now - then)
             dtype = trainer.config.compute_dtype
-            mfu = utilisation(trainer.model_config, settings.length, rate, self.device, dtype)
+            devices = 1 if trainer.layout is None else trainer.layout.mesh.size
+            of_one = rate / devices
+            mfu = utilisation(trainer.model_config, settings.length, of_one, self.device, dtype)
         self.mark = now, step
         return row | {"seconds": self._seconds(), "tokens_per_second": rate, "mfu": mfu}
 
