@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
@@ -349,27 +350,27 @@ def abstract(config: ModelConfig, **kwargs: Any) -> DeepSeekV3:
 
 
 def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -> DeepSeekV3:
-    """A new model in float32, with random weights: the same on any devices, but for rounding.
+    """A new model in float32, with random weights.
 
     Args:
-      layout: each device makes its own part of the weights alone.
+      layout: where it goes, from the host, which makes and meanwhile holds all of it.
 
     Raises:
       ValueError, NotImplementedError: the model cannot be laid out so.
     """
-
-    def make() -> DeepSeekV3:
-        return DeepSeekV3(config, rngs=nnx.Rngs(seed))
-
     if layout is None:
-        return make()
+        return DeepSeekV3(config, rngs=nnx.Rngs(seed))
     model = abstract(config)
     model.lay_out(layout)
     lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
-    graph, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
-    shardings = nnx.from_flat_state([(path, leaf.replace(lies[path])) for path, leaf in flat])
-    return nnx.merge(graph, jax.jit(lambda: nnx.state(make()), out_shardings=shardings)())
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        made = nnx.to_flat_state(nnx.state(DeepSeekV3(config, rngs=nnx.Rngs(seed))))
+    placed = []
+    for path, leaf in made:
+        value = np.asarray(leaf.get_value())
+        part = jax.make_array_from_callback(value.shape, lies[path], value.__getitem__)
+        placed.append((path, leaf.replace(part)))
+    return nnx.merge(nnx.graphdef(model), nnx.from_flat_state(placed))
 
 
 def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:

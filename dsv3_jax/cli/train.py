@@ -25,7 +25,8 @@ from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
-from sharding import Layout, make_layout
+from sharding import PRESETS, Layout, make_layout
+from sharding.distributed import initialize, wait_for_all
 
 MODEL = "model"
 
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on with the run in --out; it knows its settings")
     add("--layout", metavar="NAME", help="train, or another of sharding.PRESETS, over all devices")
     add("--expert-devices", type=int, metavar="N", help="of --layout train (default: all devices)")
+    add(
+        "--distributed",
+        action="store_true",
+        help="one of several processes: see docs/multi_host.md",
+    )
     add("--to", choices=["bf16", "fp8", "float32"], help="type of OUT/model (default: bf16)")
     add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
     add("--json", action="store_true", help="one JSON object on stdout at the end")
@@ -68,6 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if arguments.distributed:
+        initialize()
     # These bring grain and orbax: seconds that no other command should wait for.
     from dsv3_jax.training.corpus import read_corpus
     from dsv3_jax.training.run import train
@@ -82,8 +90,10 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = _tokenizer(plan, arguments.out)
     corpus = read_corpus(plan["data"], model_config, tokenizer and Tokenizer(tokenizer))
     model = _model(plan, model_config, settings.seed, layout)
+    first = jax.process_index() == 0
     with Progress(config.steps) as progress:
-        progress.say(
+        say = progress.say if first else _nothing
+        say(
             f"{parameter_count(model):,} parameters and {parameter_count(model, mtp=True):,} of "
             f"MTP; {len(corpus.train):,} tokens, {len(corpus.held_out):,} held out; "
             f"{1 if layout is None else layout.mesh.size} x {jax.devices()[0].device_kind}"
@@ -95,14 +105,17 @@ def run(arguments: argparse.Namespace) -> None:
             config,
             _less(settings, time.perf_counter() - began),
             resume=arguments.resume,
-            report=progress.row,
+            report=progress.row if first else _nothing,
             beside={"plan": plan | {"settings": dataclasses.asdict(settings)}},
             tokenizer=tokenizer,
         )
     directory = arguments.out / MODEL
-    if directory.exists():  # as this run was when it was stopped before
+    if directory.exists() and first:  # as this run was when it was stopped before
         shutil.rmtree(directory)
+    wait_for_all("no model")
     hf_directory.write(trained.model, directory, plan["to"], tokenizer)
+    if not first:
+        return
     _say(f"wrote {directory}")
     if arguments.plot:
         from dsv3_jax.training.plot import plot
@@ -179,6 +192,8 @@ def _model_config(plan: Mapping[str, Any], recorded: Mapping[str, Any]) -> Model
 
 
 def _layout(plan: Mapping[str, Any]) -> Layout | None:
+    if plan["layout"] not in (None, *PRESETS):
+        raise ValueError(f"--layout: expected one of {', '.join(PRESETS)}; got {plan['layout']!r}")
     if plan["layout"] is not None:
         return make_layout(plan["layout"], expert_devices=plan["expert_devices"])
     if plan["expert_devices"] is not None:
@@ -207,6 +222,10 @@ def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
     model = model if model.is_dir() else model.parent
     places = (out / record.TOKENIZER, model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
+
+
+def _nothing(of: Any) -> None:
+    """What all processes but the first have to report."""
 
 
 def _say(line: str) -> None:

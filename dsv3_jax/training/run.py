@@ -23,6 +23,7 @@ from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics, Trainer, TrainingState
 from dsv3_jax.training.store import Store
 from dsv3_jax.training.throughput import utilisation
+from sharding.distributed import slowest
 
 METRICS = "metrics.jsonl"
 EXPERT_LOAD = "expert_load.npy"
@@ -63,7 +64,9 @@ def train(
         trained = train(model, corpus, "runs/notes", config, RunSettings(batch=4, length=512))
         write_checkpoint(trained.model, Path("notes-model"))
 
-    A resumed run takes the steps that the uninterrupted one would have taken, bit for bit.
+    A resumed run takes the steps that the uninterrupted one would have taken, bit for bit; on other
+    devices, but for rounding. Several processes call this alike, with the same corpus; the first of
+    them writes, and all see the same directory.
 
     Args:
       model: where to begin, in float32. It stays as it is. One that is laid out trains on its
@@ -109,6 +112,10 @@ def train(
 def _check(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
     batch, length = settings.batch, settings.length
     devices = 1 if model.layout is None else model.layout.parts("batch")
+    if model.layout is None and jax.process_count() > 1:
+        raise ValueError(
+            f"layout: expected one over the devices of {jax.process_count()} processes, got none"
+        )
     if batch % (devices * config.accumulate):
         over = f"{devices} devices x " if devices > 1 else ""
         raise ValueError(
@@ -179,7 +186,7 @@ class _Run:
             if evaluates:
                 row["held_out"] = self.evaluation.losses(state)
             self._write(row)
-            if last:
+            if last and jax.process_index() == 0:
                 np.save(self.out / EXPERT_LOAD, np.asarray(jax.device_get(metrics.expert_load)))
             # Behind all that it stands for: a run resumed from here does not write it again.
             if self.store is not None and saves:
@@ -218,7 +225,7 @@ class _Run:
 
     def _late(self) -> bool:
         limit = self.settings.max_minutes
-        return limit is not None and self._seconds() > 60 * limit
+        return limit is not None and slowest(self._seconds() - 60 * limit) > 0
 
 
 def _due(step: int, every: int) -> bool:

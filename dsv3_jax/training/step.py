@@ -57,24 +57,24 @@ class Trainer:
 
     The loss is ``main + mtp_weight * mtp + balance_weight * balance`` (:class:`Losses`).
 
-    Args:
-      model: where training begins; its own arrays stay as they are.
-
     A model that is laid out trains on its devices: a batch is split as its layout says, and what is
     trained, its gradients and its moments lie as its parameters do.
 
+    Args:
+      model: where training begins; its own arrays stay as they are.
+
     Raises:
-      ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one; as
-        :func:`~dsv3_jax.training.placement.check_trainable`.
+      ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one; or as
+        :func:`~dsv3_jax.training.shardings.check_trainable`.
     """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
         self.config = config
         self.model_config = model.config
         self.layout = model.layout
+        _refuse_float8(nnx.state(model, nnx.Param))
         check_trainable(model)
         self._graph, self._weights, self._biases = nnx.split(model, nnx.Param, RouterBias)
-        _refuse_float8(self._weights)
         self._learning_rate = schedule.learning_rate(config)
         self._mtp_weight = schedule.mtp_weight(config)
         self._bias_speed = schedule.bias_update_speed(config)
@@ -158,8 +158,8 @@ class Trainer:
         the batch."""
         if self.layout is None:
             return jnp.asarray(tokens)
-        self._checked(tokens, 1)
-        rows = self.layout.sharding(("batch",))
+        self._check(tokens.shape, 1)
+        rows, tokens = self.layout.sharding(("batch",)), tokens.astype(np.int32)
         return jax.make_array_from_callback(tokens.shape, rows, lambda index: tokens[index])
 
     def step(
@@ -173,7 +173,8 @@ class Trainer:
         Raises:
           ValueError: another B, or rows too short for the model's MTP layers.
         """
-        return self._jitted_step(state, self._frozen, self._checked(tokens, self.config.accumulate))
+        self._check(tokens.shape, self.config.accumulate)
+        return self._jitted_step(state, self._frozen, tokens)
 
     def evaluate(self, state: TrainingState, tokens: Int[Array, "B T"]) -> Losses:
         """The losses of a batch, all of it at once, computed as in a step.
@@ -181,7 +182,8 @@ class Trainer:
         Raises:
           ValueError: rows too short for the model's MTP layers.
         """
-        return self._jitted_evaluate(state, self._frozen, self._checked(tokens, 1))
+        self._check(tokens.shape, 1)
+        return self._jitted_evaluate(state, self._frozen, tokens)
 
     def model(self, state: TrainingState) -> DeepSeekV3:
         """The model with the state's weights: float32, or with low-rank updates added to the
@@ -193,8 +195,8 @@ class Trainer:
         made.dtype = made.embed_tokens.weight.dtype
         return made
 
-    def _checked(self, tokens: Int[Array, "B T"], parts: int) -> Int[Array, "B T"]:
-        B, T = tokens.shape
+    def _check(self, shape: tuple[int, ...], parts: int) -> None:
+        B, T = shape
         devices = 1 if self.layout is None else self.layout.parts("batch")
         if B % (parts * devices) or not B:
             each = f"accumulate, {parts}" if devices == 1 else f"{devices} devices x {parts} parts"
@@ -202,7 +204,6 @@ class Trainer:
         shortest = self.model_config.num_nextn_predict_layers + 2
         if shortest > T:
             raise ValueError(f"tokens: expected at least {shortest} a row, got {T}")
-        return tokens
 
     def _merged(self, params: Tree, frozen: Tree | None) -> Tree:
         """All weights of the model."""
