@@ -46,8 +46,8 @@ def stored(
 
 
 def gathered(
-    part: Shaped[Array, "*shape"], used: PartitionSpec, stored: PartitionSpec
-) -> Shaped[Array, "*shape"]:
+    part: Shaped[Array, "*part"], used: PartitionSpec, stored: PartitionSpec
+) -> Shaped[Array, "*whole"]:
     """Inside shard_map: of a device's stored part, what it computes with; at most one all-gather.
 
     The gradient goes back by one reduce-scatter, which adds in float32.
@@ -61,8 +61,8 @@ def gathered(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(
-    dimension: int, axes: tuple[str, ...], part: Shaped[Array, "*shape"]
-) -> Shaped[Array, "*shape"]:
+    dimension: int, axes: tuple[str, ...], part: Shaped[Array, "*part"]
+) -> Shaped[Array, "*whole"]:
     return lax.all_gather(part, axes, axis=dimension, tiled=True)
 
 
