@@ -24,7 +24,7 @@ from dsv3_jax.training.run import train
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics, Trainer, TrainingState
 from dsv3_jax.training.store import Store
-from sharding import Layout, Placement, make_layout, make_mesh
+from sharding import DEFAULT_RULES, Layout, Placement, Rules, make_layout, make_mesh
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.command import run
 from tests.support.oracle import relative_error
@@ -57,10 +57,14 @@ LAYOUTS = {
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
+    "the same, stored in parts": lambda: Layout(
+        make_mesh(data=2, expert=2, tensor=2),
+        Rules({**DEFAULT_RULES.table, "vocab": None}),
+        storage=("data", "expert"),
+    ),
 }
-# The others take a minute together.
 QUICK = "train, data 2 x expert 4"
-NAMES = [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,7 @@ def assert_same(got: Stepped, want: Stepped):
 # ---- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [QUICK, *SLOW])
 def test_gradients(directory, alone, spread, name):
     """Of every parameter: of the losses of next tokens, of MTP and of balance. Also what the second
     step finds, behind the first's update of weights and biases."""
@@ -229,12 +233,13 @@ def collectives(trainer: Trainer) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [QUICK, *SLOW[:-2]])
 def test_collectives(directory, spread, name):
     """Each matrix is gathered where it is used, and its gradient reduced and scattered. Experts are
     where there is a data axis; each of two layers exchanges tokens forward and back, and so do
     their gradients. MTP uses embedding and head a second time; XLA sees that it need not gather
-    them again. CPUs gather nothing twice for the backward pass; GPUs do.
+    them again. What layers gathered is gathered once more for the backward pass, unless XLA merges
+    the two, as it does for CPUs with jax 0.10.
     """
     trainer = spread.trainer if name == QUICK else Trainer(load(directory, name), RUN)
     dense, moe, experts = 5 + 3, 5 + 1 + 3, 3
@@ -248,7 +253,8 @@ def test_collectives(directory, spread, name):
     found = collectives(trainer)
     if name in want:
         matrices, shared, exchanged = want[name]
-        assert found.pop("all-gather", 0) == matrices + shared + exchanged
+        once = matrices + shared + exchanged
+        assert found.pop("all-gather", 0) in (once, once + max(matrices - 1, 0))  # eh_proj is kept
         assert found.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged
     else:
         assert found.pop("all-gather", 0) <= 4  # of words
