@@ -56,9 +56,7 @@ def on_mesh(
     return lambda *args: spread(values, *args)
 
 
-def by_rows(
-    layout: Layout | None, name: str, module: Callable[..., Any], x: jax.Array, *args: Any
-) -> jax.Array:
+def by_rows(layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any) -> jax.Array:
     """``module(x, *args)``, on each device of its rows where the weights are stored in parts;
     elsewhere XLA divides it.
 

@@ -130,7 +130,7 @@ class Trainer:
         """As the weights lie; low-rank updates, which are small, are whole on every device."""
         assert self.layout is not None
         shapes = jax.eval_shape(self._init, self._weights, self._biases)
-        whole = self.layout.sharding(())
+        whole: Any = self.layout.sharding(())
         if self.config.lora_rank:
             params = jax.tree.map(lambda _: whole, shapes.params)
         else:

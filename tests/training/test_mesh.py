@@ -397,6 +397,16 @@ def test_batches_divide_over_the_devices(spread, directory, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_several_processes_have_a_layout(directory, tmp_path, monkeypatch):
+    model = load(directory, None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    corpus = Corpus(np.ones(900, np.int32), np.ones(100, np.int32))
+    refused(
+        "^layout: expected one over the devices of 2 processes, got none",
+        lambda: train(model, corpus, tmp_path / "none", RUN),
+    )
+
+
 def test_sizes_of_the_train_layout(directory):
     assert dict(make_layout("train").mesh.shape) == {"data": 1, "expert": 8, "tensor": 1}
     assert dict(LAYOUTS[QUICK]().mesh.shape) == {"data": 2, "expert": 4, "tensor": 1}
