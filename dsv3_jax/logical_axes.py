@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
 from sharding import Layout, Rules
 from sharding.expert_parallel import check_exchange
+from sharding.storage import stored
 
 Path = tuple[Any, ...]
 
@@ -68,30 +69,45 @@ def parameter_shardings(
     mesh: Mesh | AbstractMesh,
     rules: Rules,
     quantization: Quantization | None = None,
+    *,
+    storage: tuple[str, ...] = (),
+    at: Path = (),
 ) -> dict[Path, NamedSharding]:
-    """How every parameter of ``model``, or of one of its layers, lies on ``mesh``, by its path;
+    """How every parameter of ``model``, or of a module in it, lies on ``mesh``, by its path;
     shapes are enough.
 
     A quantised weight is cut between blocks alone, and its scales with it. Scales of whole rows
     belong to every part of their row, and are cut by rows only.
 
+    Args:
+      storage: as of :class:`~sharding.Layout`; without it, how they lie where they are used.
+      at: path of ``model`` in the whole, where names below it do not say what its axes are.
+
     Raises:
-      ValueError: a parameter cannot lie as ``rules`` say; the message names it.
+      ValueError: a parameter cannot lie as ``rules`` and ``storage`` say; the message names it.
+        Storage of quantised weights.
     """
+    if storage and quantization is not None:
+        raise ValueError(
+            f"storage: expected weights without quantization, got {type(quantization).__name__}"
+        )
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     out: dict[Path, NamedSharding] = {}
     for path, variable in flat.items():
         # What is held beside the parameters, such as attention's up-projections, is no variable.
         value = variable if isinstance(variable, jax.Array) else variable.get_value()
         shape = value.shape
-        axes: tuple[str | None, ...] = logical_axes(path)
+        axes: tuple[str | None, ...] = logical_axes((*at, *path))
+        name = ".".join(map(str, (*at, *path)))
         block = None
         if quantization is not None:
             if path[-1] in _SCALES and _is_one_a_row(quantization):
                 axes = (*axes[:-1], None)
             elif any((*path[:-1], scale) in flat for scale in _SCALES if path[-1] == "weight"):
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
-        out[path] = rules.sharding(mesh, ".".join(map(str, path)), shape, axes, block)
+        out[path] = rules.sharding(mesh, name, shape, axes, block)
+        if isinstance(variable, nnx.Param):
+            out[path] = stored(name, shape, out[path], storage)
     return out
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
@@ -21,8 +22,9 @@ from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.on_mesh import by_rows
 from dsv3_jax.layers.rope import Rotation, rotation
-from dsv3_jax.logical_axes import check_layout
+from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from sharding import Layout, Placement
 
 MTPHidden = Literal["post_norm", "pre_norm"]
@@ -132,7 +134,7 @@ class DeepSeekV3(nnx.Module):
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
         run = run_layers or one_by_one
-        x, stats = run(self.layers, self.embed_tokens(tokens), self._turn(tokens))
+        x, stats = run(self.layers, self._embed(tokens), self._turn(tokens))
         hidden = self._hidden(x)
         logits = self.logits(hidden.post_norm)
         if not return_aux:
@@ -142,7 +144,7 @@ class DeepSeekV3(nnx.Module):
         for k, layer in enumerate(self.mtp):
             upcoming = tokens[:, k + 1 :]
             before = hidden.feed(mtp_hidden)[:, : upcoming.shape[1]]
-            joined = layer.join(before, self.embed_tokens(upcoming))
+            joined = layer.join(before, self._embed(upcoming))
             y, layer_stats = run([layer], joined, self._turn(upcoming))
             stats += layer_stats
             hidden = Hidden(y, layer.shared_head.norm(y))
@@ -235,7 +237,7 @@ class DeepSeekV3(nnx.Module):
         """
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         turn = self._turn(tokens, cache.lengths)
-        x = self.embed_tokens(tokens)
+        x = self._embed(tokens)
         new_pages, chosen = [], []
         for layer, pages in zip(self.layers, cache.pages, strict=True):
             layer_cache = LayerCache(pages, cache.block_tables, cache.lengths, valid)
@@ -272,7 +274,7 @@ class DeepSeekV3(nnx.Module):
         layer = self.mtp[0]
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         layer_cache = LayerCache(cache.mtp_pages[0], cache.block_tables, starts, valid)
-        joined = layer.join(feed, self.embed_tokens(tokens))
+        joined = layer.join(feed, self._embed(tokens))
         y, pages, stats = layer.extend(joined, self._turn(tokens, starts), layer_cache, form)
         chosen = [] if stats is None else [stats.counts]
         counts_of = _counted(cache.routing_counts, self.config.num_moe_layers, chosen)
@@ -281,7 +283,10 @@ class DeepSeekV3(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch W"]:
         """The LM head, on hidden states after the norm: ``Hidden.post_norm``."""
-        return self.lm_head(hidden, jnp.float32)
+        return by_rows(self.layout, "lm_head", self.lm_head, hidden, jnp.float32)
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return by_rows(self.layout, "embed_tokens", self.embed_tokens, tokens)
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
         return Hidden(x, self.norm(x))
@@ -342,6 +347,30 @@ class _SameKey(nnx.Rngs):
 def abstract(config: ModelConfig, **kwargs: Any) -> DeepSeekV3:
     """The model with shapes for weights: what it would hold, without allocating any of it."""
     return nnx.eval_shape(lambda: DeepSeekV3(config, rngs=_SameKey(0), **kwargs))
+
+
+def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -> DeepSeekV3:
+    """A new model in float32, with random weights.
+
+    Args:
+      layout: where it goes, from the host, which makes and meanwhile holds all of it.
+
+    Raises:
+      ValueError, NotImplementedError: the model cannot be laid out so.
+    """
+    if layout is None:
+        return DeepSeekV3(config, rngs=nnx.Rngs(seed))
+    model = abstract(config)
+    model.lay_out(layout)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        made = nnx.to_flat_state(nnx.state(DeepSeekV3(config, rngs=nnx.Rngs(seed))))
+    placed = []
+    for path, leaf in made:
+        value = np.asarray(leaf.get_value())
+        part = jax.make_array_from_callback(value.shape, lies[path], value.__getitem__)
+        placed.append((path, leaf.replace(part)))
+    return nnx.merge(nnx.graphdef(model), nnx.from_flat_state(placed))
 
 
 def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:

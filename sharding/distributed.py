@@ -112,6 +112,12 @@ def slowest(seconds: float) -> float:
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
+def wait_for_all(where: str) -> None:
+    """Until all processes have come here, which they say alike."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
+
+
 def _gathered(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
         return leaf

@@ -31,7 +31,8 @@ class Layout:
 
     Raises:
       ValueError: experts split over axes that the batch is not split over before those that it is;
-        a rule of an axis that the mesh lacks; less than one micro-batch.
+        a rule or a storage of an axis that the mesh lacks; storage beside words that are split;
+        less than one micro-batch.
     """
 
     mesh: Mesh
@@ -43,6 +44,9 @@ class Layout:
     micro_batches: int = 1
     """Parts of a device's rows that go through a layer one behind the other, so that one's tokens
     can travel while another's are computed. Experts' weights are read once for each."""
+    storage: tuple[str, ...] = ()
+    """Axes of the mesh along which devices that would hold copies of a parameter hold a part each,
+    which is gathered where it is used: see :mod:`sharding.storage`."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -54,6 +58,16 @@ class Layout:
             raise ValueError(
                 "rules: expected experts over axes of the batch first, then over others, got "
                 f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
+            )
+        for axis in self.storage:
+            if axis not in self.mesh.shape:
+                raise ValueError(
+                    f"storage: expected mesh axes among {', '.join(self.mesh.shape)}; got {axis!r}"
+                )
+        if self.storage and self.axes("vocab"):
+            raise ValueError(
+                "storage: expected axis 'vocab' on every device whole, got it over mesh axis"
+                f" {' x '.join(self.axes('vocab'))}: embedding and head are gathered by rows alone"
             )
 
     def axes(self, axis: Axis) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ class Preset:
     """The number it is made for; None: any."""
     redundant_experts: int = 0
     """Replicas beside one of each expert that the published deployment has."""
+    storage: tuple[str, ...] = ()
+    """See :class:`~sharding.Layout`. With it, ``data`` may take a part of the devices."""
 
 
 _DATA_AND_EXPERTS = Rules({**_WHOLE, "batch": "expert", "expert": "expert"})
@@ -57,6 +59,13 @@ PRESETS: dict[str, Preset] = {
         ),
         lambda n: {"tensor": n},
     ),
+    # For training: tokens over all devices, experts along their own axis, and of every matrix, its
+    # gradient and its moments no copies (FSDP): each is gathered where a layer uses it.
+    "train": Preset(
+        Rules({**_WHOLE, "batch": ("data", "expert"), "expert": "expert"}),
+        lambda n: {"expert": n},
+        storage=("data", "expert"),
+    ),
     # DeepSeek's published units of four and of 18 nodes (V3/R1 inference system overview).
     "deepseek_prefill_ep32": Preset(
         _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=32, redundant_experts=32
@@ -74,11 +83,18 @@ def make_layout(
     exchange: Exchange = "all_gather",
     float8_dispatch: bool = False,
     micro_batches: int = 1,
+    expert_devices: int | None = None,
 ) -> Layout:
     """The layout of that name over ``devices``, by default all there are ("single": the first).
 
+    Args:
+      expert_devices: of "train", over how many devices one set of experts is spread, and their
+        tokens exchanged. It divides the number of experts and of devices; the quotient is the axis
+        ``data``, along which sets of experts are stored in parts as all else is. None: over all.
+
     Raises:
-      ValueError: no such name, or another number of devices than it is made for.
+      ValueError: no such name, another number of devices than it is made for, or
+        ``expert_devices`` that does not divide it or is not this layout's to choose.
     """
     if name not in PRESETS:
         raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
@@ -88,5 +104,14 @@ def make_layout(
         found = found[:1]
     if preset.devices not in (None, len(found)):
         raise ValueError(f"{name}: expected {preset.devices} devices, got {len(found)}")
-    mesh = make_mesh(**preset.axes(len(found)), devices=found)
-    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches)
+    sizes = preset.axes(len(found))
+    if expert_devices is not None:
+        if not preset.storage:
+            raise ValueError(f"expert_devices: expected None for {name}, got {expert_devices}")
+        if expert_devices < 1 or len(found) % expert_devices:
+            raise ValueError(
+                f"expert_devices: expected a divisor of {len(found)} devices, got {expert_devices}"
+            )
+        sizes = {"data": len(found) // expert_devices, "expert": expert_devices}
+    mesh = make_mesh(**sizes, devices=found)
+    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches, preset.storage)

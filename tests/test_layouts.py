@@ -35,6 +35,7 @@ LAYOUTS = {
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
     "context_parallel": lambda: make_layout("context_parallel"),
+    "train": lambda: make_layout("train", expert_devices=4),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
     "the same, experts by data too": lambda: Layout(
         make_mesh(data=2, expert=2, tensor=2), BOTH, "all_to_all"

@@ -27,6 +27,7 @@ from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import Layout, Placement
+from sharding.distributed import host_values
 
 Path = tuple[Any, ...]
 
@@ -88,7 +89,9 @@ def load_model(
     placed = {} if placement is None else _make_places(model, placement, layout)
     shardings = {}
     if layout is not None:
-        shardings = parameter_shardings(model, layout.mesh, layout.rules, quantization)
+        shardings = parameter_shardings(
+            model, layout.mesh, layout.rules, quantization, storage=layout.storage
+        )
         check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
@@ -231,11 +234,14 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
-    """The model's weights under their published names, experts apart, MTP copies included."""
+    """The model's weights under their published names, experts apart, MTP copies included.
+
+    All of it, on each process: where weights lie with several, all of them must call this alike.
+    """
     config = model.config
     out: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = np.asarray(jax.device_get(variable.get_value()))
+        value = np.asarray(host_values(variable.get_value()))
         names = published_names(config, path)
         out |= dict(zip(names.names, value if names.stacked else [value], strict=True))
     return out | {name: out[original] for name, original in copies(config).items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -19,6 +20,7 @@ from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.model import DeepSeekV3
+from sharding.distributed import wait_for_all
 
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
@@ -36,6 +38,7 @@ def write_checkpoint(
     shard_bytes: int = 4_300_000_000,
 ) -> None:
     """Writes config.json, the shards and their index; nothing appears until all of it is written.
+    Several processes call this alike; the first of them writes.
 
     Args:
       directory: must not exist.
@@ -51,6 +54,7 @@ def write_checkpoint(
     """
     if directory.exists():
         raise ValueError(f"expected a directory that does not exist yet, got {directory}")
+    wait_for_all("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
     held = published_tensors(model)
     float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in held.values())
@@ -64,6 +68,8 @@ def write_checkpoint(
             "the model holds integer weights, which no published form has; expected one that was "
             "loaded with quantization=None"
         )
+    if jax.process_index():
+        return
     tensors = _published(config, held)
     partial = directory.with_name(directory.name + ".partial")
     if partial.exists():  # an interrupted run's, whose shards must not come along

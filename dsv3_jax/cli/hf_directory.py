@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import BlockQuantization
@@ -24,5 +26,5 @@ def write(model: DeepSeekV3, directory: Path, to: To, tokenizer: Path | None) ->
     quantization = BlockQuantization() if to == "fp8" else None
     dtype = "float32" if to == "float32" else "bfloat16"
     write_checkpoint(model, directory, quantization=quantization, dtype=dtype)
-    if tokenizer is not None:
+    if tokenizer is not None and jax.process_index() == 0:
         tokenizers.copy(tokenizer, directory)

@@ -15,17 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from dsv3_jax.checkpoint.load import find_description, load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.progress import Progress
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, parameter_count
+from dsv3_jax.model import DeepSeekV3, parameter_count, random_model
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
+from sharding import PRESETS, Layout, make_layout
+from sharding.distributed import initialize, wait_for_all
 
 MODEL = "model"
 
@@ -52,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory for the run")
     add("--resume", action="store_true", help="go on with the run in --out; it knows its settings")
+    add("--layout", metavar="NAME", help="train, or another of sharding.PRESETS, over all devices")
+    add("--expert-devices", type=int, metavar="N", help="of --layout train (default: all devices)")
+    add(
+        "--distributed",
+        action="store_true",
+        help="one of several processes: see docs/multi_host.md",
+    )
     add("--to", choices=["bf16", "fp8", "float32"], help="type of OUT/model (default: bf16)")
     add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
     add("--json", action="store_true", help="one JSON object on stdout at the end")
@@ -66,6 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if arguments.distributed:
+        initialize()
     # These bring grain and orbax: seconds that no other command should wait for.
     from dsv3_jax.training.corpus import read_corpus
     from dsv3_jax.training.run import train
@@ -76,14 +86,17 @@ def run(arguments: argparse.Namespace) -> None:
     config = _training_config(arguments, recorded.get("training", {}))
     compile_cache.enable(arguments.compile_cache)
     model_config = _model_config(plan, recorded)
+    layout = _layout(plan)
     tokenizer = _tokenizer(plan, arguments.out)
     corpus = read_corpus(plan["data"], model_config, tokenizer and Tokenizer(tokenizer))
-    model = _model(plan, model_config, settings.seed)
+    model = _model(plan, model_config, settings.seed, layout)
+    first = jax.process_index() == 0
     with Progress(config.steps) as progress:
-        progress.say(
+        say = progress.say if first else _nothing
+        say(
             f"{parameter_count(model):,} parameters and {parameter_count(model, mtp=True):,} of "
             f"MTP; {len(corpus.train):,} tokens, {len(corpus.held_out):,} held out; "
-            f"{jax.devices()[0].device_kind}"
+            f"{1 if layout is None else layout.mesh.size} x {jax.devices()[0].device_kind}"
         )
         trained = train(
             model,
@@ -92,14 +105,17 @@ def run(arguments: argparse.Namespace) -> None:
             config,
             _less(settings, time.perf_counter() - began),
             resume=arguments.resume,
-            report=progress.row,
+            report=progress.row if first else _nothing,
             beside={"plan": plan | {"settings": dataclasses.asdict(settings)}},
             tokenizer=tokenizer,
         )
     directory = arguments.out / MODEL
-    if directory.exists():  # as this run was when it was stopped before
+    if directory.exists() and first:  # as this run was when it was stopped before
         shutil.rmtree(directory)
+    wait_for_all("no model")
     hf_directory.write(trained.model, directory, plan["to"], tokenizer)
+    if not first:
+        return
     _say(f"wrote {directory}")
     if arguments.plot:
         from dsv3_jax.training.plot import plot
@@ -121,9 +137,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """What the run is made of: as given, or as recorded."""
     plan = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
+    plan |= {"layout": None, "expert_devices": None}
     plan |= {"settings": {}} | recorded.get("plan", {})
     if arguments.config or arguments.source:
         plan |= {"config": None, "source": None}
+    if arguments.layout:
+        plan["expert_devices"] = None
     given = {name: getattr(arguments, name) for name in plan if name != "settings"}
     # Paths are kept as absolute ones: a run may be resumed from another directory.
     for name in ("config", "tokenizer", "source"):
@@ -172,10 +191,22 @@ def _model_config(plan: Mapping[str, Any], recorded: Mapping[str, Any]) -> Model
     return dataclasses.replace(config, quantization=None)
 
 
-def _model(plan: Mapping[str, Any], config: ModelConfig, seed: int) -> DeepSeekV3:
+def _layout(plan: Mapping[str, Any]) -> Layout | None:
+    if plan["layout"] not in (None, *PRESETS):
+        raise ValueError(f"--layout: expected one of {', '.join(PRESETS)}; got {plan['layout']!r}")
+    if plan["layout"] is not None:
+        return make_layout(plan["layout"], expert_devices=plan["expert_devices"])
+    if plan["expert_devices"] is not None:
+        raise ValueError("--expert-devices: expected --layout train beside it, got no layout")
+    return None
+
+
+def _model(
+    plan: Mapping[str, Any], config: ModelConfig, seed: int, layout: Layout | None
+) -> DeepSeekV3:
     if plan["source"] is None:
-        return DeepSeekV3(config, rngs=nnx.Rngs(seed))
-    return load(plan["source"], dtype=jnp.float32)[0]
+        return random_model(config, seed, layout)
+    return load(plan["source"], dtype=jnp.float32, layout=layout)[0]
 
 
 def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
@@ -191,6 +222,10 @@ def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
     model = model if model.is_dir() else model.parent
     places = (out / record.TOKENIZER, model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
+
+
+def _nothing(of: Any) -> None:
+    """What all processes but the first have to report."""
 
 
 def _say(line: str) -> None:

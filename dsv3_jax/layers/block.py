@@ -18,7 +18,7 @@ from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
-from dsv3_jax.layers.on_mesh import on_mesh
+from dsv3_jax.layers.on_mesh import by_rows, on_mesh
 from dsv3_jax.layers.rope import Rotation
 from sharding import Layout
 
@@ -191,9 +191,8 @@ class MTPLayer(DecoderLayer):
         self, hidden: Float[Array, "B T D"], next_embedding: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
         """The layer's input, from the hidden state of token i and the embedding of token i+1."""
-        return self.eh_proj(
-            jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
-        )
+        joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
+        return by_rows(self.layout, "eh_proj", self.eh_proj, joined)
 
 
 def _add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -14,37 +14,67 @@ from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.logical_axes import Path, parameter_shardings
 from sharding import Layout
+from sharding.storage import gathered
 
 
 def on_mesh(
-    layout: Layout, layer: nnx.Module, body: Callable[..., Any], specs: Any, out_specs: Any
+    layout: Layout,
+    layer: nnx.Module,
+    body: Callable[..., Any],
+    specs: Any,
+    out_specs: Any,
+    at: Path = (),
 ) -> Callable[..., Any]:
     """``body(layer, *args)`` inside shard_map: heads, inner widths, experts and rows are those of
-    the device, and sums over what is cut are the body's affair.
+    the device, and sums over what is cut are the body's affair. Of what is stored in parts, the
+    body sees the whole.
 
     Args:
       specs: a PartitionSpec for each of ``args``, or trees of them.
+      at: path of ``layer`` in the model, where its parameters' own names are not enough.
     """
     graph, state = nnx.split(layer)
     flat = list(nnx.to_flat_state(state))
-    lies = shardings(layer, layout)
+    how = layer, layout.mesh, layout.rules, _quantization(layer)
+    used, stored = (
+        [lies[path].spec for path, _ in flat]
+        for lies in (
+            parameter_shardings(*how, at=at),
+            parameter_shardings(*how, at=at, storage=layout.storage),
+        )
+    )
 
     def local(values: list[jax.Array], *args: Any) -> Any:
+        values = [gathered(*each) for each in zip(values, used, stored, strict=True)]
         held = [
             (path, value if isinstance(leaf, jax.Array) else leaf.replace(value))
             for (path, leaf), value in zip(flat, values, strict=True)
         ]
         return body(nnx.merge(graph, nnx.from_flat_state(held)), *args)
 
-    weights = [lies[path].spec for path, _ in flat]
-    spread = layout.local(local, (weights, *specs), out_specs)
+    spread = layout.local(local, (stored, *specs), out_specs)
     values = [leaf if isinstance(leaf, jax.Array) else leaf.get_value() for _, leaf in flat]
     return lambda *args: spread(values, *args)
 
 
 def shardings(module: nnx.Module, layout: Layout) -> dict[Path, NamedSharding]:
     """How the parameters of a model, or of a layer, lie on ``layout``, by their paths."""
-    return parameter_shardings(module, layout.mesh, layout.rules, _quantization(module))
+    how = module, layout.mesh, layout.rules, _quantization(module)
+    return parameter_shardings(*how, storage=layout.storage)
+
+
+def by_rows(layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any) -> jax.Array:
+    """``module(x, *args)``, on each device of its rows where the weights are stored in parts;
+    elsewhere XLA divides it.
+
+    Args:
+      name: of the module in the model.
+      x: [B, ...].
+    """
+    if layout is None or not layout.storage:
+        return module(x, *args)
+    rows = layout.spec(("batch",))
+    return on_mesh(layout, module, lambda module, x: module(x, *args), (rows,), rows, (name,))(x)
 
 
 def summed(

@@ -44,8 +44,8 @@ def sequence_balance(stats: RoutingStats, sequences: int) -> Float32[Array, ""]:
     E, K = stats.scores.shape[-1], stats.experts.shape[-1]
     scores = stats.scores.reshape(sequences, -1, E)
     experts = stats.experts.reshape(sequences, -1)
-    rows = jnp.arange(sequences)[:, None]
-    counts = jnp.zeros((sequences, E), jnp.float32).at[rows, experts].add(1.0)
+    # Compared and not scattered: on a mesh, a scatter of every sequence goes to every device.
+    counts = jnp.sum(experts[..., None] == jnp.arange(E), axis=1, dtype=jnp.float32)
     fractions = counts * (E / (K * scores.shape[1]))
     # All of a token's sigmoids may underflow, but the square of this bound, in the gradient, not.
     shares = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.model import DeepSeekV3
@@ -31,7 +30,8 @@ class Evaluation:
 
         The balance loss counts the places that fill up the last batch, too.
         """
-        found = [self._trainer.evaluate(state, jnp.asarray(tokens)) for tokens in self._batches]
+        trainer = self._trainer
+        found = [trainer.evaluate(state, trainer.batch(tokens)) for tokens in self._batches]
         means = [
             float(np.average(np.asarray(each, np.float64), weights=self._weights))
             for each in zip(*jax.device_get(found), strict=True)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from dsv3_jax.training.step import Metrics
+from sharding.distributed import wait_for_all
 
 Row = dict[str, Any]
 
@@ -19,10 +21,15 @@ class Journal:
     """Appends rows to a file; what a killed run wrote past ``step`` is taken away first.
 
     The run goes on from the checkpoint of ``step`` and will write those rows again, the same ones.
+    Of several processes the first writes; the others have the rows alone.
     """
 
     def __init__(self, path: Path, step: int = -1):
         self.rows = [row for row in read_rows(path) if row["step"] <= step]
+        wait_for_all("rows read")
+        self._file = None
+        if jax.process_index():
+            return
         text = "".join(map(_line, self.rows))
         fresh = path.with_name(path.name + ".partial")
         fresh.write_text(text, encoding="utf-8")
@@ -37,11 +44,13 @@ class Journal:
         """
         _refuse_divergence(row)
         self.rows.append(row)
-        self._file.write(_line(row))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_line(row))
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_rows(path: Path) -> list[Row]:

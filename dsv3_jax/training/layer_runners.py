@@ -15,6 +15,8 @@ from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.model import LayerRunner
+from sharding import Layout
+from sharding.storage import keeps
 
 # A layer's weights, and its function of them.
 Weights = Any
@@ -37,7 +39,7 @@ def layer_runner(*, remat: bool, scan: bool) -> LayerRunner:
     ) -> tuple[Float[Array, "B T D"], list[RoutingStats]]:
         found = []
         for kind, equal in itertools.groupby(map(_Split, layers), key=lambda layer: layer.kind):
-            apply = _function(kind[0], turn, remat)
+            apply = _function(kind[0], turn, remat, layers[0].layout)
             weights = [layer.weights for layer in equal]
             if scan and len(weights) > 1:
                 x, stats = _scan(apply, weights, x)
@@ -57,11 +59,15 @@ class _Split:
         self.kind = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
 
 
-def _function(graph: Any, turn: Rotation, remat: bool) -> Apply:
+def _function(graph: Any, turn: Rotation, remat: bool, layout: Layout | None) -> Apply:
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
         return nnx.merge(graph, weights)(x, turn)
 
-    return jax.checkpoint(apply) if remat else apply
+    if remat:
+        return jax.checkpoint(apply)
+    if layout is not None and layout.storage:
+        return jax.checkpoint(apply, policy=keeps)
+    return apply
 
 
 def _unroll(

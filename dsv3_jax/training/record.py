@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dsv3_jax import tokenizer as tokenizers
+from sharding.distributed import wait_for_all
 
 RECORD = "run.json"
 TOKENIZER = "tokenizer"
@@ -20,6 +23,7 @@ def begin(
     out: Path, identity: Identity, beside: Mapping[str, Any], tokenizer: Path | None = None
 ) -> None:
     """Makes the directory of a new run, with its run.json and a copy of the tokenizer's files.
+    Of several processes the first does, when all have seen that there is nothing yet.
 
     Args:
       beside: also kept in run.json; may differ at a resumption.
@@ -29,6 +33,15 @@ def begin(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; expected a new directory, or to resume the run in it")
+    wait_for_all("before run.json")
+    if jax.process_index() == 0:
+        _write(out, identity, beside, tokenizer)
+    wait_for_all("behind run.json")
+
+
+def _write(
+    out: Path, identity: Identity, beside: Mapping[str, Any], tokenizer: Path | None
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizers.copy(tokenizer, out / TOKENIZER)

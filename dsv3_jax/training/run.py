@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.batches import TrainingBatches
@@ -25,6 +23,7 @@ from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics, Trainer, TrainingState
 from dsv3_jax.training.store import Store
 from dsv3_jax.training.throughput import utilisation
+from sharding.distributed import slowest
 
 METRICS = "metrics.jsonl"
 EXPERT_LOAD = "expert_load.npy"
@@ -65,10 +64,13 @@ def train(
         trained = train(model, corpus, "runs/notes", config, RunSettings(batch=4, length=512))
         write_checkpoint(trained.model, Path("notes-model"))
 
-    A resumed run takes the steps that the uninterrupted one would have taken, bit for bit.
+    A resumed run takes the steps that the uninterrupted one would have taken, bit for bit; on other
+    devices, but for rounding. Several processes call this alike, with the same corpus; the first of
+    them writes, and all see the same directory.
 
     Args:
-      model: where to begin, in float32. It stays as it is.
+      model: where to begin, in float32. It stays as it is. One that is laid out trains on its
+        devices.
       out: becomes a directory with run.json, metrics.jsonl, expert_load.npy and checkpoints.
       resume: go on from the last whole checkpoint in ``out``, or from the beginning where a run
         was stopped before its first.
@@ -94,7 +96,7 @@ def train(
         | corpus.fingerprint(),
     }
     # All that can be wrong is found out before the directory is made.
-    _check(model.config, config, settings)
+    _check(model, config, settings)
     if resume and not settings.keep:
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
@@ -107,13 +109,20 @@ def train(
     return _Run(trainer, corpus, out, settings, report, began).go(batches)
 
 
-def _check(model: ModelConfig, config: TrainingConfig, settings: RunSettings) -> None:
+def _check(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
     batch, length = settings.batch, settings.length
-    if batch % config.accumulate:
+    devices = 1 if model.layout is None else model.layout.parts("batch")
+    if model.layout is None and jax.process_count() > 1:
         raise ValueError(
-            f"batch: expected a multiple of accumulate={config.accumulate}, got {batch}"
+            f"layout: expected one over the devices of {jax.process_count()} processes, got none"
         )
-    shortest, longest = model.num_nextn_predict_layers + 2, model.max_position_embeddings
+    if batch % (devices * config.accumulate):
+        over = f"{devices} devices x " if devices > 1 else ""
+        raise ValueError(
+            f"batch: expected a multiple of {over}accumulate={config.accumulate}, got {batch}"
+        )
+    shape = model.config
+    shortest, longest = shape.num_nextn_predict_layers + 2, shape.max_position_embeddings
     if not shortest <= length <= longest:
         raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")
 
@@ -160,7 +169,7 @@ class _Run:
         pending: tuple[int, Metrics] | None = None
         step, last = begun, begun >= steps
         while not last:
-            state, metrics = self.trainer.step(state, jnp.asarray(next(batches)))
+            state, metrics = self.trainer.step(state, self.trainer.batch(next(batches)))
             step += 1
             # Rows are read a step late, so that the device has its next step when the host waits.
             if pending:
@@ -177,7 +186,7 @@ class _Run:
             if evaluates:
                 row["held_out"] = self.evaluation.losses(state)
             self._write(row)
-            if last:
+            if last and jax.process_index() == 0:
                 np.save(self.out / EXPERT_LOAD, np.asarray(jax.device_get(metrics.expert_load)))
             # Behind all that it stands for: a run resumed from here does not write it again.
             if self.store is not None and saves:
@@ -188,7 +197,7 @@ class _Run:
     def _begin(self, batches: TrainingBatches) -> tuple[TrainingState, int]:
         if self.store is None or not (steps := self.store.steps()):
             return self.trainer.init(), 0
-        state, position = self.store.restore(steps[-1], jax.eval_shape(self.trainer.init))
+        state, position = self.store.restore(steps[-1], self.trainer.shapes())
         batches.restore(position)
         return state, steps[-1]
 
@@ -201,7 +210,9 @@ class _Run:
             settings, trainer = self.settings, self.trainer
             rate = (step - before) * settings.batch * settings.length / (now - then)
             dtype = trainer.config.compute_dtype
-            mfu = utilisation(trainer.model_config, settings.length, rate, self.device, dtype)
+            devices = 1 if trainer.layout is None else trainer.layout.mesh.size
+            of_one = rate / devices
+            mfu = utilisation(trainer.model_config, settings.length, of_one, self.device, dtype)
         self.mark = now, step
         return row | {"seconds": self._seconds(), "tokens_per_second": rate, "mfu": mfu}
 
@@ -214,7 +225,7 @@ class _Run:
 
     def _late(self) -> bool:
         limit = self.settings.max_minutes
-        return limit is not None and self._seconds() > 60 * limit
+        return limit is not None and slowest(self._seconds() - 60 * limit) > 0
 
 
 def _due(step: int, every: int) -> bool:

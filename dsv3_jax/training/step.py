@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32, Int, Integer
 
 from dsv3_jax.layers.router import RouterBias
 from dsv3_jax.model import DeepSeekV3
@@ -17,6 +18,7 @@ from dsv3_jax.training.balance import imbalance, update_bias
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, Totals, losses, totals
+from dsv3_jax.training.shardings import check_trainable, moment_shardings, weight_shardings
 
 # An nnx.State, or LoRA's updates. The type checker of the tests does not take that class, nor
 # optax's name for such trees.
@@ -55,18 +57,24 @@ class Trainer:
 
     The loss is ``main + mtp_weight * mtp + balance_weight * balance`` (:class:`Losses`).
 
+    A model that is laid out trains on its devices: a batch is split as its layout says, and what is
+    trained, its gradients and its moments lie as its parameters do.
+
     Args:
       model: where training begins; its own arrays stay as they are.
 
     Raises:
-      ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one.
+      ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one; or as
+        :func:`~dsv3_jax.training.shardings.check_trainable`.
     """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
         self.config = config
         self.model_config = model.config
+        self.layout = model.layout
+        _refuse_float8(nnx.state(model, nnx.Param))
+        check_trainable(model)
         self._graph, self._weights, self._biases = nnx.split(model, nnx.Param, RouterBias)
-        _refuse_float8(self._weights)
         self._learning_rate = schedule.learning_rate(config)
         self._mtp_weight = schedule.mtp_weight(config)
         self._bias_speed = schedule.bias_update_speed(config)
@@ -83,21 +91,76 @@ class Trainer:
         )
         # Frozen weights are an argument: a closure would compile them into the program.
         self._frozen = self._weights if config.lora_rank else None
-        self._jitted_step = jax.jit(self._step, donate_argnums=0)
-        self._jitted_evaluate = jax.jit(self._evaluate)
+        if self.layout is None:
+            self._jitted_init = self._init  # nothing to compile: arrays are copied
+            self._jitted_step = jax.jit(self._step, donate_argnums=0)
+            self._jitted_evaluate = jax.jit(self._evaluate)
+            return
+        rows, whole = self.layout.sharding(("batch",)), self.layout.sharding(())
+        frozen = weight_shardings(model, self._weights) if config.lora_rank else None
+        self._lies = state = self._shardings(model)
+        self._jitted_init = jax.jit(self._init, out_shardings=state)
+        self._jitted_step = jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(state, frozen, rows),
+            out_shardings=(state, whole),
+        )
+        self._jitted_evaluate = jax.jit(
+            self._evaluate, in_shardings=(state, frozen, rows), out_shardings=whole
+        )
 
     def init(self) -> TrainingState:
         """The state before the first step, which shares no array with the model: steps donate it.
 
         Under ``jax.eval_shape`` it gives the state's shapes.
         """
+        return self._jitted_init(self._weights, self._biases)
+
+    def _init(self, weights: Tree, biases: Tree) -> TrainingState:
         c = self.config
         if c.lora_rank:
-            params = lora.init(self._weights, c.lora_rank, c.lora_seed)
+            params = lora.init(weights, c.lora_rank, c.lora_seed)
         else:
-            params = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), self._weights)
-        biases = jax.tree.map(jnp.copy, self._biases)
+            params = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
+        biases = jax.tree.map(jnp.copy, biases)
         return TrainingState(params, biases, self._optimizer.init(params), jnp.int32(0))
+
+    def _shardings(self, model: DeepSeekV3) -> TrainingState:
+        """As the weights lie; low-rank updates, which are small, are whole on every device."""
+        assert self.layout is not None
+        shapes = jax.eval_shape(self._init, self._weights, self._biases)
+        whole: Any = self.layout.sharding(())
+        if self.config.lora_rank:
+            params = jax.tree.map(lambda _: whole, shapes.params)
+        else:
+            params = weight_shardings(model, self._weights)
+        return TrainingState(
+            params,
+            jax.tree.map(lambda _: whole, shapes.biases),
+            moment_shardings(self._optimizer, shapes.optimizer, params, whole),
+            whole,
+        )
+
+    def shapes(self) -> TrainingState:
+        """The state's shapes, and where it is laid out how each array lies."""
+        shapes = jax.eval_shape(self.init)
+        if self.layout is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, lies: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies),
+            shapes,
+            self._lies,
+        )
+
+    def batch(self, tokens: Integer[np.ndarray, "B T"]) -> Int[Array, "B T"]:
+        """A batch of the host on the devices. All processes of a run call this alike, with all of
+        the batch."""
+        if self.layout is None:
+            return jnp.asarray(tokens)
+        self._check(tokens.shape, 1)
+        rows, tokens = self.layout.sharding(("batch",)), tokens.astype(np.int32)
+        return jax.make_array_from_callback(tokens.shape, rows, lambda index: tokens[index])
 
     def step(
         self, state: TrainingState, tokens: Int[Array, "B T"]
@@ -110,7 +173,8 @@ class Trainer:
         Raises:
           ValueError: another B, or rows too short for the model's MTP layers.
         """
-        return self._jitted_step(state, self._frozen, self._checked(tokens, self.config.accumulate))
+        self._check(tokens.shape, self.config.accumulate)
+        return self._jitted_step(state, self._frozen, tokens)
 
     def evaluate(self, state: TrainingState, tokens: Int[Array, "B T"]) -> Losses:
         """The losses of a batch, all of it at once, computed as in a step.
@@ -118,7 +182,8 @@ class Trainer:
         Raises:
           ValueError: rows too short for the model's MTP layers.
         """
-        return self._jitted_evaluate(state, self._frozen, self._checked(tokens, 1))
+        self._check(tokens.shape, 1)
+        return self._jitted_evaluate(state, self._frozen, tokens)
 
     def model(self, state: TrainingState) -> DeepSeekV3:
         """The model with the state's weights: float32, or with low-rank updates added to the
@@ -130,14 +195,15 @@ class Trainer:
         made.dtype = made.embed_tokens.weight.dtype
         return made
 
-    def _checked(self, tokens: Int[Array, "B T"], parts: int) -> Int[Array, "B T"]:
-        B, T = tokens.shape
-        if B % parts or not B:
-            raise ValueError(f"tokens: expected rows in multiples of accumulate, {parts}, got {B}")
+    def _check(self, shape: tuple[int, ...], parts: int) -> None:
+        B, T = shape
+        devices = 1 if self.layout is None else self.layout.parts("batch")
+        if B % (parts * devices) or not B:
+            each = f"accumulate, {parts}" if devices == 1 else f"{devices} devices x {parts} parts"
+            raise ValueError(f"tokens: expected rows in multiples of {each}, got {B}")
         shortest = self.model_config.num_nextn_predict_layers + 2
         if shortest > T:
             raise ValueError(f"tokens: expected at least {shortest} a row, got {T}")
-        return tokens
 
     def _merged(self, params: Tree, frozen: Tree | None) -> Tree:
         """All weights of the model."""

@@ -49,19 +49,20 @@ class Store:
         """The state after ``step`` steps and its iterator's, bit for bit.
 
         Args:
-          like: shapes and dtypes, as ``jax.eval_shape(trainer.init)`` gives them. A field without
+          like: shapes and dtypes, as ``trainer.shapes()`` gives them, and where they have one the
+            sharding: each device's part alone is read, whatever devices saved it. A field without
             leaves is not read, and stays.
         """
         wanted = _with_leaves(like)
         items: dict[str, Any] = {
-            name: ocp.args.StandardRestore(jax.tree.map(_on_host, _named(part)))
+            name: ocp.args.StandardRestore(jax.tree.map(_wanted, _named(part)))
             for name, part in wanted.items()
         }
         items[_BATCHES] = ocp.args.JsonRestore()
         found = self._manager.restore(step, args=ocp.args.Composite(**items))
         parts = {
             name: jax.tree.unflatten(
-                jax.tree.structure(part), [jnp.array(found[name][leaf]) for leaf in _named(part)]
+                jax.tree.structure(part), [_array(found[name][leaf]) for leaf in _named(part)]
             )
             for name, part in wanted.items()
         }
@@ -85,7 +86,13 @@ def _named(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _on_host(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+def _wanted(leaf: jax.ShapeDtypeStruct) -> np.ndarray | jax.ShapeDtypeStruct:
+    if leaf.sharding is not None:
+        return leaf
     # What orbax puts on a device itself is bound to that device, and to jit another program than
     # the one that the run began with: it would be compiled again, and might round differently.
     return np.empty(leaf.shape, leaf.dtype)
+
+
+def _array(found: np.ndarray | jax.Array) -> jax.Array:
+    return found if isinstance(found, jax.Array) else jnp.array(found)

@@ -1,0 +1,85 @@
+"""Parameters stored in parts, and gathered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsv3_jax import presets
+from dsv3_jax.config import BlockQuantization
+from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.model import abstract
+from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
+from sharding.storage import gathered, stored
+
+MESH = make_mesh(data=2, expert=4)
+BOTH = ("data", "expert")
+
+
+@pytest.mark.parametrize(
+    ("shape", "used", "over", "want"),
+    [
+        ((16, 3), P(), BOTH, P(BOTH, None)),
+        ((12, 16), P(), BOTH, P(None, BOTH)),  # the first that divides
+        ((16, 3), P(), ("data",), P("data", None)),
+        ((8, 6, 10), P("expert"), BOTH, P(("expert", "data"), None, None)),
+        ((4, 6, 10), P("expert"), BOTH, P("expert", "data", None)),
+        ((16, 3), P(), ("tensor",), P()),  # of one device
+        ((4, 7), P(BOTH), BOTH, P(BOTH)),  # no copies
+        ((16,), P(), BOTH, P()),
+    ],
+)
+def test_where_parts_are_stored(shape, used, over, want):
+    assert stored("w", shape, NamedSharding(MESH, used), over).spec == want
+
+
+def test_what_cannot_be_stored_in_parts():
+    with pytest.raises(
+        ValueError, match=r"^w: expected .* divides over 8 .* data x expert.*\(12, 9"
+    ):
+        stored("w", (12, 9), NamedSharding(MESH, P()), BOTH)
+    with pytest.raises(ValueError, match=r"^storage: expected mesh axes among data, .* got 'fsdp'"):
+        Layout(MESH, storage=("fsdp",))
+    with pytest.raises(ValueError, match=r"^storage: expected axis 'vocab' on every device whole"):
+        Layout(make_mesh(data=4, tensor=2), storage=("data",))
+    model = abstract(presets.DEEPSEEK_V3, quantization=BlockQuantization())
+    with pytest.raises(ValueError, match=r"^storage: expected weights without quantization, "):
+        parameter_shardings(model, MESH, DEFAULT_RULES, BlockQuantization(), storage=BOTH)
+
+
+def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
+    layout = make_layout("train", expert_devices=4)
+    model = abstract(presets.DEEPSEEK_V3)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    whole = {path for path, sharding in lies.items() if sharding.is_fully_replicated}
+    assert {path[-1] for path in whole} == {"weight", "e_score_correction_bias"}
+    assert {path[-2] for path in whole if path[-1] == "weight"} == {
+        *("norm", "input_layernorm", "post_attention_layernorm", "q_a_layernorm"),
+        *("kv_a_layernorm", "enorm", "hnorm"),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gathered_and_its_gradient(dtype):
+    """Sums of eight devices' gradients, rounded once."""
+    layout = Layout(MESH, Rules({"batch": BOTH, "expert": "expert"}), storage=BOTH)
+    weight = jax.random.normal(jax.random.key(0), (8, 4, 2)).astype(dtype)
+    factors = jax.random.normal(jax.random.key(1), (8, 8, 4, 2)).astype(dtype)
+    used, parts = P("expert"), P(("expert", "data"))
+
+    def body(part, factor):
+        mine = gathered(part, used, parts)
+        assert mine.shape == (2, 4, 2)
+        e = jax.lax.axis_index("expert") * 2
+        return jnp.sum(mine * jax.lax.dynamic_slice_in_dim(factor[0], e, 2)).reshape(1)
+
+    spread = layout.local(body, (parts, P(BOTH)), P(BOTH))
+    got = jax.jit(jax.grad(lambda w: jnp.sum(spread(w, factors))))(weight)
+    # Device (d, e) multiplies its own experts by its own factors.
+    own = np.asarray(factors, np.float32).reshape(2, 4, 4, 2, 4, 2)
+    want = np.stack([own[:, e, e].sum(axis=0) for e in range(4)]).reshape(8, 4, 2)
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(dtype), rtol=1e-6)
+    whole = jax.jit(layout.local(lambda p: gathered(p, used, parts), (parts,), used))(weight)
+    np.testing.assert_array_equal(whole, weight)

@@ -1,0 +1,425 @@
+"""Training on eight devices: the steps of one, whatever is split and wherever it is stored."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.model import DeepSeekV3, random_model
+from dsv3_jax.training.corpus import Corpus
+from dsv3_jax.training.journal import Row, read_rows
+from dsv3_jax.training.run import train
+from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.step import Metrics, Trainer, TrainingState
+from dsv3_jax.training.store import Store
+from sharding import DEFAULT_RULES, Layout, Placement, Rules, make_layout, make_mesh
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.command import run
+from tests.support.oracle import relative_error
+from tests.training.tiny import RUN, arrays
+
+pytestmark = pytest.mark.usefixtures("own_compile_cache")
+ROOT = Path(__file__).parents[2]
+
+# One dense layer, one of experts, one of MTP.
+CONFIG = tiny_config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+)
+# Clipped, so that a norm of parts in place of the whole would be seen.
+RUN = dataclasses.replace(RUN, clip_norm=0.5, warmup_steps=0)
+TOKENS = np.random.default_rng(1).integers(1, 64, (16, 12))
+TOKENS[:, 0] = 0
+TOKENS[[3, 4, 9, 9], [5, 2, 4, 8]] = 0
+
+LAYOUTS = {
+    "train, data 2 x expert 4": lambda: make_layout("train", expert_devices=4),
+    "train, data 8": lambda: make_layout("train", expert_devices=1),
+    "train, expert 8": lambda: make_layout("train"),
+    "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
+    "tensor_parallel": lambda: make_layout("tensor_parallel"),
+    "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
+    "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
+    "the same, stored in parts": lambda: Layout(
+        make_mesh(data=2, expert=2, tensor=2),
+        Rules({**DEFAULT_RULES.table, "vocab": None}),
+        storage=("data", "expert"),
+    ),
+}
+QUICK = "train, data 2 x expert 4"
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    home = tmp_path_factory.mktemp("eight")
+    write_checkpoint(home, CONFIG, random_tensors(CONFIG, seed=3))
+    return home
+
+
+def load(directory, name: str | None) -> DeepSeekV3:
+    layout = None if name is None else LAYOUTS[name]()
+    return dsv3_jax.load(directory, dtype=jnp.float32, layout=layout)[0]
+
+
+class Stepped(NamedTuple):
+    trainer: Trainer
+    state: TrainingState
+    metrics: list[Metrics]
+    gradients: dict[str, np.ndarray]
+    """Clipped, of the first step."""
+
+
+def steps(model: DeepSeekV3, count: int = 2, **settings: Any) -> Stepped:
+    """Some steps on one batch."""
+    trainer = Trainer(model, dataclasses.replace(RUN, **settings))
+    state, metrics, gradients = trainer.init(), [], {}
+    for i in range(count):
+        state, found = trainer.step(state, trainer.batch(TOKENS))
+        metrics.append(jax.device_get(found))
+        if i == 0:
+            moments = arrays(state.optimizer[1][0].mu)
+            gradients = {name: mu / (1 - RUN.betas[0]) for name, mu in moments.items()}
+    return Stepped(trainer, state, metrics, gradients)
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    return steps(load(directory, None))
+
+
+@pytest.fixture(scope="module")
+def spread(directory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of arrays that could not be donated
+        return steps(load(directory, QUICK))
+
+
+def assert_same(got: Stepped, want: Stepped):
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, gradient in want.gradients.items():
+        assert np.linalg.norm(gradient) > 0, name
+        assert relative_error(got.gradients[name], gradient) < 1e-5, name
+    for one, other in zip(got.metrics, want.metrics, strict=True):
+        np.testing.assert_array_equal(one.expert_load, other.expert_load)
+        for name in ("losses", "gradient_norm", "expert_imbalance"):
+            assert relative_error(getattr(one, name), getattr(other, name)) < 1e-5, name
+    assert want.metrics[0].gradient_norm > 1.5 * RUN.clip_norm
+    biases = arrays(want.state.biases)
+    for name, bias in arrays(got.state.biases).items():
+        assert np.abs(biases[name]).max() > 0
+        np.testing.assert_array_equal(bias, biases[name])
+
+
+# ---- the same steps ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [QUICK, *SLOW])
+def test_gradients(directory, alone, spread, name):
+    """Of every parameter: of the losses of next tokens, of MTP and of balance. Also what the second
+    step finds, behind the first's update of weights and biases."""
+    assert_same(spread if name == QUICK else steps(load(directory, name)), alone)
+
+
+@pytest.mark.slow
+def test_in_parts_and_computed_again(directory, alone):
+    """Two parts of a batch, layers computed again in the backward pass."""
+    assert_same(steps(load(directory, QUICK), accumulate=2, remat=True), alone)
+
+
+@pytest.mark.slow
+def test_layers_in_a_loop():
+    changes = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    config = ModelConfig.from_hf(CONFIG | changes)
+    want = steps(random_model(config, 0))
+    assert_same(steps(random_model(config, 0, LAYOUTS[QUICK]()), scan_layers=True), want)
+
+
+@pytest.mark.slow
+def test_low_rank_updates(directory):
+    settings = {"lora_rank": 2, "count": 3}
+    want, got = (steps(load(directory, at), **settings) for at in (None, QUICK))
+    for one, other in zip(got.metrics, want.metrics, strict=True):
+        assert relative_error(one.losses, other.losses) < 1e-5
+        assert relative_error(one.gradient_norm, other.gradient_norm) < 1e-5
+    frozen = got.trainer.model(got.state).layers[0].mlp.up_proj.weight.get_value()
+    assert frozen.sharding.shard_shape(frozen.shape) != frozen.shape
+
+
+@pytest.mark.slow
+def test_bfloat16(directory):
+    """Sums over devices are of rounded parts, but not rounded themselves."""
+    want, got = (steps(load(directory, at), compute_dtype="bfloat16") for at in (None, QUICK))
+    for name, gradient in want.gradients.items():
+        assert relative_error(got.gradients[name], gradient) < 0.05, name
+
+
+# ---- where things lie ----------------------------------------------------------------------------
+
+
+def test_no_copies_of_matrices(spread):
+    """Each device has an eighth of every matrix, in float32, and of its moments."""
+    for part in (spread.state.params, spread.state.optimizer):
+        for name, leaf in (
+            (jax.tree_util.keystr(p), a) for p, a in jax.tree.leaves_with_path(part)
+        ):
+            held = leaf.sharding.shard_shape(leaf.shape)
+            copies = 8 if leaf.ndim < 2 else 1
+            assert np.prod(held) * 8 == leaf.size * copies, name
+
+
+def test_one_program_that_takes_its_state_for_itself(spread):
+    assert spread.trainer._jitted_step._cache_size() == 1
+    state = jax.tree.map(jnp.copy, spread.state)
+    spread.trainer.step(state, spread.trainer.batch(TOKENS))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_the_model_that_training_began_from_stays(directory):
+    model = load(directory, QUICK)
+    trainer = Trainer(model, RUN)
+    state = trainer.init()
+    pointers = {
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(nnx.state(model))
+        for shard in leaf.addressable_shards
+    }
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            assert shard.data.unsafe_buffer_pointer() not in pointers
+    trained = trainer.model(state)
+    assert trained.layout == model.layout
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m)) for m in (trained, model)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+@pytest.mark.slow
+def test_random_weights_do_not_depend_on_devices():
+    config = ModelConfig.from_hf(CONFIG)
+    one, eight = (random_model(config, 3, layout) for layout in (None, LAYOUTS[QUICK]()))
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, eight)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    Trainer(eight, RUN)  # refuses what does not lie as it should
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def collectives(trainer: Trainer) -> dict[str, int]:
+    """Of a step, as XLA compiles it; those of one device with itself do not count."""
+    batch = trainer.batch(TOKENS)
+    text = trainer._jitted_step.lower(trainer.shapes(), None, batch).compile().as_text()
+    lines = [line for line in text.splitlines() if "replica_groups={{0},{1}" not in line]
+    names = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+    counts = {n: sum(bool(re.search(rf" {n}(-start)?\(", li)) for li in lines) for n in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("name", [QUICK, *SLOW[:-2]])
+def test_collectives(directory, spread, name):
+    """Each matrix is gathered where it is used, and its gradient reduced and scattered. Experts are
+    where there is a data axis; each of two layers exchanges tokens forward and back, and so do
+    their gradients. MTP uses embedding and head a second time; XLA sees that it need not gather
+    them again. What layers gathered is gathered once more for the backward pass, unless XLA merges
+    the two, as it does for CPUs with jax 0.10.
+    """
+    trainer = spread.trainer if name == QUICK else Trainer(load(directory, name), RUN)
+    dense, moe, experts = 5 + 3, 5 + 1 + 3, 3
+    layers, exchanges = dense + 2 * moe + 1, 2 * 2
+    want = {
+        "train, data 2 x expert 4": (layers + 2 * experts, 2, exchanges),
+        "train, data 8": (layers + 2 * experts, 2, 0),
+        "train, expert 8": (layers, 2, exchanges),
+        "dp_attention_ep": (0, 0, exchanges),
+    }
+    found = collectives(trainer)
+    if name in want:
+        matrices, shared, exchanged = want[name]
+        once = matrices + shared + exchanged
+        assert found.pop("all-gather", 0) in (once, once + max(matrices - 1, 0))  # eh_proj is kept
+        assert found.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged
+    else:
+        assert found.pop("all-gather", 0) <= 4  # of words
+    assert found.keys() == {"all-reduce"}  # vectors, losses, norms, loads; heads and columns
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_saved_on_eight_restored_on_one_and_back(directory, alone, spread, tmp_path):
+    stores = [Store(tmp_path / str(i), 2) for i in range(2)]
+    stores[0].save(spread.state, {"next_index": 5})
+    one, batches = stores[0].restore(2, alone.trainer.shapes())
+    assert batches == {"next_index": 5}
+    stores[1].save(one, {})
+    eight, _ = stores[1].restore(2, spread.trainer.shapes())
+    shapes = jax.tree.leaves(spread.trainer.shapes())
+    leaves = [jax.tree.leaves(state) for state in (spread.state, one, eight)]
+    for a, b, c, shape in zip(*leaves, shapes, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+        assert len(b.sharding.device_set) == 1
+        assert c.sharding.is_equivalent_to(shape.sharding, c.ndim)
+    for trainer, state in ((alone.trainer, one), (spread.trainer, eight)):
+        trainer.step(state, trainer.batch(TOKENS))
+        assert trainer._jitted_step._cache_size() == 1
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    noise = np.random.default_rng(2).integers(1, 64, 2000)
+    noise[::9] = 0
+    return Corpus(noise[:1700], noise[1700:])
+
+
+def assert_same_losses(got: list[Row], want: list[Row]):
+    for one, other in zip(got, want, strict=True):
+        assert one.keys() == other.keys()
+        for part in ("losses", "held_out"):
+            for name, value in other.get(part, {}).items():
+                assert one[part][name] == pytest.approx(value, rel=1e-4), (other["step"], name)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_elsewhere(directory, corpus, tmp_path):
+    """Four steps on one device, four more on eight: the losses of a run on one."""
+    config = dataclasses.replace(RUN, steps=8, accumulate=2)
+    settings = RunSettings(batch=16, length=12, log_every=1, eval_batches=1, save_every=4)
+    want = train(load(directory, None), corpus, tmp_path / "alone", config, settings)
+
+    class StopError(Exception):
+        pass
+
+    def stop(row):
+        if row["step"] == 5:
+            raise StopError
+
+    with pytest.raises(StopError):
+        train(load(directory, None), corpus, tmp_path / "on", config, settings, report=stop)
+    model = load(directory, QUICK)
+    got = train(model, corpus, tmp_path / "on", config, settings, resume=True)
+    assert got.finished
+    assert_same_losses(got.rows, want.rows)
+    embedding = got.model.embed_tokens.weight.get_value()
+    assert embedding.sharding.shard_shape(embedding.shape) == (8, 32)
+
+
+COMMAND = "import sys; from dsv3_jax.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.slow
+def test_two_processes(directory, corpus, tmp_path):
+    """The command, twice at once: the rows and the model of one process with one device."""
+    np.savez(tmp_path / "data.npz", **corpus._asdict())
+    words = ("--data", tmp_path / "data.npz", "--steps", 3, "--save-every", 2, "--log-every", 1)
+    words += ("--batch", 16, "--length", 12, "--eval-batches", 1, "--compute-dtype", "float32")
+    words += ("--to", "float32", "--from", directory)
+    launched = [sys.executable, "scripts/launch_local.py", "-n", 2, "--devices-per-process", 2]
+    launched += ["--", sys.executable, "-c", COMMAND, "train", *words, "--out", tmp_path / "two"]
+    launched += ["--distributed", "--layout", "train", "--expert-devices", 2]
+    ran = subprocess.run(
+        list(map(str, launched)),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr.count("step 3/3") == 1  # of the first process alone
+    assert run("train", *words, "--out", tmp_path / "one") == 0
+    got, want = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    assert_same_losses(got, want)
+    models = (
+        dsv3_jax.load(tmp_path / name / "model", dtype="float32")[0] for name in ("two", "one")
+    )
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in models), strict=True):
+        assert relative_error(a, b) < 1e-4
+    status = run("train", "--resume", "--out", tmp_path / "two", "--layout", "single")
+    assert status == 0  # there is nothing left to do, and the checkpoint is read
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def refused(pattern: str, run: Any):
+    with pytest.raises(ValueError, match=pattern) as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_train(directory):
+    layout = make_layout("dp_attention_ep", exchange="all_to_all")
+    exchanged = dsv3_jax.load(directory, layout=layout)[0]
+    refused(
+        "^exchange: expected all_gather to train, .* all_to_all$", lambda: Trainer(exchanged, RUN)
+    )
+    placed = load(directory, "dp_attention_ep").place_experts(Placement.identity(2, 8))
+    refused("^placement: expected none to train", lambda: Trainer(placed, RUN))
+    elsewhere = load(directory, None)
+    elsewhere.lay_out(LAYOUTS[QUICK]())
+    refused(
+        r"^embed_tokens\.weight: expected it to lie as the model's layout says",
+        lambda: Trainer(elsewhere, RUN),
+    )
+
+
+def test_batches_divide_over_the_devices(spread, directory, tmp_path):
+    refused(
+        "^tokens: expected rows in multiples of 8 devices x 1 parts, got 12",
+        lambda: spread.trainer.batch(TOKENS[:12]),
+    )
+    config, settings = dataclasses.replace(RUN, accumulate=2), RunSettings(batch=8, length=12)
+    corpus = Corpus(np.ones(900, np.int32), np.ones(100, np.int32))
+    model = load(directory, QUICK)
+    refused(
+        "^batch: expected a multiple of 8 devices x accumulate=2, got 8",
+        lambda: train(model, corpus, tmp_path / "none", config, settings),
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_several_processes_have_a_layout(directory, tmp_path, monkeypatch):
+    model = load(directory, None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    corpus = Corpus(np.ones(900, np.int32), np.ones(100, np.int32))
+    refused(
+        "^layout: expected one over the devices of 2 processes, got none",
+        lambda: train(model, corpus, tmp_path / "none", RUN),
+    )
+
+
+def test_sizes_of_the_train_layout(directory):
+    assert dict(make_layout("train").mesh.shape) == {"data": 1, "expert": 8, "tensor": 1}
+    assert dict(LAYOUTS[QUICK]().mesh.shape) == {"data": 2, "expert": 4, "tensor": 1}
+    refused(
+        "^expert_devices: expected a divisor of 8 devices, got 3",
+        lambda: make_layout("train", expert_devices=3),
+    )
+    refused(
+        "^expert_devices: expected None for dp_attention_ep, got 4",
+        lambda: make_layout("dp_attention_ep", expert_devices=4),
+    )
+    six = ModelConfig.from_hf(CONFIG | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
+    refused(
+        "^num_experts: expected a multiple of the 4 devices along expert, got 6",
+        lambda: random_model(six, 0, LAYOUTS[QUICK]()),
+    )
