@@ -1,0 +1,1 @@
+"""Which devices a model fits, and how fast they could serve it: by arithmetic, before any is had."""
