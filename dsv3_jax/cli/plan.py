@@ -119,21 +119,21 @@ def _table(found: Plan, model: str) -> list[str]:
         f" {'device' if devices == 1 else 'devices'}, {plan.layout_name}:"
         f" {plan.batch} rows of {plan.context} tokens",
         "",
-        f"{'GB a device':36}{'decode':>10}{'prefill':>10}",
+        f"{'GB a device':36}{'decode':>12}{'prefill':>12}",
     ]
     decode, prefill = found.memory["decode"], found.memory["prefill"]
     for name, words in _MEANINGS.items():
         a, b = getattr(decode, name), getattr(prefill, name)
         if a or b:
-            lines.append(f"  {words:34}{a / 1e9:10.2f}{b / 1e9:10.2f}")
+            lines.append(f"  {words:34}{a / 1e9:12.2f}{b / 1e9:12.2f}")
     lines += [
-        f"  {'peak':34}{decode.peak / 1e9:10.2f}{prefill.peak / 1e9:10.2f}",
-        f"  {'of':34}{plan.target.chip.memory / 1e9:10.2f}",
+        f"  {'peak':34}{decode.peak / 1e9:12.2f}{prefill.peak / 1e9:12.2f}",
+        f"  {'of':34}{plan.target.chip.memory / 1e9:12.2f}",
         "",
-        f"largest batch at this context         {found.largest_batch:>18,}",
-        f"largest context at this batch         {found.largest_context:>18,}",
+        f"largest batch at this context         {found.largest_batch:>22,}",
+        f"largest context at this batch         {found.largest_context:>22,}",
         "",
-        f"{'ms at the least':36}{'a step':>10}{'a prefill':>10}",
+        f"{'ms at the least':36}{'a step':>12}{'a prefill':>12}",
     ]
     step, prompts = found.rooflines["decode"], found.rooflines["prefill"]
     for name, words in (
@@ -144,12 +144,12 @@ def _table(found: Plan, model: str) -> list[str]:
         ("seconds", "the longest; memory's two added"),
     ):
         a, b = getattr(step, name), getattr(prompts, name)
-        lines.append(f"  {words:34}{1e3 * a:10.2f}{1e3 * b:10.2f}")
+        lines.append(f"  {words:34}{1e3 * a:12.2f}{1e3 * b:12.2f}")
     lines += [
-        f"  {'bound by':34}{step.binding:>10}{prompts.binding:>10}",
+        f"  {'bound by':34}{step.binding:>12}{prompts.binding:>12}",
         f"  {'tokens/s at most, all devices':34}"
-        f"{step.tokens_per_s:10,.0f}{prompts.tokens_per_s:10,.0f}",
+        f"{step.tokens_per_s:12,.0f}{prompts.tokens_per_s:12,.0f}",
         f"  {'tokens/s at most, a device':34}"
-        f"{step.tokens_per_s_per_device:10,.0f}{prompts.tokens_per_s_per_device:10,.0f}",
+        f"{step.tokens_per_s_per_device:12,.0f}{prompts.tokens_per_s_per_device:12,.0f}",
     ]
     return lines

@@ -1,1 +1,1 @@
-"""Which devices a model fits, and how fast they could serve it: by arithmetic, before any is had."""
+"""Which devices a model fits, and how fast they could serve it, before any of them is had."""

@@ -33,8 +33,12 @@ class Plan:
 
 
 def plan(deployment: Deployment) -> Plan:
-    """Raises ValueError, in one line, where a parameter cannot be cut as the layout says, where rows
-    do not divide over the devices, and where it does not fit: then with the nearest that do."""
+    """What the deployment takes, and could.
+
+    Raises:
+      ValueError: parameters that cannot be cut as the layout says, rows that do not divide over the
+        devices, or what does not fit: then with the nearest that does.
+    """
     shapes = _shapes(deployment)
     share = shapes.on(deployment.layout)
     share.layout.check_batch(deployment.batch)
@@ -102,7 +106,7 @@ def _largest(fits: Callable[[int], bool], fitting: int, limit: int | None) -> in
 
 
 def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
-    """One change each that would do: of batch, prefill, layout, weights, and the number of devices."""
+    """One change each that would do: of batch, prefill, layout, weights, or number of devices."""
     share = shapes.on(deployment.layout)
     multiple = share.layout.row_multiple
 

@@ -1,8 +1,8 @@
 """Bytes that a device needs: weights, cache, and what a decode step or a prefill works in.
 
-Weights, cache and state are the arrays themselves, made of shapes. The workspace is a formula, whose
-constants are those of XLA's programs for one H200: benchmarks/results has what they were held
-against. B rows, T tokens a row, M = B T of one device; D, H, C, N, R, V, E, K, F, W as in the model.
+Weights, cache and state are the arrays themselves, made of shapes. The workspace is a formula, with
+constants of XLA's programs for an H200: benchmarks/results has what they were held against.
+M tokens of one device, in rows; D, H, C, V, K as in the model.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def _state(share: Share, plan: Deployment) -> tuple[int, int]:
 
     def empty() -> tuple[list[jax.Array], list[jax.Array]]:
         rows = share.own_rows(plan.batch)
-        cache = LatentKVCache.init(
-            config, rows, max_len + depth, dtype=jnp.bfloat16, mtp=plan.mtp
-        )
+        cache = LatentKVCache.init(config, rows, max_len + depth, dtype=jnp.bfloat16, mtp=plan.mtp)
         state = DecodeState.empty(
             cache,
             max_len,
@@ -129,11 +127,15 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
         attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
         attention += _CONTEXT_TOKENS * H * 2 * (width + V)
     held, exchange = _exchanged(share, layout, M)
-    hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
-    # Of each pair: the result in bfloat16, and in float32 to be summed; in bfloat16 the row and
-    # its hidden numbers lie there too.
-    pair = 6 * D if plan.activations else 2 * D + 2 * hidden + 6 * D
-    return max(attention, held * K * pair) + 3 * 2 * M * D, exchange
+    if layout.mesh.size == 1:
+        # Results of pairs, sorted, in the order of tokens, and with padding masked.
+        pairs = held * K * 6 * D
+    else:
+        # A pair's row or result beside its hidden numbers; of tokens that are not exchanged, sums
+        # in float32 before and behind an all-reduce, and those of the shared experts.
+        hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
+        pairs = held * K * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
+    return max(attention, pairs) + 3 * 2 * M * D, exchange
 
 
 def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:
@@ -166,7 +168,8 @@ def row_bytes(share: Share, layout: Layout) -> int:
 
 
 def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None) -> int:
-    """Matrices whose products take many rows in bfloat16. XLA makes them once, before its loop.
+    """Matrices whose products take many rows in bfloat16, which XLA makes once, before its loop.
+    Of experts its product then takes each row beside every matrix.
 
     Args:
       but: not those of this name.
@@ -175,14 +178,16 @@ def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None)
         return 0
     held, _ = _exchanged(share, share.layout, M)
     pairs = held * share.shapes.config.num_experts_per_tok
-    return sum(
-        2 * part.elements
-        for part in share.parts
-        if part.is_matrix
-        and part.dtype.itemsize == 1
-        and but not in part.path
-        and _too_many(part, pairs if "experts" in part.path else M)
-    )
+    total = spread = 0
+    for part in share.parts:
+        rows = pairs if "experts" in part.path else M
+        stored = part.is_matrix and part.dtype.itemsize == 1 and but not in part.path
+        if stored and _too_many(part, rows):
+            total += 2 * part.elements
+            if "experts" in part.path:
+                columns = part.elements // math.prod(part.shape[:-1])
+                spread = max(spread, 2 * part.shape[0] * pairs * columns)
+    return total + spread
 
 
 def _too_many(part: Part, rows: int) -> bool:

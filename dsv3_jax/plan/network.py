@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,17 +14,18 @@ from dsv3_jax.plan.memory import row_bytes
 from dsv3_jax.plan.weights import Share
 
 
-class Sent(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sent:
     """By one device, on average if experts are chosen alike."""
 
-    link: float
+    link: float = 0.0
     """To devices of its own node."""
-    between_nodes: float
+    between_nodes: float = 0.0
 
-    def __add__(self, other: tuple[float, ...]) -> Sent:
-        return Sent(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.link + other.link, self.between_nodes + other.between_nodes)
 
-    def times(self, count: float) -> Sent:
+    def __mul__(self, count: float) -> Sent:
         return Sent(self.link * count, self.between_nodes * count)
 
 
@@ -41,7 +42,7 @@ def sent(share: Share, plan: Deployment, tokens: int, sums: DTypeLike = jnp.floa
     total = jnp.dtype(sums).itemsize * c.hidden_size
     exchanged, summed = layout.expert_axes
     n = math.prod(layout.mesh.shape[a] for a in exchanged)
-    out = Sent(0.0, 0.0)
+    out = Sent()
     if n > 1:
         each = tokens * (row_bytes(share, layout) + total)
         if layout.exchange == "all_gather":
@@ -49,14 +50,14 @@ def sent(share: Share, plan: Deployment, tokens: int, sums: DTypeLike = jnp.floa
             reached = Sent(here - 1, nodes - 1) if nodes > 1 else Sent(n - 1, 0)
         else:
             reached = _reached(c, plan, n)
-        out += reached.times(moe * each)
+        out += reached * (moe * each)
     if (parts := layout.parts("heads")) > 1:
-        out += _all_reduce(plan, parts, tokens * total).times(moe + dense)
+        out += _all_reduce(plan, parts, tokens * total) * (moe + dense)
     if (parts := layout.parts("ffn")) > 1:
-        out += _all_reduce(plan, parts, tokens * total).times(dense)
+        out += _all_reduce(plan, parts, tokens * total) * dense
     within = math.prod(layout.mesh.shape[a] for a in summed) * layout.parts("expert_ffn")
     if within > 1:
-        out += _all_reduce(plan, within, tokens * total).times(moe)
+        out += _all_reduce(plan, within, tokens * total) * moe
     return out
 
 
@@ -83,9 +84,7 @@ def _reached(config: ModelConfig, plan: Deployment, n: int) -> Sent:
     reached = devices_reached(config, n)
     if nodes == 1:
         return Sent(reached * (n - 1) / n, 0)
-    return Sent(
-        reached * (here - 1) / n, devices_reached(config, nodes) * (nodes - 1) / nodes
-    )
+    return Sent(reached * (here - 1) / n, devices_reached(config, nodes) * (nodes - 1) / nodes)
 
 
 def _all_reduce(plan: Deployment, n: int, nbytes: float) -> Sent:

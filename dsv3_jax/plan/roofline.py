@@ -101,9 +101,7 @@ def prefill(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) ->
     )
     expanded = sum(p.elements for p in share.parts if p.is_matrix and "kv_b_proj" in p.path)
     attention = flops_per_token(c, plan.context, "prefill").attention
-    per_pass = share.read_bytes(
-        -(-together // passes), -(-own_tokens // passes), decoding=False
-    )
+    per_pass = share.read_bytes(-(-together // passes), -(-own_tokens // passes), decoding=False)
     return _roofline(
         share,
         plan,
@@ -134,13 +132,14 @@ def _roofline(
     chip = plan.target.chip
     wide, narrow = operations
     wide += attention / share.layout.parts("heads")
-    link, between_nodes = sent(share, plan, own_tokens, sums)
+    going = sent(share, plan, own_tokens, sums)
     return Roofline(
         weights=passes * weights / chip.bandwidth,
         cache=cache / chip.bandwidth,
         arithmetic=wide / chip.bf16 + narrow / (chip.fp8 or chip.bf16),
         network=max(
-            link / chip.link, between_nodes / chip.between_nodes if between_nodes else 0.0
+            going.link / chip.link,
+            going.between_nodes / chip.between_nodes if going.between_nodes else 0.0,
         ),
         tokens=tokens,
         devices=plan.target.devices,

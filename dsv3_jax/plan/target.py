@@ -8,7 +8,9 @@ import re
 
 from dsv3_jax.plan.chips import CHIPS, Chip
 
-_EXPECTED = "target: expected gpu:KINDxDEVICES or tpu:KIND:AxB[xC], such as gpu:h200x8 or tpu:v5p:4x4x8"
+_EXPECTED = (
+    "target: expected gpu:KINDxDEVICES or tpu:KIND:AxB[xC], such as gpu:h200x8 or tpu:v5p:4x4x8"
+)
 _MOST_GPUS = 2048
 
 # Dimensions of a topology, most chips of a slice (Google Cloud's pages), devices a chip.
@@ -71,6 +73,8 @@ class Target:
             if math.prod(sizes) > _TPUS[self.kind][1]:
                 return None
             return Target(f"tpu:{self.kind}:{shape}", self.kind, tuple(sizes))
-        return Target(f"gpu:{self.kind}x{shape}", self.kind, tuple(sizes)) if (
-            sizes[0] <= _MOST_GPUS
-        ) else None
+        return (
+            Target(f"gpu:{self.kind}x{shape}", self.kind, tuple(sizes))
+            if (sizes[0] <= _MOST_GPUS)
+            else None
+        )

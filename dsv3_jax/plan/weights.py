@@ -113,9 +113,7 @@ class Shapes:
 
         def up_projections(model: DeepSeekV3) -> list[jax.Array]:
             layers = (*model.layers, *model.mtp)
-            return [
-                w for each in layers for w in each.self_attn.up_projections(jnp.bfloat16)
-            ]
+            return [w for each in layers for w in each.self_attn.up_projections(jnp.bfloat16)]
 
         wide = nnx.eval_shape(up_projections, model)
         return cls(model, tuple(w.shape for w in wide), places, tables)
