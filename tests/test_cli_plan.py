@@ -39,14 +39,14 @@ def test_the_readme_shows_what_is_printed(capsys):
 
 
 def test_json_and_the_largest_that_fit(capsys):
-    assert plan("--json") == 0
+    assert plan("--json", model="demo", context="512") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 1
     assert found["peak_bytes"] == max(each["peak"] for each in found["bytes"].values())
-    assert found["bounds"]["decode"]["binding"] in ("weights", "cache")
-    assert plan("--json", batch=str(found["largest_batch"])) == 0
+    assert found["bounds"]["decode"]["binding"] in ("weights", "cache", "arithmetic")
+    assert plan("--json", model="demo", context="512", batch=str(found["largest_batch"])) == 0
     assert json.loads(capsys.readouterr().out)["largest_batch"] == found["largest_batch"]
-    assert plan(batch=str(found["largest_batch"] + 1)) == 2
+    assert plan(model="demo", context="512", batch=str(found["largest_batch"] + 1)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "expected at most 149.1 GB a device of gpu:h200x1, got 149." in err
@@ -58,7 +58,8 @@ def test_the_demo(capsys):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
-    settings = {"layout": "tensor_parallel", "target": "gpu:h200x2", "batch": "1024"}
+    settings = {"layout": "tensor_parallel", "target": "gpu:h200x2", "model": "demo"}
+    settings |= {"batch": "40000", "context": "512"}
     assert plan(**settings) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dsv3 plan: error: expected at most 149.1 GB a device of gpu:h200x2")
@@ -66,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
         flag, value = what.split()
         assert plan(**(settings | {flag.removeprefix("--"): value})) == 0
     assert "--batch " in line
-    assert "--layout dp_attention_ep" in line
+    assert "--prefill-chunk " in line
     capsys.readouterr()
 
 
