@@ -114,6 +114,11 @@ def flops_per_token(
     )
 
 
+def distinct_experts(experts: int, chosen: int, rows: int) -> float:
+    """How many a batch visits on average, if every row chooses alike: E (1 - (1 - k / E)^B)."""
+    return experts * (1 - (1 - chosen / experts) ** rows)
+
+
 def cache_bytes_per_token(
     config: ModelConfig, dtype: Literal["bfloat16", "fp8"] = "bfloat16", *, mtp: bool = False
 ) -> int:

@@ -352,3 +352,11 @@ def _check_fields(config: Any, where: str = "") -> None:
 # What dsv3 convert makes.
 INT8 = IntegerQuantization(bits=8, group_size=None)
 INT4 = IntegerQuantization(bits=4, group_size=128)
+
+QUANTIZATIONS: dict[str, Quantization | None] = {
+    "bf16": None,
+    "fp8": BlockQuantization(),
+    "int8": INT8,
+    "int4": INT4,
+}
+"""How weights lie in memory, by the names of commands."""

@@ -43,7 +43,7 @@ from flax import nnx
 
 from benchmarks.decode import floor, machine, models, steps
 from benchmarks.decode.largest import largest_batch
-from dsv3_jax.accounting import cache_bytes_per_token
+from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
@@ -158,7 +158,7 @@ class Bench:
         c = model.config
         least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
         visited = steps.experts_visited(model, decode.state)
-        expected = floor.distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
+        expected = distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
         return found | {
             "floor_ms": least,
             "floor_fraction": least / found["ms"],

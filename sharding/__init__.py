@@ -5,8 +5,8 @@ from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_pre
 from sharding.eplb import balancedness, rebalance_experts
 from sharding.expert_parallel import Exchange, check_exchange, default_capacity, mix_experts
 from sharding.layout import Axes, Layout
-from sharding.mesh import AXES, make_mesh
-from sharding.presets import PRESETS, Preset, make_layout
+from sharding.mesh import AXES, abstract_mesh, make_mesh
+from sharding.presets import PRESETS, Preset, abstract_layout, make_layout
 from sharding.replicas import Placement, choose_replicas, physical_experts
 from sharding.rules import DEFAULT_RULES, Rules
 
@@ -21,6 +21,8 @@ __all__ = [
     "Placement",
     "Preset",
     "Rules",
+    "abstract_layout",
+    "abstract_mesh",
     "assign_by_count",
     "assign_decode",
     "assign_prefill",

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.expert_parallel import Exchange
 from sharding.rules import DEFAULT_RULES, Rules
@@ -35,7 +35,7 @@ class Layout:
         less than one micro-batch.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules = DEFAULT_RULES
     exchange: Exchange = "all_gather"
     """How tokens travel where experts lie on devices with other tokens."""

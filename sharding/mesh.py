@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("data", "expert", "tensor")
 """Requests, experts, and the columns of matrices: what each axis of a mesh may split."""
@@ -34,3 +34,8 @@ def make_mesh(
             f"mesh: expected sizes that multiply to {len(devices)} devices, got {stated}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def abstract_mesh(*, data: int = 1, expert: int = 1, tensor: int = 1) -> AbstractMesh:
+    """The same of no devices, for shapes and shardings alone."""
+    return AbstractMesh((data, expert, tensor), AXES, axis_types=(AxisType.Auto,) * 3)

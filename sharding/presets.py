@@ -10,7 +10,7 @@ import jax
 
 from sharding.expert_parallel import Exchange
 from sharding.layout import Layout
-from sharding.mesh import make_mesh
+from sharding.mesh import abstract_mesh, make_mesh
 from sharding.rules import DEFAULT_RULES, Rules
 
 _WHOLE = dict.fromkeys(DEFAULT_RULES.table)
@@ -96,14 +96,10 @@ def make_layout(
       ValueError: no such name, another number of devices than it is made for, or
         ``expert_devices`` that does not divide it or is not this layout's to choose.
     """
-    if name not in PRESETS:
-        raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
-    preset = PRESETS[name]
     found: Any = jax.devices() if devices is None else devices
     if name == "single" and devices is None:
         found = found[:1]
-    if preset.devices not in (None, len(found)):
-        raise ValueError(f"{name}: expected {preset.devices} devices, got {len(found)}")
+    preset = _preset(name, len(found))
     sizes = preset.axes(len(found))
     if expert_devices is not None:
         if not preset.storage:
@@ -115,3 +111,30 @@ def make_layout(
         sizes = {"data": len(found) // expert_devices, "expert": expert_devices}
     mesh = make_mesh(**sizes, devices=found)
     return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches, preset.storage)
+
+
+def abstract_layout(
+    name: str,
+    devices: int,
+    *,
+    exchange: Exchange = "all_gather",
+    float8_dispatch: bool = False,
+    micro_batches: int = 1,
+) -> Layout:
+    """The same over so many devices that are not here: to ask what each of them would hold.
+
+    Raises:
+      ValueError: as :func:`make_layout`.
+    """
+    preset = _preset(name, devices)
+    mesh = abstract_mesh(**preset.axes(devices))
+    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches, preset.storage)
+
+
+def _preset(name: str, devices: int) -> Preset:
+    if name not in PRESETS:
+        raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
+    preset = PRESETS[name]
+    if preset.devices not in (None, devices):
+        raise ValueError(f"{name}: expected {preset.devices} devices, got {devices}")
+    return preset

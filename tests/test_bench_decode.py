@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.decode import floor, models, steps
 from benchmarks.decode.largest import largest_batch
+from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import Linear, Weight
 from scripts import bench_decode
@@ -156,8 +157,8 @@ def test_distinct_experts():
     drawn = [
         len({e for _ in range(16) for e in rng.choice(64, 6, replace=False)}) for _ in range(400)
     ]
-    assert floor.distinct_experts(64, 6, 16) == pytest.approx(np.mean(drawn), rel=0.01)
-    assert floor.distinct_experts(64, 6, 1) == 6
+    assert distinct_experts(64, 6, 16) == pytest.approx(np.mean(drawn), rel=0.01)
+    assert distinct_experts(64, 6, 1) == 6
 
 
 @pytest.mark.parametrize("weights", list(models.WEIGHTS))

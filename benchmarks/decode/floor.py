@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from dsv3_jax.accounting import cache_bytes_per_token
-from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.plan.weights import parts, read_bytes
 
 WINDOWS, RUNS = 5, 10
-
-
-def distinct_experts(experts: int, chosen: int, rows: int) -> float:
-    """How many a batch visits on average, if every row chooses alike: E (1 - (1 - k / E)^B)."""
-    return experts * (1 - (1 - chosen / experts) ** rows)
 
 
 def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
@@ -32,21 +25,11 @@ def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
     ``model`` may be of shapes. Of the embedding one row a token is read.
     """
     c, layout = model.config, model.layout
-    lies = {} if layout is None else shardings(model, layout)
     own_rows = rows if layout is None else rows // layout.parts("batch")
-    visited = distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
-    total = float(own_rows * cached * cache_bytes_per_token(c))
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        own = leaf.shape if layout is None else lies[path].shard_shape(leaf.shape)
-        size = math.prod(own) * jnp.dtype(leaf.dtype).itemsize
-        if path[0] == "mtp":
-            continue
-        if path[0] == "embed_tokens":
-            size = own_rows * leaf.shape[-1] * jnp.dtype(leaf.dtype).itemsize
-        elif "experts" in path:
-            size *= visited / c.n_routed_experts
-        total += size
-    return total
+    held = [part for part in parts(model, layout) if part.path[0] != "mtp"]
+    E, chosen = c.n_routed_experts, c.num_experts_per_tok
+    weights = read_bytes(held, rows=rows, own_rows=own_rows, chosen=chosen, places=E)
+    return weights + own_rows * cached * cache_bytes_per_token(c)
 
 
 def bandwidth() -> float:

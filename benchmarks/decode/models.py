@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dsv3_jax import presets
-from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.config import QUANTIZATIONS, ModelConfig
 from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import Layout
@@ -31,12 +31,7 @@ SHAPES = {
 
 HELP = f"{', '.join(SHAPES)} or a config.json"
 
-WEIGHTS: dict[str, Quantization | None] = {
-    "bf16": None,
-    "fp8": BlockQuantization(),
-    "int8": IntegerQuantization(bits=8, group_size=None),
-    "int4": IntegerQuantization(bits=4, group_size=128),
-}
+WEIGHTS = QUANTIZATIONS
 
 Module = TypeVar("Module", bound=nnx.Module)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dsv3_jax
-from dsv3_jax.cli import convert, doctor, export, generate, train, verify
+from dsv3_jax.cli import convert, doctor, export, generate, plan, train, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="dsv3", description="DeepSeek-V3/R1 in JAX.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, convert, verify, export, train, doctor):
+    for module in (generate, convert, verify, export, train, plan, doctor):
         name = module.__name__.rsplit(".", 1)[1]
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

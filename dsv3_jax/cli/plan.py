@@ -1,0 +1,155 @@
+"""Say what a model needs on given devices, what fits, and how fast it could be."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+from dsv3_jax import presets
+from dsv3_jax.checkpoint.load import find_description
+from dsv3_jax.config import QUANTIZATIONS, ModelConfig
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.fit import Plan, plan
+from dsv3_jax.plan.roofline import Roofline
+from dsv3_jax.plan.target import Target
+from sharding import PRESETS, Exchange
+
+_MEANINGS = {
+    "weights": "weights",
+    "cache": "latent cache",
+    "state": "tokens, counters",
+    "up_projections": "up-projections held to decode",
+    "dequantized": "weights dequantized for many rows",
+    "exchange": "exchange of tokens",
+    "workspace": "workspace",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names = ", ".join(presets.PRESETS)
+    add("--model", required=True, help=f"demo, a directory, a store, or one of {names}")
+    add("--target", required=True, help="such as gpu:h200x8, tpu:v5p:4x4x8 (chips of a slice)")
+    add("--layout", required=True, choices=tuple(PRESETS))
+    add("--batch", type=int, required=True, metavar="B", help="rows of all devices")
+    add("--context", type=int, required=True, metavar="S", help="tokens of a row")
+    add("--quantization", choices=tuple(QUANTIZATIONS), default="bf16", help="default: bf16")
+    add("--activations", choices=("float8",), help="with --quantization fp8: see generate")
+    add("--exchange", choices=get_args(Exchange), default="all_gather", help="default: all_gather")
+    add("--float8-dispatch", action="store_true", help="tokens travel to experts in float8")
+    add("--mtp", action="store_true", help="the MTP layer drafts a token a step, and all hold")
+    add("--redundant-experts", type=int, default=0, metavar="N", help="replicas beside one of each")
+    add(
+        "--prefill-chunk",
+        type=int,
+        default=512,
+        metavar="T",
+        help="prompt tokens a row at a time (default: 512)",
+    )
+    add("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    fields = ("batch", "context", "quantization", "activations", "exchange", "float8_dispatch")
+    fields += ("mtp", "redundant_experts", "prefill_chunk")
+    found = plan(
+        Deployment(
+            config=_config(arguments.model),
+            target=Target.parse(arguments.target),
+            layout_name=arguments.layout,
+            **{name: getattr(arguments, name) for name in fields},
+        )
+    )
+    if arguments.json:
+        print(json.dumps(as_json(found, arguments.model)))
+    else:
+        print("\n".join(_table(found, arguments.model)))
+
+
+def _config(name: str) -> ModelConfig:
+    if name.lower() in presets.PRESETS:
+        return presets.get(name)
+    if name == "demo" or Path(name).is_dir():
+        return ModelConfig.from_hf(find_description(name))
+    raise ValueError(
+        f"model: expected demo, a directory or one of {', '.join(presets.PRESETS)}; got {name!r}"
+    )
+
+
+def as_json(found: Plan, model: str) -> dict[str, Any]:
+    """Bytes and seconds, and tokens a second."""
+    plan = found.deployment
+    return {
+        "model": model,
+        "target": plan.target.name,
+        "devices": plan.target.devices,
+        "layout": plan.layout_name,
+        **{
+            name: getattr(plan, name)
+            for name in (
+                *("batch", "context", "quantization", "activations", "exchange"),
+                *("float8_dispatch", "mtp", "redundant_experts", "prefill_chunk"),
+            )
+        },
+        "memory_bytes": plan.target.chip.memory,
+        "peak_bytes": found.peak,
+        "bytes": {
+            phase: {**dataclasses.asdict(memory), "peak": memory.peak}
+            for phase, memory in found.memory.items()
+        },
+        "largest_batch": found.largest_batch,
+        "largest_context": found.largest_context,
+        "bounds": {phase: _bound(each) for phase, each in found.rooflines.items()},
+    }
+
+
+def _bound(roofline: Roofline) -> dict[str, Any]:
+    names = ("seconds", "binding", "tokens_per_s", "tokens_per_s_per_device")
+    return dataclasses.asdict(roofline) | {name: getattr(roofline, name) for name in names}
+
+
+def _table(found: Plan, model: str) -> list[str]:
+    plan = found.deployment
+    devices = plan.target.devices
+    lines = [
+        f"{model} in {plan.quantization} on {plan.target.name}, {devices}"
+        f" {'device' if devices == 1 else 'devices'}, {plan.layout_name}:"
+        f" {plan.batch} rows of {plan.context} tokens",
+        "",
+        f"{'GB a device':36}{'decode':>12}{'prefill':>12}",
+    ]
+    decode, prefill = found.memory["decode"], found.memory["prefill"]
+    for name, words in _MEANINGS.items():
+        a, b = getattr(decode, name), getattr(prefill, name)
+        if a or b:
+            lines.append(f"  {words:34}{a / 1e9:12.2f}{b / 1e9:12.2f}")
+    lines += [
+        f"  {'peak':34}{decode.peak / 1e9:12.2f}{prefill.peak / 1e9:12.2f}",
+        f"  {'of':34}{plan.target.chip.memory / 1e9:12.2f}",
+        "",
+        f"largest batch at this context         {found.largest_batch:>22,}",
+        f"largest context at this batch         {found.largest_context:>22,}",
+        "",
+        f"{'ms at the least':36}{'a step':>12}{'a prefill':>12}",
+    ]
+    step, prompts = found.rooflines["decode"], found.rooflines["prefill"]
+    for name, words in (
+        ("weights", "reading weights"),
+        ("cache", "reading the cache"),
+        ("arithmetic", "arithmetic"),
+        ("network", "network"),
+        ("seconds", "the longest; memory's two added"),
+    ):
+        a, b = getattr(step, name), getattr(prompts, name)
+        lines.append(f"  {words:34}{1e3 * a:12.2f}{1e3 * b:12.2f}")
+    lines += [
+        f"  {'bound by':34}{step.binding:>12}{prompts.binding:>12}",
+        f"  {'tokens/s at most, all devices':34}"
+        f"{step.tokens_per_s:12,.0f}{prompts.tokens_per_s:12,.0f}",
+        f"  {'tokens/s at most, a device':34}"
+        f"{step.tokens_per_s_per_device:12,.0f}{prompts.tokens_per_s_per_device:12,.0f}",
+    ]
+    return lines

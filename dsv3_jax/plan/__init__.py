@@ -1,0 +1,1 @@
+"""Which devices a model fits, and how fast they could serve it, before any of them is had."""

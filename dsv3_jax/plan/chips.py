@@ -1,0 +1,52 @@
+"""What a device has: memory, and how fast it reads, multiplies and talks to the others.
+
+Of one device as JAX counts them: a TPU7x chip is two. Rates are the makers' peaks, which no program
+reaches: what is divided by them is a bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+_GIB, _MIB = 2**30, 2**20
+
+# Of what nvidia-smi says there is, for CUDA's context and libraries.
+_CUDA = 1536 * _MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    memory: int
+    """Bytes that a program can have."""
+    bandwidth: float
+    """Bytes of memory a second."""
+    bf16: float
+    """Operations a second of dense bfloat16 matrices."""
+    fp8: float | None
+    """The same of float8; None: its units have none, and bfloat16's multiply."""
+    link: float
+    """Bytes a second that a device can send to its neighbours, while it receives as many."""
+    node: int | None = None
+    """Devices that ``link`` joins; None: all."""
+    between_nodes: float = 0.0
+    """Bytes a second and device to other nodes."""
+
+
+# NVIDIA: data sheets of H100 SXM, H200 SXM (dense: half of what they say with sparsity) and of the
+# H800, an H100 with 400 GB/s of NVLink. One way is half of NVLink's figure. Memory: nvidia-smi.
+# Between nodes one 400 Gb/s InfiniBand adapter a GPU, as in the DeepSeek-V3 report, section 3.1.
+_H100 = Chip(81_559 * _MIB - _CUDA, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8, 50e9)
+
+CHIPS: dict[str, Chip] = {
+    "h100": _H100,
+    "h200": dataclasses.replace(_H100, memory=143_771 * _MIB - _CUDA, bandwidth=4.8e12),
+    "h800": dataclasses.replace(_H100, link=200e9),
+    # TPUs: Google Cloud's pages of each version: HBM bandwidth, peak compute, and inter-chip
+    # bandwidth of a chip, of which one way is half (v5e 400, v5p 1,200, v6e 800, TPU7x 1,200 GB/s
+    # both ways). Memory: what the TPU compiler says that a program can have (libtpu 0.0.42).
+    "v5e": Chip(int(15.75 * _GIB), 819e9, 197e12, None, 200e9),
+    "v5p": Chip(int(95.74 * _GIB), 2765e9, 459e12, None, 600e9),
+    "v6e": Chip(int(31.25 * _GIB), 1640e9, 918e12, None, 400e9),
+    # A half of a chip, as its own device.
+    "tpu7x": Chip(int(94.75 * _GIB), 7380e9 / 2, 2307e12 / 2, 4614e12 / 2, 600e9 / 2),
+}

@@ -1,0 +1,198 @@
+"""Bytes that a device needs: weights, cache, and what a decode step or a prefill works in.
+
+Weights, cache and state are the arrays themselves, made of shapes. The workspace is a formula, with
+constants of XLA's programs for an H200: benchmarks/results has what they were held against.
+M tokens of one device, in rows; D, H, C, V, K as in the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3_jax.generation.state import DecodeState
+from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.weights import Part, Share
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_few
+from sharding import Layout, default_capacity
+from sharding.parcel import FLOAT8_BLOCK
+
+_SAMPLING_BYTES = 41
+"""A logit: float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
+
+_CONTEXT_TOKENS = 4096  # whose keys and values a prefill chunk expands at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device."""
+
+    weights: int
+    cache: int
+    state: int
+    """Tokens, log-probabilities and counters of the rows."""
+    up_projections: int
+    """Beside the weights, while decoding: see DeepSeekV3.ready_to_decode."""
+    dequantized: int
+    """Weights in bfloat16, where rows are too many for the kernels that read them as stored."""
+    exchange: int
+    """Tokens on their way to experts and back."""
+    workspace: int
+    """Everything else at the fullest moment."""
+
+    @property
+    def peak(self) -> int:
+        return sum(vars(self).values())
+
+
+def decoding(share: Share, plan: Deployment) -> Memory:
+    """Of a step."""
+    rows = share.own_rows(plan.batch)
+    places = rows * (1 + plan.depth)
+    cache, state = _state(share, plan)
+    # Logits come when the layers are done with.
+    logits = _SAMPLING_BYTES * places * share.shapes.config.vocab_size
+    layer, exchange = _layer(share, plan, places, "absorbed")
+    exchange = min(exchange, max(logits, layer + exchange))
+    return Memory(
+        weights=share.weights,
+        cache=cache,
+        state=state,
+        up_projections=share.up_projections,
+        dequantized=_dequantized(share, plan, places, but="kv_b_proj"),
+        exchange=exchange,
+        workspace=max(logits, layer + exchange) - exchange,
+    )
+
+
+def prefilling(share: Share, plan: Deployment) -> Memory:
+    """Of a chunk of all rows."""
+    tokens = share.own_rows(plan.batch) * min(plan.prefill_chunk, plan.context)
+    cache, state = _state(share, plan)
+    layer, exchange = _layer(share, plan, tokens, "expanded")
+    return Memory(
+        weights=share.weights,
+        cache=cache,
+        state=state,
+        up_projections=0,
+        dequantized=_dequantized(share, plan, tokens),
+        exchange=exchange,
+        workspace=layer,
+    )
+
+
+def _state(share: Share, plan: Deployment) -> tuple[int, int]:
+    """Pages, and everything else of a DecodeState of the device's rows."""
+    config, depth = share.shapes.config, plan.depth
+    max_len = -(-(plan.context + 1) // PAGE_SIZE) * PAGE_SIZE
+
+    def empty() -> tuple[list[jax.Array], list[jax.Array]]:
+        rows = share.own_rows(plan.batch)
+        cache = LatentKVCache.init(config, rows, max_len + depth, dtype=jnp.bfloat16, mtp=plan.mtp)
+        state = DecodeState.empty(
+            cache,
+            max_len,
+            depth=depth,
+            feed=(depth + 1 if plan.mtp else 0, config.hidden_size),
+            dtype=jnp.bfloat16,
+            top=0,
+        )
+        return jax.tree.leaves((cache.pages, cache.mtp_pages)), jax.tree.leaves(state)
+
+    pages, everything = map(_nbytes, jax.eval_shape(empty))
+    return pages, everything - pages
+
+
+def _nbytes(leaves: list[Any]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]:
+    """What a layer works in for M tokens of the device, and of that the exchange's buffers."""
+    c, layout = share.shapes.config, share.layout
+    D, K = c.hidden_size, c.num_experts_per_tok
+    H = c.num_attention_heads // layout.parts("heads")
+    C, V, width = c.kv_lora_rank, c.v_head_dim, c.qk_head_dim
+    if form == "absorbed":
+        # Queries of both forms, sums of latents and of values.
+        attention = M * H * (2 * 2 * width + 4 * C + 2 * C + 4 * C + 4 * V)
+    else:
+        # Queries in parts and whole, keys, values, results; float32 sums over cached tokens, of
+        # which some are expanded at a time.
+        attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
+        attention += _CONTEXT_TOKENS * H * 2 * (width + V)
+    held, exchange = _exchanged(share, layout, M)
+    if layout.mesh.size == 1:
+        # Results of pairs, sorted, in the order of tokens, and with padding masked.
+        pairs = held * K * 6 * D
+    else:
+        # A pair's row or result beside its hidden numbers; of tokens that are not exchanged, sums
+        # in float32 before and behind an all-reduce, and those of the shared experts.
+        hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
+        pairs = held * K * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
+    return max(attention, pairs) + 3 * 2 * M * D, exchange
+
+
+def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:
+    """Tokens that lie on the device for its experts, and the bytes of what brings them there and
+    back: see :mod:`sharding.expert_parallel`."""
+    c = share.shapes.config
+    D, K = c.hidden_size, c.num_experts_per_tok
+    exchanged, _ = layout.expert_axes
+    n = math.prod(layout.mesh.shape[a] for a in exchanged)
+    if n == 1:
+        return M, 0
+    row, total = row_bytes(share, layout), 4 * D
+    if layout.exchange == "all_gather":
+        held, sent, returned = n * M, M, M
+    elif layout.exchange == "all_to_all":
+        held = n * default_capacity(M, K, layout.parts("expert"))
+        sent = returned = held
+    else:
+        held, sent = n * M, M * min(n, K)
+        returned = sent
+    unpacked = held * 2 * D
+    return held, (sent + held) * row + unpacked + (held + returned) * total
+
+
+def row_bytes(share: Share, layout: Layout) -> int:
+    """Of a token and its routing on their way: see :class:`sharding.parcel.Parcel`."""
+    D, K = share.shapes.config.hidden_size, share.shapes.config.num_experts_per_tok
+    values = D + 4 * D // FLOAT8_BLOCK[1] if layout.float8_dispatch else 2 * D
+    return values + 8 * K
+
+
+def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None) -> int:
+    """Matrices whose products take many rows in bfloat16, which XLA makes once, before its loop.
+    Of experts its product then takes each row beside every matrix.
+
+    Args:
+      but: not those of this name.
+    """
+    if plan.quantization == "bf16" or plan.activations:
+        return 0
+    held, _ = _exchanged(share, share.layout, M)
+    pairs = held * share.shapes.config.num_experts_per_tok
+    total = spread = 0
+    for part in share.parts:
+        rows = pairs if "experts" in part.path else M
+        stored = part.is_matrix and part.dtype.itemsize == 1 and but not in part.path
+        if stored and _too_many(part, rows):
+            total += 2 * part.elements
+            if "experts" in part.path:
+                columns = part.elements // math.prod(part.shape[:-1])
+                spread = max(spread, 2 * part.shape[0] * pairs * columns)
+    return total + spread
+
+
+def _too_many(part: Part, rows: int) -> bool:
+    try:
+        check_few(rows, math.prod(part.shape[:-2]), part.dtype)
+    except NotImplementedError:
+        return True
+    return False

@@ -1,0 +1,151 @@
+"""What published deployments of DeepSeek-V3 reached beside what the planner says they could have.
+
+    python -m scripts.plan_published docs/planning.md
+
+writes the table between its two marks in the file. A bound below a published figure is a bug here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from dsv3_jax import presets
+from dsv3_jax.plan import roofline
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.roofline import Roofline
+from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import Shapes
+
+BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A figure and where it was reached."""
+
+    who: str
+    phase: Literal["decode", "prefill"]
+    target: str
+    layout: str
+    rows: int
+    """Of all devices; of a prefill, prompts that go through together."""
+    context: int
+    tokens_per_s: float
+    """A device."""
+    source: str
+    quantization: str = "fp8"
+    redundant_experts: int = 0
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """What the model's shapes depend on."""
+        return self.quantization, self.redundant_experts
+
+    def bound(self, shapes: Shapes) -> Roofline:
+        """Tokens travel once to each device with one of their experts, in float8, and their results
+        back in bfloat16, as DeepEP sends them; products take float8 where weights are float8."""
+        float8 = self.quantization == "fp8"
+        plan = Deployment(
+            config=presets.DEEPSEEK_V3,
+            target=Target.parse(self.target),
+            layout_name=self.layout,
+            batch=self.rows,
+            context=self.context,
+            quantization=self.quantization,
+            activations="float8" if float8 else None,
+            exchange="ragged_all_to_all",
+            float8_dispatch=float8,
+            redundant_experts=self.redundant_experts,
+            prefill_chunk=self.context,
+        )
+        of_phase = roofline.decode if self.phase == "decode" else roofline.prefill
+        return of_phase(shapes.on(plan.layout), plan, sums=jnp.bfloat16)
+
+
+_OVERVIEW = "DeepSeek, V3/R1 inference system overview, 2025-03-01"
+_SGLANG = "SGLang, large-scale expert parallelism on 96 H100s, 2025-05-05"
+_TRT = "NVIDIA, TensorRT-LLM's DeepSeek-R1 figures, 2025"
+_EXAMPLES = "jax-ml/jax-llm-examples, deepseek_r1_jax/README.md"
+
+PUBLISHED = (
+    # 14.8k tokens a second and node of 8; 88 requests a GPU follow from 20 to 22 tokens/s of each.
+    Published(
+        "DeepSeek, decode", "decode", "gpu:h800x144", "deepseek_decode_ep144", 144 * 88, 4989, 1850,
+        _OVERVIEW, redundant_experts=32,
+    ),
+    # 73.7k a node, of which 56.3 % came from a cache: computed were 32.2k.
+    Published(
+        "DeepSeek, prefill", "prefill", "gpu:h800x32", "deepseek_prefill_ep32", 32 * 4, 4096, 4030,
+        _OVERVIEW, redundant_experts=32,
+    ),
+    Published(
+        "SGLang, decode", "decode", "gpu:h100x72", "dp_attention_ep", 72 * 256, 2000, 2787,
+        _SGLANG, redundant_experts=32,
+    ),
+    # 52.3k a node end to end; 57,674 a node for prompts of 1,024.
+    Published(
+        "SGLang, prefill", "prefill", "gpu:h100x32", "deepseek_prefill_ep32", 32 * 4, 4096, 6500,
+        _SGLANG, redundant_experts=32,
+    ),
+    Published(
+        "SGLang, prefill", "prefill", "gpu:h100x32", "deepseek_prefill_ep32", 32 * 16, 1024, 7209,
+        _SGLANG, redundant_experts=32,
+    ),
+    # 11,489 tokens a second with 1,024 requests of 1k/2k tokens: the mean cache holds about 2,048.
+    Published(
+        "TensorRT-LLM, 8 H200", "decode", "gpu:h200x8", "dp_attention_ep", 1024, 2048, 1436, _TRT
+    ),
+    Published(
+        "jax-llm-examples, 1 row", "decode", "tpu:v5e:8x8", "tensor_parallel", 1, 512, 75.9 / 64,
+        _EXAMPLES, "int8",
+    ),
+    Published(
+        "jax-llm-examples, 8 rows", "decode", "tpu:v5e:8x8", "tensor_parallel", 8, 512,
+        8 * 48.0 / 64, _EXAMPLES, "int8",
+    ),
+    Published(
+        "jax-llm-examples, 128 rows", "decode", "tpu:v5e:8x8", "tensor_parallel", 128, 512,
+        128 * 17.4 / 64, _EXAMPLES, "int8",
+    ),
+)  # fmt: skip
+
+
+def bounds() -> list[Roofline]:
+    """Of all of them."""
+    shapes = {
+        kind: Shapes.of(presets.DEEPSEEK_V3, kind[0], mtp=False, redundant_experts=kind[1])
+        for kind in {each.kind for each in PUBLISHED}
+    }
+    return [each.bound(shapes[each.kind]) for each in PUBLISHED]
+
+
+def table(found: list[Roofline]) -> str:
+    """Markdown; tokens a second and device."""
+    lines = [
+        "| deployment | devices | rows, tokens | published | bound | bound by | reached |",
+        "|---|---|---:|---:|---:|---|---:|",
+    ]
+    for each, bound in zip(PUBLISHED, found, strict=True):
+        most = bound.tokens_per_s_per_device
+        rows = f"{each.rows:,} x {each.context:,}"
+        cells: list[Any] = [each.who, each.target, rows, f"{each.tokens_per_s:,.4g}"]
+        cells += [f"{most:,.0f}", bound.binding, f"{each.tokens_per_s / most:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    (name,) = sys.argv[1:]
+    page = Path(name)
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table(bounds())}\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the planner says a device holds, against checkpoints and measured peaks."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decode import models
+from dsv3_jax import accounting, presets
+from dsv3_jax.plan import memory
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import Shapes
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = [
+    *("decode_v3_h200_2", "decode_moonlight_fp8_h200", "decode_v3_many_h200", "decode_v3_mtp_h200"),
+    *("decode_moonlight_h200_2", "prefill_v3_h200", "prefill_moonlight_h200"),
+]
+
+
+@pytest.fixture(scope="module")
+def v3():
+    return Shapes.of(presets.DEEPSEEK_V3, "fp8", mtp=True, redundant_experts=0)
+
+
+def deployment(**changes):
+    settings = {
+        "config": presets.DEEPSEEK_V3, "target": Target.parse("gpu:h200x8"), "batch": 64,
+        "layout_name": "dp_attention_ep", "context": 4096, "quantization": "fp8",
+    }  # fmt: skip
+    return Deployment(**(settings | changes))
+
+
+def test_weights_are_the_checkpoints(v3):
+    """688,574,839,360 bytes are published; two of them are copies that no model holds."""
+    alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")
+    copies = 2 * 2 * 129_280 * 7168
+    assert v3.on(alone.layout).weights == 688_574_839_360 - copies
+    assert v3.on(alone.layout).weights == accounting.checkpoint_bytes(
+        presets.DEEPSEEK_V3, mtp_copies=False
+    )
+
+
+def test_experts_are_all_that_data_parallel_attention_parts(v3):
+    alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")
+    whole, part = (v3.on(each.layout).weights for each in (alone, deployment()))
+    expert = 3 * 7168 * 2048 + 4 * 3 * 56 * 16
+    assert whole - part == 59 * (256 - 32) * expert
+
+
+def test_replicas():
+    config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=5)
+    share = Shapes.of(config, "fp8", mtp=False, redundant_experts=32).on(
+        deployment(target=Target.parse("gpu:h800x144"), layout_name="deepseek_decode_ep144").layout
+    )
+    stacks = [p for p in share.parts if "experts" in p.path and p.path[-1] == "weight"]
+    assert len(stacks) == 3 * 2
+    assert {p.shape[0] for p in stacks} == {2}
+
+
+def test_up_projections(v3):
+    share = v3.on(deployment().layout)
+    assert share.up_projections == 2 * 62 * 128 * (128 + 128) * 512
+    cut = v3.on(deployment(layout_name="tensor_parallel").layout)
+    assert cut.up_projections == share.up_projections // 8
+
+
+def test_the_cache_is_whole_pages(v3):
+    share = v3.on(deployment().layout)
+    found = memory.decoding(share, deployment(context=100))
+    assert found.cache == 8 * 128 * 62 * 1152 - 8 * 128 * 1152  # without MTP drafts
+    drafting = memory.decoding(share, deployment(context=100, mtp=True))
+    assert drafting.cache == 8 * 192 * 62 * 1152  # a draft behind two full pages
+
+
+@pytest.mark.parametrize(
+    ("exchange", "held"), [("all_gather", 512), ("all_to_all", None), ("ragged_all_to_all", 512)]
+)
+def test_rows_held_for_an_exchange(v3, exchange, held):
+    """As sharding.expert_parallel says, of 64 tokens on each of 8 devices."""
+    plan = deployment(batch=512, exchange=exchange)
+    found = memory.decoding(v3.on(plan.layout), plan).exchange
+    if held is None:
+        assert 0 < found < memory.decoding(v3.on(deployment(batch=512).layout), plan).exchange * 2
+        return
+    row, sent = 2 * 7168 + 64, 64 if exchange == "all_gather" else 512
+    assert found == (held + sent) * row + held * 2 * 7168 + (held + sent) * 4 * 7168
+
+
+def test_float8_rows_are_half_as_long(v3):
+    wide, narrow = (deployment(float8_dispatch=value) for value in (False, True))
+    sizes = [memory.row_bytes(v3.on(plan.layout), plan.layout) for plan in (wide, narrow)]
+    assert sizes == [2 * 7168 + 64, 7168 + 4 * 56 + 64]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_peaks(name):
+    """Within 5 % of what XLA took on an H200, every row. A prefill's program does not take the LM
+    head, which lies there all the same."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["rows"]
+    made: dict[tuple[str, str, bool], Shapes] = {}
+    for row in rows:
+        config, depth = models.SHAPES[row["model"]], row.get("depth", 0)
+        kind = row["model"], row["dtype"], bool(depth)
+        if kind not in made:
+            made[kind] = Shapes.of(config, row["dtype"], mtp=bool(depth), redundant_experts=0)
+        decoding = row["phase"] == "decode"
+        plan = Deployment(
+            config=dataclasses.replace(config, max_position_embeddings=2**20),
+            target=Target.parse("gpu:h200x1"),
+            layout_name="single",
+            batch=row["batch"],
+            context=row["room"] if decoding else row["context"],
+            quantization=row["dtype"],
+            activations=row["activations"],
+            mtp=bool(depth),
+            prefill_chunk=row.get("chunk", 512),
+        )
+        share = made[kind].on(plan.layout)
+        found = memory.decoding(share, plan) if decoding else memory.prefilling(share, plan)
+        head = 0 if decoding else 2 * config.vocab_size * config.hidden_size
+        assert found.peak - head == pytest.approx(row["peak_bytes"], rel=0.05), row
+        arguments = row["peak_bytes"] - row["workspace_bytes"]
+        held = found.weights + found.cache + found.state - head
+        assert math.isclose(held, arguments, rel_tol=1e-5), row
+
+
+def test_many_bfloat16_rows_by_quantized_experts():
+    """XLA's ragged product sets each row beside each matrix: measured ahead of time, 15.9 GB for
+    8,192 tokens of four layers of Moonlight."""
+    config = dataclasses.replace(presets.MOONLIGHT_16B, num_hidden_layers=4)
+    plan = Deployment(
+        config, Target.parse("gpu:h200x1"), "single", 16, 1024, "fp8", prefill_chunk=512
+    )
+    shapes = Shapes.of(config, "fp8", mtp=False, redundant_experts=0)
+    share = shapes.on(plan.layout)
+    found = memory.prefilling(share, plan)
+    # The last layer's experts have no say in what prefill caches.
+    last = 2 * 3 * 64 * 2048 * 1408
+    assert found.dequantized + found.workspace - last == pytest.approx(15.9e9, rel=0.05)
+    rounded = dataclasses.replace(plan, activations="float8")
+    assert memory.prefilling(share, rounded).dequantized == 0
