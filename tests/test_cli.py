@@ -71,6 +71,28 @@ def test_json_is_one_object_and_nothing_else(capsys):
     assert stats["drafted"] == stats["accepted"] == stats["acceptance_rate"] == 0
 
 
+@pytest.mark.slow
+def test_a_layout_of_several_processes(capsys):
+    command = "generate --layout tp_attention_ep --prompt x --max-new-tokens 8".split()
+    assert run(*command[:1], *command[3:]) == 0
+    launch = [sys.executable, "scripts/launch_local.py", "-n", "2", "--devices-per-process", "2"]
+    start = "import sys; from dsv3_jax.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [*launch, "--", sys.executable, "-c", start, *command], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] ")]
+    wanted = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "[Gloo]" not in line] == wanted
+    assert all("[Gloo]" in line for line in done.stdout.splitlines() if line.startswith("[1]"))
+
+
+def test_a_layout(capsys):
+    plain = generate("--prompt", "import os\n"), capsys.readouterr().out
+    layout = ("--layout", "dp_attention_ep", "--exchange", "all_to_all")
+    assert plain == (generate("--prompt", "import os\n", *layout), capsys.readouterr().out)
+
+
 def test_streamed_text_is_the_generated_text(capsys):
     arguments = ("--prompt", "import os\n", "--temperature", "0.8", "--seed", "4")
     assert generate(*arguments) == 0

@@ -11,8 +11,10 @@ from typing import Any
 
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.layouts import add_layout, layout_of, one_speaks
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.tokenizer import Tokenizer
+from sharding import Layout
 
 _LENGTH_STEP = 256  # max_len is rounded up to this, so that few lengths are ever compiled
 
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["float8"],
         help="with --quantization fp8: rounds activations too, where rows are many",
     )
+    add_layout(parser)
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
     add("--echo", action="store_true", help="print the prompt before its completion")
     output = parser.add_mutually_exclusive_group()
@@ -64,12 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     compile_cache.enable(arguments.compile_cache)
+    layout = layout_of(arguments)
+    with one_speaks():
+        _generate(arguments, layout)
+
+
+def _generate(arguments: argparse.Namespace, layout: Layout | None) -> None:
     began = time.perf_counter()
     model, tokenizer = load(
         arguments.model,
         dtype=arguments.dtype,
         quantization=arguments.quantization,
         activations=arguments.activations,
+        layout=layout,
     )
     _say(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
     if tokenizer is None:

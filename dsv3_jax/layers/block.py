@@ -145,7 +145,7 @@ def _joined(
     if not stats:
         return y, None
     counts, scores, experts = zip(*stats, strict=True)
-    return y, RoutingStats(sum(counts), jnp.concatenate(scores), jnp.concatenate(experts))
+    return y, RoutingStats(sum(counts[1:], counts[0]), jnp.concatenate(scores), jnp.concatenate(experts))
 
 
 def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:

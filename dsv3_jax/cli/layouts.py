@@ -1,0 +1,50 @@
+"""``--layout``: a model over all devices, those of other processes too."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import get_args
+
+import jax
+
+from dsv3_jax.distributed import initialize
+from sharding import PRESETS, Exchange, Layout, make_layout
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """``--layout`` and ``--exchange``."""
+    group = parser.add_argument_group("several devices")
+    group.add_argument(
+        "--layout",
+        choices=tuple(PRESETS),
+        help="over all devices; under a launcher over those of all its processes",
+    )
+    group.add_argument(
+        "--exchange",
+        choices=get_args(Exchange),
+        help="how tokens get to other devices' experts: see dsv3 doctor --collectives"
+        " (default: all_gather)",
+    )
+
+
+def layout_of(arguments: argparse.Namespace) -> Layout | None:
+    """The layout that was asked for, after this process has joined the others of its run, if there
+    are any. Comes before anything that asks for devices.
+
+    Raises:
+      ValueError: an exchange without a layout, or as :func:`make_layout` and :func:`initialize`.
+    """
+    if arguments.layout is None:
+        if arguments.exchange is not None:
+            raise ValueError(f"--exchange: expected a --layout beside it, got {arguments.exchange}")
+        return None
+    initialize()
+    return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
+
+
+def one_speaks() -> contextlib.AbstractContextManager[object]:
+    """Of several processes with the same results the first prints them."""
+    if jax.process_index() == 0:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stdout(None)  # pyright: ignore[reportArgumentType]
