@@ -24,6 +24,8 @@ class Preset:
     axes: Callable[[int], dict[str, int]]
     devices: int | None = None
     """The number it is made for; None: any."""
+    multiple: int = 1
+    """What the number of devices divides by."""
     redundant_experts: int = 0
     """Replicas beside one of each expert that the published deployment has."""
     storage: tuple[str, ...] = ()
@@ -66,6 +68,22 @@ PRESETS: dict[str, Preset] = {
         lambda n: {"expert": n},
         storage=("data", "expert"),
     ),
+    # For TPU pods and for nodes of eight: matrices apart over eight neighbours, requests over such
+    # groups, experts over all.
+    "tpu_pod": Preset(
+        Rules(
+            {
+                **DEFAULT_RULES.table,
+                "batch": "expert",
+                "expert": ("expert", "tensor"),
+                "expert_ffn": None,
+            }
+        ),
+        lambda n: {"expert": n // 8, "tensor": 8},
+        multiple=8,
+    ),
+    # The least unit of Kimi K2 in float8 with 128k tokens (its deployment guide), not by tensors.
+    "kimi_k2_ep16": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=16),
     # DeepSeek's published units of four and of 18 nodes (V3/R1 inference system overview).
     "deepseek_prefill_ep32": Preset(
         _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=32, redundant_experts=32
@@ -137,4 +155,6 @@ def _preset(name: str, devices: int) -> Preset:
     preset = PRESETS[name]
     if preset.devices not in (None, devices):
         raise ValueError(f"{name}: expected {preset.devices} devices, got {devices}")
+    if devices % preset.multiple:
+        raise ValueError(f"{name}: expected a multiple of {preset.multiple} devices, got {devices}")
     return preset

@@ -73,8 +73,9 @@ def test_json_is_one_object_and_nothing_else(capsys):
 
 @pytest.mark.slow
 def test_a_layout_of_several_processes(capsys):
-    command = "generate --layout tp_attention_ep --prompt x --max-new-tokens 8".split()
-    assert run(*command[:1], *command[3:]) == 0
+    command = ["generate", "--prompt", "x", "--max-new-tokens", "8"]
+    assert run(*command) == 0
+    command += ["--distributed", "--layout", "tp_attention_ep"]
     launch = [sys.executable, "scripts/launch_local.py", "-n", "2", "--devices-per-process", "2"]
     start = "import sys; from dsv3_jax.cli.main import main; sys.exit(main())"
     done = subprocess.run(
@@ -129,6 +130,8 @@ def test_chat_reads_standard_input(capsys, monkeypatch):
         (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 tokens"),
         (["--prompt", "x", "--draft", "medusa"], "draft"),
         (["--prompt", "x", "--draft", "mtp", "--draft-depth", "9"], "draft_depth"),
+        (["--prompt", "x", "--layout", "pipeline"], "--layout"),
+        (["--prompt", "x", "--exchange", "all_to_all"], "--exchange: expected a --layout"),
         (["--prompt", "x", "--frobnicate"], "--frobnicate"),
         (["--prompt", "x", "--temp", "0"], "--temp"),
         (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),

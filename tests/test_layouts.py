@@ -18,7 +18,16 @@ from dsv3_jax.layers.attention import LayerCache
 from dsv3_jax.layers.rope import rotation
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import abstract
-from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout, make_mesh
+from sharding import (
+    DEFAULT_RULES,
+    PRESETS,
+    Layout,
+    Placement,
+    Rules,
+    abstract_layout,
+    make_layout,
+    make_mesh,
+)
 from tests.generation.fragments import write_tokenizer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.running import forward
@@ -35,6 +44,9 @@ LAYOUTS = {
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
     "context_parallel": lambda: make_layout("context_parallel"),
+    "tpu_pod, groups of four": lambda: Layout(
+        make_mesh(expert=2, tensor=4), PRESETS["tpu_pod"].rules, "all_to_all"
+    ),
     "train": lambda: make_layout("train", expert_devices=4),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
     "the same, experts by data too": lambda: Layout(
@@ -270,6 +282,11 @@ def collectives(model, layer):
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
         (
+            "tpu_pod, groups of four",
+            {"all-reduce": 2},
+            {"all-reduce": 2, "all-to-all": 2},
+        ),
+        (
             "context_parallel",
             {"all-gather": 1, "all-reduce": 1},
             {"all-gather": 1, "all-reduce": 1},
@@ -342,6 +359,9 @@ def test_every_preset_takes_deepseek_v3():
         sizes = {"data": 1, "expert": 1, "tensor": 1} | preset.axes(8)
         mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
         parameter_shardings(model, mesh, preset.rules, BlockQuantization())
+    pod = abstract_layout("tpu_pod", 128)
+    parameter_shardings(model, pod.mesh, pod.rules, BlockQuantization())
+    refused("^tpu_pod: expected a multiple of 8", lambda: abstract_layout("tpu_pod", 12))
 
 
 @pytest.mark.parametrize(("devices", "whole"), [(16, True), (32, False)])

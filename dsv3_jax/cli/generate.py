@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
-from dsv3_jax.cli.layouts import add_layout, layout_of, one_speaks
+from dsv3_jax.cli.layouts import add_exchange, add_layout, layout_of, one_speaks
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import Layout
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["float8"],
         help="with --quantization fp8: rounds activations too, where rows are many",
     )
-    add_layout(parser)
+    add_layout(parser, default="the first device")
+    add_exchange(parser)
     add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
     add("--echo", action="store_true", help="print the prompt before its completion")
     output = parser.add_mutually_exclusive_group()

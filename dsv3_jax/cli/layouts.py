@@ -12,15 +12,21 @@ from dsv3_jax.distributed import initialize
 from sharding import PRESETS, Exchange, Layout, make_layout
 
 
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    """``--layout`` and ``--exchange``."""
-    group = parser.add_argument_group("several devices")
-    group.add_argument(
-        "--layout",
-        choices=tuple(PRESETS),
-        help="over all devices; under a launcher over those of all its processes",
+def add_layout(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--layout`` and ``--distributed``."""
+    parser.add_argument(
+        "--layout", choices=tuple(PRESETS), help=f"over all devices (default: {default})"
     )
-    group.add_argument(
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes: see docs/multi_host.md",
+    )
+
+
+def add_exchange(parser: argparse.ArgumentParser) -> None:
+    """``--exchange``, of a layout that spreads experts."""
+    parser.add_argument(
         "--exchange",
         choices=get_args(Exchange),
         help="how tokens get to other devices' experts: see dsv3 doctor --collectives"
@@ -29,17 +35,20 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(arguments: argparse.Namespace) -> Layout | None:
-    """The layout that was asked for, after this process has joined the others of its run, if there
-    are any. Comes before anything that asks for devices.
+    """The layout that was asked for, after this process has joined the others of its run. Comes
+    before anything that asks for devices.
 
     Raises:
-      ValueError: an exchange without a layout, or as :func:`make_layout` and :func:`initialize`.
+      ValueError: an exchange, or several processes, without a layout; or as :func:`make_layout` and
+        :func:`initialize`.
     """
+    if arguments.distributed:
+        initialize()
     if arguments.layout is None:
-        if arguments.exchange is not None:
-            raise ValueError(f"--exchange: expected a --layout beside it, got {arguments.exchange}")
+        for flag in ("exchange", "distributed"):
+            if getattr(arguments, flag):
+                raise ValueError(f"--{flag}: expected a --layout beside it, got none")
         return None
-    initialize()
     return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from dsv3_jax.checkpoint.load import find_description, load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
+from dsv3_jax.cli.layouts import add_layout
 from dsv3_jax.cli.progress import Progress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3, parameter_count, random_model
@@ -53,13 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory for the run")
     add("--resume", action="store_true", help="go on with the run in --out; it knows its settings")
-    add("--layout", metavar="NAME", help="train, or another of sharding.PRESETS, over all devices")
+    add_layout(parser, default="the first device")
     add("--expert-devices", type=int, metavar="N", help="of --layout train (default: all devices)")
-    add(
-        "--distributed",
-        action="store_true",
-        help="one of several processes: see docs/multi_host.md",
-    )
     add("--to", choices=["bf16", "fp8", "float32"], help="type of OUT/model (default: bf16)")
     add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
     add("--json", action="store_true", help="one JSON object on stdout at the end")

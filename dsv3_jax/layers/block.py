@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -145,7 +146,8 @@ def _joined(
     if not stats:
         return y, None
     counts, scores, experts = zip(*stats, strict=True)
-    return y, RoutingStats(sum(counts[1:], counts[0]), jnp.concatenate(scores), jnp.concatenate(experts))
+    total = functools.reduce(jnp.add, counts)
+    return y, RoutingStats(total, jnp.concatenate(scores), jnp.concatenate(experts))
 
 
 def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
