@@ -167,6 +167,7 @@ ARGUMENTS = {
     "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
     "grouped_matmul": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
     "grouped_swiglu": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
+    "token_exchange": ((jnp.ones((1, 2, 2)), COUNT), {"axes": ()}),
     "quantized_matmul": (
         (jnp.ones((1, 2)), jnp.ones((2, 2), jnp.int8), jnp.ones((2, 1))),
         {"block_shape": (1, 2)},
