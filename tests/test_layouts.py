@@ -87,7 +87,8 @@ def assert_same(got, want):
         np.testing.assert_array_equal(of_layer.experts, expected.experts)
 
 
-SLOW = ("context_parallel",)  # which without a cache does nothing of its own
+# Without a cache context_parallel does nothing of its own; the others are much like their neighbours.
+SLOW = "context_parallel", "data 8", "the same, experts by data too"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_placement_may_be_loaded(directory, tokens, want):
     )
 
 
-@pytest.mark.parametrize("draft", [None, "mtp"])
+@pytest.mark.parametrize("draft", [None, pytest.param("mtp", marks=pytest.mark.slow)])
 def test_routing_is_counted(directory, alone, draft):
     """As a pass over the whole text counts: of every token but the last, and of refused drafts."""
     settings = {"max_new_tokens": 10, "ignore_eos": True, "draft": draft}
