@@ -87,7 +87,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(of_layer.experts, expected.experts)
 
 
-# Without a cache context_parallel does nothing of its own; the others are much like their neighbours.
+# Without a cache context_parallel does nothing of its own; the others are like their neighbours.
 SLOW = "context_parallel", "data 8", "the same, experts by data too"
 
 
