@@ -235,6 +235,8 @@ class DeepSeekV3(nnx.Module):
           Hidden states, undefined where padded, and the extended cache. The caller sees to it that
           the cache has room.
         """
+        if self.layout is not None:
+            self.layout.check_batch(len(tokens))
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         turn = self._turn(tokens, cache.lengths)
         x = self._embed(tokens)

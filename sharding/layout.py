@@ -40,7 +40,7 @@ class Layout:
     exchange: Exchange = "all_gather"
     """How tokens travel where experts lie on devices with other tokens."""
     float8_dispatch: bool = False
-    """Tokens travel to their experts in float8, a scale for each 128 columns; back in bfloat16."""
+    """Tokens travel to their experts in float8, a scale for each 128 columns; back in float32."""
     micro_batches: int = 1
     """Parts of a device's rows that go through a layer one behind the other, so that one's tokens
     can travel while another's are computed. Experts' weights are read once for each."""

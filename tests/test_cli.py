@@ -132,6 +132,7 @@ def test_chat_reads_standard_input(capsys, monkeypatch):
         (["--prompt", "x", "--draft", "mtp", "--draft-depth", "9"], "draft_depth"),
         (["--prompt", "x", "--layout", "pipeline"], "--layout"),
         (["--prompt", "x", "--exchange", "all_to_all"], "--exchange: expected a --layout"),
+        (["--prompt", "x", "--distributed"], "--distributed: expected a --layout"),
         (["--prompt", "x", "--frobnicate"], "--frobnicate"),
         (["--prompt", "x", "--temp", "0"], "--temp"),
         (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),

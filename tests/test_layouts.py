@@ -280,6 +280,8 @@ def collectives(model, layer):
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        # Each half exchanges for itself.
+        ("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
         (

@@ -42,13 +42,13 @@ def layout_of(arguments: argparse.Namespace) -> Layout | None:
       ValueError: an exchange, or several processes, without a layout; or as :func:`make_layout` and
         :func:`initialize`.
     """
-    if arguments.distributed:
-        initialize()
     if arguments.layout is None:
         for flag in ("exchange", "distributed"):
             if getattr(arguments, flag):
                 raise ValueError(f"--{flag}: expected a --layout beside it, got none")
         return None
+    if arguments.distributed:
+        initialize()
     return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
 
 
