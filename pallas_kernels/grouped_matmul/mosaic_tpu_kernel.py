@@ -1,0 +1,184 @@
+"""The TPU's grouped product: rows in tiles, each multiplied with the matrices of the groups in it.
+
+The grid is (columns of the result in blocks, visits): see :mod:`visits`. Pallas copies a block to
+VMEM only when another than the last one's is asked for, while the last one is computed with:
+
+- Visits are the inner loop and a group's follow each other, so a block of its matrix is read once
+  however many tiles the group has. Of a group without rows none is read.
+- A block of a matrix is of whole rows, all of K. So there are no partial sums to keep, and a tile of
+  rows too is read once for a block of columns.
+- Quantized matrices travel as they are stored. When a block arrives, its values become the rows'
+  dtype, times their scales, in a scratch that all the group's visits multiply with. A scale a row of
+  the matrix multiplies the result instead.
+- A tile of the result stays in VMEM while its visits last; each of them writes its group's rows.
+
+int4 comes as bytes of two neighbouring columns. They are not put beside each other again, which
+would move every number to another lane: the low halves make the first half of K and the high halves
+the second, and so the rows' columns are sorted before, even ones first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.grouped_matmul.reference import Matrices
+from pallas_kernels.grouped_matmul.tpu_plan import EXPANDED_ROWS, Plan
+from pallas_kernels.grouped_matmul.visits import visits_of
+from pallas_kernels.tpu import LANES
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def grouped_product(
+    lhs: Float[Array, "M K"],
+    rhs: Matrices,
+    group_sizes: Int[Array, " G"],
+    scale: Float32[Array, "G Nb Kb"] | None = None,
+    *,
+    plan: Plan,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """``out[m] = rhs[g(m)] @ lhs[m]`` in lhs's dtype, of blocks that ``plan`` describes."""
+    (M, K), (G, N, width) = lhs.shape, rhs.shape
+    visits = visits_of(group_sizes, M, plan.rows)
+    if plan.packed:
+        lhs = jnp.concatenate([lhs[:, ::2], lhs[:, 1::2]], axis=1)
+    operands = [lhs, rhs]
+    in_specs = [
+        pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, ends: (tiles[v], 0)),
+        pl.BlockSpec(
+            (None, plan.columns, width), lambda n, v, groups, tiles, ends: (groups[v], n, 0)
+        ),
+    ]
+    if scale is not None:
+        if plan.scale_a_row:
+            scale = scale.reshape(G, 1, N)
+            block, at = (None, 1, plan.columns), lambda n: (0, n)
+        elif plan.block_shape[0] == 1:
+            # As XLA lays such arrays out, with the longer dimension last: this moves nothing.
+            scale = scale.swapaxes(1, 2)
+            block, at = (None, scale.shape[1], plan.columns), lambda n: (0, n)
+        else:  # of all rows: those of a block may be fewer than VMEM's tiles have
+            block, at = (None, *scale.shape[1:]), lambda n: (0, 0)
+        operands.append(scale)
+        in_specs.append(pl.BlockSpec(block, lambda n, v, groups, tiles, ends: (groups[v], *at(n))))
+    matrices = min(G, M)  # at most, that any row needs
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        out_shape=jax.ShapeDtypeStruct((M, N), lhs.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(-(-N // plan.columns), visits.count),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec(
+                (plan.rows, plan.columns), lambda n, v, groups, tiles, ends: (tiles[v], n)
+            ),
+            scratch_shapes=[pltpu.VMEM((plan.columns, K), lhs.dtype)] if plan.expands else [],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.chip.vmem
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * M * N * K,
+            bytes_accessed=M * (K + N) * lhs.dtype.itemsize
+            + matrices * N * width * rhs.dtype.itemsize,
+            transcendentals=0,
+        ),
+        name="grouped_matmul",
+        interpret=interpret or False,
+    )(visits.groups, visits.tiles, visits.ends, *operands)
+
+
+def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, *rest: Any) -> None:
+    """One visit, of one block of columns.
+
+    ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns], and
+    for matrices of another dtype scratch ``dense`` [columns, K].
+    """
+    rest = list(rest)
+    dense = rest.pop() if plan.expands else rhs
+    out = rest.pop()
+    scale = rest.pop() if rest else None
+    block, visit = pl.program_id(0), pl.program_id(1)
+    group = groups[visit]
+
+    if plan.expands:
+
+        @pl.when((visit == 0) | (group != groups[jnp.maximum(visit - 1, 0)]))
+        def _() -> None:
+            expand(plan, block, rhs, None if plan.scale_a_row else scale, dense)
+
+    row = tiles[visit] * plan.rows + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    own = (row >= ends[group]) & (row < ends[group + 1])
+    float32 = lhs.dtype == jnp.float32
+
+    def some_columns(i: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
+        sums = lax.dot_general(
+            lhs[...],
+            dense[at],
+            (((1,), (1,)), ((), ())),
+            # Otherwise of bfloat16 products.
+            precision=lax.Precision.HIGHEST if float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        if plan.scale_a_row:
+            sums *= scale[:, at]
+        out[:, at] = jnp.where(own, sums, out[:, at].astype(jnp.float32)).astype(out.dtype)
+
+    lax.fori_loop(0, plan.columns // plan.step, some_columns, None)
+
+
+def expand(plan: Plan, block: Any, rhs: Any, scale: Any, dense: Any) -> None:
+    """``dense`` [columns, K] becomes the block's values, times their scales if there are any."""
+    width = rhs.shape[1]
+    scale_rows, scale_columns = plan.block_shape
+
+    def some_rows(i: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
+        if scale is None:
+            factors = None
+        elif scale_rows == 1:
+            factors = scale[:, at].T
+        else:
+            row = block * plan.columns + i * EXPANDED_ROWS
+            factors = scale[pl.ds(row // scale_rows, 1)]
+        for lane in range(0, width, LANES):
+            columns = slice(lane, lane + LANES)
+            factor = 1.0
+            if factors is not None:
+                factor = spread(factors, lane, scale_columns // (2 if plan.packed else 1))
+            for half, values in enumerate(unpack(rhs[at, columns], plan.packed)):
+                dense[at, slice(half * width + lane, half * width + lane + LANES)] = (
+                    values * factor
+                ).astype(dense.dtype)
+
+    lax.fori_loop(0, plan.columns // EXPANDED_ROWS, some_rows, None)
+
+
+def unpack(values: jax.Array, packed: bool) -> Sequence[Float32[Array, "rows lanes"]]:
+    """As float32; of int4's bytes the low halves, then the high ones."""
+    if not packed:
+        return (values.astype(jnp.float32),)
+    words = values.astype(jnp.int32)
+    # Up and down again: the shift down repeats the sign.
+    return tuple(((words << up) >> 28).astype(jnp.float32) for up in (28, 24))
+
+
+def spread(factors: jax.Array, lane: int, lanes: int) -> Float32[Array, "rows lanes"]:
+    """The scales of LANES lanes from ``lane`` on, if each of ``factors`` [rows, Kb] has ``lanes``."""
+    shape = factors.shape[0], LANES
+    first = lane // lanes
+    found = jnp.broadcast_to(factors[:, first : first + 1], shape)
+    for i in range(first + 1, min((lane + LANES - 1) // lanes + 1, factors.shape[1])):
+        here = lax.broadcasted_iota(jnp.int32, shape, 1) >= i * lanes - lane
+        found = jnp.where(here, jnp.broadcast_to(factors[:, i : i + 1], shape), found)
+    return found

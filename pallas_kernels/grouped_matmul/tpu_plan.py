@@ -1,0 +1,118 @@
+"""How large the TPU kernel's blocks are: VMEM of the chip decides, and how many rows a group has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tpu import LANES, Chip, require_vmem, tiled_bytes
+
+EXPANDED_ROWS = 128
+"""Of a quantized matrix, at a time: as many as registers have lanes, where their scales lie."""
+
+_ROWS = 16, 512
+"""Of a tile, at least and at most: a tile of VMEM in bfloat16; more reuse than a matrix unit needs."""
+
+_COLUMNS = (2048, 1024, 512, 256, 128)
+_FEW = 64  # rows of a tile: below, reading matrices is all the time there is
+_COLUMNS_OF_FEW = 512  # then: nothing hides the copy of the first block
+_STEP = 256  # columns of one product in the kernel, whose sums lie beside the blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Of a product's blocks."""
+
+    chip: Chip
+    rows: int
+    """Of a tile of lhs and of the result."""
+    columns: int
+    """Of the result in a block; rows of a matrix."""
+    expands: bool
+    """Whether matrices have another dtype than rows."""
+    packed: bool
+    """Whether they are int4, two in a byte."""
+    scale_a_row: bool
+    """Whether a row of a matrix has one scale alone."""
+    block_shape: tuple[int, int]
+
+    @property
+    def step(self) -> int:
+        return min(self.columns, _STEP)
+
+
+def choose_plan(
+    chip: Chip,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    scale: jax.Array | None,
+    block_shape: tuple[int, int],
+) -> Plan:
+    """The widest blocks that fit; of few rows, no wider ones than keep copies under way.
+
+    Raises:
+      NotImplementedError: N or K fill no whole blocks, scales of other blocks than one row or whole
+        32 rows, or blocks that do not fit into VMEM; says which sizes.
+    """
+    (M, K), (G, N, _) = lhs.shape, rhs.shape
+    packed = rhs.dtype == jnp.uint8
+    if N % LANES or K % (2 * LANES if packed else LANES):
+        whole = 2 * LANES if packed else LANES
+        raise NotImplementedError(f"takes N % {LANES} == 0 and K % {whole} == 0, got {N} and {K}")
+    if scale is not None and (block_shape[0] > 1 and block_shape[0] % EXPANDED_ROWS):
+        raise NotImplementedError(
+            f"takes scales of one row or whole {EXPANDED_ROWS} rows, got blocks of {block_shape}"
+        )
+    if scale is not None and packed and block_shape[1] % 2:
+        raise NotImplementedError(f"takes int4 scales of even columns, got {block_shape[1]}")
+    least, most = _ROWS
+    # Half of a group: then about one visit in three is a tile that another group's rows share.
+    half = 1 << max(M // (2 * G), 1).bit_length() - 1
+    rows = M if M <= least else min(most, max(least, half))
+    refusal = NotImplementedError()
+    for columns in _COLUMNS:
+        if N % columns or (columns > LANES and N < columns * chip.cores):
+            continue
+        if rows <= _FEW and columns > _COLUMNS_OF_FEW:
+            continue
+        plan = Plan(
+            chip,
+            rows,
+            columns,
+            expands=rhs.dtype != lhs.dtype,
+            packed=packed,
+            scale_a_row=scale is not None and block_shape[0] == 1 and scale.shape[2] == 1,
+            block_shape=block_shape,
+        )
+        try:
+            require_vmem(chip, block_bytes(plan, lhs, rhs, scale))
+            return plan
+        except NotImplementedError as too_much:
+            refusal = too_much
+    raise refusal
+
+
+def block_bytes(
+    plan: Plan, lhs: jax.Array, rhs: jax.Array, scale: jax.Array | None
+) -> dict[str, int]:
+    """Of VMEM, by name; two of each block that is copied."""
+    K = lhs.shape[1]
+    sizes = {
+        "rows": 2 * tiled_bytes((plan.rows, K), lhs.dtype),
+        "matrix": 2 * tiled_bytes((plan.columns, rhs.shape[2]), rhs.dtype),
+        "result": 2 * tiled_bytes((plan.rows, plan.columns), lhs.dtype),
+        "sums": 2 * tiled_bytes((plan.rows, plan.step), jnp.float32),
+    }
+    if plan.expands:
+        sizes["expanded matrix"] = tiled_bytes((plan.columns, K), lhs.dtype)
+    if scale is not None:
+        if plan.scale_a_row:
+            shape = 1, plan.columns
+        elif plan.block_shape[0] == 1:
+            shape = scale.shape[2], plan.columns
+        else:
+            shape = scale.shape[1:]
+        sizes["scales"] = 2 * tiled_bytes(shape, jnp.float32)
+    return sizes
