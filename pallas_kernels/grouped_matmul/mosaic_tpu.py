@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.mosaic_tpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.tpu_plan import Plan, choose_plan
 from pallas_kernels.tpu import require_tpu
+
+_ROWS = "bfloat16", "float32", "float8_e4m3fn"
+_MATRICES = (*_ROWS, "int8", "uint8")
 
 
 def grouped_matmul(
@@ -46,8 +48,11 @@ def grouped_matmul(
     chip = require_tpu(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
-    if lhs.dtype not in (jnp.bfloat16, jnp.float32, FLOAT8):
-        raise NotImplementedError(f"takes rows in bfloat16, float32 or {FLOAT8}, got {lhs.dtype}")
+    if lhs.dtype not in _ROWS or rhs.dtype not in _MATRICES:
+        raise NotImplementedError(
+            f"takes rows in {', '.join(_ROWS)} and matrices in {', '.join(_MATRICES)}, got"
+            f" {lhs.dtype} and {rhs.dtype}"
+        )
     if lhs_scale is not None:
         lhs = reference.dense_rows(lhs, lhs_scale, block_shape).astype(jnp.bfloat16)
     plan = plan or choose_plan(chip, lhs, rhs, rhs_scale, block_shape)

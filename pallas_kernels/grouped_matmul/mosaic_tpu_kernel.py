@@ -5,11 +5,11 @@ VMEM only when another than the last one's is asked for, while the last one is c
 
 - Visits are the inner loop and a group's follow each other, so a block of its matrix is read once
   however many tiles the group has. Of a group without rows none is read.
-- A block of a matrix is of whole rows, all of K. So there are no partial sums to keep, and a tile of
-  rows too is read once for a block of columns.
+- A block of a matrix is of whole rows, all of K. So there are no partial sums to keep, and a tile
+  of rows too is read once for a block of columns.
 - Quantized matrices travel as they are stored. When a block arrives, its values become the rows'
-  dtype, times their scales, in a scratch that all the group's visits multiply with. A scale a row of
-  the matrix multiplies the result instead.
+  dtype, times their scales, in a scratch that all the group's visits multiply with. A scale that
+  stands for a whole row of the matrix multiplies the result instead.
 - A tile of the result stays in VMEM while its visits last; each of them writes its group's rows.
 
 int4 comes as bytes of two neighbouring columns. They are not put beside each other again, which
@@ -48,7 +48,7 @@ def grouped_product(
 ) -> Float[Array, "M N"]:
     """``out[m] = rhs[g(m)] @ lhs[m]`` in lhs's dtype, of blocks that ``plan`` describes."""
     (M, K), (G, N, width) = lhs.shape, rhs.shape
-    visits = visits_of(group_sizes, M, plan.rows)
+    visits, blocks = visits_of(group_sizes, M, plan.rows), -(-N // plan.columns)
     if plan.packed:
         lhs = jnp.concatenate([lhs[:, ::2], lhs[:, 1::2]], axis=1)
     operands = [lhs, rhs]
@@ -70,13 +70,12 @@ def grouped_product(
             block, at = (None, *scale.shape[1:]), lambda n: (0, 0)
         operands.append(scale)
         in_specs.append(pl.BlockSpec(block, lambda n, v, groups, tiles, ends: (groups[v], *at(n))))
-    matrices = min(G, M)  # at most, that any row needs
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         out_shape=jax.ShapeDtypeStruct((M, N), lhs.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(-(-N // plan.columns), visits.count),
+            grid=(blocks, visits.count),
             in_specs=in_specs,
             out_specs=pl.BlockSpec(
                 (plan.rows, plan.columns), lambda n, v, groups, tiles, ends: (tiles[v], n)
@@ -88,8 +87,9 @@ def grouped_product(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * M * N * K,
-            bytes_accessed=M * (K + N) * lhs.dtype.itemsize
-            + matrices * N * width * rhs.dtype.itemsize,
+            bytes_accessed=blocks * lhs.nbytes
+            + M * N * lhs.dtype.itemsize
+            + min(G, M) * sum(x.nbytes for x in operands[1:]) // G,
             transcendentals=0,
         ),
         name="grouped_matmul",
@@ -100,8 +100,8 @@ def grouped_product(
 def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, *rest: Any) -> None:
     """One visit, of one block of columns.
 
-    ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns], and
-    for matrices of another dtype scratch ``dense`` [columns, K].
+    ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns],
+    and for matrices of another dtype scratch ``dense`` [columns, K].
     """
     rest = list(rest)
     dense = rest.pop() if plan.expands else rhs
@@ -174,7 +174,7 @@ def unpack(values: jax.Array, packed: bool) -> Sequence[Float32[Array, "rows lan
 
 
 def spread(factors: jax.Array, lane: int, lanes: int) -> Float32[Array, "rows lanes"]:
-    """The scales of LANES lanes from ``lane`` on, if each of ``factors`` [rows, Kb] has ``lanes``."""
+    """The scales of LANES lanes from ``lane`` on: each of ``factors`` [rows, Kb] has ``lanes``."""
     shape = factors.shape[0], LANES
     first = lane // lanes
     found = jnp.broadcast_to(factors[:, first : first + 1], shape)

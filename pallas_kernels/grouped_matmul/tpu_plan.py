@@ -1,4 +1,4 @@
-"""How large the TPU kernel's blocks are: VMEM of the chip decides, and how many rows a group has."""
+"""How large the TPU kernel's blocks are: the chip's VMEM decides, and the rows of a group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ EXPANDED_ROWS = 128
 """Of a quantized matrix, at a time: as many as registers have lanes, where their scales lie."""
 
 _ROWS = 16, 512
-"""Of a tile, at least and at most: a tile of VMEM in bfloat16; more reuse than a matrix unit needs."""
+"""Of a tile, at least and at most: what registers hold in bfloat16, and enough to multiply with."""
 
 _COLUMNS = (2048, 1024, 512, 256, 128)
 _FEW = 64  # rows of a tile: below, reading matrices is all the time there is
 _COLUMNS_OF_FEW = 512  # then: nothing hides the copy of the first block
 _STEP = 256  # columns of one product in the kernel, whose sums lie beside the blocks
+
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Plan:
 
 def choose_plan(
     chip: Chip,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    scale: jax.Array | None,
+    lhs: Shaped,
+    rhs: Shaped,
+    scale: Shaped | None,
     block_shape: tuple[int, int],
 ) -> Plan:
     """The widest blocks that fit; of few rows, no wider ones than keep copies under way.
@@ -58,9 +60,9 @@ def choose_plan(
     """
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     packed = rhs.dtype == jnp.uint8
-    if N % LANES or K % (2 * LANES if packed else LANES):
-        whole = 2 * LANES if packed else LANES
-        raise NotImplementedError(f"takes N % {LANES} == 0 and K % {whole} == 0, got {N} and {K}")
+    whole = 2 * LANES if packed else LANES
+    if N < LANES or K % whole:
+        raise NotImplementedError(f"takes N >= {LANES} and K % {whole} == 0, got {N} and {K}")
     if scale is not None and (block_shape[0] > 1 and block_shape[0] % EXPANDED_ROWS):
         raise NotImplementedError(
             f"takes scales of one row or whole {EXPANDED_ROWS} rows, got blocks of {block_shape}"
@@ -70,10 +72,11 @@ def choose_plan(
     least, most = _ROWS
     # Half of a group: then about one visit in three is a tile that another group's rows share.
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
-    rows = M if M <= least else min(most, max(least, half))
+    rows = min(M, most, max(least, half))
     refusal = NotImplementedError()
     for columns in _COLUMNS:
-        if N % columns or (columns > LANES and N < columns * chip.cores):
+        # A block of each core's at least. The narrowest may reach past N.
+        if columns > LANES and (N % columns or N // columns < chip.cores):
             continue
         if rows <= _FEW and columns > _COLUMNS_OF_FEW:
             continue
@@ -94,9 +97,7 @@ def choose_plan(
     raise refusal
 
 
-def block_bytes(
-    plan: Plan, lhs: jax.Array, rhs: jax.Array, scale: jax.Array | None
-) -> dict[str, int]:
+def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> dict[str, int]:
     """Of VMEM, by name; two of each block that is copied."""
     K = lhs.shape[1]
     sizes = {

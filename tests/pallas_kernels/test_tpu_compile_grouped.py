@@ -1,0 +1,143 @@
+"""grouped_matmul and what stands on it compile for TPUs that are not there.
+
+At DeepSeek-V3's widths: the kernel is in the program, and no copy of the matrices beside it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import grouped_matmul, grouped_swiglu, quantized_matmul, swiglu
+from tests.pallas_kernels.tpu_topology import (
+    compile_for,
+    compiled,
+    devices,
+    every_chip,
+    kernels,
+    needs_libtpu,
+)
+
+pytestmark = needs_libtpu
+
+BF16, F32, FLOAT8, INT8, INT4 = "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8"
+GATE, DOWN = (2048, 7168), (7168, 2048)  # N, K of an expert's matrices in DeepSeek-V3
+Struct = jax.ShapeDtypeStruct
+
+
+def blocks(form: str, K: int) -> tuple[int, int]:
+    """Under one scale, as DeepSeek and dsv3 convert store them."""
+    return {FLOAT8: (128, 128), INT8: (1, K), INT4: (1, 128)}.get(form, (1, 1))
+
+
+def matrices(form: str, *shape: int) -> tuple[Struct, Struct | None]:
+    """[*shape] and their scales."""
+    *batch, N, K = shape
+    stored = Struct((*batch, N, K // 2 if form == INT4 else K), form)
+    if form in (BF16, F32):
+        return stored, None
+    rows, columns = blocks(form, K)
+    return stored, Struct((*batch, -(-N // rows), -(-K // columns)), F32)
+
+
+def product(chip: str, form: str, G: int, M: int, N: int, K: int) -> jax.stages.Compiled:
+    rhs, scale = matrices(form, G, N, K)
+    lhs = Struct((M, K), F32 if form == F32 else BF16)
+
+    def run(lhs, rhs, sizes, scale):
+        return grouped_matmul(lhs, rhs, sizes, None, scale, block_shape=blocks(form, K))
+
+    return compile_for(chip, run, lhs, rhs, Struct((G,), jnp.int32), scale)
+
+
+def check(program: jax.stages.Compiled, expected: int, rows: int = 0) -> None:
+    """So many kernels, and ``rows`` bytes of temporaries at most, besides what bookkeeping takes."""
+    assert kernels(program) == expected
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary <= rows + 4 * 2**20, temporary
+
+
+@every_chip
+def test_a_decode_step_s_product(chip):
+    check(product(chip, FLOAT8, 256, 512, *GATE), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [BF16, F32, FLOAT8, INT8, INT4])
+@every_chip
+def test_products(chip, form):
+    for groups, rows, (N, K) in (
+        (2, 8, GATE),
+        (2, 8, DOWN),
+        (8, 4096 * 8, GATE),
+        (32, 4096, DOWN),
+        (256, 512, DOWN),
+    ):
+        # int4: the rows with their columns sorted, and halves of them on the way there.
+        check(product(chip, form, groups, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
+
+
+@every_chip
+def test_a_matrix_of_float8(chip):
+    """kv_a_proj_with_mqa, which fills no whole blocks."""
+    weight, scale = matrices(FLOAT8, 576, 7168)
+    run = functools.partial(quantized_matmul, block_shape=(128, 128))
+    check(compile_for(chip, run, Struct((8, 7168), BF16), weight, scale), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [FLOAT8, INT8, INT4])
+@every_chip
+def test_matrices(chip, form):
+    """XLA's own, where a row has one scale."""
+    expected = 0 if form == INT8 else 1
+    for rows, N, K in ((1, 18432, 7168), (4096, 18432, 7168), (64, 7168, 18432)):
+        weight, scale = matrices(form, N, K)
+        run = functools.partial(quantized_matmul, block_shape=blocks(form, K))
+        x = Struct((rows, K), BF16)
+        check(compile_for(chip, run, x, weight, scale), expected, 4 * rows * K)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [FLOAT8, INT4])
+def test_swiglu(form):
+    """Of experts and of one matrix: two products, joined by XLA."""
+    for G, op in ((32, grouped_swiglu), (None, swiglu)):
+        F, K = GATE
+        stored, scale = matrices(form, *(() if G is None else (G,)), F, K)
+
+        def run(x, gate, up, gate_scale, up_scale, G=G, op=op):
+            sizes = () if G is None else (jnp.full((G,), x.shape[0] // G, jnp.int32),)
+            scales = (gate_scale, up_scale) if G is None else (None, gate_scale, up_scale)
+            return op(x, gate, up, *sizes, *scales, block_shape=blocks(form, K))
+
+        program = compile_for("v5p", run, Struct((256, K), BF16), stored, stored, scale, scale)
+        check(program, 2, 256 * (4 * K + 3 * 4 * F))
+
+
+def test_on_every_device_of_a_pod():
+    """DeepSeek-V3's 256 experts over 128 chips, two on each."""
+    mesh = Mesh(np.array(devices("v5p", "4x4x8")), ("expert",))
+    spread = PartitionSpec("expert")
+    rhs, scale = matrices(FLOAT8, 256, *GATE)
+    arguments = Struct((128 * 64, GATE[1]), BF16), rhs, Struct((256,), jnp.int32), scale
+
+    def run(lhs, rhs, sizes, scale):
+        return grouped_matmul(lhs, rhs, sizes, None, scale)
+
+    on_devices = jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+    laid = [Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, spread)) for x in arguments]
+    program = compiled(jax.jit(on_devices).lower(*laid))
+    check(program, 1)
+    assert "grouped_matmul" in program.as_text()
+    of_one = sum(x.size * x.dtype.itemsize for x in arguments) // 128
+    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(of_one, rel=0.01)
+
+
+@pytest.mark.parametrize(("N", "K"), [(120, 256), (256, 200)])
+def test_other_sizes_fall_to_xla_s_ragged_product(N, K):
+    program = product("v5p", BF16, 8, 4096, N, K)
+    assert "ragged-dot" in program.as_text()
