@@ -14,13 +14,12 @@ VMEM only when another than the last one's is asked for, while the last one is c
 
 int4 comes as bytes of two neighbouring columns. They are not put beside each other again, which
 would move every number to another lane: the low halves make the first half of K and the high halves
-the second, and so the rows' columns are sorted before, even ones first.
+the second. The rows' columns are sorted before, even ones first.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def grouped_product(
     (M, K), (G, N, width) = lhs.shape, rhs.shape
     visits, blocks = visits_of(group_sizes, M, plan.rows), -(-N // plan.columns)
     if plan.packed:
-        lhs = jnp.concatenate([lhs[:, ::2], lhs[:, 1::2]], axis=1)
+        lhs = even_first(lhs)
     operands = [lhs, rhs]
     in_specs = [
         pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, ends: (tiles[v], 0)),
@@ -140,7 +139,8 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 def expand(plan: Plan, block: Any, rhs: Any, scale: Any, dense: Any) -> None:
     """``dense`` [columns, K] becomes the block's values, times their scales if there are any."""
     width = rhs.shape[1]
-    scale_rows, scale_columns = plan.block_shape
+    whole = width // LANES * LANES
+    scale_rows, scale_lanes = plan.block_shape[0], plan.block_shape[1] // (2 if plan.packed else 1)
 
     def some_rows(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
@@ -152,33 +152,46 @@ def expand(plan: Plan, block: Any, rhs: Any, scale: Any, dense: Any) -> None:
             row = block * plan.columns + i * EXPANDED_ROWS
             factors = scale[pl.ds(row // scale_rows, 1)]
         for lane in range(0, width, LANES):
-            columns = slice(lane, lane + LANES)
-            factor = 1.0
-            if factors is not None:
-                factor = spread(factors, lane, scale_columns // (2 if plan.packed else 1))
-            for half, values in enumerate(unpack(rhs[at, columns], plan.packed)):
-                dense[at, slice(half * width + lane, half * width + lane + LANES)] = (
-                    values * factor
-                ).astype(dense.dtype)
+            columns = slice(lane, min(lane + LANES, width))
+            factor = None if factors is None else spread(factors, columns, scale_lanes)
+            values = [
+                (half if factor is None else half * factor).astype(dense.dtype)
+                for half in unpack(rhs[at, columns], plan.packed)
+            ]
+            if not plan.packed:
+                (dense[at, columns],) = values
+            elif lane < whole:
+                dense[at, columns], dense[at, whole + lane : whole + lane + LANES] = values
+            else:
+                dense[at, 2 * whole :] = jnp.concatenate(values, axis=1)
 
     lax.fori_loop(0, plan.columns // EXPANDED_ROWS, some_rows, None)
 
 
-def unpack(values: jax.Array, packed: bool) -> Sequence[Float32[Array, "rows lanes"]]:
+def unpack(values: jax.Array, packed: bool) -> list[Float32[Array, "rows lanes"]]:
     """As float32; of int4's bytes the low halves, then the high ones."""
     if not packed:
-        return (values.astype(jnp.float32),)
+        return [values.astype(jnp.float32)]
     words = values.astype(jnp.int32)
     # Up and down again: the shift down repeats the sign.
-    return tuple(((words << up) >> 28).astype(jnp.float32) for up in (28, 24))
+    return [((words << up) >> 28).astype(jnp.float32) for up in (28, 24)]
 
 
-def spread(factors: jax.Array, lane: int, lanes: int) -> Float32[Array, "rows lanes"]:
-    """The scales of LANES lanes from ``lane`` on: each of ``factors`` [rows, Kb] has ``lanes``."""
-    shape = factors.shape[0], LANES
-    first = lane // lanes
+def even_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    """Columns in the order of unpacked halves: all even ones, then all odd ones, but those of bytes
+    that fill no register come last."""
+    halves = lhs[:, ::2], lhs[:, 1::2]
+    whole = halves[0].shape[1] // LANES * LANES
+    parts = [half[:, part] for part in (slice(whole), slice(whole, None)) for half in halves]
+    return jnp.concatenate(parts, axis=1)
+
+
+def spread(factors: jax.Array, columns: slice, lanes: int) -> Float32[Array, "rows lanes"]:
+    """The scales of ``columns``, where each of ``factors`` [rows, Kb] is for ``lanes`` of them."""
+    shape = factors.shape[0], columns.stop - columns.start
+    first, last = columns.start // lanes, (columns.stop - 1) // lanes
     found = jnp.broadcast_to(factors[:, first : first + 1], shape)
-    for i in range(first + 1, min((lane + LANES - 1) // lanes + 1, factors.shape[1])):
-        here = lax.broadcasted_iota(jnp.int32, shape, 1) >= i * lanes - lane
+    for i in range(first + 1, last + 1):
+        here = lax.broadcasted_iota(jnp.int32, shape, 1) >= i * lanes - columns.start
         found = jnp.where(here, jnp.broadcast_to(factors[:, i : i + 1], shape), found)
     return found

@@ -15,6 +15,9 @@ EXPANDED_ROWS = 128
 _ROWS = 16, 512
 """Of a tile, at least and at most: what registers hold in bfloat16, and enough to multiply with."""
 
+_ROWS_OF_FLOAT32 = 128
+"""At most: a product is six of bfloat16 parts there, which registers do not hold."""
+
 _COLUMNS = (2048, 1024, 512, 256, 128)
 _FEW = 64  # rows of a tile: below, reading matrices is all the time there is
 _COLUMNS_OF_FEW = 512  # then: nothing hides the copy of the first block
@@ -60,9 +63,8 @@ def choose_plan(
     """
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     packed = rhs.dtype == jnp.uint8
-    whole = 2 * LANES if packed else LANES
-    if N < LANES or K % whole:
-        raise NotImplementedError(f"takes N >= {LANES} and K % {whole} == 0, got {N} and {K}")
+    if N < LANES or K % LANES:
+        raise NotImplementedError(f"takes N >= {LANES} and K % {LANES} == 0, got {N} and {K}")
     if scale is not None and (block_shape[0] > 1 and block_shape[0] % EXPANDED_ROWS):
         raise NotImplementedError(
             f"takes scales of one row or whole {EXPANDED_ROWS} rows, got blocks of {block_shape}"
@@ -70,6 +72,8 @@ def choose_plan(
     if scale is not None and packed and block_shape[1] % 2:
         raise NotImplementedError(f"takes int4 scales of even columns, got {block_shape[1]}")
     least, most = _ROWS
+    if lhs.dtype == jnp.float32:
+        most = _ROWS_OF_FLOAT32
     # Half of a group: then about one visit in three is a tile that another group's rows share.
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
     rows = min(M, most, max(least, half))
@@ -106,6 +110,8 @@ def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> d
         "result": 2 * tiled_bytes((plan.rows, plan.columns), lhs.dtype),
         "sums": 2 * tiled_bytes((plan.rows, plan.step), jnp.float32),
     }
+    if lhs.dtype == jnp.float32:
+        sizes["parts of float32"] = 3 * tiled_bytes((plan.rows + plan.step, K), lhs.dtype)
     if plan.expands:
         sizes["expanded matrix"] = tiled_bytes((plan.columns, K), lhs.dtype)
     if scale is not None:

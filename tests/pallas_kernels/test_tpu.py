@@ -76,6 +76,33 @@ def test_blocks_above_the_budget_are_refused_by_name():
         require_vmem(chip, {"rows": 16 * mib, "matrix": 40 * mib + mib // 2})
 
 
+def test_the_interpreter_finds_a_planted_race(capsys):
+    """The one that kernels' tests trust: a copy is read before it has landed."""
+
+    def kernel(x, out, scratch, semaphore):
+        copy = pltpu.make_async_copy(x, scratch, semaphore)
+        copy.start()
+        out[...] = scratch[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=x,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
+    )
+    try:  # since jax 0.12 it raises, before it printed
+        jax.block_until_ready(call(x))
+        raced = "RACE DETECTED" in capsys.readouterr().out
+    except jax.errors.JaxRuntimeError as error:
+        raced = "race" in str(error).lower()
+    capsys.readouterr()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert raced
+
+
 def fill(bytes_of_vmem: int):
     """A kernel whose scratch has that many bytes."""
 

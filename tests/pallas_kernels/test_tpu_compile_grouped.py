@@ -54,10 +54,10 @@ def product(chip: str, form: str, G: int, M: int, N: int, K: int) -> jax.stages.
 
 
 def check(program: jax.stages.Compiled, expected: int, rows: int = 0) -> None:
-    """So many kernels, and ``rows`` bytes of temporaries at most, besides what bookkeeping takes."""
+    """So many kernels; of temporaries ``rows`` bytes at most, and those of visits and scales."""
     assert kernels(program) == expected
     temporary = program.memory_analysis().temp_size_in_bytes
-    assert temporary <= rows + 4 * 2**20, temporary
+    assert temporary <= rows + 8 * 2**20, temporary
 
 
 @every_chip
@@ -66,56 +66,63 @@ def test_a_decode_step_s_product(chip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [BF16, F32, FLOAT8, INT8, INT4])
+@pytest.mark.parametrize("form", [BF16, FLOAT8, INT8, INT4])
 @every_chip
 def test_products(chip, form):
-    for groups, rows, (N, K) in (
-        (2, 8, GATE),
-        (2, 8, DOWN),
-        (8, 4096 * 8, GATE),
-        (32, 4096, DOWN),
-        (256, 512, DOWN),
-    ):
+    for groups, rows, (N, K) in ((2, 8, GATE), (32, 4096 * 8, GATE), (256, 512, DOWN)):
         # int4: the rows with their columns sorted, and halves of them on the way there.
         check(product(chip, form, groups, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 4096 * 8])
+def test_float32(rows):
+    check(product("v5p", F32, 8, rows, *GATE), 1)
 
 
 @every_chip
 def test_a_matrix_of_float8(chip):
     """kv_a_proj_with_mqa, which fills no whole blocks."""
-    weight, scale = matrices(FLOAT8, 576, 7168)
-    run = functools.partial(quantized_matmul, block_shape=(128, 128))
-    check(compile_for(chip, run, Struct((8, 7168), BF16), weight, scale), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [FLOAT8, INT8, INT4])
-@every_chip
-def test_matrices(chip, form):
-    """XLA's own, where a row has one scale."""
-    expected = 0 if form == INT8 else 1
-    for rows, N, K in ((1, 18432, 7168), (4096, 18432, 7168), (64, 7168, 18432)):
-        weight, scale = matrices(form, N, K)
-        run = functools.partial(quantized_matmul, block_shape=blocks(form, K))
-        x = Struct((rows, K), BF16)
-        check(compile_for(chip, run, x, weight, scale), expected, 4 * rows * K)
+    check(of_matrix(chip, FLOAT8, 8, 576, 7168), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [FLOAT8, INT4])
-def test_swiglu(form):
-    """Of experts and of one matrix: two products, joined by XLA."""
-    for G, op in ((32, grouped_swiglu), (None, swiglu)):
-        F, K = GATE
-        stored, scale = matrices(form, *(() if G is None else (G,)), F, K)
+@every_chip
+def test_matrices(chip, form):
+    for rows, N, K in ((4096, 18432, 7168), (64, 7168, 18432)):
+        check(of_matrix(chip, form, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
 
-        def run(x, gate, up, gate_scale, up_scale, G=G, op=op):
-            sizes = () if G is None else (jnp.full((G,), x.shape[0] // G, jnp.int32),)
-            scales = (gate_scale, up_scale) if G is None else (None, gate_scale, up_scale)
-            return op(x, gate, up, *sizes, *scales, block_shape=blocks(form, K))
 
-        program = compile_for("v5p", run, Struct((256, K), BF16), stored, stored, scale, scale)
-        check(program, 2, 256 * (4 * K + 3 * 4 * F))
+def test_int8_of_one_scale_a_row_is_xla_s():
+    check(of_matrix("v5p", INT8, 64, 18432, 7168), 0)
+
+
+def of_matrix(chip: str, form: str, rows: int, N: int, K: int) -> jax.stages.Compiled:
+    run = functools.partial(quantized_matmul, block_shape=blocks(form, K))
+    return compile_for(chip, run, Struct((rows, K), BF16), *matrices(form, N, K))
+
+
+@pytest.mark.slow
+def test_experts_swiglu():
+    """Two products, joined by XLA."""
+    stored, scale = matrices(FLOAT8, 32, *GATE)
+
+    def run(lhs, sizes, gate, up, gate_scale, up_scale):
+        return grouped_swiglu(lhs, gate, up, sizes, None, gate_scale, up_scale)
+
+    lhs, sizes = Struct((256, GATE[1]), BF16), Struct((32,), jnp.int32)
+    program = compile_for("v5p", run, lhs, sizes, stored, stored, scale, scale)
+    check(program, 2, 256 * 3 * 4 * GATE[0])
+
+
+@pytest.mark.slow
+def test_swiglu_of_one_matrix():
+    stored, scale = matrices(INT4, *GATE)
+    run = functools.partial(swiglu, block_shape=blocks(INT4, GATE[1]))
+    x = Struct((256, GATE[1]), BF16)
+    program = compile_for("v5p", run, x, stored, stored, scale, scale)
+    check(program, 2, 256 * (4 * GATE[1] + 3 * 4 * GATE[0]))
 
 
 def test_on_every_device_of_a_pod():
