@@ -20,6 +20,7 @@ the second. The rows' columns are sorted before, even ones first.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def grouped_product(
         out_shape=jax.ShapeDtypeStruct((M, N), lhs.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(blocks, visits.count),
+            grid=(blocks, visits.total),
             in_specs=in_specs,
             out_specs=pl.BlockSpec(
                 (plan.rows, plan.columns), lambda n, v, groups, tiles, ends: (tiles[v], n)
@@ -82,7 +83,7 @@ def grouped_product(
             scratch_shapes=[pltpu.VMEM((plan.columns, K), lhs.dtype)] if plan.expands else [],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.chip.vmem
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.vmem
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * M * N * K,
@@ -102,10 +103,8 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
     ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns],
     and for matrices of another dtype scratch ``dense`` [columns, K].
     """
-    rest = list(rest)
-    dense = rest.pop() if plan.expands else rhs
-    out = rest.pop()
-    scale = rest.pop() if rest else None
+    *others, dense = rest if plan.expands else (*rest, rhs)
+    *scales, out = others
     block, visit = pl.program_id(0), pl.program_id(1)
     group = groups[visit]
 
@@ -113,7 +112,7 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 
         @pl.when((visit == 0) | (group != groups[jnp.maximum(visit - 1, 0)]))
         def _() -> None:
-            expand(plan, block, rhs, None if plan.scale_a_row else scale, dense)
+            expand(plan, block, rhs, () if plan.scale_a_row else scales, dense)
 
     row = tiles[visit] * plan.rows + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     own = (row >= ends[group]) & (row < ends[group + 1])
@@ -130,13 +129,13 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
             preferred_element_type=jnp.float32,
         )
         if plan.scale_a_row:
-            sums *= scale[:, at]
+            sums *= scales[0][:, at]
         out[:, at] = jnp.where(own, sums, out[:, at].astype(jnp.float32)).astype(out.dtype)
 
     lax.fori_loop(0, plan.columns // plan.step, some_columns, None)
 
 
-def expand(plan: Plan, block: Any, rhs: Any, scale: Any, dense: Any) -> None:
+def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) -> None:
     """``dense`` [columns, K] becomes the block's values, times their scales if there are any."""
     width = rhs.shape[1]
     whole = width // LANES * LANES
@@ -144,20 +143,18 @@ def expand(plan: Plan, block: Any, rhs: Any, scale: Any, dense: Any) -> None:
 
     def some_rows(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
-        if scale is None:
-            factors = None
-        elif scale_rows == 1:
-            factors = scale[:, at].T
-        else:
-            row = block * plan.columns + i * EXPANDED_ROWS
-            factors = scale[pl.ds(row // scale_rows, 1)]
+        row = block * plan.columns + i * EXPANDED_ROWS
+        factors = [
+            scale[:, at].T if scale_rows == 1 else scale[pl.ds(row // scale_rows, 1)]
+            for scale in scales
+        ]
         for lane in range(0, width, LANES):
             columns = slice(lane, min(lane + LANES, width))
-            factor = None if factors is None else spread(factors, columns, scale_lanes)
-            values = [
-                (half if factor is None else half * factor).astype(dense.dtype)
-                for half in unpack(rhs[at, columns], plan.packed)
-            ]
+            values = unpack(rhs[at, columns], plan.packed)
+            for each in factors:
+                factor = spread(each, columns, scale_lanes)
+                values = [half * factor for half in values]
+            values = [half.astype(dense.dtype) for half in values]
             if not plan.packed:
                 (dense[at, columns],) = values
             elif lane < whole:

@@ -30,7 +30,6 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 class Plan:
     """Of a product's blocks."""
 
-    chip: Chip
     rows: int
     """Of a tile of lhs and of the result."""
     columns: int
@@ -42,6 +41,9 @@ class Plan:
     scale_a_row: bool
     """Whether a row of a matrix has one scale alone."""
     block_shape: tuple[int, int]
+    """Under one scale."""
+    vmem: int
+    """Bytes that the compiler may use."""
 
     @property
     def step(self) -> int:
@@ -55,17 +57,18 @@ def choose_plan(
     scale: Shaped | None,
     block_shape: tuple[int, int],
 ) -> Plan:
-    """The widest blocks that fit; of few rows, no wider ones than keep copies under way.
+    """Tiles of half a group's rows, and the widest blocks that fit; of few rows, no wider ones than
+    keep copies under way.
 
     Raises:
-      NotImplementedError: N or K fill no whole blocks, scales of other blocks than one row or whole
-        32 rows, or blocks that do not fit into VMEM; says which sizes.
+      NotImplementedError: N or K fill no register, scales of blocks that are neither of one row nor
+        of whole EXPANDED_ROWS, or blocks that do not fit into VMEM; says which sizes.
     """
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     packed = rhs.dtype == jnp.uint8
     if N < LANES or K % LANES:
         raise NotImplementedError(f"takes N >= {LANES} and K % {LANES} == 0, got {N} and {K}")
-    if scale is not None and (block_shape[0] > 1 and block_shape[0] % EXPANDED_ROWS):
+    if scale is not None and block_shape[0] > 1 and block_shape[0] % EXPANDED_ROWS:
         raise NotImplementedError(
             f"takes scales of one row or whole {EXPANDED_ROWS} rows, got blocks of {block_shape}"
         )
@@ -74,31 +77,29 @@ def choose_plan(
     least, most = _ROWS
     if lhs.dtype == jnp.float32:
         most = _ROWS_OF_FLOAT32
-    # Half of a group: then about one visit in three is a tile that another group's rows share.
+    # Then about one visit in three is a tile that another group's rows share.
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
-    rows = min(M, most, max(least, half))
-    refusal = NotImplementedError()
-    for columns in _COLUMNS:
-        # A block of each core's at least. The narrowest may reach past N.
-        if columns > LANES and (N % columns or N // columns < chip.cores):
-            continue
-        if rows <= _FEW and columns > _COLUMNS_OF_FEW:
-            continue
-        plan = Plan(
-            chip,
-            rows,
-            columns,
-            expands=rhs.dtype != lhs.dtype,
-            packed=packed,
-            scale_a_row=scale is not None and block_shape[0] == 1 and scale.shape[2] == 1,
-            block_shape=block_shape,
-        )
-        try:
-            require_vmem(chip, block_bytes(plan, lhs, rhs, scale))
-            return plan
-        except NotImplementedError as too_much:
-            refusal = too_much
-    raise refusal
+    plan = Plan(
+        rows=min(M, most, max(least, half)),
+        columns=LANES,
+        expands=rhs.dtype != lhs.dtype,
+        packed=packed,
+        scale_a_row=scale is not None and block_shape[0] == 1 and scale.shape[2] == 1,
+        block_shape=block_shape,
+        vmem=0,
+    )
+    widest = min(N // chip.cores, _COLUMNS_OF_FEW if plan.rows <= _FEW else N)
+    # The narrowest come last, whatever N: their last block may reach past it.
+    fitting = [c for c in _COLUMNS if c <= widest and N % c == 0]
+    blocks = {}
+    for columns in (*fitting, LANES):
+        plan = dataclasses.replace(plan, columns=columns)
+        blocks = block_bytes(plan, lhs, rhs, scale)
+        if sum(blocks.values()) <= chip.budget:
+            break
+    require_vmem(chip, blocks)
+    spare = chip.vmem - chip.budget
+    return dataclasses.replace(plan, vmem=sum(blocks.values()) + spare)
 
 
 def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> dict[str, int]:

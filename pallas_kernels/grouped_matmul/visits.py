@@ -22,7 +22,7 @@ class Visits(NamedTuple):
     """The tile of each visit."""
     ends: Int32[Array, " G+1"]
     """Group g has the rows from ``ends[g]`` to ``ends[g + 1]``."""
-    count: Int32[Array, ""]
+    total: Int32[Array, ""]
     """How many there are: one at least, which has no rows if no group has any."""
 
 

@@ -34,12 +34,14 @@ class TestBfloat16(GroupedMatmulRowCases):
     groups = 64
 
 
+@pytest.mark.slow
 class TestFloat32(GroupedMatmulRowCases):
     implementation = staticmethod(back_end)
     N, K = N, K
     groups = 64
 
 
+@pytest.mark.slow
 class TestFloat8(GroupedMatmulRowCases):
     implementation = staticmethod(back_end)
     dtype, N, K = FLOAT8, N, K
@@ -58,8 +60,17 @@ QUANTIZED = [
 ]
 
 
-@pytest.mark.parametrize("lhs_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sizes", ROWS_OF_GROUPS)
+@pytest.mark.parametrize(
+    ("lhs_dtype", "sizes"),
+    [
+        ("bfloat16", ROWS_OF_GROUPS[2]),
+        *(
+            pytest.param(dtype, sizes, marks=pytest.mark.slow)
+            for dtype in ("bfloat16", "float32")
+            for sizes in ROWS_OF_GROUPS[:2]
+        ),
+    ],
+)
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
 def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
     x = Inputs.random(
@@ -76,7 +87,7 @@ def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
 
 
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), [("int8", (1, 128)), (FLOAT8, (256, 128))])
-@pytest.mark.parametrize("columns", [128, 256, 512])
+@pytest.mark.parametrize("columns", [128, 512])
 def test_blocks_of_columns(rhs_dtype, block_shape, columns):
     """Groups of several tiles and of less than one; scales of the second block of columns too."""
     x = Inputs.random(
@@ -152,8 +163,9 @@ def test_in_a_while_loop():
     check(out, rolled.expected(), tolerance("bfloat16"))
 
 
-@pytest.mark.parametrize(("rhs_dtype", "scale"), [("float32", 0), (FLOAT8, 1)])
-@pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("sizes", "rhs_dtype", "scale"), [((0, 40, 3), "float32", 0), ((1, 2, 0), FLOAT8, 1)]
+)
 def test_gradients_equal_the_reference_s(sizes, rhs_dtype, scale):
     """Of the rows, and of matrices or their scales."""
     x = Inputs.random(sizes, N=N, K=K, rhs_dtype=rhs_dtype)
@@ -174,12 +186,12 @@ def test_gradients_equal_the_reference_s(sizes, rhs_dtype, scale):
 
 @pytest.mark.parametrize("height", [1, 4, 16])
 @pytest.mark.parametrize(
-    "sizes", [(0, 5, 0, 0, 7, 0), (12,), (4, 4, 4), (1, 0, 2, 9), (0, 0, 0), (0, 0, 1)]
+    "sizes", [(0, 5, 0, 7), (0, 12, 0, 0), (4, 4, 4, 2), (1, 0, 2, 9), (0, 0, 0, 0), (0, 0, 0, 1)]
 )
 def test_visits(sizes, height):
     """Every tile of every group once, groups in order; then the last one again."""
     M = 14
-    visits = visits_of(jnp.asarray(sizes), M, height)
+    visits = jax.jit(visits_of, static_argnums=(1, 2))(jnp.asarray(sizes), M, height)
     ends = np.cumsum([0, *sizes])
     expected = [
         (g, tile)
@@ -187,7 +199,7 @@ def test_visits(sizes, height):
         if size
         for tile in range(ends[g] // height, (ends[g + 1] - 1) // height + 1)
     ]
-    count = int(visits.count)
+    count = int(visits.total)
     assert count == max(len(expected), 1) <= len(visits.groups)
     assert len(visits.groups) == -(-M // height) + min(len(sizes), M)
     pairs = list(zip(visits.groups.tolist(), visits.tiles.tolist(), strict=True))

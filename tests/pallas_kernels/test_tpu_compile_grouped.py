@@ -69,15 +69,15 @@ def test_a_decode_step_s_product(chip):
 @pytest.mark.parametrize("form", [BF16, FLOAT8, INT8, INT4])
 @every_chip
 def test_products(chip, form):
-    for groups, rows, (N, K) in ((2, 8, GATE), (32, 4096 * 8, GATE), (256, 512, DOWN)):
+    for groups, rows, (N, K) in ((32, 4096 * 8, GATE), (256, 512, DOWN)):
         # int4: the rows with their columns sorted, and halves of them on the way there.
         check(product(chip, form, groups, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [8, 4096 * 8])
-def test_float32(rows):
-    check(product("v5p", F32, 8, rows, *GATE), 1)
+@pytest.mark.parametrize(("form", "groups", "rows"), [(FLOAT8, 2, 8), (F32, 2, 8), (F32, 8, 4096)])
+def test_few_groups(form, groups, rows):
+    check(product("v5p", form, groups, rows, *GATE), 1)
 
 
 @every_chip
@@ -90,8 +90,13 @@ def test_a_matrix_of_float8(chip):
 @pytest.mark.parametrize("form", [FLOAT8, INT4])
 @every_chip
 def test_matrices(chip, form):
-    for rows, N, K in ((4096, 18432, 7168), (64, 7168, 18432)):
-        check(of_matrix(chip, form, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
+    rows, N, K = 64, 7168, 18432
+    check(of_matrix(chip, form, rows, N, K), 1, 4 * rows * K if form == INT4 else 0)
+
+
+@pytest.mark.slow
+def test_a_matrix_by_a_chunk_of_prefill():
+    check(of_matrix("v5p", FLOAT8, 4096, 18432, 7168), 1)
 
 
 def test_int8_of_one_scale_a_row_is_xla_s():
