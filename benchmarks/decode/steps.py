@@ -238,14 +238,19 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
 
     pages = [*state.cache.pages, *state.cache.mtp_pages]
 
+    # In place, and some pages at a time: random bits take more than the numbers made of them.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
     def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
-        def page(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, pages.shape[1:], pages.dtype)
+        count = min(1024, len(pages))
+        shape = (count, *pages.shape[1:])
 
-        # Some pages at a time: the random bits of all would take more than they do.
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(pages))
-        return jax.lax.map(page, keys, batch_size=1024)
+        def some(i: jax.Array, pages: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
+            numbers = jax.random.normal(key, shape, pages.dtype)
+            # The last ones may overlap those before.
+            return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
+
+        return jax.lax.fori_loop(0, -(-len(pages) // count), some, pages)
 
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
     layers = len(state.cache.pages)
