@@ -7,6 +7,7 @@ installs the libtpu that belongs to the installed jax.
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ _SMALLEST = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 @functools.cache
 def devices(chip: str, shape: str = "") -> list[Any]:
     """Of a slice of so many chips along each dimension, such as ``4x4x8``."""
+    # Read when libtpu is loaded: else it takes itself for the one process that has the TPU.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     name = f"{chip}:{shape or _SMALLEST[chip]}"
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
