@@ -47,6 +47,9 @@ from pallas_kernels.tpu import (
     tiled_bytes,
 )
 
+MOST_PAGES = SMEM // 4 * 7 // 8
+"""Of all rows' block tables together, which lie in SMEM with what the compiler puts there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -109,10 +112,8 @@ def mla_decode(
             f"takes a multiple of {LANES} latent columns and pages of a multiple of {tile} tokens,"
             f" got {C} and {page}"
         )
-    if (numbers := block_tables.size) * 4 > SMEM * 7 // 8:
-        raise NotImplementedError(
-            f"takes block tables of {SMEM * 7 // 32:,} pages in SMEM, got {numbers:,}"
-        )
+    if (entries := block_tables.size) > MOST_PAGES:
+        raise NotImplementedError(f"takes block tables of {MOST_PAGES:,} pages, got {entries:,}")
     plan = _plan(config or Config(), q_latent, q_rope, pages, block_tables, scale, chip)
     idle = -B % chip.cores  # rows of no tokens
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
 from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
-from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tiled_bytes
+from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, tiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,8 @@ def _plan(config: Config, q, k, v, scale: float, chip: Chip) -> _Plan:
     """The largest segments that fit into VMEM."""
     _, T, H, K = q.shape
     S, V, dtype = k.shape[1], v.shape[-1], q.dtype
-    rows, chunk = min(config.rows, T), min(config.chunk, S)
+    tile = tile_rows(dtype)
+    rows, chunk = min(config.rows, T), min(config.chunk, -(-S // tile) * tile)
 
     def blocks(segment: int) -> dict[str, int]:
         return {

@@ -82,7 +82,7 @@ def arrays(H=8, page=16, max_pages=4, widths=(128, 64), B=2, **dtypes):
         ({"q_rope": "float32"}, "takes bfloat16 or float32, got bfloat16, float32"),
         ({"widths": (192, 64)}, "got 192 and 16"),
         ({"page": 8}, "pages of a multiple of 16 tokens, got 128 and 8"),
-        ({"max_pages": 2**17}, "block tables of 229,376 pages in SMEM, got 262,144"),
+        ({"max_pages": 2**17}, "block tables of 229,376 pages, got 262,144"),
         (
             {"page": 16384, "widths": (1024, 64)},
             r"takes blocks of 56 MiB of VMEM at most on a v5p, got 2\d\d.\d \(queries 0.1, ",

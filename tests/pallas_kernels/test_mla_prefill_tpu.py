@@ -17,28 +17,26 @@ def kernel(**config):
     return functools.partial(mosaic_tpu.mla_prefill, config=config, interpret=True)
 
 
+# Queries in several blocks, keys in several segments of several chunks; none divides.
+SMALL = {"rows": 16, "chunk": 16, "segment": 32}
+
+
 class Cases(MlaPrefillCases):
-    implementation = staticmethod(kernel())
+    implementation = staticmethod(kernel(**SMALL))
     heads = (1, 3)
 
 
 @pytest.mark.slow
 class TestMosaicTpu(Cases, MlaPrefillGradientCases):
-    implementation = staticmethod(kernel())
+    pass
 
 
-@pytest.mark.slow
-class TestOfSmallBlocks(Cases):
-    """Queries in several blocks, keys in several segments of several chunks; none divides."""
-
-    implementation = staticmethod(kernel(rows=8, chunk=8, segment=16))
-
-
+@pytest.mark.parametrize("config", [SMALL, {}], ids=["small", "default"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_chunks_and_segments(dtype):
+def test_rows_of_every_kind(dtype, config):
     """A prompt, a chunk behind a cache, a prefix, a row that begins before the keys, none."""
     cases = Cases()
-    cases.implementation = kernel(rows=16, chunk=16, segment=32)
+    cases.implementation = kernel(**config)
     starts, lengths = (0, 60, 100, -9, 0), (50, 100, 70, 33, 0)
     cases.check(cases.random(starts, lengths, T=50, S=100, H=1, dtype=dtype))
 
