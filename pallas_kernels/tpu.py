@@ -12,13 +12,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.target import device_kind, platform
 
 LANES, SUBLANES = 128, 8
 """Columns and rows of a vector register, of 32 bits each."""
+
+SMEM = 2**20
+"""Bytes of a core's memory of scalars."""
 
 _MIB = 2**20
 
@@ -30,10 +35,6 @@ class Chip:
     """Bytes of a TensorCore."""
     cores: int
     """TensorCores of a JAX device: they share out the "parallel" dimensions of a kernel's grid."""
-    mxu: int
-    """Rows and columns of a matrix unit."""
-    float8: bool
-    """Whether its matrix units take float8_e4m3fn; elsewhere it is converted first."""
 
     @property
     def budget(self) -> int:
@@ -46,11 +47,11 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", vmem=128 * _MIB, cores=1, mxu=128, float8=False),
-        Chip("v5p", vmem=64 * _MIB, cores=2, mxu=128, float8=False),
-        Chip("v6e", vmem=128 * _MIB, cores=1, mxu=256, float8=False),
+        Chip("v5e", vmem=128 * _MIB, cores=1),
+        Chip("v5p", vmem=64 * _MIB, cores=2),
+        Chip("v6e", vmem=128 * _MIB, cores=1),
         # A half of a chip, as its own device.
-        Chip("tpu7x", vmem=64 * _MIB, cores=1, mxu=256, float8=True),
+        Chip("tpu7x", vmem=64 * _MIB, cores=1),
     )
 }
 
@@ -88,11 +89,18 @@ def require_tpu(interpret: Any = None) -> Chip:
 def tiled_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     """Bytes of a block in VMEM, at most: its last two dimensions fill whole tiles of 8 x 128 words
     of 32 bits, of which narrower numbers share one, rows of a column together."""
-    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
     *batch, rows, columns = (1, 1, *shape)
-    sublanes = SUBLANES * (32 // bits)
-    rows, columns = (-(-n // tile) * tile for n, tile in ((rows, sublanes), (columns, LANES)))
-    return math.prod(batch) * rows * columns * bits // 8
+    tiles = math.prod(batch) * -(-rows // tile_rows(dtype)) * -(-columns // LANES)
+    return tiles * SUBLANES * LANES * 4
+
+
+def tile_rows(dtype: DTypeLike) -> int:
+    """8 of float32, 16 of bfloat16, 32 of float8."""
+    return SUBLANES * (32 // _bits(dtype))
+
+
+def _bits(dtype: DTypeLike) -> int:
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
 
 
 def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
@@ -110,3 +118,20 @@ def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
             f"takes blocks of {chip.budget / _MIB:.0f} MiB of VMEM at most on a {chip.name}, got"
             f" {total / _MIB:.1f} ({parts})"
         )
+
+
+def dot(
+    a: Float[Array, "M K"], b: Float[Array, "rows columns"], *, transposed: bool = False
+) -> Float32[Array, "M N"]:
+    """``a b``, or ``a b^T``, inside a kernel; float32 numbers are not rounded to bfloat16 first.
+
+    Args:
+      b: [K, N], transposed [N, K].
+    """
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

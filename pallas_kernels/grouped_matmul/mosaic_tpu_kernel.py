@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.tpu_plan import EXPANDED_ROWS, Plan
 from pallas_kernels.grouped_matmul.visits import visits_of
-from pallas_kernels.tpu import LANES
+from pallas_kernels.tpu import LANES, dot
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -116,18 +116,10 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 
     row = tiles[visit] * plan.rows + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     own = (row >= ends[group]) & (row < ends[group + 1])
-    float32 = lhs.dtype == jnp.float32
 
     def some_columns(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
-        sums = lax.dot_general(
-            lhs[...],
-            dense[at],
-            (((1,), (1,)), ((), ())),
-            # Otherwise of bfloat16 products.
-            precision=lax.Precision.HIGHEST if float32 else None,
-            preferred_element_type=jnp.float32,
-        )
+        sums = dot(lhs[...], dense[at], transposed=True)
         if plan.scale_a_row:
             sums *= scales[0][:, at]
         out[:, at] = jnp.where(own, sums, out[:, at].astype(jnp.float32)).astype(out.dtype)

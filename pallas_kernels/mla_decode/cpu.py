@@ -21,7 +21,7 @@ _BLOCK_TOKENS = 256
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,

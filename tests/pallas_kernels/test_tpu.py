@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import target
-from pallas_kernels.tpu import CHIPS, require_tpu, require_vmem, tiled_bytes
+from pallas_kernels.tpu import CHIPS, SMEM, require_tpu, require_vmem, tiled_bytes
 from tests.pallas_kernels.tpu_topology import (
     compile_for,
     devices,
@@ -24,8 +24,7 @@ def test_chips_are_as_jax_describes_them(chip):
     version = pltpu.ChipVersion(chip.removeprefix("tpu"))
     info, own = pltpu.get_tpu_info_for_chip(version, CHIPS[chip].cores), CHIPS[chip]
     assert (own.vmem, own.cores) == (info.vmem_capacity_bytes, info.num_cores)
-    assert own.mxu == info.mxu_column_size
-    assert own.float8 == info.is_matmul_supported(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
+    assert info.smem_capacity_bytes == SMEM
 
 
 def traced_for(kind: str, platform: str = "tpu"):
