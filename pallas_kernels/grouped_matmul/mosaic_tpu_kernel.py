@@ -59,17 +59,15 @@ def grouped_product(
         ),
     ]
     if scale is not None:
-        if plan.scale_a_row:
-            scale = scale.reshape(G, 1, N)
-            block, at = (None, 1, plan.columns), lambda n: (0, n)
-        elif plan.block_shape[0] == 1:
-            # As XLA lays such arrays out, with the longer dimension last: this moves nothing.
-            scale = scale.swapaxes(1, 2)
-            block, at = (None, scale.shape[1], plan.columns), lambda n: (0, n)
-        else:  # of all rows: those of a block may be fewer than VMEM's tiles have
-            block, at = (None, *scale.shape[1:]), lambda n: (0, 0)
-        operands.append(scale)
-        in_specs.append(pl.BlockSpec(block, lambda n, v, groups, tiles, ends: (groups[v], *at(n))))
+        by_columns = plan.block_shape[0] == 1
+        # XLA lays such arrays out with the longer dimension last: this moves nothing.
+        operands.append(scale.swapaxes(1, 2) if by_columns else scale)
+        in_specs.append(
+            pl.BlockSpec(
+                (None, *plan.scale_block(scale)),
+                lambda n, v, groups, tiles, ends: (groups[v], 0, n if by_columns else 0),
+            )
+        )
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         out_shape=jax.ShapeDtypeStruct((M, N), lhs.dtype),

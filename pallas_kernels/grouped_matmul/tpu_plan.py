@@ -49,6 +49,12 @@ class Plan:
     def step(self) -> int:
         return min(self.columns, _STEP)
 
+    def scale_block(self, scale: Shaped) -> tuple[int, int]:
+        """What the kernel has of a group's scales at once: those of its columns, [Kb, columns]; all
+        [Nb, Kb] where one stands for many rows of a matrix, for a block may be of fewer."""
+        _, Nb, Kb = scale.shape
+        return (Kb, self.columns) if self.block_shape[0] == 1 else (Nb, Kb)
+
 
 def choose_plan(
     chip: Chip,
@@ -116,11 +122,5 @@ def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> d
     if plan.expands:
         sizes["expanded matrix"] = tiled_bytes((plan.columns, K), lhs.dtype)
     if scale is not None:
-        if plan.scale_a_row:
-            shape = 1, plan.columns
-        elif plan.block_shape[0] == 1:
-            shape = scale.shape[2], plan.columns
-        else:
-            shape = scale.shape[1:]
-        sizes["scales"] = 2 * tiled_bytes(shape, jnp.float32)
+        sizes["scales"] = 2 * tiled_bytes(plan.scale_block(scale), jnp.float32)
     return sizes
