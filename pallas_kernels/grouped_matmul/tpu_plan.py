@@ -18,9 +18,11 @@ _ROWS = 16, 512
 _ROWS_OF_FLOAT32 = 128
 """At most: a product is six of bfloat16 parts there, which registers do not hold."""
 
-_COLUMNS = (2048, 1024, 512, 256, 128)
-_FEW = 64  # rows of a tile: below, reading matrices is all the time there is
-_COLUMNS_OF_FEW = 512  # then: nothing hides the copy of the first block
+_COLUMNS = 2048
+"""Of a block, at most: rows are read once for each."""
+
+_FEW = 64  # rows of a tile: up to it, reading matrices is all the time there is
+_BYTES_OF_FEW = 4 * 2**20  # of a block of a matrix then, for nothing hides the first one's copy
 _STEP = 256  # columns of one product in the kernel, whose sums lie beside the blocks
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -47,7 +49,8 @@ class Plan:
 
     @property
     def step(self) -> int:
-        return min(self.columns, _STEP)
+        """Columns of one product in the kernel."""
+        return _STEP if self.columns % _STEP == 0 else LANES
 
     def scale_block(self, scale: Shaped) -> tuple[int, int]:
         """What the kernel has of a group's scales at once: those of its columns, [Kb, columns]; all
@@ -63,8 +66,8 @@ def choose_plan(
     scale: Shaped | None,
     block_shape: tuple[int, int],
 ) -> Plan:
-    """Tiles of half a group's rows, and the widest blocks that fit; of few rows, no wider ones than
-    keep copies under way.
+    """Tiles of half a group's rows; blocks of columns as wide as each other and as fit, as many for
+    each core, and of few rows no larger ones than keep copies under way.
 
     Raises:
       NotImplementedError: N or K fill no register, scales of blocks that are neither of one row nor
@@ -94,14 +97,14 @@ def choose_plan(
         block_shape=block_shape,
         vmem=0,
     )
-    widest = min(N // chip.cores, _COLUMNS_OF_FEW if plan.rows <= _FEW else N)
-    # The narrowest come last, whatever N: their last block may reach past it.
-    fitting = [c for c in _COLUMNS if c <= widest and N % c == 0]
     blocks = {}
-    for columns in (*fitting, LANES):
+    for count in range(chip.cores, -(-N // LANES) + chip.cores, chip.cores):
+        # Equal but for the last, which may reach past N.
+        columns = -(-N // (count * LANES)) * LANES
         plan = dataclasses.replace(plan, columns=columns)
         blocks = block_bytes(plan, lhs, rhs, scale)
-        if sum(blocks.values()) <= chip.budget:
+        large = plan.rows <= _FEW and blocks["matrix"] > 2 * _BYTES_OF_FEW
+        if columns <= _COLUMNS and not large and sum(blocks.values()) <= chip.budget:
             break
     require_vmem(chip, blocks)
     spare = chip.vmem - chip.budget

@@ -232,12 +232,19 @@ def test_tiles_are_half_a_group(M, G, rows):
         ("v6e", 2**15, 7168, 2048),
         ("v5p", 2**15, 7168, 1024),
         ("tpu7x", 2**15, 7168, 1024),
-        ("v5e", 64, 7168, 512),
+        ("v5e", 64, 7168, 256),
         ("v5p", 2**15, 18432, 256),
     ],
 )
 def test_blocks_are_the_widest_that_fit(chip, M, K, columns):
     lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((M, K), (8, 2048, K)))
+    assert choose_plan(CHIPS[chip], lhs, rhs, None, (1, 1)).columns == columns
+
+
+@pytest.mark.parametrize(("chip", "columns"), [("v6e", 1408), ("v5p", 768)])
+def test_each_core_has_as_many_blocks(chip, columns):
+    """Moonlight's 1,408 columns: 768 and 640 for a v5p's two."""
+    lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2**15, 2048), (8, 1408, 2048)))
     assert choose_plan(CHIPS[chip], lhs, rhs, None, (1, 1)).columns == columns
 
 
