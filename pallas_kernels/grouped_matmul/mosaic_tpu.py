@@ -1,9 +1,9 @@
 """grouped_matmul for TPUs: a kernel that reads each matrix once, as it is stored.
 
-XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. The first
-is given a transposed copy of DeepSeek's K-major matrices, all of them, and neither takes scales: for
-32 of DeepSeek-V3's experts in int8, ``ragged_dot`` needs 3.1 GiB of temporaries on a v5p, where the
-kernel has a MiB (libtpu 0.0.42). It stays what matrices narrower than a register are left to.
+XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. XLA copies
+all of DeepSeek's K-major matrices for the first, and neither takes scales: for 32 of DeepSeek-V3's
+experts in int8, ``ragged_dot`` needs 3.1 GiB of temporaries on a v5p, where the kernel has a MiB
+(libtpu 0.0.42). It stays what matrices narrower than a register are left to.
 """
 
 from __future__ import annotations
