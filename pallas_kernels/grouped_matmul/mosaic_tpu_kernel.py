@@ -141,6 +141,12 @@ def product_in_parts(
     rows go in twice, each time with zeros in the other's place.
     """
     width, rows = rhs.shape[1], plan.rows
+    factors = None  # [Kb, step], or [1, Kb] for all columns
+    if scales and not plan.scale_a_row:
+        (scale,) = scales
+        rows_of_scale = plan.block_shape[0]
+        factors = scale[:, at] if rows_of_scale == 1 else scale[pl.ds(row // rows_of_scale, 1)]
+        factors *= plan.unit
     sums = jnp.zeros((rows, plan.step), jnp.float32)
     for first in range(0, width, max(plan.part, LANES)):
         lanes = slice(first, min(first + max(plan.part, LANES), width))
@@ -154,17 +160,12 @@ def product_in_parts(
             of_parts += dot(tile.astype(lhs.dtype), values.astype(lhs.dtype), transposed=True)
         for i, part in enumerate(parts):
             of_part = of_parts[i * rows : (i + 1) * rows]
-            if scales and not plan.scale_a_row:
-                of_part *= factors_of(plan, row, scales[0], part, at)
+            if factors is not None and plan.block_shape[0] == 1:
+                of_part *= factors[part : part + 1]
+            elif factors is not None:
+                of_part *= factors[:, part : part + 1]
             sums += of_part
     return sums
-
-
-def factors_of(plan: Plan, row: Any, scale: Any, part: int, at: Any) -> jax.Array:
-    """[1, step] or [1, 1]."""
-    if plan.block_shape[0] == 1:
-        return scale[part : part + 1, at] * plan.unit
-    return scale[pl.ds(row // plan.block_shape[0], 1), part : part + 1] * plan.unit
 
 
 def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) -> None:
