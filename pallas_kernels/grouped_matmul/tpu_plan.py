@@ -45,7 +45,7 @@ class Plan:
     part: int
     """Of K, in numbers as they are stored (int4: bytes)."""
     unit: float
-    """Of the numbers that registers make of what is stored."""
+    """Times what registers make of a stored number: the number."""
     packed: bool
     """Whether they are int4, two in a byte."""
     scale_a_row: bool
@@ -99,11 +99,10 @@ def choose_plan(
     rows = min(M, most, max(least, half))
     scale_a_row = scale is not None and block_shape[0] == 1 and scale.shape[2] == 1
     part = _PART if scale is None or scale_a_row else block_shape[1] // (2 if packed else 1)
-    # Parts fill registers, or registers whole parts.
     other = rhs.dtype != lhs.dtype
-    in_parts = other and rows <= _FEW and (part % LANES == 0 or part in (32, 64))
-    if packed and K % (2 * LANES):
-        in_parts = False
+    # Parts are of whole registers, or registers of whole parts; and so are int4's halves.
+    whole = (part % LANES == 0 or part in (32, 64)) and not (packed and K % (2 * LANES))
+    in_parts = other and whole and rows <= _FEW
     plan = Plan(
         rows=rows,
         columns=LANES,
