@@ -60,6 +60,13 @@ QUANTIZED = [
 ]
 
 
+# Of each way to convert one is a quick test.
+QUICK = [("int8", (1, 96)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
+SOME_QUICK = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in QUANTIZED
+]
+
+
 @pytest.mark.parametrize(
     ("lhs_dtype", "sizes"),
     [
@@ -86,7 +93,7 @@ def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
     check(out[: sum(sizes)], x.expected(), tolerance(lhs_dtype))
 
 
-@pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
 def test_matrices_in_a_scratch(rhs_dtype, block_shape):
     """As of many rows."""
     x = Inputs.random(
@@ -219,7 +226,7 @@ def test_visits(sizes, height):
     np.testing.assert_array_equal(visits.ends, ends)
 
 
-@pytest.mark.parametrize(("rhs_dtype", "block_shape"), [*QUANTIZED, ("bfloat16", (1, 1))])
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
 def test_the_last_block_of_columns_is_partial(rhs_dtype, block_shape):
     """As kv_a_proj_with_mqa's 576."""
     x = Inputs.random(
