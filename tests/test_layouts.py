@@ -38,6 +38,7 @@ LAYOUTS = {
     "single": lambda: make_layout("single"),
     "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
     "dp_attention_ep, all_to_all": lambda: make_layout("dp_attention_ep", exchange="all_to_all"),
+    "dp_attention_ep, one_sided": lambda: make_layout("dp_attention_ep", exchange="one_sided"),
     "dp_attention_ep, 2 micro-batches": lambda: make_layout(
         "dp_attention_ep", devices=jax.devices()[:4], exchange="all_to_all", micro_batches=2
     ),
@@ -280,6 +281,8 @@ def collectives(model, layer):
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        # By the reference of the kernel: rows there, how many, and rows back.
+        ("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
         # Each half exchanges for itself.
         ("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
