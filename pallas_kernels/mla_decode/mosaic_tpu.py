@@ -50,6 +50,8 @@ from pallas_kernels.tpu import (
 MOST_PAGES = SMEM // 4 * 7 // 8
 """Of all rows' block tables together, which lie in SMEM with what the compiler puts there."""
 
+_COPIES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -58,7 +60,7 @@ class Config:
     rows: int = 512
     """Query rows, T * H, of a grid step at most: more go through the cache in turns."""
 
-    chunk: int = 512
+    chunk: int = 1024
     """Tokens of a chunk."""
 
     block: int = 2048
@@ -130,7 +132,7 @@ def mla_decode(
         steps(q_latent),
         steps(q_rope),
         pages,
-        block_tables.astype(jnp.int32).reshape(-1),
+        jnp.clip(block_tables.astype(jnp.int32), 0, pages.shape[0] - 1).reshape(-1),
         jnp.pad(lengths.astype(jnp.int32), (0, idle)),
         interpret=interpret,
     )
@@ -204,7 +206,9 @@ def _attend(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.vmem
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=plan.vmem,
+            disable_bounds_checks=True,  # page numbers are clipped
         ),
         interpret=interpret,
         name="mla_decode",
@@ -244,15 +248,21 @@ def _kernel(
         first = i * pages_of_block
         count = jnp.clip(pl.cdiv(held(step), plan.page) - first, 0, pages_of_block)
 
-        @pl.loop(0, count)
-        def _(p):
+        def copy(p) -> None:
             number = tables[step // plan.tiles * plan.max_pages + first + p]
             place = pl.ds(pl.multiple_of(p * plan.page, plan.page), plan.page)
-            act(
-                pltpu.make_async_copy(
-                    pages.at[number], cached.at[buffer, place], arrived.at[buffer]
-                )
-            )
+            to = cached.at[buffer, place]
+            act(pltpu.make_async_copy(pages.at[number], to, arrived.at[buffer]))
+
+        # Several in a turn: their scalar instructions then run side by side.
+        turns = count // _COPIES
+
+        @pl.loop(0, turns)
+        def _(turn):
+            for p in range(_COPIES):
+                copy(turn * _COPIES + p)
+
+        pl.loop(turns * _COPIES, count)(copy)
 
     @pl.when(index == 0)
     def _():
