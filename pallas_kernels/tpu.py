@@ -35,10 +35,8 @@ class Chip:
     """Bytes of a TensorCore."""
     cores: int
     """TensorCores of a JAX device: they share out the "parallel" dimensions of a kernel's grid."""
-    mxu: int
-    """Rows and columns of a matrix unit."""
     float8: bool
-    """Whether its matrix units take float8_e4m3fn; elsewhere it is converted first."""
+    """Whether its registers know float8_e4m3fn; older ones know a float8 of another bias."""
 
     @property
     def budget(self) -> int:
@@ -51,11 +49,11 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", vmem=128 * _MIB, cores=1, mxu=128, float8=False),
-        Chip("v5p", vmem=64 * _MIB, cores=2, mxu=128, float8=False),
-        Chip("v6e", vmem=128 * _MIB, cores=1, mxu=256, float8=False),
+        Chip("v5e", vmem=128 * _MIB, cores=1, float8=False),
+        Chip("v5p", vmem=64 * _MIB, cores=2, float8=False),
+        Chip("v6e", vmem=128 * _MIB, cores=1, float8=False),
         # A half of a chip, as its own device.
-        Chip("tpu7x", vmem=64 * _MIB, cores=1, mxu=256, float8=True),
+        Chip("tpu7x", vmem=64 * _MIB, cores=1, float8=True),
     )
 }
 

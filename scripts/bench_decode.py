@@ -15,8 +15,9 @@ weights, of the experts those that so many rows visit if all are chosen alike, a
 ``experts_visited`` tells how many they were, on average over layers, in place of
 ``experts_expected``.
 
-``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with ever more
-rows of so many cached tokens until one, ``fails_at``, does not fit.
+``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with as many
+rows of so many cached tokens as the compiler says fit, and with more or fewer until one number of
+them, ``batch``, runs and the next, ``fails_at``, does not.
 
 With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them,
 bytes and floor those of one.
@@ -87,6 +88,8 @@ def _shape(text: str) -> tuple[int, int]:
 class Bench:
     def __init__(self, arguments: argparse.Namespace):
         self._arguments = arguments
+        if arguments.layout and arguments.largest:
+            raise SystemExit("--largest: expected one device, got --layout")
         self._layout = arguments.layout and make_layout(
             arguments.layout,
             exchange=arguments.exchange,
@@ -177,24 +180,36 @@ class Bench:
         fixed = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
         limit = floor.memory_bytes()
         a_row = cached * cache_bytes_per_token(model.config)
+        plans: dict[int, steps.Compiled] = {}
         found: dict[str, Any] = {}
 
-        def peak_bytes(rows: int) -> int | None:
+        def planned_bytes(rows: int) -> int:
+            plans.clear()  # a program holds memory of the device
+            plans[rows] = steps.Decode.planned(model, rows, cached)
+            return plans[rows].peak_bytes
+
+        def runs(rows: int) -> bool:
+            began = time.monotonic()
+            planned = planned_bytes(rows)
+            text = f"{rows} rows of {cached}, {planned / 1e9:.2f} of {limit / 1e9:.2f} GB"
             try:
-                decode = steps.Decode(model, rows, cached)
+                decode = steps.Decode(model, rows, cached, compiled=plans[rows])
                 ms = 1e3 * decode.dispatch(1, cached)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                print(f"{rows} rows of {cached} do not fit", file=sys.stderr)
-                return None
-            print(f"{rows} rows of {cached} fit", file=sys.stderr)
-            found.update(_compiled(decode.compiled) | {"batch": rows, "first_ms": ms})
-            return decode.compiled.peak_bytes
+                text += ": do not fit"
+                return False
+            else:
+                text += ": fit"
+                found.update(_compiled(plans[rows]) | {"batch": rows, "first_ms": ms})
+                return True
+            finally:
+                print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
         # Nine tenths of what the cache alone would leave: the rest is workspace.
         first = max(1, int(0.9 * (limit - fixed) / a_row))
-        _, fails_at = largest_batch(peak_bytes, first, fixed=fixed, limit=limit)
+        _, fails_at = largest_batch(planned_bytes, runs, first, fixed=fixed, limit=limit)
         return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
 
     def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:

@@ -34,7 +34,9 @@ def gathered(
     if not axes and not parcel.float8:
         return tokens, experts, weights
     rows = parcel.pack(tokens, experts, weights)
-    return parcel.unpack(lax.all_gather(rows, axes, tiled=True) if axes else rows)
+    # Without an exchange between, XLA for GPUs would leave the rounding to float8 out.
+    rows = lax.all_gather(rows, axes, tiled=True) if axes else lax.optimization_barrier(rows)
+    return parcel.unpack(rows)
 
 
 def _gathered_forward(

@@ -92,24 +92,29 @@ def test_nothing_begins_after_the_time_budget(config, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [1, 16, 400, 3000])
+@pytest.mark.parametrize("held_back", [0, 9, -9])
 @pytest.mark.parametrize("most", [1, 2, 37, 703, 2000])
-def test_largest_batch(most, first):
+def test_largest_batch(most, first, held_back):
+    """``held_back``: percent of the memory that the compiler counts and a run does not have."""
     tried = []
 
-    def peak_bytes(rows):
-        tried.append(rows)
-        return None if rows > most else 50 + 10 * rows + rows // 3
+    def planned_bytes(rows):
+        return 50 + 10 * rows + rows // 3
 
-    limit = 50 + 10 * most + most // 3
-    fits, fails = largest_batch(peak_bytes, first, fixed=50, limit=limit)
-    assert fits <= most < fails <= fits + max(1, fits // 32)
+    def runs(rows):
+        tried.append(rows)
+        return rows <= most
+
+    limit = planned_bytes(most) * 100 // (100 - held_back)
+    fits, fails = largest_batch(planned_bytes, runs, first, fixed=50, limit=limit)
+    assert fits <= most < fails <= fits + max(1, fails // 32)
     assert {fits, fails} <= set(tried)
-    assert len(tried) < 14
+    assert len(tried) < 8
 
 
 def test_no_row_fits():
     with pytest.raises(ValueError, match="expected at least one row to fit"):
-        largest_batch(lambda rows: None, 5, fixed=0, limit=1)
+        largest_batch(lambda rows: rows, lambda rows: False, 5, fixed=0, limit=1)
 
 
 def test_the_largest_batch_is_run(config, monkeypatch, capsys):

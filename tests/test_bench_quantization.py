@@ -42,6 +42,7 @@ def test_sums(noise, bound):
     assert same[:2].tolist() == [0, 6]
 
 
+@pytest.mark.slow
 def test_compare():
     config = ModelConfig.from_hf(
         tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0, initializer_range=0.1)

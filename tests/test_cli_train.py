@@ -307,6 +307,7 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
         assert exported[name][...].tobytes() == after[name][...].tobytes()
 
 
+@pytest.mark.slow
 def test_a_store_to_begin_with(trained, files, tmp_path):
     """It has config and tokenizer too, and the very weights."""
     convert(trained / "model", tmp_path / "store", "bf16")

@@ -74,6 +74,7 @@ def test_whole_sequences_and_mtp(pair):
     np.testing.assert_array_equal(got_aux.routing_counts, want_aux.routing_counts)
 
 
+@pytest.mark.slow
 def test_without_jit(pair):
     tokens = jnp.asarray(TOKENS[:1, :2])  # six rows for 8 experts
     assert relative_error(pair.integers(tokens), forward(pair.dense, tokens)[0]) < BOUND

@@ -1,43 +1,40 @@
-"""The largest batch that fits: found by trying, beginning where the first try's memory points."""
+"""The largest batch that fits: where the compiler's own sum points, and from there by running."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-FINENESS = 32  # the search ends when the least batch that fails is at most 1 / 32 larger
+FINENESS = 32  # of a batch's rows, in steps of which the search goes
 
 
 def largest_batch(
-    peak_bytes: Callable[[int], int | None], first: int, *, fixed: int, limit: int
+    planned_bytes: Callable[[int], int],
+    runs: Callable[[int], bool],
+    first: int,
+    *,
+    fixed: int,
+    limit: int,
 ) -> tuple[int, int]:
-    """A batch that fits and a slightly larger one that does not.
+    """A batch that runs and a slightly larger one that does not.
 
     Args:
-      peak_bytes: tries a batch; what it took, or None if it did not fit.
-      first: the first to try.
+      planned_bytes: what a batch takes according to its compiled program.
+      runs: whether a batch fits, by running it.
+      first: a batch near it.
       fixed: bytes that every batch takes, the weights.
       limit: bytes there are.
 
     Raises:
       ValueError: not even one row fits.
     """
-    peak = peak_bytes(first)
-    while peak is None:
-        if first == 1:
-            raise ValueError("expected at least one row to fit, got none")
-        first //= 2
-        peak = peak_bytes(first)
-    fits, fails = first, None
-    guess = max(fits + 1, int(fits * (limit - fixed) / max(peak - fixed, 1)))
-    while True:
-        if peak_bytes(guess) is None:
-            fails = guess
-        else:
-            fits = guess
-        if fails is None:
-            guess = fits + max(1, fits // FINENESS)
-        elif fails - fits <= max(1, fits // FINENESS):
-            return fits, fails
-        else:
-            # From above, in small steps: the first guess is near.
-            guess = max((fits + fails) // 2, fails - max(1, fails // FINENESS))
+    a_row = max(1, planned_bytes(first) - fixed) / first
+    rows = max(1, int((limit - fixed) / a_row))
+    if runs(rows):
+        while runs(more := rows + max(1, rows // FINENESS)):
+            rows = more
+        return rows, more
+    while rows > 1:
+        fails, rows = rows, rows - max(1, rows // FINENESS)
+        if runs(rows):
+            return rows, fails
+    raise ValueError("expected at least one row to fit, got none")

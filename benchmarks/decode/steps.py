@@ -55,7 +55,21 @@ class Compiled:
         options: dict[str, Any] | None = None,
     ) -> Compiled:
         """``static``: the program's last arguments; ``options``: XLA's, beside the program's."""
-        (held, structure), (rest, rest_structure) = map(jax.tree.flatten, (state, args))
+        held, structure = jax.tree.flatten(state)
+        return cls.of_leaves(program, held, structure, *args, static=static, options=options)
+
+    @classmethod
+    def of_leaves(
+        cls,
+        program: Program,
+        held: list[Any],
+        structure: Any,
+        *args: Any,
+        static: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
+    ) -> Compiled:
+        """``held``: the state's arrays, or their shapes."""
+        rest, rest_structure = jax.tree.flatten(args)
 
         # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.
         def run(leaves: list[jax.Array], held: list[Any], rest: list[Any]) -> list[jax.Array]:
@@ -94,20 +108,30 @@ class Decode:
         longest: int,
         drafter: Drafter | None = None,
         depth: int = 0,
+        compiled: Compiled | None = None,
     ):
+        """``compiled``: of :meth:`planned`, for these arguments."""
         self.longest, self._static = longest, (drafter, depth)
-        room = LONG * (depth + 1)
-        max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
-        programs = Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
+        programs = _programs(model, longest, depth)
         self._program = programs.decode
         state = _random_state(programs, rows, longest, depth, drafter is not None)
         self.state = self._program.laid_out(state)
-        self._sampling = Sampling.pack(
-            stop_tokens=np.full((rows, 1), -1),
-            seed=np.arange(rows),  # rows accept synthetic drafts one without the other
-            **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p")},
-        )
-        self.compiled = self.compile()
+        self._sampling = _greedy(rows)
+        self.compiled = compiled or self.compile()
+
+    @classmethod
+    def planned(cls, model: DeepSeekV3, rows: int, longest: int) -> Compiled:
+        """Its program without its state, whose memory the compiler may then try kernels in."""
+        programs, structures = _programs(model, longest, 0), []
+
+        def state() -> list[jax.Array]:
+            leaves, structure = jax.tree.flatten(programs.empty_state(rows))
+            structures.append(structure)
+            return leaves
+
+        held = jax.eval_shape(state)
+        arguments = structures[-1], _greedy(rows), np.int32(1)
+        return Compiled.of_leaves(programs.decode, held, *arguments, static=(None, 0))
 
     def compile(self, options: dict[str, Any] | None = None) -> Compiled:
         arguments = self.state, self._sampling, np.int32(1)
@@ -173,6 +197,20 @@ class Prefill:
         return self._program.laid_out(dataclasses.replace(state, cache=cache))
 
 
+def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
+    room = LONG * (depth + 1)
+    max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
+    return Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
+
+
+def _greedy(rows: int) -> Sampling:
+    return Sampling.pack(
+        stop_tokens=np.full((rows, 1), -1),
+        seed=np.arange(rows),  # rows accept synthetic drafts one without the other
+        **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p")},
+    )
+
+
 def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
     """By each MoE layer, in a step that follows ``state``."""
     starts = state.lengths - 1
@@ -200,14 +238,19 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
 
     pages = [*state.cache.pages, *state.cache.mtp_pages]
 
+    # In place, and some pages at a time: random bits take more than the numbers made of them.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
     def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
-        def page(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, pages.shape[1:], pages.dtype)
+        count = min(1024, len(pages))
+        shape = (count, *pages.shape[1:])
 
-        # Some pages at a time: the random bits of all would take more than they do.
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(pages))
-        return jax.lax.map(page, keys, batch_size=1024)
+        def some(i: jax.Array, pages: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
+            numbers = jax.random.normal(key, shape, pages.dtype)
+            # The last ones may overlap those before.
+            return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
+
+        return jax.lax.fori_loop(0, -(-len(pages) // count), some, pages)
 
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
     layers = len(state.cache.pages)

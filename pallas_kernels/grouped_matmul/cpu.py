@@ -88,18 +88,7 @@ def _forward(block_shape: tuple[int, int], *args: Any):
 
 
 def _backward(block_shape: tuple[int, int], args: tuple[Any, ...], cotangent: jax.Array):
-    lhs, rhs, group_sizes, lhs_scale, rhs_scale = args
-    _, pull = jax.vjp(
-        lambda lhs, rhs, lhs_scale, rhs_scale: reference.grouped_matmul(
-            lhs, rhs, group_sizes, lhs_scale, rhs_scale, block_shape=block_shape
-        ),
-        lhs,
-        rhs,
-        lhs_scale,
-        rhs_scale,
-    )
-    of_lhs, of_rhs, *of_scales = pull(cotangent)
-    return of_lhs, of_rhs, None, *of_scales
+    return reference.gradients(args, cotangent, block_shape=block_shape)
 
 
 _grouped_matmul.defvjp(_forward, _backward)

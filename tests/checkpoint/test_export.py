@@ -168,6 +168,7 @@ def test_shards_are_filled_and_scales_stay_with_their_weights(checkpoint, tmp_pa
 
 
 @pytest.mark.parity
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # it says that it dequantises without a GPU
 def test_transformers_loads_float8(checkpoint, tmp_path):
     import torch

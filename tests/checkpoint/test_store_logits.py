@@ -36,6 +36,7 @@ def test_the_demo(tmp_path, quantization):
     assert relative_error(spread, alone) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_a_checkpoint_of_transformers(tmp_path):
     """Saved by transformers, converted, loaded; and exported, and read by transformers again."""

@@ -127,6 +127,7 @@ class TestBatches:
         """More than the largest batch: several batches, in the order of the prompts."""
         assert list(run(generator, *range(len(REQUESTS)))) == alone
 
+    @pytest.mark.slow
     def test_smaller_programs(self, ladder, alone):
         """Other batch sizes may round otherwise, but not so that a token of these changes."""
         out = run(ladder, *range(len(REQUESTS)))  # three batches of two and one of one

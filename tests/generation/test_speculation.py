@@ -115,11 +115,11 @@ DEPTHS = [1, slow(2), 3, 4]
 DRAFTERS = [
     ("mtp", 1),
     slow("mtp", 2),
-    ("mtp", 3),
+    slow("mtp", 3),
     ("mtp", 4),
     slow(MTPDrafter("pre_norm"), 2),
     ("ngram", 1),
-    (NgramDrafter(3, 1), 4),
+    slow(NgramDrafter(3, 1), 4),
     ("mtp", "auto"),
 ]
 
@@ -232,6 +232,7 @@ class TestEndsInsideABlock:
                 stream = right.stream(PROMPTS[row], **settings, draft="mtp", draft_depth=4)
                 assert "".join(stream) == want[0].text
 
+    @pytest.mark.slow
     def test_logprobs(self, right):
         settings = SETTINGS | {"logprobs": 5}
         want = right.generate(PROMPTS, **settings)
@@ -271,7 +272,7 @@ class TestDrafts:
         monkeypatch.setattr(loop, "verify", spy)
         return seen
 
-    @pytest.mark.parametrize(("mtp_hidden", "chunk"), [("post_norm", 3), ("pre_norm", 16)])
+    @pytest.mark.parametrize(("mtp_hidden", "chunk"), [("post_norm", 3), slow("pre_norm", 16)])
     def test_first_draft_is_what_the_whole_model_predicts(self, model, offered, mtp_hidden, chunk):
         """The MTP layer's cache is in step: drafts are those of a whole pass over true tokens,
         after refusals and acceptances alike."""
@@ -388,6 +389,7 @@ def test_nothing_compiles_after_the_warm_up(plain, compilations, draft, depth):
     assert compilations == []
 
 
+@pytest.mark.slow
 def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations, monkeypatch):
     """Also where the costs are known already. Two depths, for each is two programs."""
     depths = (0, 2)

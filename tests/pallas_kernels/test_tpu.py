@@ -25,7 +25,6 @@ def test_chips_are_as_jax_describes_them(chip):
     info, own = pltpu.get_tpu_info_for_chip(version, CHIPS[chip].cores), CHIPS[chip]
     assert (own.vmem, own.cores) == (info.vmem_capacity_bytes, info.num_cores)
     assert info.smem_capacity_bytes == SMEM
-    assert own.mxu == info.mxu_column_size
     assert own.float8 == info.is_matmul_supported(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
 
 
@@ -75,6 +74,33 @@ def test_blocks_above_the_budget_are_refused_by_name():
     message = r"takes blocks of 56 MiB .* a v5p, got 56.5 \(rows 16.0, matrix 40.5\)$"
     with pytest.raises(NotImplementedError, match=message):
         require_vmem(chip, {"rows": 16 * mib, "matrix": 40 * mib + mib // 2})
+
+
+def test_the_interpreter_finds_a_planted_race(capsys):
+    """The one that kernels' tests trust: a copy is read before it has landed."""
+
+    def kernel(x, out, scratch, semaphore):
+        copy = pltpu.make_async_copy(x, scratch, semaphore)
+        copy.start()
+        out[...] = scratch[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=x,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
+    )
+    try:  # since jax 0.12 it raises, before it printed
+        jax.block_until_ready(call(x))
+        raced = "RACE DETECTED" in capsys.readouterr().out
+    except jax.errors.JaxRuntimeError as error:
+        raced = "race" in str(error).lower()
+    capsys.readouterr()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert raced
 
 
 def fill(bytes_of_vmem: int):
