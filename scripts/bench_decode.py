@@ -3,7 +3,7 @@
     python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
         [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
-        [--layout dp_attention_ep --exchange all_to_all] [--layers 9]
+        [--layout dp_attention_ep --exchange all_gather one_sided] [--layers 9]
 
 The generator's own programs run in a state made for it: rows with so many random tokens in the
 cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
@@ -20,7 +20,8 @@ rows of so many cached tokens as the compiler says fit, and with more or fewer u
 them, ``batch``, runs and the next, ``fails_at``, does not.
 
 With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them,
-bytes and floor those of one.
+bytes and floor those of one. Several exchanges and numbers of micro-batches are measured one behind
+the other, of the same model.
 
 With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
 model says. A row that fails says why and the others go on; what is done is written after each.
@@ -48,7 +49,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
-from sharding import PRESETS, Exchange, make_layout
+from sharding import PRESETS, Exchange, Layout, make_layout
 
 CHUNK = 8192  # prompt tokens of all rows that go through the model together
 
@@ -70,9 +71,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--largest", nargs="*", type=int, default=[], help="of so many tokens")
     parser.add_argument("--layers", type=int, help="of the model, the first so many")
     parser.add_argument("--layout", choices=tuple(PRESETS), help="over all devices")
-    parser.add_argument("--exchange", choices=get_args(Exchange), default="all_gather")
+    parser.add_argument("--exchange", nargs="+", choices=get_args(Exchange), default=["all_gather"])
     parser.add_argument("--float8-dispatch", action="store_true")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a device's rows")
+    parser.add_argument(
+        "--micro-batches", nargs="+", type=int, default=[1], help="of a device's rows"
+    )
     parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -90,12 +93,18 @@ class Bench:
         self._arguments = arguments
         if arguments.layout and arguments.largest:
             raise SystemExit("--largest: expected one device, got --layout")
-        self._layout = arguments.layout and make_layout(
-            arguments.layout,
-            exchange=arguments.exchange,
-            float8_dispatch=arguments.float8_dispatch,
-            micro_batches=arguments.micro_batches,
-        )
+        self._layouts: list[Layout | None] = [None]
+        if arguments.layout:
+            self._layouts = [
+                make_layout(
+                    arguments.layout,
+                    exchange=exchange,
+                    float8_dispatch=arguments.float8_dispatch,
+                    micro_batches=micro_batches,
+                )
+                for exchange in arguments.exchange
+                for micro_batches in arguments.micro_batches
+            ]
         self._end = time.monotonic() + arguments.time_budget
         self._bandwidth = floor.bandwidth()
         self.result: dict[str, Any] = {
@@ -119,19 +128,23 @@ class Bench:
         arguments = self._arguments
         mtp = bool(arguments.acceptances)
         shapes = models.shapes(config, weights, arguments.dtype, mtp=mtp)
-        if self._layout:
-            shapes.lay_out(self._layout)
-        model = models.random_model(shapes, self._layout)
+        if layout := self._layouts[0]:
+            shapes.lay_out(layout)
+        model = models.random_model(shapes, layout)
         if arguments.activations:
             model.use_float8_activations()
-        for rows in arguments.batches:
-            for rate in (None, *arguments.acceptances):
-                self._decodes(model, weights, rows, rate)
-        for rows, tokens in arguments.prefills:
-            prefill = functools.partial(self._prefill, model, rows, tokens)
-            self._row(weights, rows, tokens, prefill)
+        for layout in self._layouts:
+            if layout:  # the same parts of the same arrays
+                model.lay_out(layout)
+            for rows in arguments.batches:
+                for rate in (None, *arguments.acceptances):
+                    self._decodes(model, weights, rows, rate)
+            for rows, tokens in arguments.prefills:
+                prefill = functools.partial(self._prefill, model, rows, tokens)
+                self._row(model, weights, rows, tokens, prefill)
         for cached in arguments.largest:
-            self._row(weights, 0, cached, functools.partial(self._largest, model, cached))
+            largest = functools.partial(self._largest, model, cached)
+            self._row(model, weights, 0, cached, largest)
 
     def _decodes(
         self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
@@ -149,7 +162,7 @@ class Bench:
             return found | self._decode(model, held[0], cached, floor_too=acceptance is None)
 
         for cached in sorted(self._arguments.contexts, reverse=True):
-            self._row(weights, rows, cached, functools.partial(measure, cached))
+            self._row(model, weights, rows, cached, functools.partial(measure, cached))
 
     def _decode(
         self, model: DeepSeekV3, decode: steps.Decode, cached: int, *, floor_too: bool
@@ -212,12 +225,12 @@ class Bench:
         _, fails_at = largest_batch(planned_bytes, runs, first, fixed=fixed, limit=limit)
         return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
 
-    def _row(self, weights: str, batch: int, context: int, measure: Any) -> None:
+    def _row(self, model: DeepSeekV3, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
             "model": self._arguments.model, "dtype": weights,
             "activations": self._arguments.activations, "batch": batch, "context": context,
         }  # fmt: skip
-        if layout := self._layout:
+        if layout := model.layout:
             row |= {"layers": self._arguments.layers, "layout": self._arguments.layout}
             row |= {"devices": layout.mesh.size, "exchange": layout.exchange}
             row |= {"float8_dispatch": layout.float8_dispatch}
@@ -247,6 +260,8 @@ def _rounded(value: Any) -> Any:
 
 def line(row: dict[str, Any]) -> str:
     place = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
+    if "exchange" in row:
+        place += f" {row['exchange']}, {row['micro_batches']} micro-batches"
     if "error" in row:
         return f"{place}: {row['error']}"
     memory = f"compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"

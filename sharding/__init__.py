@@ -3,7 +3,13 @@ which requests. Knows no model."""
 
 from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
 from sharding.eplb import balancedness, rebalance_experts
-from sharding.expert_parallel import Exchange, check_exchange, default_capacity, mix_experts
+from sharding.expert_parallel import (
+    Exchange,
+    check_exchange,
+    default_capacity,
+    default_pairs,
+    mix_experts,
+)
 from sharding.layout import Axes, Layout
 from sharding.mesh import AXES, abstract_mesh, make_mesh
 from sharding.presets import PRESETS, Preset, abstract_layout, make_layout
@@ -30,6 +36,7 @@ __all__ = [
     "check_exchange",
     "choose_replicas",
     "default_capacity",
+    "default_pairs",
     "make_layout",
     "make_mesh",
     "mix_experts",

@@ -34,8 +34,8 @@ def mix_local(
     K = experts.shape[1]
     here = (experts >= 0) & (experts < num_experts)
     flat = jnp.where(here, experts, num_experts).reshape(-1)
-    order = _argsort(flat)
-    place = _argsort(order).reshape(experts.shape)
+    order, place = _sorted_places(flat)
+    place = place.reshape(experts.shape)
     group_sizes = jnp.sum(jnp.arange(num_experts)[:, None] == flat, axis=1, dtype=jnp.int32)
     if pairs_at_once is None or pairs_at_once >= flat.size:
         out = run(tokens, order // K, group_sizes)
@@ -75,8 +75,21 @@ def gather_sum(
     return jnp.sum(picked, axis=1)
 
 
-def _argsort(keys: Int32[Array, " N"]) -> Int32[Array, " N"]:
+_COUNTED = 4096  # keys, of which comparing each with each is cheaper to a GPU than sorting twice
+
+
+def _sorted_places(keys: Int32[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+    """A stable sort's order, and where each key stands in it."""
+    numbers = jnp.arange(len(keys), dtype=jnp.int32)
+    if len(keys) > _COUNTED:
+        order = _argsort(keys, numbers)
+        return order, _argsort(order, numbers)
+    ahead = (keys < keys[:, None]) | ((keys == keys[:, None]) & (numbers < numbers[:, None]))
+    place = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    return numbers.at[place].set(numbers, unique_indices=True), place
+
+
+def _argsort(keys: Int32[Array, " N"], numbers: Int32[Array, " N"]) -> Int32[Array, " N"]:
     """Stable. Not jnp.argsort: what that returns no longer varies over shard_map's axes to jax
     (0.10 to 0.12), and a gradient through ``x[argsort(y)]`` comes out wrong."""
-    numbers = jnp.arange(len(keys), dtype=jnp.int32)
     return jax.lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]

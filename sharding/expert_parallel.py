@@ -1,20 +1,23 @@
 """Mixtures of experts that are spread over devices: who computes what, and how tokens get there.
 
-These functions run inside :func:`jax.shard_map`. Three exchanges give the same sums:
+These functions run inside :func:`jax.shard_map`. Four exchanges give the same sums:
 
 - ``all_gather``: every device sees every token, computes its own experts' share, and a
   reduce-scatter adds the shares. The only one with a gradient.
 - ``all_to_all``: a token goes once to each device that holds one of its experts. Messages have a
   fixed capacity; what does not fit goes in a further round, so that nothing is ever dropped.
 - ``ragged_all_to_all``: the same with messages of exact length, where the platform has it.
+- ``one_sided``: the same, each device storing rows into the others' memory itself, by
+  :func:`pallas_kernels.token_exchange`; among the devices of one process. Where that kernel cannot
+  run, an all-to-all of all places takes its part.
 
 Which one is used is said by the caller. With float32 partial sums (``combine_dtype``), no result
 depends on it beyond the order in which they are added.
 
 Of m tokens on each of n devices, a device sends m rows to all others and holds n m rows; or sends
-``capacity`` rows to each and holds n times as many; or sends what must go, and has room for n m.
-Beside them lie as many sums in float32, and what ``run`` makes of its pairs: K for each row held,
-or ``pairs_at_once``.
+``capacity`` rows to each and holds n times as many; or, of the last two, sends what must go, and
+has room for n m. Beside them lie as many sums in float32, and what ``run`` makes of its pairs: K
+for each row held, or ``pairs_at_once``.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from sharding.expert_mixture import Run, mix_local
 from sharding.parcel import FLOAT8_BLOCK, Parcel
-from sharding.token_exchange import gathered, in_rounds, ragged, without_gradient
+from sharding.token_exchange import gathered, in_rounds, one_sided, ragged, without_gradient
 from sharding.token_queues import Queues
 
-Exchange = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
+_LEAST_PAIRS = 16384  # of 7,168 columns in bfloat16, 235 MB
+
+Exchange = Literal["all_gather", "all_to_all", "ragged_all_to_all", "one_sided"]
 
 
 def check_exchange(
@@ -55,7 +60,7 @@ def check_exchange(
       ValueError: an unknown exchange, an axis that the mesh lacks or that is named twice, experts
         that do not divide over the devices, float8 rows that are no whole blocks, a capacity that
         is not positive or that the exchange does not use, another dtype of partial sums.
-      NotImplementedError: ``ragged_all_to_all`` on a CPU.
+      NotImplementedError: ``ragged_all_to_all`` on a CPU; ``one_sided`` with several processes.
     """
     if exchange not in get_args(Exchange):
         raise ValueError(
@@ -86,14 +91,18 @@ def check_exchange(
         raise ValueError(
             f"combine_dtype: expected float32 or bfloat16, got {jnp.dtype(combine_dtype)}"
         )
-    if exchange == "ragged_all_to_all" and axes and _platform(mesh) == "cpu":
+    if exchange == "ragged_all_to_all" and axes and platform_of(mesh) == "cpu":
         raise NotImplementedError(
             "ragged_all_to_all: XLA has none for CPUs; use all_to_all or all_gather there"
+        )
+    if exchange == "one_sided" and axes and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"one_sided: expected devices of one process, got {jax.process_count()} processes"
         )
     return num_experts // devices
 
 
-def _platform(mesh: Mesh | AbstractMesh) -> str | None:
+def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
     """None: the mesh is of no devices yet."""
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
     return device.platform if device else None
@@ -109,6 +118,17 @@ def default_capacity(tokens: int, experts_per_token: int, devices: int) -> int:
     p = 1 - (1 - 1 / devices) ** experts_per_token
     expected, deviation = tokens * p, math.sqrt(tokens * p * (1 - p))
     return max(1, min(tokens, math.ceil(max(1.25 * expected, expected + 4 * deviation))))
+
+
+def default_pairs(tokens: int, experts_per_token: int, devices: int) -> int:
+    """(token, expert) pairs that one device computes at once: twice as many as come to it if every
+    expert is as likely, and no fewer than take little memory, for a GPU would wait at the loop.
+
+    Args:
+      tokens: different ones, of all devices together.
+      devices: over which the experts are spread.
+    """
+    return max(_LEAST_PAIRS, -(-2 * tokens * experts_per_token // devices))
 
 
 def mix_experts(
@@ -143,8 +163,9 @@ def mix_experts(
       capacity: tokens a device sends another in one round of ``all_to_all``; None:
         :func:`default_capacity`. When it is all tokens, one round is enough, and neither a loop
         nor an agreement on the rounds is compiled.
-      pairs_at_once: (token, expert) pairs that ``run`` takes in one call, which bounds its memory;
-        None: as many as there may ever be. Only None has a gradient.
+      pairs_at_once: (token, expert) pairs that ``run`` takes in one call, which bounds its memory.
+        None: of ``all_gather`` as many as there may ever be, which alone has a gradient; of the
+        others :func:`default_pairs`.
       combine_dtype: float32, or bfloat16, in which partial sums travel.
 
     Raises:
@@ -171,6 +192,9 @@ def mix_experts(
         capacity=capacity,
         combine_dtype=combine_dtype,
     )
+    if pairs_at_once is None and axes and exchange != "all_gather":
+        different = M * math.prod(mesh.shape[axis] for axis in axes)
+        pairs_at_once = default_pairs(different, K, num_experts // local_experts)
     names = (*axes, *reduce_axes)
     first = local_experts * (lax.axis_index(names) if names else 0)
 
@@ -202,6 +226,8 @@ def mix_experts(
         queues = Queues.of(jnp.where(owner < 0, devices, owner), devices)
         if exchange == "ragged_all_to_all":
             y = ragged(rows, queues, parcel, mix, axes)
+        elif exchange == "one_sided":
+            y = one_sided(rows, queues, parcel, mix, axes)
         else:
             capacity = capacity or default_capacity(M, K, num_experts // local_experts)
             y = in_rounds(rows, queues, parcel, mix, axes, min(capacity, M))

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from sharding.expert_parallel import Exchange
+from sharding.expert_parallel import Exchange, platform_of
 from sharding.rules import DEFAULT_RULES, Rules
 
 Axis = str | tuple[str, ...] | None
@@ -47,6 +49,8 @@ class Layout:
     storage: tuple[str, ...] = ()
     """Axes of the mesh along which devices that would hold copies of a parameter hold a part each,
     which is gathered where it is used: see :mod:`sharding.storage`."""
+    bfloat16_combine: bool = False
+    """Each device's part of an experts' sum travels back in bfloat16, as DeepSeek's do."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -69,6 +73,11 @@ class Layout:
                 "storage: expected axis 'vocab' on every device whole, got it over mesh axis"
                 f" {' x '.join(self.axes('vocab'))}: embedding and head are gathered by rows alone"
             )
+
+    @property
+    def platform(self) -> str | None:
+        """Of the mesh's devices, as :mod:`pallas_kernels.target` names them; None without any."""
+        return platform_of(self.mesh)
 
     def axes(self, axis: Axis) -> tuple[str, ...]:
         """Axes of the mesh, of more than one device, that split a logical axis; none without a
@@ -93,6 +102,11 @@ class Layout:
             tuple(a for a in of_experts if a in batch),
             tuple(a for a in of_experts if a not in batch),
         )
+
+    @property
+    def combine_dtype(self) -> DTypeLike:
+        """Of parts of experts' sums on their way back."""
+        return jnp.bfloat16 if self.bfloat16_combine else jnp.float32
 
     def spec(self, axes: Axes) -> PartitionSpec:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))

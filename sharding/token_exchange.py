@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt
 
+from pallas_kernels import token_exchange
 from sharding.expert_mixture import gather_sum
 from sharding.parcel import Parcel
 from sharding.token_queues import Queues, ragged_slices
@@ -138,3 +139,28 @@ def ragged(
     room = jnp.zeros((len(sent), shares.shape[1]), shares.dtype)
     returned = lax.ragged_all_to_all(shares, room, *back, axis_name=axes)
     return gather_sum(returned, slots, queues.leads)
+
+
+def one_sided(
+    rows: UInt[Array, "M1 W"],
+    queues: Queues,
+    parcel: Parcel,
+    mix: Mix,
+    axes: tuple[str, ...],
+) -> Float32[Array, "M D"]:
+    """Each device stores its rows into the others' memory, as many as there are, and their shares
+    come back the same way.
+
+    Args:
+      rows: as of :func:`in_rounds`.
+    """
+    M, devices = len(rows) - 1, len(queues.counts)
+    slots = queues.destination * M + queues.place
+    sent = rows[queues.tokens_at(slots, devices * M)].reshape(devices, M, -1)
+    there, counts = token_exchange(sent, queues.counts, axes=axes)
+    tokens, experts, weights = parcel.unpack(there.reshape(devices * M, -1))
+    # Behind the rows that came lie any bits: tokens of no expert.
+    came = (jnp.arange(M) < counts[:, None]).reshape(-1, 1)
+    shares = mix(tokens, jnp.where(came, experts, -1), weights)
+    back, _ = token_exchange(shares.reshape(devices, M, -1), counts, axes=axes)
+    return gather_sum(back.reshape(devices * M, -1), slots, queues.leads)

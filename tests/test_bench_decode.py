@@ -185,11 +185,13 @@ def test_products_have_unit_variance(weights):
     assert np.isfinite(np.asarray(logits)).all()
 
 
+@pytest.mark.slow
 def test_on_eight_devices(config, monkeypatch):
     words = "--batches 8 --contexts 70 --prefills 8x20 --chunk 64 --layers 2"
-    layout = "--layout dp_attention_ep --exchange all_to_all"
+    layout = "--layout dp_attention_ep --exchange all_to_all one_sided"
     result = run(monkeypatch, config, *f"{words} {layout}".split())
-    decode, prefill = result["rows"]
+    assert [row["exchange"] for row in result["rows"]] == ["all_to_all"] * 2 + ["one_sided"] * 2
+    decode, prefill, *_ = result["rows"]
     assert decode["ms"] == pytest.approx(1)
     assert prefill["ms"] > 0
     assert (decode["layout"], decode["devices"], decode["layers"]) == ("dp_attention_ep", 8, 2)

@@ -38,6 +38,7 @@ LAYOUTS = {
     "single": lambda: make_layout("single"),
     "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
     "dp_attention_ep, all_to_all": lambda: make_layout("dp_attention_ep", exchange="all_to_all"),
+    "dp_attention_ep, one_sided": lambda: make_layout("dp_attention_ep", exchange="one_sided"),
     "dp_attention_ep, 2 micro-batches": lambda: make_layout(
         "dp_attention_ep", devices=jax.devices()[:4], exchange="all_to_all", micro_batches=2
     ),
@@ -96,6 +97,14 @@ SLOW = "context_parallel", "data 8", "the same, experts by data too"
 )
 def test_logits(directory, tokens, want, name):
     assert_same(forward(dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], tokens), want)
+
+
+def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
+    """Each of up to K parts of a layer's sum is rounded once: half of 2^-8 of itself."""
+    layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
+    got = forward(dsv3_jax.load(directory, layout=layout)[0], tokens)[0]
+    error = np.abs(got - np.asarray(want[0])).max() / np.abs(want[0]).max()
+    assert 1e-5 < error < 2**-8
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,8 @@ def collectives(model, layer):
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        # By the reference of the kernel: rows there, how many, and rows back.
+        ("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
         # Each half exchanges for itself.
         ("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),

@@ -19,7 +19,7 @@ from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import Part, Share
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few
-from sharding import Layout, default_capacity
+from sharding import Layout, default_capacity, default_pairs
 from sharding.parcel import FLOAT8_BLOCK
 
 _SAMPLING_BYTES = 41
@@ -93,7 +93,14 @@ def _state(share: Share, plan: Deployment) -> tuple[int, int]:
 
     def empty() -> tuple[list[jax.Array], list[jax.Array]]:
         rows = share.own_rows(plan.batch)
-        cache = LatentKVCache.init(config, rows, max_len + depth, dtype=jnp.bfloat16, mtp=plan.mtp)
+        cache = LatentKVCache.init(
+            config,
+            rows,
+            max_len + depth,
+            dtype=jnp.bfloat16,
+            mtp=plan.mtp,
+            platform=plan.target.platform,
+        )
         state = DecodeState.empty(
             cache,
             max_len,
@@ -115,7 +122,7 @@ def _nbytes(leaves: list[Any]) -> int:
 def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]:
     """What a layer works in for M tokens of the device, and of that the exchange's buffers."""
     c, layout = share.shapes.config, share.layout
-    D, K = c.hidden_size, c.num_experts_per_tok
+    D = c.hidden_size
     H = c.num_attention_heads // layout.parts("heads")
     C, V, width = c.kv_lora_rank, c.v_head_dim, c.qk_head_dim
     if form == "absorbed":
@@ -126,15 +133,15 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
         # which some are expanded at a time.
         attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
         attention += _CONTEXT_TOKENS * H * 2 * (width + V)
-    held, exchange = _exchanged(share, layout, M)
+    exchange, at_once = _exchanged(share, layout, M)[1], _pairs(share, layout, M)
     if layout.mesh.size == 1:
         # Results of pairs, sorted, in the order of tokens, and with padding masked.
-        pairs = held * K * 6 * D
+        pairs = at_once * 6 * D
     else:
         # A pair's row or result beside its hidden numbers; of tokens that are not exchanged, sums
         # in float32 before and behind an all-reduce, and those of the shared experts.
         hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
-        pairs = held * K * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
+        pairs = at_once * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
     return max(attention, pairs) + 3 * 2 * M * D, exchange
 
 
@@ -153,11 +160,24 @@ def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:
     elif layout.exchange == "all_to_all":
         held = n * default_capacity(M, K, layout.parts("expert"))
         sent = returned = held
+    elif layout.exchange == "one_sided":
+        held = sent = returned = n * M
     else:
         held, sent = n * M, M * min(n, K)
         returned = sent
     unpacked = held * 2 * D
     return held, (sent + held) * row + unpacked + (held + returned) * total
+
+
+def _pairs(share: Share, layout: Layout, M: int) -> int:
+    """(token, expert) pairs that the device computes at once."""
+    K = share.shapes.config.num_experts_per_tok
+    held, _ = _exchanged(share, layout, M)
+    exchanged, _ = layout.expert_axes
+    if not exchanged or layout.exchange == "all_gather":
+        return held * K
+    different = M * math.prod(layout.mesh.shape[a] for a in exchanged)
+    return min(held * K, default_pairs(different, K, layout.parts("expert")))
 
 
 def row_bytes(share: Share, layout: Layout) -> int:
@@ -176,8 +196,7 @@ def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None)
     """
     if plan.quantization == "bf16" or plan.activations:
         return 0
-    held, _ = _exchanged(share, share.layout, M)
-    pairs = held * share.shapes.config.num_experts_per_tok
+    pairs = _pairs(share, share.layout, M)
     total = spread = 0
     for part in share.parts:
         rows = pairs if "experts" in part.path else M

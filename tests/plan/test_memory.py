@@ -77,7 +77,8 @@ def test_the_cache_is_whole_pages(v3):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "held"), [("all_gather", 512), ("all_to_all", None), ("ragged_all_to_all", 512)]
+    ("exchange", "held"),
+    [("all_gather", 512), ("all_to_all", None), ("ragged_all_to_all", 512), ("one_sided", 512)],
 )
 def test_rows_held_for_an_exchange(v3, exchange, held):
     """As sharding.expert_parallel says, of 64 tokens on each of 8 devices."""

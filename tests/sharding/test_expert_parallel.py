@@ -13,9 +13,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import block_dequant, block_quant, grouped_matmul
-from sharding import expert_parallel
-from sharding.expert_parallel import check_exchange, default_capacity, mix_experts
+from pallas_kernels import block_dequant, block_quant, grouped_matmul, token_exchange
+from sharding import expert_mixture, expert_parallel
+from sharding.expert_parallel import (
+    check_exchange,
+    default_capacity,
+    default_pairs,
+    mix_experts,
+)
 from sharding.token_queues import ragged_slices
 
 M, D, F, E, K = 48, 128, 16, 32, 3
@@ -36,6 +41,8 @@ EXCHANGES = {
     "all_to_all in rounds": {"exchange": "all_to_all", "capacity": 2},
     "all_to_all in pieces": {"exchange": "all_to_all", "capacity": 4, "pairs_at_once": 7},
     "ragged_all_to_all": {"exchange": "ragged_all_to_all"},
+    "ragged_all_to_all in pieces": {"exchange": "ragged_all_to_all", "pairs_at_once": 7},
+    "one_sided": {"exchange": "one_sided"},
 }
 
 
@@ -55,6 +62,17 @@ def ragged_emulated(
     garbage = jnp.asarray(garbage).astype(output.dtype)
     output = jnp.where(jnp.any(written, axis=0)[:, None], operands[source, row], output)
     return jnp.where(jnp.all(recv_sizes == sizes), output, garbage)
+
+
+def one_sided_emulated(rows, counts, *, axes):
+    """What pallas_kernels.token_exchange promises; past the counts rows that would be work, and NaN
+    on the way back."""
+    received, counts = token_exchange(rows, counts, axes=axes, implementation="reference")
+    garbage = jnp.broadcast_to(received[:, :1], received.shape)
+    if jnp.issubdtype(rows.dtype, jnp.floating):
+        garbage = jnp.full_like(received, jnp.nan)
+    came = jnp.arange(rows.shape[1]) < counts[:, None]
+    return jnp.where(came[..., None], received, garbage), counts
 
 
 def make_mesh(sizes):
@@ -110,9 +128,10 @@ def compiled(name, exchange, dtype=jnp.float32, **options):
     shapes = [((M, D), dtype), ((M, K), jnp.int32), ((M, K), jnp.float32)]
     shapes += [((E, F, D), dtype), ((E, F, D), dtype), ((E, D, F), dtype)]
     with pytest.MonkeyPatch.context() as patch:
-        if exchange == "ragged_all_to_all":
+        patch.setattr("sharding.token_exchange.token_exchange", one_sided_emulated)
+        if exchange.startswith("ragged_all_to_all"):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_emulated)
-            patch.setattr(expert_parallel, "_platform", lambda mesh: None)
+            patch.setattr(expert_parallel, "platform_of", lambda mesh: None)
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     # The programs are small, and compiling them is what takes the time.
     return lowered.compile({"xla_backend_optimization_level": 0})
@@ -201,6 +220,7 @@ def test_sums_are_those_of_one_device(name, exchange, choice):
         ("8", "all_gather", jnp.float32),
         ("8", "all_to_all in rounds", jnp.float32),
         ("8", "ragged_all_to_all", jnp.float32),
+        ("8", "one_sided", jnp.float32),
         ("4x2 reduced", "all_gather", jnp.bfloat16),
         ("4x2 reduced", "all_to_all", jnp.bfloat16),
     ],
@@ -230,6 +250,7 @@ def bound(dtype):
         ("all_to_all in rounds", jnp.float32, 2e-2),
         ("all_to_all in rounds", jnp.bfloat16, 5e-2),
         ("ragged_all_to_all", jnp.bfloat16, 5e-2),
+        ("one_sided", jnp.bfloat16, 5e-2),
     ],
 )
 def test_bfloat16(exchange, combine_dtype, atol):
@@ -362,6 +383,21 @@ def test_default_capacity():
     assert default_capacity(4096, 8, 1) == 4096
 
 
+def test_default_pairs():
+    assert default_pairs(64 * 32, 8, 32) == 16384  # no fewer: a loop costs more than it saves
+    assert default_pairs(4096 * 8, 8, 8) == 65536  # twice as many as come to each
+    assert default_pairs(4096 * 2, 8, 2) == 65536  # all that there are
+
+
+@pytest.mark.parametrize("count", [1, 300, 4096, 5000])
+def test_order_of_pairs_is_a_stable_sort(count):
+    """Of few by counting, of many by sorting."""
+    keys = np.random.default_rng(count).integers(0, 7, count, np.int32)
+    order, place = expert_mixture._sorted_places(jnp.asarray(keys))
+    np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
+    np.testing.assert_array_equal(place, np.argsort(order))
+
+
 FITTING = {"exchange": "all_to_all", "num_experts": 32, "axes": ("x",)}
 
 
@@ -397,6 +433,12 @@ def test_no_ragged_exchange_on_a_cpu():
     function = sharded(mesh, ("x",), exchange="ragged_all_to_all")
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(function, *inputs("free"))
+
+
+def test_one_sided_stores_stay_in_a_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="one_sided: expected devices of one process"):
+        check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, axes=("x",))
 
 
 @pytest.mark.parametrize(
