@@ -131,7 +131,7 @@ def compiled(name, exchange, dtype=jnp.float32, **options):
         patch.setattr("sharding.token_exchange.token_exchange", one_sided_emulated)
         if exchange.startswith("ragged_all_to_all"):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_emulated)
-            patch.setattr(expert_parallel, "_platform", lambda mesh: None)
+            patch.setattr(expert_parallel, "platform_of", lambda mesh: None)
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     # The programs are small, and compiling them is what takes the time.
     return lowered.compile({"xla_backend_optimization_level": 0})
