@@ -323,6 +323,22 @@ def refused(pattern, run):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["single", "tensor_parallel"])
+def test_sums_that_do_not_travel_have_no_dtype_for_it(name):
+    refused(
+        "^bfloat16_combine: expected rules that split experts",
+        lambda: make_layout(name, bfloat16_combine=True),
+    )
+
+
+def test_devices_of_one_sided_count_from_zero():
+    backwards = make_layout("dp_attention_ep", devices=jax.devices()[::-1], exchange="one_sided")
+    refused(
+        "^one_sided: expected devices 0 to 7 in row-major order",
+        lambda: check_layout(ModelConfig.from_hf(CONFIG), backwards),
+    )
+
+
 def test_what_cannot_be_laid_out(directory):
     four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
     refused(

@@ -441,6 +441,15 @@ def test_one_sided_stores_stay_in_a_process(monkeypatch):
         check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, axes=("x",))
 
 
+@pytest.mark.parametrize(("some", "got"), [([1, 0], "1, 0"), ([2, 3], "2, 3")])
+def test_one_sided_stores_go_by_the_number_of_a_device(some, got):
+    mesh = Mesh(np.array(jax.devices())[some], ("x",))
+    options = {"num_experts": E, "axes": ("x",)}
+    assert check_exchange(mesh, "all_to_all", **options) == E // 2
+    with pytest.raises(ValueError, match=rf"^one_sided: expected devices 0 to 1 .* got \[{got}\]$"):
+        check_exchange(mesh, "one_sided", **options)
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
