@@ -1,0 +1,36 @@
+"""What mkdocs does not know of these pages.
+
+Links from docs/ to files of the repository, which the site has not: with ``repo_url`` in mkdocs.yml
+they lead there; without, the path stands in place of a link. And the roles of reStructuredText in
+docstrings, such as ``:func:``, which are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+_OUT_OF_DOCS = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
+    """Called by mkdocs for every page."""
+    root = Path(config["config_file_path"]).parent
+
+    def replaced(link: re.Match[str]) -> str:
+        text, path, anchor = link[1], link[2], link[3] or ""
+        if not (root / path).exists():
+            raise ValueError(f"{page.file.src_uri}: expected a file of the repository, got {path}")
+        if config["repo_url"]:
+            return f"[{text}]({config['repo_url'].rstrip('/')}/blob/main/{path}{anchor})"
+        return f"{text} (`{path}`)"
+
+    return _OUT_OF_DOCS.sub(replaced, markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Called by mkdocs for every page, as HTML."""
+    html = re.sub(r":(?:func|class|meth|data|mod):(?=<code>)", "", html)
+    html = re.sub(r"<code>~[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
+    return html.replace("::</p>", ":</p>")

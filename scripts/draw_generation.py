@@ -1,0 +1,86 @@
+"""A picture of what the demo writes under its own drafts: accepted ones are shaded.
+
+    python -m scripts.draw_generation docs/generation.svg
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+import dsv3_jax
+
+_WIDTH, _LINE, _MARGIN = 7.8, 21, 14  # of a character, between lines, around; pixels
+_COLUMNS = 88
+
+
+def steps(prompt: str, tokens: int, depth: int) -> tuple[list[list[str]], float]:
+    """For each decode step the text of its tokens, the model's own last; and tokens a step."""
+    model, tokenizer = dsv3_jax.load("demo", dtype="float32")
+    assert tokenizer is not None
+    generator = dsv3_jax.Generator(model, tokenizer, max_len=256, stride=1)
+    pieces = generator.stream(prompt, max_new_tokens=tokens, draft="mtp", draft_depth=depth)
+    found = [[tokenizer.decode([token]) for token in piece.tokens] for piece in pieces]
+    found = [step for step in found if step]
+    return found, sum(map(len, found)) / len(found)
+
+
+def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str, bool]]:
+    """Line, column, text and whether it was a draft, of pieces that cross no line's end."""
+    line = column = 0
+    spans = [(prompt, False)]
+    spans += [(text, i < len(step) - 1) for step in found for i, text in enumerate(step)]
+    for text, drafted in spans:
+        for i, part in enumerate(text.split("\n")):
+            if i:
+                line, column = line + 1, 0
+            if part:
+                yield line, column, part, drafted
+            column += len(part)
+
+
+def draw(prompt: str, found: list[list[str]], caption: str) -> str:
+    """SVG."""
+    boxes = list(_boxes(prompt, found))
+    columns = max(_COLUMNS, *(column + len(text) for _, column, text, _ in boxes))
+    lines = boxes[-1][0] + 1
+    width = round(columns * _WIDTH + 2 * _MARGIN)
+    height = (lines + 2) * _LINE + 2 * _MARGIN
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="monospace" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for line, column, text, drafted in boxes:
+        x, y = _MARGIN + column * _WIDTH, _MARGIN + line * _LINE
+        long = len(text) * _WIDTH
+        if drafted:
+            out.append(
+                f'<rect x="{x + 0.5:.1f}" y="{y}" width="{long - 1:.1f}" height="18" rx="3"'
+                ' fill="#b7e0c0"/>'
+            )
+        out.append(
+            f'<text x="{x:.1f}" y="{y + 14}" textLength="{long:.1f}" xml:space="preserve"'
+            f' fill="#1c1c1c">{escape(text)}</text>'
+        )
+    y = _MARGIN + (lines + 1) * _LINE + 14
+    out.append(f'<text x="{_MARGIN}" y="{y}" fill="#555555">{escape(caption)}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def main() -> None:
+    (name,) = sys.argv[1:]
+    prompt, depth = "def read_config(path):", 2
+    found, rate = steps(prompt, 96, depth)
+    tokens = sum(map(len, found))
+    caption = (
+        f"shaded: accepted drafts of the MTP layer. {tokens} tokens in {len(found)} steps,"
+        f" {rate:.2f} a step, greedy, depth {depth}"
+    )
+    Path(name).write_text(draw(prompt, found, caption), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

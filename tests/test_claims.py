@@ -1,0 +1,87 @@
+"""What docs/claims.md says: the tests that it names are there, and those that nobody else needs."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax import presets
+from dsv3_jax.accounting import cache_bytes_per_token
+from dsv3_jax.kv_cache import LatentKVCache
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.command import run
+from tests.support.running import forward
+
+TESTS = Path(__file__).parent
+CLAIMS = TESTS.parent / "docs" / "claims.md"
+
+
+def named() -> dict[str, list[str]]:
+    """File -> the tests of it that the page names."""
+    found: dict[str, list[str]] = {}
+    for line in CLAIMS.read_text("utf-8").splitlines():
+        file = ""
+        for word in re.findall(r"`([\w/]+\.py|test_\w+)`", line):
+            if word.endswith(".py"):
+                file = word
+                found.setdefault(file, [])
+            else:
+                found[file].append(word)
+    return found
+
+
+def test_named_tests_are_there():
+    files = named()
+    assert len(files) > 10
+    for file, tests in files.items():
+        text = (TESTS / file).read_text("utf-8")
+        for test in tests:
+            assert re.search(rf"^ *def {test}\(", text, re.MULTILINE), f"{file}: {test}"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)  # one dense, one MoE
+    write_checkpoint(directory, config, random_tensors(config))
+    return dsv3_jax.load(directory)[0]
+
+
+def counts(model, tokens: list[int]) -> np.ndarray:
+    """[E]: how many of the tokens chose each expert."""
+    _, aux = forward(model, np.array([tokens]))
+    return np.asarray(aux.routing_counts)[0]
+
+
+def test_the_same_token_goes_to_other_experts_elsewhere(tiny):
+    """A token's choice is what it adds to the counts of those before it, which it does not reach."""
+    before = [[3, 5, 7], [11, 2, 80], [40, 41, 42]]
+    chosen = {tuple(counts(tiny, [*b, 9]) - counts(tiny, b)) for b in before}
+    assert all(sum(c) == tiny.config.num_experts_per_tok and max(c) == 1 for c in chosen)
+    assert len(chosen) > 1
+
+
+def test_every_token_has_as_many_experts(tiny):
+    assert counts(tiny, [1, 2, 3, 4]).sum() == 4 * tiny.config.num_experts_per_tok
+    assert counts(tiny, [5, 5, 5, 5]).sum() == 4 * tiny.config.num_experts_per_tok
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192, 131072])
+def test_a_cache_is_linear_in_its_length(tokens):
+    """Of the cache itself, by its shapes; page tables and lengths aside."""
+
+    config = presets.DEEPSEEK_V3
+    pages = jax.eval_shape(lambda: LatentKVCache.init(config, 1, tokens, dtype="bfloat16").pages)
+    found = sum(page.size * page.dtype.itemsize for page in pages)
+    assert found == tokens * cache_bytes_per_token(config)
+
+
+def test_eight_gpus_of_80_gb_are_too_few(capsys):
+    words = "plan --model deepseek-v3 --layout dp_attention_ep --quantization fp8".split()
+    words += "--activations float8 --batch 8 --context 1024 --target".split()
+    assert run(*words, "gpu:h100x8") == 2
+    assert "expected at most 83.9 GB a device of gpu:h100x8, got 103" in capsys.readouterr().err
+    assert run(*words, "gpu:h200x8") == 0

@@ -1,0 +1,158 @@
+"""README.md and docs/: every command runs or says what it needs, links lead somewhere, tables are
+those of the results."""
+
+import ast
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.main import parser
+from scripts import benchmark_tables
+from tests.support.command import run
+from tests.support.documents import DOCUMENTS, PAGES, ROOT, Block, anchors, blocks, links
+
+NO_COMMANDS = {"text", "json", "yaml"}
+QUICK = {"claims", "kernels", "index", "api", "benchmarks", "troubleshooting", "accuracy"}
+
+
+def name(page: Path) -> str:
+    return page.stem
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where a reader would be: a clone, of which these are what the pages' commands read."""
+    for folder in ("docs", "scripts"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    # The suite's own compilation cache stays.
+    monkeypatch.setattr(compile_cache, "enable", lambda directory=None: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.slow, id=p.stem) for p in PAGES],
+)
+def test_what_a_page_says_runs(page, directory, capsys):
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if block.needs or block.language in NO_COMMANDS:
+            continue
+        if block.file:
+            (directory / block.file).write_text(block.text, "utf-8")
+        elif block.language == "python":
+            exec(compile(block.text, str(page), "exec"), names)
+        else:
+            for words in block.commands():
+                run_words(words)
+    capsys.readouterr()
+
+
+def run_words(words: list[str]) -> None:
+    """One command of a page; others than these are neither run nor marked."""
+    settings = {}
+    while re.fullmatch(r"\w+=.*", words[0]):
+        key, _, value = words.pop(0).partition("=")
+        settings[key] = value
+    if words[0] == "dsv3":
+        assert run(*words[1:]) == 0, words
+    elif words[0] == "python":
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        environment |= {"PYTHONPATH": str(ROOT)} | settings
+        words = [sys.executable if word == "python" else word for word in words]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+    elif words[0] == "make":
+        # Sets up an environment of its own: CI runs it from a clean clone.
+        assert " ".join(words) in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    else:
+        raise AssertionError(f"expected a command that can be run or a '# needs' line, got {words}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_that_are_not_run_can_be_read(page):
+    """The flags of dsv3, and Python's syntax."""
+    for block in blocks(page):
+        assert block.language in NO_COMMANDS | {"bash", "python"}, block
+        if block.language == "python":
+            ast.parse(block.text)
+        elif block.language == "bash" and block.needs:
+            check_flags(block)
+
+
+def check_flags(block: Block) -> None:
+    for words in block.commands():
+        if "dsv3" in words:
+            with contextlib.suppress(ValueError):
+                words = words[: words.index("&&")]
+            parser().parse_args(words[words.index("dsv3") + 1 :])
+
+
+def test_marks_are_few():
+    """Where most is not run, nothing is shown to work."""
+    of_pages = [block for page in PAGES for block in blocks(page)]
+    commands = [block for block in of_pages if block.language not in NO_COMMANDS]
+    assert len(commands) > 20
+    assert sum(block.needs is not None for block in commands) < len(commands) / 2
+
+
+def test_the_quickstart_shows_what_is_printed(capsys):
+    page = blocks(ROOT / "docs" / "quickstart.md")
+    (i,) = (i for i, block in enumerate(page) if block.text.startswith("dsv3 plan"))
+    (words,) = page[i].commands()
+    assert run(*words[1:]) == 0
+    assert capsys.readouterr().out.strip() == page[i + 1].text.strip()
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    """Within the repository: file and anchor. Others: a well-formed address."""
+    for link in links(page):
+        if "://" in link or link.startswith("mailto:"):
+            parts = urlsplit(link)
+            assert parts.scheme == "https", link
+            assert re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc), link
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
+    for page in PAGES[1:]:
+        assert f"- {page.name}\n" in navigation, page.name
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", benchmark_tables.PAGES, ids=name)
+def test_tables_are_of_the_results(page):
+    """``python -m scripts.benchmark_tables`` writes them."""
+    text = page.read_text("utf-8")
+    assert "begin -->" in text
+    assert benchmark_tables.written(text) == text
+
+
+def test_a_table_without_an_end():
+    with pytest.raises(ValueError, match="expected <!-- cpu: end --> behind"):
+        benchmark_tables.written("<!-- cpu: begin -->\n")
