@@ -79,6 +79,7 @@ def test_a_cache_is_linear_in_its_length(tokens):
     assert found == tokens * cache_bytes_per_token(config)
 
 
+@pytest.mark.slow
 def test_eight_gpus_of_80_gb_are_too_few(capsys):
     words = "plan --model deepseek-v3 --layout dp_attention_ep --quantization fp8".split()
     words += "--activations float8 --batch 8 --context 1024 --target".split()
