@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A process a core; a file's tests share what they compile.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo test test-all lint bench docs clean
 
 setup: .venv/.installed
 
@@ -16,6 +16,10 @@ setup: .venv/.installed
 
 .venv/.tested: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,parity]'
+	@touch $@
+
+.venv/.documented: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 demo: setup
@@ -36,5 +40,8 @@ lint: .venv/.tested
 bench: .venv/.tested
 	$(BIN)/python scripts/bench_cpu.py
 
+docs: .venv/.documented
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv .jax_cache
+	rm -rf .venv .jax_cache site

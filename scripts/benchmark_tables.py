@@ -2,8 +2,8 @@
 
     python -m scripts.benchmark_tables
 
-writes each between its marks, ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``. A test fails when
-a page and the results differ.
+writes each between its marks, ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``. A test fails
+when a page and the results differ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A picture of what the demo writes under its own drafts: accepted ones are shaded.
 
-    python -m scripts.draw_generation docs/generation.svg
+python -m scripts.draw_generation docs/generation.svg
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ def blocks(page: Path) -> list[Block]:
     return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
 
-
 def links(page: Path) -> list[str]:
     """Targets, those of pictures too."""
     text = _FENCED.sub("", page.read_text("utf-8"))
