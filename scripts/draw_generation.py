@@ -13,7 +13,6 @@ from pathlib import Path
 import dsv3_jax
 
 _WIDTH, _LINE, _MARGIN = 7.8, 21, 14  # of a character, between lines, around; pixels
-_COLUMNS = 88
 
 
 _SETTINGS = {"temperature": 0.6, "top_p": 0.95, "seed": 4}  # as `make demo`
@@ -48,7 +47,8 @@ def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str,
 def draw(prompt: str, found: list[list[str]], caption: str) -> str:
     """SVG."""
     boxes = list(_boxes(prompt, found))
-    columns = max(_COLUMNS, *(column + len(text) for _, column, text, _ in boxes))
+    long = (column + len(text) for _, column, text, _ in boxes)
+    columns = max(len(caption), *long)
     lines = boxes[-1][0] + 1
     width = round(columns * _WIDTH + 2 * _MARGIN)
     height = (lines + 2) * _LINE + 2 * _MARGIN
@@ -59,18 +59,20 @@ def draw(prompt: str, found: list[list[str]], caption: str) -> str:
     ]
     for line, column, text, drafted in boxes:
         x, y = _MARGIN + column * _WIDTH, _MARGIN + line * _LINE
-        long = len(text) * _WIDTH
+        wide = len(text) * _WIDTH
         if drafted:
             out.append(
-                f'<rect x="{x + 0.5:.1f}" y="{y}" width="{long - 1:.1f}" height="18" rx="3"'
+                f'<rect x="{x + 0.5:.1f}" y="{y}" width="{wide - 1:.1f}" height="18" rx="3"'
                 ' fill="#b7e0c0"/>'
             )
         out.append(
-            f'<text x="{x:.1f}" y="{y + 14}" textLength="{long:.1f}" xml:space="preserve"'
+            f'<text x="{x:.1f}" y="{y + 14}" textLength="{wide:.1f}" xml:space="preserve"'
             f' fill="#1c1c1c">{escape(text)}</text>'
         )
     y = _MARGIN + (lines + 1) * _LINE + 14
-    out.append(f'<text x="{_MARGIN}" y="{y}" fill="#555555">{escape(caption)}</text>')
+    out.append(
+        f'<text x="{_MARGIN}" y="{y}" textLength="{len(caption) * _WIDTH:.1f}" fill="#555555">{escape(caption)}</text>'
+    )
     return "\n".join([*out, "</svg>", ""])
 
 
