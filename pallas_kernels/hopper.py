@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.target import platform
+
 H200_SMS = 132
 """Multiprocessors of an H100 or H200 (SXM): what programs compiled without a GPU assume."""
 
@@ -18,8 +20,8 @@ def require_hopper(interpret: Any = None) -> None:
     """
     if interpret is not None:
         return
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"runs on Hopper GPUs, this is {jax.default_backend()}")
+    if platform() != "gpu":
+        raise NotImplementedError(f"runs on Hopper GPUs, this is {platform()}")
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     if capability != "9.0":

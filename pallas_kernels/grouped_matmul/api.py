@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import blocked, cpu, mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import blocked, cpu, mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
+    "mosaic_tpu": mosaic_tpu.grouped_matmul,
     "cpu": cpu.grouped_matmul,
     "blocked": blocked.grouped_matmul,
     "reference": reference.grouped_matmul,

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
 from pallas_kernels.grouped_matmul.reference import Matrices, dense_rows
+from pallas_kernels.target import platform
 
 _MAX_ROWS = 512  # of a block: past this, padding costs more than copies of matrices
 _MIN_ROWS = 16
@@ -42,6 +43,8 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
+    if platform() == "tpu":
+        raise NotImplementedError("XLA's ragged product is a kernel on TPUs")
     (M, K), (G, N) = lhs.shape, rhs.shape[:2]
     rows = min(_MAX_ROWS, 1 << max(M // (2 * G), 1).bit_length() - 1)
     if rows < _MIN_ROWS:

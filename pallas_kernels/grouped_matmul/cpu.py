@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.target import platform
 
 _BLOCK_ROWS = 32
 _FEW_ROWS = 2
@@ -30,8 +31,8 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    if jax.default_backend() != "cpu":
-        raise NotImplementedError(f"runs on CPUs, this is {jax.default_backend()}")
+    if platform() != "cpu":
+        raise NotImplementedError(f"runs on CPUs, this is {platform()}")
     return _grouped_matmul(block_shape, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
 
 
@@ -87,18 +88,7 @@ def _forward(block_shape: tuple[int, int], *args: Any):
 
 
 def _backward(block_shape: tuple[int, int], args: tuple[Any, ...], cotangent: jax.Array):
-    lhs, rhs, group_sizes, lhs_scale, rhs_scale = args
-    _, pull = jax.vjp(
-        lambda lhs, rhs, lhs_scale, rhs_scale: reference.grouped_matmul(
-            lhs, rhs, group_sizes, lhs_scale, rhs_scale, block_shape=block_shape
-        ),
-        lhs,
-        rhs,
-        lhs_scale,
-        rhs_scale,
-    )
-    of_lhs, of_rhs, *of_scales = pull(cotangent)
-    return of_lhs, of_rhs, None, *of_scales
+    return reference.gradients(args, cotangent, block_shape=block_shape)
 
 
 _grouped_matmul.defvjp(_forward, _backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
@@ -83,3 +85,20 @@ def grouped_matmul(
         preferred_element_type=jnp.float32,
     )
     return out.astype(dtype)
+
+
+def gradients(
+    args: tuple[Any, ...], cotangent: Float[Array, "M N"], *, block_shape: tuple[int, int]
+) -> tuple[Any, ...]:
+    """Of the five arguments of :func:`grouped_matmul`, for back-ends without a backward pass."""
+    lhs, rhs, group_sizes, *scales = args
+    _, pull = jax.vjp(
+        lambda lhs, rhs, *scales: grouped_matmul(
+            lhs, rhs, group_sizes, *scales, block_shape=block_shape
+        ),
+        lhs,
+        rhs,
+        *scales,
+    )
+    of_lhs, of_rhs, *of_scales = pull(cotangent)
+    return of_lhs, of_rhs, None, *of_scales

@@ -7,11 +7,12 @@ import functools
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_decode import cpu, mosaic_gpu, reference
+from pallas_kernels.mla_decode import cpu, mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.mla_decode.schedule import Schedule
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.mla_decode,
+    "mosaic_tpu": mosaic_tpu.mla_decode,
     "cpu": cpu.mla_decode,
     "reference": reference.mla_decode,
 }
@@ -20,7 +21,7 @@ BACKENDS = {
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page 656"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page 656"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -40,10 +41,11 @@ def mla_decode(
       q_latent: the rope-free queries, already folded through W_UK.
       q_rope: the rotated rope queries.
       pages: the layer's cache. Token s of row b stands in page ``block_tables[b, s // page]`` at
-        slot ``s % page``. uint8: tokens as :func:`pallas_kernels.quantize_latent` writes them, C
-        is then 512 and R 64, and a cached token is what
-        :func:`pallas_kernels.dequantize_latent` makes of it in q_latent's dtype. ``mosaic_gpu``
-        rounds their scales to bfloat16 and takes scales below 2^8.
+        slot ``s % page``. Columns past C + R are padding and may be anything; ``mosaic_tpu`` wants
+        a multiple of 128 columns, or XLA copies all pages before every call. uint8: tokens as
+        :func:`pallas_kernels.quantize_latent` writes them, C is then 512 and R 64, and a cached
+        token is what :func:`pallas_kernels.dequantize_latent` makes of it in q_latent's dtype.
+        ``mosaic_gpu`` rounds their scales to bfloat16 and takes scales below 2^8.
       block_tables: page numbers; entries past a row's length may be anything.
       lengths: cached tokens a row, *including* its T queries. A query that sees no token
         (``lengths < T - t``) gives zeros and an LSE of -inf; one that would see past the table's

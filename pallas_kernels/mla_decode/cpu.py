@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.mla_decode import reference
 from pallas_kernels.softmax import merge_attention
+from pallas_kernels.target import platform
 
 _BLOCK_TOKENS = 256
 
@@ -20,14 +21,14 @@ _BLOCK_TOKENS = 256
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    if jax.default_backend() != "cpu":
-        raise NotImplementedError(f"runs on CPUs, this is {jax.default_backend()}")
+    if platform() != "cpu":
+        raise NotImplementedError(f"runs on CPUs, this is {platform()}")
     page_size, width = pages.shape[1], block_tables.shape[1]
     block_pages = min(width, max(1, _BLOCK_TOKENS // page_size))
     block, end = block_pages * page_size, width * page_size

@@ -25,7 +25,7 @@ from pallas_kernels.mla_decode.schedule import BLOCK, FEW_ROWS, Costs, Schedule,
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -52,8 +52,9 @@ def mla_decode(
         raise NotImplementedError(
             f"takes pages of {BLOCK} tokens, {LATENT} latent and {ROPE} rope columns, got {widths}"
         )
-    if float8 and pages.shape[2] != TOKEN_BYTES:
-        raise NotImplementedError(f"takes tokens of {TOKEN_BYTES} bytes, got {pages.shape[2]}")
+    width, unit = (TOKEN_BYTES, "bytes") if float8 else (LATENT + ROPE, "columns")
+    if pages.shape[2] != width:
+        raise NotImplementedError(f"takes tokens of {width} {unit}, got {pages.shape[2]}")
     if float8 and config is not None:
         raise NotImplementedError(f"the kernel of float8 caches has no settings, got {config}")
     M = T * H

@@ -12,7 +12,7 @@ from pallas_kernels.softmax import masked_softmax
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -28,7 +28,7 @@ def mla_decode(
 def attend(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page C+R"] | UInt8[Array, "P page bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B some_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -49,6 +49,7 @@ def attend(
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
     if float8:
         cached = jnp.concatenate(dequantize_latent(cached, q_latent.dtype), axis=-1)
+    cached = cached[..., : C + q_rope.shape[-1]]
     s = first + jnp.arange(cached.shape[1])
     visible = jnp.minimum(lengths[:, None] - T + 1 + jnp.arange(T), end)
     # A masked slot may hold anything, NaN included: zero it, for 0 * NaN is NaN.

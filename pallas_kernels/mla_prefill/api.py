@@ -5,9 +5,13 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_prefill import mosaic_gpu, reference
+from pallas_kernels.mla_prefill import mosaic_gpu, mosaic_tpu, reference
 
-BACKENDS = {"mosaic_gpu": mosaic_gpu.mla_prefill, "reference": reference.mla_prefill}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.mla_prefill,
+    "mosaic_tpu": mosaic_tpu.mla_prefill,
+    "reference": reference.mla_prefill,
+}
 
 
 def mla_prefill(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import COLUMNS, Config, attend
 
 _ROWS_OF_A_COPY = 8
@@ -48,11 +48,13 @@ def mla_prefill(
         raise NotImplementedError(f"takes a positive scale, got {scale}")
     if 0 in q.shape or 0 in k.shape:
         raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
-    return _mla_prefill(q, k, v, starts, lengths, float(scale), config or Config(), interpret)
+    attention = functools.partial(
+        _attend, scale=float(scale), config=config or Config(), interpret=interpret
+    )
+    return with_gradient_of_reference(attention, scale)(q, k, v, starts, lengths)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _mla_prefill(q, k, v, starts, lengths, scale: float, config: Config, interpret: Any):
+def _attend(q, k, v, starts, lengths, *, scale: float, config: Config, interpret: Any):
     T = q.shape[1]
     q, k, v = (_to_whole_rows(x) for x in (q, k, v))
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
@@ -63,20 +65,3 @@ def _mla_prefill(q, k, v, starts, lengths, scale: float, config: Config, interpr
 def _to_whole_rows(x: jax.Array) -> jax.Array:
     missing = -x.shape[1] % _ROWS_OF_A_COPY
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
-
-
-def _forward(q, k, v, starts, lengths, scale, config, interpret):
-    out = _mla_prefill(q, k, v, starts, lengths, scale, config, interpret)
-    return out, (q, k, v, starts, lengths)
-
-
-def _backward(scale, config, interpret, inputs, cotangents):
-    *qkv, starts, lengths = inputs
-
-    def of_floats(q, k, v):
-        return reference.mla_prefill(q, k, v, starts, lengths, scale=scale)
-
-    return *jax.vjp(of_floats, *qkv)[1](cotangents), None, None
-
-
-_mla_prefill.defvjp(_forward, _backward)

@@ -6,10 +6,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.quantized_matmul import mosaic_gpu, reference
+from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.quantized_matmul,
+    "mosaic_tpu": mosaic_tpu.quantized_matmul,
     "reference": reference.quantized_matmul,
 }
 

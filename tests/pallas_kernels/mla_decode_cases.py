@@ -78,6 +78,11 @@ class Inputs:
             jnp.asarray(self.lengths, jnp.int32),
         )
 
+    def wider(self) -> "Inputs":
+        """The same tokens, behind each of which the page has 64 columns of nothing."""
+        pages = np.pad(self.pages, ((0, 0), (0, 0), (0, 64)), constant_values=np.nan)
+        return dataclasses.replace(self, pages=pages)
+
     def shuffled(self, seed: int) -> "Inputs":
         """The same tokens in other pages."""
         order = np.random.default_rng(seed).permutation(len(self.pages))
@@ -104,7 +109,7 @@ class Inputs:
             seen = self.tokens(b, self.lengths[b] - T + 1 + t)
             if not len(seen):
                 continue
-            latents, keys = seen[:, :C], seen[:, C:]
+            latents, keys = seen[:, :C], seen[:, C : C + self.q_rope.shape[-1]]
             scores = self.scale * (self.q_latent[b, t] @ latents.T + self.q_rope[b, t] @ keys.T)
             lse[b, t] = np.logaddexp.reduce(scores, axis=-1)
             out[b, t] = np.exp(scores - lse[b, t, :, None]) @ latents
@@ -238,6 +243,9 @@ class MlaDecodeCases:
             mean = x.tokens(b, p)[:, : self.widths[0]].mean(axis=0)
             check(out[b, t], np.tile(mean, (self.heads, 1)), tolerance(x.dtype))
             check(lse[b, t], np.full(self.heads, np.log(p)), TOLERANCES["float32"])
+
+    def test_pages_wider_than_tokens(self):
+        self.check(self.random((2 * self.page + 5, 0, self.page), T=2).wider())
 
     def test_rows_do_not_depend_on_each_other(self):
         """Bit for bit: another row's length, and where the pages stand, change nothing."""

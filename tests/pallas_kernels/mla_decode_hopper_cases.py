@@ -57,6 +57,10 @@ class HopperCases(MlaDecodeCases):
         if not ON_GPU:
             monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
 
+    def test_pages_wider_than_tokens(self):
+        with pytest.raises(NotImplementedError, match="takes tokens of 576 columns, got 640"):
+            run(self.random((70,)).wider(), self.implementation)
+
     def test_rows_do_not_depend_on_each_other(self):
         """Bit for bit: what other rows hold and ask, and where the pages stand, change nothing."""
         x = self.random((637, 70), max_pages=10)

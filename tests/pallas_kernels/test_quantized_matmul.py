@@ -1,4 +1,4 @@
-"""quantized_matmul: both back-ends against float64, and what they refuse."""
+"""quantized_matmul: all back-ends against float64, and what they refuse."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import integer_quant, quantized_matmul
-from pallas_kernels.quantized_matmul import mosaic_gpu
+from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
 
@@ -129,3 +129,25 @@ def test_lowers_for_cuda(form, monkeypatch):
     )
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "block"), [("float8", (128, 128)), ("int8", (1, 128)), ("int4", None)]
+)
+def test_on_tpus(form, block):
+    arrays, want = inputs(form, (2, 3), widths=(192, 384), block=block)
+    options = {"block_shape": block or BLOCKS[form], "interpret": True}
+    run = functools.partial(mosaic_tpu.quantized_matmul, **options)
+    got = jax.jit(functools.partial(run, out_dtype=jnp.bfloat16))(*arrays)
+    check(got, want, tolerance("bfloat16"))
+    cast = jax.jit(functools.partial(run, out_dtype=jnp.float32))(*arrays)
+    np.testing.assert_array_equal(cast, got.astype(jnp.float32))
+
+
+def test_what_tpus_leave_to_xla():
+    arrays, _ = inputs("int8", widths=(192, 384), block=(1, 384))
+    options = {"block_shape": (1, 384), "out_dtype": jnp.bfloat16}
+    with pytest.raises(NotImplementedError, match="XLA reads int8 with one scale a row as it is"):
+        mosaic_tpu.quantized_matmul(*arrays, **options, interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_tpu: runs on TPUs, this is cpu"):
+        quantized_matmul(*arrays, block_shape=(1, 384), implementation="mosaic_tpu")

@@ -1,0 +1,213 @@
+"""mla_prefill on TPUs (Pallas Mosaic TPU): bfloat16 and float32, keys and values of any widths.
+
+A grid step has a block of queries of one head and a segment of its keys and values: all of them,
+where VMEM has room, and then they are read from HBM once a head, whatever the number of queries. It
+goes through the segment in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`).
+
+* ``starts`` and ``lengths`` bound that loop: chunks that no query sees are not computed, those that
+  all see whole are not masked. Segments that no query sees are not copied either.
+* Heads come before tokens in HBM, so that a head's rows lie together. XLA writes a projection's
+  result that way at no cost, and transposes arguments of a program.
+* K = 192 takes 256 columns of HBM, VMEM and the matrix units' passes.
+
+Of the kernels that come with JAX, flash_attention has one width for keys and values, and
+splash_attention a mask that is known before it is compiled; neither has a row's ``starts``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
+from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
+from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, tiled_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Where the work is cut; multiples of 128, or all there is if that is less."""
+
+    rows: int = 512
+    """Queries of a block."""
+
+    chunk: int = 512
+    """Keys of a chunk."""
+
+    segment: int | None = None
+    """Keys of a segment, in whole chunks; by default as many as VMEM has room for."""
+
+
+def mla_prefill(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    config: Config | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    """Gradients are the reference's, from all scores at once.
+
+    Args:
+      interpret: as pallas_call takes it, to run without a TPU.
+    """
+    chip = require_tpu(interpret)
+    dtypes = {x.dtype.name for x in (q, k, v)}
+    if dtypes not in ({"bfloat16"}, {"float32"}):
+        raise NotImplementedError(f"takes bfloat16 or float32, got {', '.join(sorted(dtypes))}")
+    if 0 in q.shape or 0 in k.shape:
+        raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
+    plan = _plan(config or Config(), q, k, v, scale, chip)
+    attend = functools.partial(_attend, plan, interpret=interpret)
+    return with_gradient_of_reference(attend, scale)(q, k, v, starts, lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The numbers of one kernel."""
+
+    heads: int
+    rows: int
+    chunk: int
+    segment: int
+    scale: float
+    vmem: int
+    """Bytes that the compiler may use."""
+
+
+def _plan(config: Config, q, k, v, scale: float, chip: Chip) -> _Plan:
+    """The largest segments that fit into VMEM."""
+    _, T, H, K = q.shape
+    S, V, dtype = k.shape[1], v.shape[-1], q.dtype
+    tile = tile_rows(dtype)
+    rows, chunk = min(config.rows, T), min(config.chunk, -(-S // tile) * tile)
+
+    def blocks(segment: int) -> dict[str, int]:
+        return {
+            "queries": 2 * tiled_bytes((rows, K), dtype),
+            "keys and values": 2 * sum(tiled_bytes((segment, n), dtype) for n in (K, V)),
+            "results": 2 * (tiled_bytes((rows, V), dtype) + tiled_bytes((1, rows), jnp.float32)),
+            **softmax_bytes(rows, V, chunk, K + V),
+        }
+
+    segment = config.segment or -(-S // chunk) * chunk
+    while segment > chunk and sum(blocks(segment).values()) > chip.budget:
+        segment -= chunk
+    require_vmem(chip, blocks(segment))
+    vmem = sum(blocks(segment).values()) + chip.vmem - chip.budget
+    return _Plan(H, rows, chunk, segment, scale, vmem)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
+def _attend(
+    plan: _Plan,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    interpret: Any,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+    B, T, H, K = q.shape
+    S, V = v.shape[1], v.shape[-1]
+    q, k, v = (x.swapaxes(1, 2).reshape(B * H, *x.shape[1:2], x.shape[-1]) for x in (q, k, v))
+
+    def keys(head, block, segment, starts, lengths):
+        """The last segment that is seen stays for those that are not."""
+        last = _seen(plan, starts, lengths, head, (block + 1) * plan.rows)
+        return head, jnp.minimum(segment, jnp.maximum(pl.cdiv(last, plan.segment) - 1, 0)), 0
+
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, plan),
+        out_shape=(
+            jax.ShapeDtypeStruct((B * H, T, V), q.dtype),
+            jax.ShapeDtypeStruct((B * H, 1, T), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B * H, pl.cdiv(T, plan.rows), pl.cdiv(S, plan.segment)),
+            in_specs=[
+                pl.BlockSpec((1, plan.rows, K), lambda head, block, *_: (head, block, 0)),
+                pl.BlockSpec((1, plan.segment, K), keys),
+                pl.BlockSpec((1, plan.segment, V), keys),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, plan.rows, V), lambda head, block, *_: (head, block, 0)),
+                pl.BlockSpec((1, 1, plan.rows), lambda head, block, *_: (head, 0, block)),
+            ],
+            scratch_shapes=OnlineSoftmax.scratch(plan.rows, V),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem
+        ),
+        interpret=interpret,
+        name="mla_prefill",
+    )(starts.astype(jnp.int32), jnp.clip(lengths.astype(jnp.int32), 0, S), q, k, v)
+    return out.reshape(B, H, T, V).swapaxes(1, 2), lse.reshape(B, H, T).swapaxes(1, 2)
+
+
+def _seen(plan: _Plan, starts, lengths, head, query):
+    """How many keys the queries before ``query`` see together."""
+    row = head // plan.heads
+    return jnp.clip(starts[row] + query, 0, lengths[row])
+
+
+def _kernel(
+    plan: _Plan,
+    starts,  # SMEM [B]
+    lengths,  # SMEM [B], S at most
+    q,  # VMEM [1, rows, K]
+    k,  # VMEM [1, segment, K]
+    v,  # VMEM [1, segment, V]
+    out,  # VMEM [1, rows, V]
+    lse,  # VMEM [1, 1, rows]
+    *softmax,
+) -> None:
+    head, segment, sums = pl.program_id(0), pl.program_id(2), OnlineSoftmax(*softmax)
+    first_query, first_key = pl.program_id(1) * plan.rows, segment * plan.segment
+    row = head // plan.heads
+    query = first_query + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    seen = jnp.minimum(starts[row] + query + 1, lengths[row])
+
+    @pl.when(segment == 0)
+    def _():
+        sums.clear()
+
+    def seen_before(query):
+        """Keys of this segment that the queries before ``query`` see together."""
+        keys = _seen(plan, starts, lengths, head, query) - first_key
+        return jnp.clip(keys, 0, plan.segment)
+
+    def add(chunk, masked: bool) -> None:
+        here = pl.ds(pl.multiple_of(chunk * plan.chunk, plan.chunk), plan.chunk)
+        values, scores = v[0, here], plan.scale * dot(q[0], k[0, here], transposed=True)
+        if masked:
+            key = first_key + chunk * plan.chunk
+            keys = key + lax.broadcasted_iota(jnp.int32, (1, plan.chunk), 1)
+            scores = jnp.where(keys < seen, scores, -jnp.inf)
+            # What stands past the row's end may be NaN, and 0 * NaN is.
+            keys = key + lax.broadcasted_iota(jnp.int32, (plan.chunk, 1), 0)
+            values = jnp.where(keys < lengths[row], values, 0)
+        sums.add(scores, values)
+
+    whole = seen_before(first_query + 1) // plan.chunk
+    some = pl.cdiv(seen_before(first_query + plan.rows), plan.chunk)
+    pl.loop(0, whole)(lambda chunk: add(chunk, masked=False))
+    pl.loop(whole, some)(lambda chunk: add(chunk, masked=True))
+
+    @pl.when(segment == pl.num_programs(2) - 1)
+    def _():
+        result, lse[0] = sums.result()
+        out[0] = result.astype(out.dtype)

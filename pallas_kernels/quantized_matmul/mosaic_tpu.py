@@ -1,0 +1,48 @@
+"""quantized_matmul on TPUs: a grouped matmul of one group.
+
+The matrix is read once and as it is stored. XLA writes it to memory as floats first where a scale
+stands for a part of a row: nine times the traffic of float8, eighteen of int4 and more. With one
+scale a row it converts what it reads, as the kernel would, and is left to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.grouped_matmul import mosaic_tpu
+from pallas_kernels.quantized_matmul.reference import Matrix
+from pallas_kernels.tpu import require_tpu
+
+
+def quantized_matmul(
+    x: Float[Array, "*batch K"],
+    weight: Matrix,
+    scale: Float32[Array, "Nb Kb"],
+    *,
+    block_shape: tuple[int, int],
+    out_dtype: DTypeLike,
+    interpret: Any = None,
+) -> Float[Array, "*batch N"]:
+    """As :func:`pallas_kernels.quantized_matmul`, rounded to x's dtype first.
+
+    Raises:
+      NotImplementedError: no TPU, int8 with one scale a row, or what grouped_matmul refuses.
+    """
+    require_tpu(interpret)
+    if weight.dtype == jnp.int8 and block_shape[0] == scale.shape[1] == 1:
+        raise NotImplementedError("XLA reads int8 with one scale a row as it is stored")
+    M = math.prod(x.shape[:-1])
+    out = mosaic_tpu.grouped_matmul(
+        x.reshape(M, x.shape[-1]),
+        weight[None],
+        jnp.full((1,), M, jnp.int32),
+        rhs_scale=scale[None],
+        block_shape=block_shape,
+        interpret=interpret,
+    )
+    return out.reshape(*x.shape[:-1], weight.shape[0]).astype(out_dtype)
