@@ -5,6 +5,8 @@ in bfloat16), whatever the number of heads. Token s of a row stands in page
 ``block_tables[row, s // page_size]`` at slot ``s % page_size``; a contiguous cache is the table
 that counts up. Taking tokens back only lowers ``lengths``.
 
+Pages may be wider than tokens: a TPU's kernel reads whole groups of 128 columns, 640 for 576.
+
 On a mesh a row's pages lie on the row's devices. Where several share its tokens, they have its
 pages in turns: whatever the length, what they hold differs by a page at most.
 """
@@ -20,6 +22,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv3_jax.config import ModelConfig
+from pallas_kernels import target
+from pallas_kernels.mla_decode.api import page_width
 from sharding import Layout
 
 PAGE_SIZE = 64  # tokens; the page that Hopper's latent attention kernels work in
@@ -33,8 +37,8 @@ PAGES = (("batch", "cached_tokens"),)
 class LatentKVCache:
     """All layers' latents of a batch. Written by ``DeepSeekV3.extend``."""
 
-    pages: tuple[Float[Array, "P page CR"], ...]
-    """A layer each: normed latent, then rotated rope key. Unwritten slots hold zeros."""
+    pages: tuple[Float[Array, "P page width"], ...]
+    """A layer each: normed latent, then rotated rope key. What is not written holds zeros."""
 
     block_tables: Int[Array, "B max_pages"]
     """Page numbers of each row, in order; shared by all layers. Where n devices share a row's
@@ -43,7 +47,7 @@ class LatentKVCache:
     lengths: Int[Array, " B"]
     """Tokens that the decoder layers hold for each row."""
 
-    mtp_pages: tuple[Float[Array, "P page CR"], ...] = ()
+    mtp_pages: tuple[Float[Array, "P page width"], ...] = ()
     """The first MTP layer's, under the same tables, where it drafts; else empty. How many places
     of a row it holds is for its caller to know. Written by ``DeepSeekV3.extend_mtp``."""
 
@@ -63,11 +67,14 @@ class LatentKVCache:
         mtp: bool = False,
         layout: Layout | None = None,
         count_routing: bool = False,
+        platform: str | None = None,
     ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
 
         Args:
           layout: on which pages lie apart; its parts of the batch divide ``batch``.
+          platform: whose kernels read the pages, ``cpu``, ``gpu`` or ``tpu``; by default that of
+            the layout's devices, or of the default device.
         """
         rows_apart, tokens_apart = (
             (1, 1) if layout is None else (layout.parts("batch"), layout.parts("cached_tokens"))
@@ -75,8 +82,9 @@ class LatentKVCache:
         pages_apart = -(-max_len // (page_size * tokens_apart))  # of a row, on each device
         numbers = jnp.arange(batch * tokens_apart * pages_apart, dtype=jnp.int32)
         by_device = numbers.reshape(rows_apart, tokens_apart, -1, pages_apart)
-        shape = (numbers.size, page_size, config.latent_dim)
         sharding = None if layout is None else layout.sharding(PAGES)
+        platform = platform or (layout and layout.platform) or target.platform()
+        shape = (numbers.size, page_size, page_width(config.latent_dim, platform))
         moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
         counted = (moe_layers, config.n_routed_experts) if count_routing else None
         return cls(
@@ -119,14 +127,15 @@ class TokenShare(NamedTuple):
 
 
 def write(
-    pages: Float[Array, "P page CR"],
+    pages: Float[Array, "P page width"],
     block_tables: Int[Array, "B max_pages"],
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     latents: Float[Array, "B T CR"],
-) -> Float[Array, "P page CR"]:
+) -> Float[Array, "P page width"]:
     """Stores the latents of ``valid`` tokens at their positions; the others are dropped."""
-    P, page_size, _ = pages.shape
+    P, page_size, width = pages.shape
+    latents = jnp.pad(latents, ((0, 0), (0, 0), (0, width - latents.shape[-1])))
     page = jnp.take_along_axis(block_tables, positions // page_size, axis=1, mode="clip")
     page = jnp.where(valid, page, P)  # out of bounds, hence dropped
     return pages.at[page, positions % page_size].set(latents.astype(pages.dtype), mode="drop")

@@ -307,7 +307,7 @@ def _extend(
     x: Float[Array, "B T D"],
     turn: Rotation,
     cache: LayerCache,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], Int[Array, " E"] | None]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], Int[Array, " E"] | None]:
     """A layer's ``extend``, and the tokens that chose each expert. Jitted: layers of a kind are
     traced and lowered once."""
     x, pages, stats = nnx.merge(graph, weights).extend(x, turn, cache, form)

@@ -91,7 +91,7 @@ def check_exchange(
         raise ValueError(
             f"combine_dtype: expected float32 or bfloat16, got {jnp.dtype(combine_dtype)}"
         )
-    if exchange == "ragged_all_to_all" and axes and _platform(mesh) == "cpu":
+    if exchange == "ragged_all_to_all" and axes and platform_of(mesh) == "cpu":
         raise NotImplementedError(
             "ragged_all_to_all: XLA has none for CPUs; use all_to_all or all_gather there"
         )
@@ -102,7 +102,7 @@ def check_exchange(
     return num_experts // devices
 
 
-def _platform(mesh: Mesh | AbstractMesh) -> str | None:
+def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
     """None: the mesh is of no devices yet."""
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
     return device.platform if device else None

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sharding.expert_parallel import Exchange
+from sharding.expert_parallel import Exchange, platform_of
 from sharding.rules import DEFAULT_RULES, Rules
 
 Axis = str | tuple[str, ...] | None
@@ -69,6 +69,11 @@ class Layout:
                 "storage: expected axis 'vocab' on every device whole, got it over mesh axis"
                 f" {' x '.join(self.axes('vocab'))}: embedding and head are gathered by rows alone"
             )
+
+    @property
+    def platform(self) -> str | None:
+        """Of the mesh's devices, as :mod:`pallas_kernels.target` names them; None without any."""
+        return platform_of(self.mesh)
 
     def axes(self, axis: Axis) -> tuple[str, ...]:
         """Axes of the mesh, of more than one device, that split a logical axis; none without a

@@ -140,6 +140,19 @@ def test_table_entries_past_a_row_may_be_anything(form, model, empty):
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_pages_of_a_tpu(form, model, empty):
+    """They are wider than tokens, and what stands there does not matter."""
+    kept = {"dtype": "float32", "page_size": PAGE, "platform": "tpu"}
+    wide = LatentKVCache.init(model.config, ROWS, PAGE * PAGES, **kept).pages[0].shape[-1]
+    assert wide == 128 > model.config.latent_dim
+    columns = ((0, 0), (0, 0), (0, wide - model.config.latent_dim))
+    pages = tuple(jnp.pad(p, columns, constant_values=jnp.nan) for p in empty.pages)
+    got, _ = feed(model, TOKENS, LENGTHS, dataclasses.replace(empty, pages=pages), 7, form)
+    want, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_rewind_equals_a_fresh_run(form, model, empty):
     """Lowering `lengths` takes tokens back; what lies behind them is overwritten."""
     kept = np.array([61, 30, 0])

@@ -43,7 +43,7 @@ _CONTEXT_TOKENS = 4096
 class LayerCache(NamedTuple):
     """One layer's view of the cache while it is extended by T tokens a row."""
 
-    pages: Float[Array, "P page CR"]
+    pages: Float[Array, "P page width"]
     block_tables: Int[Array, "B max_pages"]
     starts: Int[Array, " B"]
     """Tokens held before these T, by all devices that share a row."""
@@ -114,7 +114,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
         """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
         latent = self.latents(x, rotation)
         share = TokenShare.of(self.layout, cache.pages.shape[1])
@@ -227,9 +227,10 @@ class MultiHeadLatentAttention(nnx.Module):
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-            cached = cache.pages[table].reshape(B, block, -1).astype(q.dtype)
+            cached = cache.pages[table][..., : latent.shape[-1]].reshape(B, block, -1)
             held = jnp.clip(lengths - i * block, 0, block)
-            out, lse = mla_prefill(q, *self.expand(cached), everything, held, scale=scale)
+            keys, values = self.expand(cached.astype(q.dtype))
+            out, lse = mla_prefill(q, keys, values, everything, held, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
         out, lse = mla_prefill(

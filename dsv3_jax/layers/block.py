@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], RoutingStats | None]:
         """T new tokens a row behind those in the cache; also the extended cache."""
         if self.layout is None:
             return self._extended(x, rotation, cache, form)
@@ -101,7 +101,7 @@ class DecoderLayer(nnx.Module):
 
     def _extended(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page CR"], RoutingStats | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], RoutingStats | None]:
         attended, pages = self.self_attn.extend(self.input_layernorm(x), rotation, cache, form)
         y, stats = self._feed_forward(x, attended, cache.valid)
         return y, pages, stats

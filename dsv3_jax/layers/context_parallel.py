@@ -23,7 +23,7 @@ def attend_share(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
     latent: Float[Array, "B T CR"],
-    pages: Float[Array, "P page CR"],
+    pages: Float[Array, "P page width"],
     block_tables: Int[Array, "B max_pages"],
     starts: Int[Array, " B"],
     share: TokenShare,

@@ -93,7 +93,14 @@ def _state(share: Share, plan: Deployment) -> tuple[int, int]:
 
     def empty() -> tuple[list[jax.Array], list[jax.Array]]:
         rows = share.own_rows(plan.batch)
-        cache = LatentKVCache.init(config, rows, max_len + depth, dtype=jnp.bfloat16, mtp=plan.mtp)
+        cache = LatentKVCache.init(
+            config,
+            rows,
+            max_len + depth,
+            dtype=jnp.bfloat16,
+            mtp=plan.mtp,
+            platform=plan.target.platform,
+        )
         state = DecodeState.empty(
             cache,
             max_len,

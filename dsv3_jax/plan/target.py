@@ -55,6 +55,11 @@ class Target:
         return CHIPS[self.kind]
 
     @property
+    def platform(self) -> str:
+        """As :mod:`pallas_kernels.target` names it."""
+        return "tpu" if self.kind in _TPUS else "gpu"
+
+    @property
     def devices(self) -> int:
         """As JAX counts them."""
         return math.prod(self.sizes) * (_TPUS[self.kind][2] if self.kind in _TPUS else 1)

@@ -18,6 +18,15 @@ BACKENDS = {
 }
 
 
+def page_width(columns: int, platform: str) -> int:
+    """Columns that pages of tokens of C + R should have.
+
+    On a TPU a multiple of 128: XLA gives narrower pages another layout than the kernel reads, and
+    copies them all before every call.
+    """
+    return -(-columns // 128) * 128 if platform == "tpu" else columns
+
+
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
@@ -41,9 +50,8 @@ def mla_decode(
       q_latent: the rope-free queries, already folded through W_UK.
       q_rope: the rotated rope queries.
       pages: the layer's cache. Token s of row b stands in page ``block_tables[b, s // page]`` at
-        slot ``s % page``. Columns past C + R are padding and may be anything; ``mosaic_tpu`` wants
-        a multiple of 128 columns, or XLA copies all pages before every call. uint8: tokens as
-        :func:`pallas_kernels.quantize_latent` writes them, C is then 512 and R 64, and a cached
+        slot ``s % page``. Columns past C + R may be anything, see :func:`page_width`. uint8: tokens
+        as :func:`pallas_kernels.quantize_latent` writes them, C is then 512 and R 64, and a cached
         token is what :func:`pallas_kernels.dequantize_latent` makes of it in q_latent's dtype.
         ``mosaic_gpu`` rounds their scales to bfloat16 and takes scales below 2^8.
       block_tables: page numbers; entries past a row's length may be anything.

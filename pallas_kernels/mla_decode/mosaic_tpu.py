@@ -106,6 +106,9 @@ def mla_decode(
     dtypes = {x.dtype.name for x in (q_latent, q_rope, pages)}
     if dtypes not in ({"bfloat16"}, {"float32"}):
         raise NotImplementedError(f"takes bfloat16 or float32, got {', '.join(sorted(dtypes))}")
+    if 0 in (q_latent.size, pages.size, block_tables.size):
+        shapes = q_latent.shape, pages.shape, block_tables.shape
+        raise NotImplementedError(f"takes no empty arrays, got {', '.join(map(str, shapes))}")
     page, tile = pages.shape[1], tile_rows(pages.dtype)
     if C % LANES or page % tile:
         raise NotImplementedError(

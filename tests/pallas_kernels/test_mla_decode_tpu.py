@@ -80,6 +80,7 @@ def arrays(H=8, page=16, max_pages=4, widths=(128, 64), B=2, **dtypes):
     [
         ({"pages": "uint8"}, "takes bfloat16 or float32, got bfloat16, uint8"),
         ({"q_rope": "float32"}, "takes bfloat16 or float32, got bfloat16, float32"),
+        ({"H": 0}, r"empty arrays, got \(2, 1, 0, 128\), \(3, 16, 192\), \(2, 4\)"),
         ({"widths": (192, 64)}, "got 192 and 16"),
         ({"page": 8}, "pages of a multiple of 16 tokens, got 128 and 8"),
         ({"max_pages": 2**17}, "block tables of 229,376 pages, got 262,144"),

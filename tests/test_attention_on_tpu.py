@@ -1,0 +1,91 @@
+"""DeepSeek-V3's attention layer with its cache, compiled for TPUs that are not there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dsv3_jax import presets
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.attention import LayerCache, MultiHeadLatentAttention
+from dsv3_jax.layers.rope import rotation
+from tests.pallas_kernels.tpu_topology import (
+    compiled,
+    kernels,
+    needs_libtpu,
+    one_device,
+)
+
+CONFIG, ROWS, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
+
+
+def program(chip, form, T, *, steps=1, platform="tpu"):
+    """That many steps of T tokens a row, the cache donated; and its pages."""
+
+    def layer():
+        rngs = nnx.Rngs(0)
+        return MultiHeadLatentAttention(CONFIG, rngs=rngs, dtype=jnp.bfloat16, quantization=None)
+
+    graph, state = nnx.split(nnx.eval_shape(layer))
+
+    def empty():
+        kwargs = {"dtype": jnp.bfloat16, "platform": platform}
+        cache = LatentKVCache.init(CONFIG, ROWS, CONTEXT, **kwargs)
+        return cache.block_tables, cache.lengths, cache.pages[0]
+
+    def run(state, x, tables, starts, pages):
+        attention, valid = nnx.merge(graph, state), jnp.ones((ROWS, T), jnp.bool_)
+
+        def step(i, carry):
+            x, pages = carry
+            turn = rotation(CONFIG, starts[:, None] + i * T + jnp.arange(T))
+            return attention.extend(x, turn, LayerCache(pages, tables, starts + i * T, valid), form)
+
+        return jax.lax.fori_loop(0, steps, step, (x, pages))
+
+    mesh, whole = one_device(chip), PartitionSpec()
+    x = jax.ShapeDtypeStruct((ROWS, T, CONFIG.hidden_size), jnp.bfloat16)
+    arrays = state, x, *jax.eval_shape(empty)
+    laid = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, whole)),
+        arrays,
+    )
+    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return compiled(jax.jit(run, donate_argnums=4).lower(*laid)), laid[-1]
+
+
+def copies(compiled_program, pages) -> int:
+    """Of all pages, that XLA has put in."""
+    dimensions = ",".join(map(str, pages.shape))
+    return len(re.findall(rf"= bf16\[{dimensions}\]\S* copy\(", compiled_program.as_text()))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("chip", "T"), [("v5p", 1), pytest.param("tpu7x", 4, marks=pytest.mark.slow)]
+)
+def test_decode_writes_and_reads_the_cache_in_place(chip, T):
+    decode, pages = program(chip, "absorbed", T, steps=8)
+    assert kernels(decode) == 1
+    assert copies(decode, pages) == 0
+    assert decode.memory_analysis().alias_size_in_bytes >= 2 * pages.size
+
+
+@needs_libtpu
+def test_a_narrower_cache_is_copied():
+    """Before the loop and behind it: why a TPU's pages are padded."""
+    decode, pages = program("v5p", "absorbed", 1, steps=8, platform="gpu")
+    assert copies(decode, pages) == 2
+    assert decode.memory_analysis().temp_size_in_bytes > 2 * pages.size
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_prefill():
+    """A chunk behind a cache: itself, and blocks of what was cached."""
+    prefill, pages = program("v5p", "expanded", 256)
+    assert kernels(prefill) == 2
+    assert copies(prefill, pages) == 0
