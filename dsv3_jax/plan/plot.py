@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsv3_jax.plan.sweep import Point
+from dsv3_jax.plan.sweep import ACCEPTED, Point
 
 _DPI = 110
 
@@ -24,7 +24,8 @@ def plot(points: list[Point], path: Path, title: str) -> None:
         ) from None
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    for mtp, label, side in ((False, "a token a step", -1), (True, "with MTP drafts", 1)):
+    drafts = f"with MTP drafts, {ACCEPTED:.0%} of which hold"
+    for mtp, label, side in ((False, "a token a step", -1), (True, drafts, 1)):
         of_kind = [point for point in points if point.mtp == mtp]
         if not of_kind:
             continue

@@ -10,6 +10,10 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.fit import fits, shapes_of
 
 
+ACCEPTED = 0.85
+"""Share of drafts that hold, at the least, as DeepSeek reports (V3 report, section 5.4.3)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """Bounds on decoding with so many rows."""
@@ -23,12 +27,12 @@ class Point:
     binding: str
 
 
-def sweep(deployment: Deployment, accepted: float = 0.85) -> list[Point]:
+def sweep(deployment: Deployment, accepted: float = ACCEPTED) -> list[Point]:
     """Batches that double from the least that the layout takes to the most that fits, without and,
     where the model has an MTP layer, with drafts.
 
     Args:
-      accepted: share of drafts that hold; DeepSeek reports 0.85 to 0.90 (V3 report, 5.4.3).
+      accepted: share of drafts that hold.
     """
     found = []
     for mtp in (False, True) if deployment.config.num_nextn_predict_layers else (False,):
