@@ -35,6 +35,8 @@ class Chip:
     """Bytes of a TensorCore."""
     cores: int
     """TensorCores of a JAX device: they share out the "parallel" dimensions of a kernel's grid."""
+    float8: bool
+    """Whether its registers know float8_e4m3fn; older ones know a float8 of another bias."""
 
     @property
     def budget(self) -> int:
@@ -47,11 +49,11 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", vmem=128 * _MIB, cores=1),
-        Chip("v5p", vmem=64 * _MIB, cores=2),
-        Chip("v6e", vmem=128 * _MIB, cores=1),
+        Chip("v5e", vmem=128 * _MIB, cores=1, float8=False),
+        Chip("v5p", vmem=64 * _MIB, cores=2, float8=False),
+        Chip("v6e", vmem=128 * _MIB, cores=1, float8=False),
         # A half of a chip, as its own device.
-        Chip("tpu7x", vmem=64 * _MIB, cores=1),
+        Chip("tpu7x", vmem=64 * _MIB, cores=1, float8=True),
     )
 }
 

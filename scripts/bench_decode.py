@@ -71,9 +71,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--largest", nargs="*", type=int, default=[], help="of so many tokens")
     parser.add_argument("--layers", type=int, help="of the model, the first so many")
     parser.add_argument("--layout", choices=tuple(PRESETS), help="over all devices")
-    parser.add_argument(
-        "--exchange", nargs="+", choices=get_args(Exchange), default=["all_gather"]
-    )
+    parser.add_argument("--exchange", nargs="+", choices=get_args(Exchange), default=["all_gather"])
     parser.add_argument("--float8-dispatch", action="store_true")
     parser.add_argument(
         "--micro-batches", nargs="+", type=int, default=[1], help="of a device's rows"
@@ -227,9 +225,7 @@ class Bench:
         _, fails_at = largest_batch(planned_bytes, runs, first, fixed=fixed, limit=limit)
         return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
 
-    def _row(
-        self, model: DeepSeekV3, weights: str, batch: int, context: int, measure: Any
-    ) -> None:
+    def _row(self, model: DeepSeekV3, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
             "model": self._arguments.model, "dtype": weights,
             "activations": self._arguments.activations, "batch": batch, "context": context,

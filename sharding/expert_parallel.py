@@ -59,7 +59,8 @@ def check_exchange(
     Raises:
       ValueError: an unknown exchange, an axis that the mesh lacks or that is named twice, experts
         that do not divide over the devices, float8 rows that are no whole blocks, a capacity that
-        is not positive or that the exchange does not use, another dtype of partial sums.
+        is not positive or that the exchange does not use, another dtype of partial sums,
+        ``one_sided`` on a mesh whose devices are not 0, 1, ... in row-major order.
       NotImplementedError: ``ragged_all_to_all`` on a CPU; ``one_sided`` with several processes.
     """
     if exchange not in get_args(Exchange):
@@ -99,6 +100,15 @@ def check_exchange(
         raise NotImplementedError(
             f"one_sided: expected devices of one process, got {jax.process_count()} processes"
         )
+    if exchange == "one_sided" and axes and isinstance(mesh, Mesh):
+        # A kernel names the device that it stores into by its place in the mesh. A mesh that is
+        # being traced has no devices to ask.
+        numbers = [device.id for device in mesh.devices.flat]
+        if numbers != list(range(len(numbers))):
+            raise ValueError(
+                f"one_sided: expected devices 0 to {len(numbers) - 1} in row-major order, got"
+                f" {numbers}"
+            )
     return num_experts // devices
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from sharding.expert_parallel import Exchange, platform_of
 from sharding.rules import DEFAULT_RULES, Rules
@@ -32,7 +34,7 @@ class Layout:
     Raises:
       ValueError: experts split over axes that the batch is not split over before those that it is;
         a rule or a storage of an axis that the mesh lacks; storage beside words that are split;
-        less than one micro-batch.
+        less than one micro-batch; ``bfloat16_combine`` with experts that no rule splits.
     """
 
     mesh: Mesh | AbstractMesh
@@ -47,6 +49,9 @@ class Layout:
     storage: tuple[str, ...] = ()
     """Axes of the mesh along which devices that would hold copies of a parameter hold a part each,
     which is gathered where it is used: see :mod:`sharding.storage`."""
+    bfloat16_combine: bool = False
+    """Each device's part of an experts' sum travels back in bfloat16, as DeepSeek's do; of rules
+    that split experts."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -58,6 +63,11 @@ class Layout:
             raise ValueError(
                 "rules: expected experts over axes of the batch first, then over others, got "
                 f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
+            )
+        if self.bfloat16_combine and not self.rules.table.get("expert"):
+            raise ValueError(
+                "bfloat16_combine: expected rules that split experts over devices, got none:"
+                " no sum travels"
             )
         for axis in self.storage:
             if axis not in self.mesh.shape:
@@ -98,6 +108,11 @@ class Layout:
             tuple(a for a in of_experts if a in batch),
             tuple(a for a in of_experts if a not in batch),
         )
+
+    @property
+    def combine_dtype(self) -> DTypeLike:
+        """Of parts of experts' sums on their way back."""
+        return jnp.bfloat16 if self.bfloat16_combine else jnp.float32
 
     def spec(self, axes: Axes) -> PartitionSpec:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))

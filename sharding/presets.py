@@ -100,6 +100,7 @@ def make_layout(
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     exchange: Exchange = "all_gather",
     float8_dispatch: bool = False,
+    bfloat16_combine: bool = False,
     micro_batches: int = 1,
     expert_devices: int | None = None,
 ) -> Layout:
@@ -128,7 +129,15 @@ def make_layout(
             )
         sizes = {"data": len(found) // expert_devices, "expert": expert_devices}
     mesh = make_mesh(**sizes, devices=found)
-    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches, preset.storage)
+    return Layout(
+        mesh,
+        preset.rules,
+        exchange,
+        float8_dispatch,
+        micro_batches,
+        preset.storage,
+        bfloat16_combine,
+    )
 
 
 def abstract_layout(
@@ -137,6 +146,7 @@ def abstract_layout(
     *,
     exchange: Exchange = "all_gather",
     float8_dispatch: bool = False,
+    bfloat16_combine: bool = False,
     micro_batches: int = 1,
 ) -> Layout:
     """The same over so many devices that are not here: to ask what each of them would hold.
@@ -146,7 +156,15 @@ def abstract_layout(
     """
     preset = _preset(name, devices)
     mesh = abstract_mesh(**preset.axes(devices))
-    return Layout(mesh, preset.rules, exchange, float8_dispatch, micro_batches, preset.storage)
+    return Layout(
+        mesh,
+        preset.rules,
+        exchange,
+        float8_dispatch,
+        micro_batches,
+        preset.storage,
+        bfloat16_combine,
+    )
 
 
 def _preset(name: str, devices: int) -> Preset:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's attention layer with its cache, compiled for TPUs that are not there."""
+"""DeepSeek-V3's attention layer with its cache, compiled for a TPU that is not there."""
 
 import re
 
@@ -22,7 +22,7 @@ from tests.pallas_kernels.tpu_topology import (
 CONFIG, ROWS, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
 
 
-def program(chip, form, T, *, steps=1, platform="tpu"):
+def program(form, T, *, steps=1, platform="tpu"):
     """That many steps of T tokens a row, the cache donated; and its pages."""
 
     def layer():
@@ -46,7 +46,7 @@ def program(chip, form, T, *, steps=1, platform="tpu"):
 
         return jax.lax.fori_loop(0, steps, step, (x, pages))
 
-    mesh, whole = one_device(chip), PartitionSpec()
+    mesh, whole = one_device("v5p"), PartitionSpec()
     x = jax.ShapeDtypeStruct((ROWS, T, CONFIG.hidden_size), jnp.bfloat16)
     arrays = state, x, *jax.eval_shape(empty)
     laid = jax.tree.map(
@@ -64,11 +64,8 @@ def copies(compiled_program, pages) -> int:
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("chip", "T"), [("v5p", 1), pytest.param("tpu7x", 4, marks=pytest.mark.slow)]
-)
-def test_decode_writes_and_reads_the_cache_in_place(chip, T):
-    decode, pages = program(chip, "absorbed", T, steps=8)
+def test_decode_writes_and_reads_the_cache_in_place():
+    decode, pages = program("absorbed", 2, steps=8)
     assert kernels(decode) == 1
     assert copies(decode, pages) == 0
     assert decode.memory_analysis().alias_size_in_bytes >= 2 * pages.size
@@ -77,7 +74,7 @@ def test_decode_writes_and_reads_the_cache_in_place(chip, T):
 @needs_libtpu
 def test_a_narrower_cache_is_copied():
     """Before the loop and behind it: why a TPU's pages are padded."""
-    decode, pages = program("v5p", "absorbed", 1, steps=8, platform="gpu")
+    decode, pages = program("absorbed", 1, steps=8, platform="gpu")
     assert copies(decode, pages) == 2
     assert decode.memory_analysis().temp_size_in_bytes > 2 * pages.size
 
@@ -86,6 +83,6 @@ def test_a_narrower_cache_is_copied():
 @pytest.mark.slow
 def test_prefill():
     """A chunk behind a cache: itself, and blocks of what was cached."""
-    prefill, pages = program("v5p", "expanded", 256)
+    prefill, pages = program("expanded", 64)
     assert kernels(prefill) == 2
     assert copies(prefill, pages) == 0

@@ -99,6 +99,14 @@ def test_logits(directory, tokens, want, name):
     assert_same(forward(dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], tokens), want)
 
 
+def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
+    """Each of up to K parts of a layer's sum is rounded once: half of 2^-8 of itself."""
+    layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
+    got = forward(dsv3_jax.load(directory, layout=layout)[0], tokens)[0]
+    error = np.abs(got - np.asarray(want[0])).max() / np.abs(want[0]).max()
+    assert 1e-5 < error < 2**-8
+
+
 @pytest.mark.parametrize(
     "name", ["dp_attention_ep", "dp_attention_ep, all_to_all", "data 2, expert 2, tensor 2"]
 )
@@ -313,6 +321,22 @@ def refused(pattern, run):
     with pytest.raises(ValueError, match=pattern) as caught:
         run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["single", "tensor_parallel"])
+def test_sums_that_do_not_travel_have_no_dtype_for_it(name):
+    refused(
+        "^bfloat16_combine: expected rules that split experts",
+        lambda: make_layout(name, bfloat16_combine=True),
+    )
+
+
+def test_devices_of_one_sided_count_from_zero():
+    backwards = make_layout("dp_attention_ep", devices=jax.devices()[::-1], exchange="one_sided")
+    refused(
+        "^one_sided: expected devices 0 to 7 in row-major order",
+        lambda: check_layout(ModelConfig.from_hf(CONFIG), backwards),
+    )
 
 
 def test_what_cannot_be_laid_out(directory):

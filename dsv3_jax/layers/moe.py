@@ -208,5 +208,6 @@ class MoE(nnx.Module):
             reduce_axes=summed_over,
             exchange="all_gather" if layout is None else layout.exchange,
             float8=layout is not None and layout.float8_dispatch,
+            combine_dtype=layout.combine_dtype if layout else jnp.float32,
         )
         return mixed if layout is None else layout.total(mixed, "expert_ffn")

@@ -1,9 +1,9 @@
 """grouped_matmul for TPUs: a kernel that reads each matrix once, as it is stored.
 
-XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. The first
-is given a transposed copy of DeepSeek's K-major matrices, all of them, and neither takes scales: for
-32 of DeepSeek-V3's experts in int8, ``ragged_dot`` needs 3.1 GiB of temporaries on a v5p, where the
-kernel has a MiB (libtpu 0.0.42). It stays what matrices narrower than a register are left to.
+XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. For the
+first XLA copies all of DeepSeek's K-major matrices, and neither takes scales: of 32 of V3's experts
+in int8, ``ragged_dot`` makes 3.1 GiB of temporaries on a v5p, where the kernel has a MiB (libtpu
+0.0.42). It stays what matrices narrower than a register are left to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def grouped_matmul(
     """grouped_matmul on a TPU, of rows in bfloat16 or float32, float32 in full precision.
 
     Float8 rows become bfloat16, times their scales, before: that rounds them once more. Quantized
-    matrices are rounded to the rows' dtype, but those with one scale a row are exact.
+    matrices of many rows are rounded to the rows' dtype with their scales.
 
     Gradients are those of the reference.
 

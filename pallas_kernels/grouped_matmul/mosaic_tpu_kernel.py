@@ -7,9 +7,11 @@ VMEM only when another than the last one's is asked for, while the last one is c
   however many tiles the group has. Of a group without rows none is read.
 - A block of a matrix is of whole rows, all of K. So there are no partial sums to keep, and a tile
   of rows too is read once for a block of columns.
-- Quantized matrices travel as they are stored. When a block arrives, its values become the rows'
-  dtype, times their scales, in a scratch that all the group's visits multiply with. A scale that
-  stands for a whole row of the matrix multiplies the result instead.
+- Quantized matrices travel as they are stored. Of few rows, their values become the rows' dtype on
+  the way to the matrix unit, and scales multiply sums of the part of K that they stand for: then
+  registers keep up with memory. Of many rows, values times scales go to a scratch when a block
+  arrives, and all the group's visits multiply with that. A scale that stands for a whole row of the
+  matrix multiplies the result.
 - A tile of the result stays in VMEM while its visits last; each of them writes its group's rows.
 
 int4 comes as bytes of two neighbouring columns. They are not put beside each other again, which
@@ -99,7 +101,7 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
     """One visit, of one block of columns.
 
     ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns],
-    and for matrices of another dtype scratch ``dense`` [columns, K].
+    and where matrices are expanded scratch ``dense`` [columns, K].
     """
     *others, dense = rest if plan.expands else (*rest, rhs)
     *scales, out = others
@@ -117,12 +119,53 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 
     def some_columns(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
-        sums = dot(lhs[...], dense[at], transposed=True)
+        if plan.in_parts:
+            sums = product_in_parts(
+                plan, block * plan.columns + i * plan.step, lhs, rhs, scales, at
+            )
+        else:
+            sums = dot(lhs[...], dense[at], transposed=True)
         if plan.scale_a_row:
-            sums *= scales[0][:, at]
+            sums *= scales[0][:, at] * plan.unit
         out[:, at] = jnp.where(own, sums, out[:, at].astype(jnp.float32)).astype(out.dtype)
 
     lax.fori_loop(0, plan.columns // plan.step, some_columns, None)
+
+
+def product_in_parts(
+    plan: Plan, row: Any, lhs: Any, rhs: Any, scales: Sequence[Any], at: Any
+) -> Float32[Array, "rows step"]:
+    """``lhs`` by rows ``at`` of the block, the first of which is row ``row`` of the matrix.
+
+    Each part of K that has a scale of its own is summed apart. Where two parts share registers, the
+    rows go in twice, each time with zeros in the other's place.
+    """
+    width, rows = rhs.shape[1], plan.rows
+    factors = None  # [Kb, step], or [1, Kb] for all columns
+    if scales and not plan.scale_a_row:
+        (scale,) = scales
+        rows_of_scale = plan.block_shape[0]
+        factors = scale[:, at] if rows_of_scale == 1 else scale[pl.ds(row // rows_of_scale, 1)]
+        factors *= plan.unit
+    sums = jnp.zeros((rows, plan.step), jnp.float32)
+    for first in range(0, width, max(plan.part, LANES)):
+        lanes = slice(first, min(first + max(plan.part, LANES), width))
+        parts = range(lanes.start // plan.part, -(-lanes.stop // plan.part))
+        of_parts = jnp.zeros((len(parts) * rows, plan.step), jnp.float32)
+        for half, values in enumerate(numbers(plan, rhs[at, lanes])):
+            tile = lhs[:, half * width + lanes.start : half * width + lanes.stop]
+            if len(parts) > 1:
+                part = (first + lax.broadcasted_iota(jnp.int32, tile.shape, 1)) // plan.part
+                tile = jnp.concatenate([jnp.where(part == p, tile, 0) for p in parts])
+            of_parts += dot(tile.astype(lhs.dtype), values.astype(lhs.dtype), transposed=True)
+        for i, part in enumerate(parts):
+            of_part = of_parts[i * rows : (i + 1) * rows]
+            if factors is not None and plan.block_shape[0] == 1:
+                of_part *= factors[part : part + 1]
+            elif factors is not None:
+                of_part *= factors[:, part : part + 1]
+            sums += of_part
+    return sums
 
 
 def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) -> None:
@@ -135,12 +178,12 @@ def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) 
         at = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
         row = block * plan.columns + i * EXPANDED_ROWS
         factors = [
-            scale[:, at].T if scale_rows == 1 else scale[pl.ds(row // scale_rows, 1)]
+            (scale[:, at].T if scale_rows == 1 else scale[pl.ds(row // scale_rows, 1)]) * plan.unit
             for scale in scales
         ]
         for lane in range(0, width, LANES):
             columns = slice(lane, min(lane + LANES, width))
-            values = unpack(rhs[at, columns], plan.packed)
+            values = [half.astype(jnp.float32) for half in numbers(plan, rhs[at, columns])]
             for each in factors:
                 factor = spread(each, columns, scale_lanes)
                 values = [half * factor for half in values]
@@ -155,13 +198,29 @@ def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) 
     lax.fori_loop(0, plan.columns // EXPANDED_ROWS, some_rows, None)
 
 
-def unpack(values: jax.Array, packed: bool) -> list[Float32[Array, "rows lanes"]]:
-    """As float32; of int4's bytes the low halves, then the high ones."""
-    if not packed:
-        return [values.astype(jnp.float32)]
-    words = values.astype(jnp.int32)
-    # Up and down again: the shift down repeats the sign.
-    return [((words << up) >> 28).astype(jnp.float32) for up in (28, 24)]
+def numbers(plan: Plan, values: jax.Array) -> list[jax.Array]:
+    """What is stored as what registers convert in one step, four bytes at once, in units of
+    ``plan.unit``; of int4's bytes the low halves, then the high ones."""
+    if plan.packed:
+        words = pltpu.bitcast(values, jnp.int32)
+        return [signed(half & 0x0F0F0F0F) for half in (words, words >> 4)]
+    return [rebiased(values) if plan.unit != 1 else values]
+
+
+def signed(halves: jax.Array) -> jax.Array:
+    """Bytes of 0 to 15 as int8 of -8 to 7; the top bits are set so that no byte borrows."""
+    top = jnp.int32(-0x7F7F7F80)
+    return pltpu.bitcast(((halves ^ 0x08080808 ^ top) - 0x08080808) ^ top, jnp.int8)
+
+
+def rebiased(values: jax.Array) -> jax.Array:
+    """float8_e4m3fn as the float8 of older chips, a sixteenth as large, which has no -0.
+
+    NaN, which no weight is, becomes 480 sixteenths.
+    """
+    words, low = pltpu.bitcast(values, jnp.int32), jnp.int32(0x7F7F7F7F)
+    nonzero = (words & low) + low  # in a byte's top bit
+    return pltpu.bitcast(words & (nonzero | low), jnp.float8_e4m3b11fnuz)
 
 
 def even_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:

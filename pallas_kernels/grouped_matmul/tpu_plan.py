@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.tpu import LANES, Chip, require_vmem, tiled_bytes
 
 EXPANDED_ROWS = 128
@@ -23,6 +24,7 @@ _COLUMNS = 2048
 
 _FEW = 64  # rows of a tile: up to it, reading matrices is all the time there is
 _BYTES_OF_FEW = 4 * 2**20  # of a block of a matrix then, for nothing hides the first one's copy
+_PART = 4 * LANES  # of K that is converted at once, where no scale says how much
 _STEP = 256  # columns of one product in the kernel, whose sums lie beside the blocks
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -37,7 +39,13 @@ class Plan:
     columns: int
     """Of the result in a block; rows of a matrix."""
     expands: bool
-    """Whether matrices have another dtype than rows."""
+    """Whether matrices go to a scratch in the rows' dtype, for they have another."""
+    in_parts: bool
+    """Whether they are converted where they are multiplied instead, a part of K at a time."""
+    part: int
+    """Of K, in numbers as they are stored (int4: bytes)."""
+    unit: float
+    """Times what registers make of a stored number: the number."""
     packed: bool
     """Whether they are int4, two in a byte."""
     scale_a_row: bool
@@ -50,7 +58,7 @@ class Plan:
     @property
     def step(self) -> int:
         """Columns of one product in the kernel."""
-        return _STEP if self.columns % _STEP == 0 else LANES
+        return _STEP if self.columns % _STEP == 0 and not self.in_parts else LANES
 
     def scale_block(self, scale: Shaped) -> tuple[int, int]:
         """What the kernel has of a group's scales at once: those of its columns, [Kb, columns]; all
@@ -88,12 +96,22 @@ def choose_plan(
         most = _ROWS_OF_FLOAT32
     # Then about one visit in three is a tile that another group's rows share.
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
+    rows = min(M, most, max(least, half))
+    scale_a_row = scale is not None and block_shape[0] == 1 and scale.shape[2] == 1
+    part = _PART if scale is None or scale_a_row else block_shape[1] // (2 if packed else 1)
+    other = rhs.dtype != lhs.dtype
+    # Parts are of whole registers, or registers of whole parts; and so are int4's halves.
+    whole = (part % LANES == 0 or part in (32, 64)) and not (packed and K % (2 * LANES))
+    in_parts = other and whole and rows <= _FEW
     plan = Plan(
-        rows=min(M, most, max(least, half)),
+        rows=rows,
         columns=LANES,
-        expands=rhs.dtype != lhs.dtype,
+        expands=other and not in_parts,
+        in_parts=in_parts,
+        part=part,
+        unit=16.0 if rhs.dtype == FLOAT8 and not chip.float8 else 1.0,
         packed=packed,
-        scale_a_row=scale is not None and block_shape[0] == 1 and scale.shape[2] == 1,
+        scale_a_row=scale_a_row,
         block_shape=block_shape,
         vmem=0,
     )

@@ -4,8 +4,8 @@ A grid step has a block of queries of one head and a segment of its keys and val
 where VMEM has room, and then they are read from HBM once a head, whatever the number of queries. It
 goes through the segment in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`).
 
-* ``starts`` and ``lengths`` bound that loop: chunks that no query sees are not computed, those that
-  all see whole are not masked. Segments that no query sees are not copied either.
+* ``starts`` and ``lengths`` bound that loop: chunks that no query sees are not computed. Segments
+  that no query sees are not copied either.
 * Heads come before tokens in HBM, so that a head's rows lie together. XLA writes a projection's
   result that way at no cost, and transposes arguments of a program.
 * K = 192 takes 256 columns of HBM, VMEM and the matrix units' passes.
@@ -39,7 +39,7 @@ class Config:
     rows: int = 512
     """Queries of a block."""
 
-    chunk: int = 512
+    chunk: int = 1024
     """Keys of a chunk."""
 
     segment: int | None = None
@@ -185,27 +185,17 @@ def _kernel(
     def _():
         sums.clear()
 
-    def seen_before(query):
-        """Keys of this segment that the queries before ``query`` see together."""
-        keys = _seen(plan, starts, lengths, head, query) - first_key
-        return jnp.clip(keys, 0, plan.segment)
+    last = _seen(plan, starts, lengths, head, first_query + plan.rows) - first_key
 
-    def add(chunk, masked: bool) -> None:
-        here = pl.ds(pl.multiple_of(chunk * plan.chunk, plan.chunk), plan.chunk)
-        values, scores = v[0, here], plan.scale * dot(q[0], k[0, here], transposed=True)
-        if masked:
-            key = first_key + chunk * plan.chunk
-            keys = key + lax.broadcasted_iota(jnp.int32, (1, plan.chunk), 1)
-            scores = jnp.where(keys < seen, scores, -jnp.inf)
-            # What stands past the row's end may be NaN, and 0 * NaN is.
-            keys = key + lax.broadcasted_iota(jnp.int32, (plan.chunk, 1), 0)
-            values = jnp.where(keys < lengths[row], values, 0)
-        sums.add(scores, values)
-
-    whole = seen_before(first_query + 1) // plan.chunk
-    some = pl.cdiv(seen_before(first_query + plan.rows), plan.chunk)
-    pl.loop(0, whole)(lambda chunk: add(chunk, masked=False))
-    pl.loop(whole, some)(lambda chunk: add(chunk, masked=True))
+    @pl.loop(0, pl.cdiv(jnp.clip(last, 0, plan.segment), plan.chunk))
+    def _(i):
+        here = pl.ds(pl.multiple_of(i * plan.chunk, plan.chunk), plan.chunk)
+        key = first_key + i * plan.chunk
+        keys = key + lax.broadcasted_iota(jnp.int32, (1, plan.chunk), 1)
+        scores = plan.scale * dot(q[0], k[0, here], transposed=True)
+        # What stands past the row's end may be NaN, and 0 * NaN is.
+        valid = key + lax.broadcasted_iota(jnp.int32, (plan.chunk, 1), 0) < lengths[row]
+        sums.add(jnp.where(keys < seen, scores, -jnp.inf), jnp.where(valid, v[0, here], 0))
 
     @pl.when(segment == pl.num_programs(2) - 1)
     def _():

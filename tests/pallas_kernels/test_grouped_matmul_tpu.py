@@ -60,6 +60,13 @@ QUANTIZED = [
 ]
 
 
+# Of each way to convert one is a quick test.
+QUICK = [("int8", (1, 96)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
+SOME_QUICK = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in QUANTIZED
+]
+
+
 @pytest.mark.parametrize(
     ("lhs_dtype", "sizes"),
     [
@@ -84,6 +91,17 @@ def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
     )
     out = run(x, back_end)
     check(out[: sum(sizes)], x.expected(), tolerance(lhs_dtype))
+
+
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
+def test_matrices_in_a_scratch(rhs_dtype, block_shape):
+    """As of many rows."""
+    x = Inputs.random(
+        (37, 0, 4), N=256, K=K, lhs_dtype="bfloat16", rhs_dtype=rhs_dtype, block_shape=block_shape
+    )
+    plan = dataclasses.replace(planned(x), in_parts=False, expands=rhs_dtype != "bfloat16")
+    out = run(x, functools.partial(back_end, plan=plan))
+    check(out, x.expected(), tolerance("bfloat16"))
 
 
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), [("int8", (1, 128)), (FLOAT8, (256, 128))])
@@ -208,7 +226,7 @@ def test_visits(sizes, height):
     np.testing.assert_array_equal(visits.ends, ends)
 
 
-@pytest.mark.parametrize(("rhs_dtype", "block_shape"), [*QUANTIZED, ("bfloat16", (1, 1))])
+@pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
 def test_the_last_block_of_columns_is_partial(rhs_dtype, block_shape):
     """As kv_a_proj_with_mqa's 576."""
     x = Inputs.random(
@@ -224,6 +242,43 @@ def test_the_last_block_of_columns_is_partial(rhs_dtype, block_shape):
 def test_tiles_are_half_a_group(M, G, rows):
     lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((M, 256), (G, 512, 256)))
     assert choose_plan(CHIPS["v5p"], lhs, rhs, None, (1, 1)).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("M", "dtype", "block_shape", "in_parts"),
+    [
+        (64, "int8", (1, 256), True),
+        (64, "int8", (1, 128), True),
+        (64, "int8", (1, 96), False),
+        (64, "uint8", (1, 128), True),
+        (64, FLOAT8, (128, 128), True),
+        (4096, FLOAT8, (128, 128), False),
+        (64, "bfloat16", (1, 1), False),
+    ],
+)
+def test_few_rows_convert_where_they_multiply(M, dtype, block_shape, in_parts):
+    G, width = 8, 128 if dtype == "uint8" else 256
+    lhs, rhs = (
+        jax.ShapeDtypeStruct((M, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((G, 256, width), dtype),
+    )
+    scale = (G, -(-256 // block_shape[0]), -(-256 // block_shape[1]))
+    scale = None if dtype == "bfloat16" else jax.ShapeDtypeStruct(scale, jnp.float32)
+    plan = choose_plan(CHIPS["v5p"], lhs, rhs, scale, block_shape)
+    assert plan.in_parts == in_parts
+    assert plan.expands == (dtype != "bfloat16" and not in_parts)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_float8_number(chip):
+    """Registers of chips before TPU7x know another float8."""
+    every = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float64)
+    x = Inputs.random((2, 1), N=N, K=K, lhs_dtype="float32", rhs_dtype=FLOAT8)
+    rhs = np.tile(np.where(np.isfinite(every), every, 0), (2, N, 1))
+    x = dataclasses.replace(x, rhs=rhs, rhs_scale=np.ones_like(x.rhs_scale))
+    plan = planned(x, chip)
+    assert plan.unit == (1 if chip == "tpu7x" else 16)
+    check(run(x, functools.partial(back_end, plan=plan)), x.expected(), tolerance("float32"))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ class Kernel:
     module: str
     arrays: dict[str, Struct]
     options: dict[str, Any]
+    devices: int = 1
+    """Along axis ``x``, over which arrays are split by their first dimension."""
 
     @property
     def op(self) -> str:
@@ -253,6 +255,15 @@ def kernels() -> dict[str, Kernel]:
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }
+    for devices in (2, 4):
+        # DeepSeek-V3's rows of 64 tokens, with their routing.
+        rows = {
+            "rows": Struct((devices * devices, 64, 7200), jnp.uint16),
+            "counts": Struct((devices * devices,), I32),
+        }
+        found[f"token_exchange {devices} devices"] = Kernel(
+            "pallas_kernels.token_exchange.mosaic_gpu", rows, {"axes": ("x",)}, devices
+        )
     return found
 
 
@@ -270,10 +281,14 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     described = Path(__file__).with_name("h200.pbtxt").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=described
-    )
-    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+
+    def split_over(devices: int) -> NamedSharding:
+        shape = f"1x1x{devices}"
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name=shape, topology=shape, target_config=described
+        )
+        return NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec("x"))
+
     found = {}
     # Printed, not dumped: all that Mosaic GPU has to dump takes twice as long as compiling.
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
@@ -284,7 +299,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
             said = directory / f"{number}.txt"
             try:
                 with printed_to(said):
-                    seconds = compile_one(kernel, sharding)
+                    seconds = compile_one(kernel, split_over(kernel.devices))
             except Exception as error:
                 found[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
                 continue
@@ -314,8 +329,15 @@ def compile_one(kernel: Kernel, sharding: Any) -> float:
     arrays = {
         name: Struct(x.shape, x.dtype, sharding=sharding) for name, x in kernel.arrays.items()
     }
+
+    def run(arrays: dict[str, jax.Array]) -> Any:
+        return function(**arrays, **kernel.options)
+
+    if kernel.devices > 1:
+        mesh, split = sharding.mesh, sharding.spec
+        run = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     began = cpu_seconds()
-    jax.jit(lambda arrays: function(**arrays, **kernel.options)).lower(arrays).compile()
+    jax.jit(run).lower(arrays).compile()
     return cpu_seconds() - began
 
 

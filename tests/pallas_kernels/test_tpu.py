@@ -25,6 +25,7 @@ def test_chips_are_as_jax_describes_them(chip):
     info, own = pltpu.get_tpu_info_for_chip(version, CHIPS[chip].cores), CHIPS[chip]
     assert (own.vmem, own.cores) == (info.vmem_capacity_bytes, info.num_cores)
     assert info.smem_capacity_bytes == SMEM
+    assert own.float8 == info.is_matmul_supported(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
 
 
 def traced_for(kind: str, platform: str = "tpu"):

@@ -68,7 +68,7 @@ def test_decode_of_other_sizes(chip, B, T, H):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"T": 4, "H": 128, "dtype": "float32"},
+        {"T": 2, "H": 64, "dtype": "float32"},
         {"T": 3, "H": 5, "dtype": "float32", "page": 8},
         {"T": 32, "H": 128},
         {"T": 1, "H": 128, "context": 163840},
@@ -96,7 +96,7 @@ def test_block_tables_fill_smem():
 
 @every_chip
 def test_prefill(chip):
-    assert kernels(compile_for(chip, PREFILL, *prefill_arrays(1, 4096, 4096, 16))) == 1
+    assert kernels(compile_for(chip, PREFILL, *prefill_arrays(1, 4096, 4096, 128))) == 1
 
 
 @pytest.mark.slow
@@ -104,8 +104,7 @@ def test_prefill(chip):
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [
-        ((1, 4096, 4096, 128), "bfloat16"),
-        ((2, 1024, 4096, 16), "float32"),
+        ((2, 128, 4096, 16), "float32"),
         ((1, 512, 65536, 8), "bfloat16"),  # keys in segments
         ((3, 130, 1208, 5), "bfloat16"),
         ((1, 7, 29, 1), "float32"),

@@ -131,7 +131,7 @@ def compiled(name, exchange, dtype=jnp.float32, **options):
         patch.setattr("sharding.token_exchange.token_exchange", one_sided_emulated)
         if exchange.startswith("ragged_all_to_all"):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_emulated)
-            patch.setattr(expert_parallel, "_platform", lambda mesh: None)
+            patch.setattr(expert_parallel, "platform_of", lambda mesh: None)
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     # The programs are small, and compiling them is what takes the time.
     return lowered.compile({"xla_backend_optimization_level": 0})
@@ -439,6 +439,15 @@ def test_one_sided_stores_stay_in_a_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="one_sided: expected devices of one process"):
         check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, axes=("x",))
+
+
+@pytest.mark.parametrize(("some", "got"), [([1, 0], "1, 0"), ([2, 3], "2, 3")])
+def test_one_sided_stores_go_by_the_number_of_a_device(some, got):
+    mesh = Mesh(np.array(jax.devices())[some], ("x",))
+    options = {"num_experts": E, "axes": ("x",)}
+    assert check_exchange(mesh, "all_to_all", **options) == E // 2
+    with pytest.raises(ValueError, match=rf"^one_sided: expected devices 0 to 1 .* got \[{got}\]$"):
+        check_exchange(mesh, "one_sided", **options)
 
 
 @pytest.mark.parametrize(
