@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A process a core; a file's tests share what they compile.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: setup demo test test-all lint bench docs clean
+.PHONY: setup demo test test-all lint bench aot docs clean
 
 setup: .venv/.installed
 
@@ -39,6 +39,17 @@ lint: .venv/.tested
 
 bench: .venv/.tested
 	$(BIN)/python scripts/bench_cpu.py
+
+# Whole models compiled for TPUs and GPUs that are not here, beside what `dsv3 plan` counts: hours on
+# two cores. A program's row in the file is replaced when it is done.
+RESULTS := benchmarks/results/plan_compiled.json
+aot: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[tpu]'
+	$(BIN)/python -m scripts.plan_compiled $(RESULTS) docs/planning.md --part tpu
+	jax=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	  $(BIN)/pip install --quiet --disable-pip-version-check \
+	    jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax
+	$(BIN)/python -m scripts.plan_compiled $(RESULTS) docs/planning.md --part gpu
 
 docs: .venv/.documented
 	$(BIN)/mkdocs build --strict

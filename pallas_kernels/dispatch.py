@@ -47,10 +47,10 @@ def dispatch(
     refusals: list[str] = []
     if implementation is None:
         names = tuple(backends)
-        if set(names) & set(_KERNELS) and _may_be_spread():
+        if set(names) & set(_KERNELS) and (devices := _spread_over()) > 1:
             names = tuple(name for name in names if name not in _KERNELS)
             refusals.append(
-                f"kernels: XLA may spread the arrays over {jax.device_count()} devices, which a"
+                f"kernels: XLA may spread the arrays over {devices} devices, which a"
                 " kernel does not survive; name one, call it in shard_map, or hide the others"
             )
     elif isinstance(implementation, str):
@@ -75,11 +75,13 @@ def dispatch(
     )
 
 
-def _may_be_spread() -> bool:
-    """Whether XLA decides here which devices hold the parts of an array."""
+def _spread_over() -> int:
+    """Devices among which XLA decides here where the parts of an array lie: of the mesh in use, or
+    all there are; 1 inside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    inside = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return jax.device_count() > 1 and not inside
+    if not mesh.axis_names:
+        return jax.device_count()
+    return 1 if set(mesh.manual_axes) == set(mesh.axis_names) else mesh.size
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.target import platform
+from pallas_kernels.target import compute_capability, device_kind, platform
 
 H200_SMS = 132
 """Multiprocessors of an H100 or H200 (SXM): what programs compiled without a GPU assume."""
@@ -16,17 +16,15 @@ def require_hopper(interpret: Any = None) -> None:
     """Refuses every machine but a Hopper GPU, unless the kernel is to be interpreted.
 
     Raises:
-      NotImplementedError: the default device is no GPU of compute capability 9.0.
+      NotImplementedError: no GPU of compute capability 9.0: :mod:`pallas_kernels.target`.
     """
     if interpret is not None:
         return
     if platform() != "gpu":
         raise NotImplementedError(f"runs on Hopper GPUs, this is {platform()}")
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", "unknown")
-    if capability != "9.0":
+    if (capability := compute_capability()) != "9.0":
         raise NotImplementedError(
-            f"runs on Hopper GPUs (compute capability 9.0), this is a {device.device_kind}"
+            f"runs on Hopper GPUs (compute capability 9.0), this is a {device_kind()}"
             f" of {capability}"
         )
 

@@ -71,7 +71,8 @@ def draw(prompt: str, found: list[list[str]], caption: str) -> str:
         )
     y = _MARGIN + (lines + 1) * _LINE + 14
     out.append(
-        f'<text x="{_MARGIN}" y="{y}" textLength="{len(caption) * _WIDTH:.1f}" fill="#555555">{escape(caption)}</text>'
+        f'<text x="{_MARGIN}" y="{y}" textLength="{len(caption) * _WIDTH:.1f}" fill="#555555">'
+        + f"{escape(caption)}</text>"
     )
     return "\n".join([*out, "</svg>", ""])
 

@@ -91,3 +91,16 @@ def test_bad_input_is_one_line(changes, says, capsys):
 def test_a_model_without_mtp_layers_cannot_draft(capsys):
     assert plan("--mtp") == 2
     assert "mtp: expected a model with an MTP layer" in capsys.readouterr().err
+
+
+def test_a_sweep(capsys, tmp_path):
+    picture = tmp_path / "sweep.png"
+    assert plan("--json", "--sweep", str(picture), model="demo", context="512") == 0
+    points = json.loads(capsys.readouterr().out)["sweep"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    alone = [point for point in points if not point["mtp"]]
+    assert [point["batch"] for point in alone] == [2**n for n in range(len(alone))]
+    users = [point["tokens_per_s_per_user"] for point in alone]
+    devices = [point["tokens_per_s_per_device"] for point in alone]
+    assert users == sorted(users, reverse=True)
+    assert devices == sorted(devices)

@@ -2,7 +2,6 @@
 those of the results."""
 
 import ast
-import contextlib
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.main import parser
 from scripts import benchmark_tables
 from tests.support.command import run
-from tests.support.documents import DOCUMENTS, PAGES, ROOT, Block, anchors, blocks, links
+from tests.support.documents import DOCUMENTS, PAGES, ROOT, anchors, blocks, links
 
 NO_COMMANDS = {"text", "json", "yaml"}
 QUICK = {"claims", "kernels", "index", "api", "benchmarks", "troubleshooting", "accuracy"}
@@ -62,7 +61,8 @@ def test_what_a_page_says_runs(page, directory, capsys):
             exec(compile(block.text, str(page), "exec"), names)
         else:
             for words in block.commands():
-                run_words(words)
+                if "..." not in words:
+                    run_words(words)
             printed = capsys.readouterr().out
 
 
@@ -92,21 +92,27 @@ def run_words(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_that_are_not_run_can_be_read(page):
-    """The flags of dsv3, and Python's syntax."""
+    """Flags of dsv3, and Python's syntax. ``...`` stands for the words of the command before."""
+    before: list[str] = []
     for block in blocks(page):
         assert block.language in NO_COMMANDS | {"bash", "python"}, block
         if block.language == "python":
             ast.parse(block.text)
-        elif block.language == "bash" and block.needs:
-            check_flags(block)
+        elif block.language == "bash":
+            for words in block.commands():
+                if "dsv3" in words:
+                    before = flags(words, before)
 
 
-def check_flags(block: Block) -> None:
-    for words in block.commands():
-        if "dsv3" in words:
-            with contextlib.suppress(ValueError):
-                words = words[: words.index("&&")]
-            parser().parse_args(words[words.index("dsv3") + 1 :])
+def flags(words: list[str], before: list[str]) -> list[str]:
+    """The arguments of a dsv3 command, which its parser takes."""
+    words = words[words.index("dsv3") + 1 :]
+    if "..." in words:
+        assert before, words
+        assert before[0] == words[0], words
+        words = before + [word for word in words[1:] if word != "..."]
+    parser().parse_args(words)
+    return words
 
 
 def test_marks_are_few():

@@ -55,7 +55,7 @@ def without_kernels(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_may_be_spread", lambda: True)
+            patch.setattr(dispatch, "_spread_over", lambda: 2)
             jax.clear_caches()  # kernels may have been traced into functions of the same arguments
             found = function(*args)
         jax.clear_caches()

@@ -69,19 +69,9 @@ class Compiled:
         options: dict[str, Any] | None = None,
     ) -> Compiled:
         """``held``: the state's arrays, or their shapes."""
-        rest, rest_structure = jax.tree.flatten(args)
-
-        # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.
-        def run(leaves: list[jax.Array], held: list[Any], rest: list[Any]) -> list[jax.Array]:
-            state = jax.tree.unflatten(structure, held)
-            args = jax.tree.unflatten(rest_structure, rest)
-            return jax.tree.leaves(program.run(leaves, state, *args, *static))
-
         began = time.perf_counter()
-        jitted = jax.jit(run, donate_argnums=1)
-        executable = jitted.lower(program.leaves, held, rest).compile(
-            program.options | (options or {})
-        )
+        lowered = program.lower(held, structure, *args, static=static)
+        executable = lowered.compile(program.options | (options or {}))
         took = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.load import find_description
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig
+from dsv3_jax.plan.compiled import Compiled, Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.fit import Plan, plan
+from dsv3_jax.plan.plot import plot
 from dsv3_jax.plan.roofline import Roofline
+from dsv3_jax.plan.sweep import Point, sweep
 from dsv3_jax.plan.target import Target
 from sharding import PRESETS, Exchange
 
@@ -49,6 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="prompt tokens a row at a time (default: 512)",
     )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile every layer for the target, which need not be here: the compiler's peaks"
+        " beside the formula's, and the kernels in the programs; takes minutes",
+    )
+    add(
+        "--sweep",
+        type=Path,
+        metavar="PNG",
+        help="also tokens/s a device against tokens/s a user over batches: a table, a picture",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -63,10 +79,35 @@ def run(arguments: argparse.Namespace) -> None:
             **{name: getattr(arguments, name) for name in fields},
         )
     )
+    programs = _compile(found.deployment) if arguments.compile else {}
+    points = sweep(found.deployment) if arguments.sweep else []
+    if arguments.sweep:
+        title = f"{_title(found.deployment, arguments.model)}\n{arguments.context} tokens a row"
+        plot(points, arguments.sweep, title)
     if arguments.json:
-        print(json.dumps(as_json(found, arguments.model)))
-    else:
-        print("\n".join(_table(found, arguments.model)))
+        print(json.dumps(as_json(found, arguments.model, programs, points)))
+        return
+    lines = _table(found, arguments.model)
+    if programs:
+        lines += ["", *_compiled_table(found, programs)]
+    if points:
+        lines += ["", *_sweep_table(points), "", f"picture: {arguments.sweep}"]
+    print("\n".join(lines))
+
+
+def _compile(deployment: Deployment) -> dict[Phase, Compiled]:
+    """Both programs, one after the other; says on stderr how it goes."""
+    found: dict[Phase, Compiled] = {}
+    for phase in get_args(Phase):
+        print(
+            f"dsv3: compiling {phase} for {deployment.target.name}, all"
+            f" {deployment.config.num_hidden_layers} layers",
+            file=sys.stderr,
+            flush=True,
+        )
+        found[phase] = compile_program(deployment, phase)
+        print(f"dsv3: {found[phase].seconds:.0f} s", file=sys.stderr, flush=True)
+    return found
 
 
 def _config(name: str) -> ModelConfig:
@@ -79,7 +120,9 @@ def _config(name: str) -> ModelConfig:
     )
 
 
-def as_json(found: Plan, model: str) -> dict[str, Any]:
+def as_json(
+    found: Plan, model: str, programs: dict[Phase, Compiled], points: list[Point]
+) -> dict[str, Any]:
     """Bytes and seconds, and tokens a second."""
     plan = found.deployment
     return {
@@ -103,6 +146,11 @@ def as_json(found: Plan, model: str) -> dict[str, Any]:
         "largest_batch": found.largest_batch,
         "largest_context": found.largest_context,
         "bounds": {phase: _bound(each) for phase, each in found.rooflines.items()},
+        "compiled": {
+            phase: dataclasses.asdict(each) | {"peak": each.peak}
+            for phase, each in programs.items()
+        },
+        "sweep": [dataclasses.asdict(point) for point in points],
     }
 
 
@@ -113,11 +161,8 @@ def _bound(roofline: Roofline) -> dict[str, Any]:
 
 def _table(found: Plan, model: str) -> list[str]:
     plan = found.deployment
-    devices = plan.target.devices
     lines = [
-        f"{model} in {plan.quantization} on {plan.target.name}, {devices}"
-        f" {'device' if devices == 1 else 'devices'}, {plan.layout_name}:"
-        f" {plan.batch} rows of {plan.context} tokens",
+        f"{_title(plan, model)}: {plan.batch} rows of {plan.context} tokens",
         "",
         f"{'GB a device':36}{'decode':>12}{'prefill':>12}",
     ]
@@ -152,4 +197,45 @@ def _table(found: Plan, model: str) -> list[str]:
         f"  {'tokens/s at most, a device':34}"
         f"{step.tokens_per_s_per_device:12,.0f}{prompts.tokens_per_s_per_device:12,.0f}",
     ]
+    return lines
+
+
+def _title(plan: Deployment, model: str) -> str:
+    devices = plan.target.devices
+    return (
+        f"{model} in {plan.quantization} on {plan.target.name}, {devices}"
+        f" {'device' if devices == 1 else 'devices'}, {plan.layout_name}"
+    )
+
+
+def _compiled_table(found: Plan, programs: dict[Phase, Compiled]) -> list[str]:
+    compiled = list(programs.values())
+
+    def line(words: str, cells: list[str]) -> str:
+        return f"  {words:34}" + "".join(f"{cell:>12}" for cell in cells)
+
+    def gb(nbytes: int) -> str:
+        return f"{nbytes / 1e9:.2f}"
+
+    ratios = [found.memory[phase].peak / each.peak for phase, each in programs.items()]
+    return [
+        f"{'GB a device, says the compiler':36}" + "".join(f"{phase:>12}" for phase in programs),
+        line("weights, cache, counters", [gb(each.arguments) for each in compiled]),
+        line("everything else", [gb(each.workspace) for each in compiled]),
+        line("peak", [gb(each.peak) for each in compiled]),
+        line("the formula's peak beside it", [f"{ratio:.1%}" for ratio in ratios]),
+        *(
+            line(f"{name} kernels", [str(each.kernels.get(name, 0)) for each in compiled])
+            for name in sorted({name for each in compiled for name in each.kernels})
+        ),
+    ]
+
+
+def _sweep_table(points: list[Point]) -> list[str]:
+    lines = [f"{'rows':>8}{'MTP':>6}{'tokens/s a user':>18}{'tokens/s a device':>20}  bound by"]
+    for point in points:
+        lines.append(
+            f"{point.batch:8,}{'yes' if point.mtp else 'no':>6}{point.tokens_per_s_per_user:18,.1f}"
+            f"{point.tokens_per_s_per_device:20,.0f}  {point.binding}"
+        )
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from dsv3_jax.config import ModelConfig
@@ -17,6 +18,7 @@ from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import PAGES, LatentKVCache
 from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import target
 from sharding import Axes, Layout
 
 GPU_OPTIONS = {
@@ -58,7 +60,8 @@ class Program:
             state = loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
             return _laid_out(state, model.layout)
 
-        options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+        platform = (model.layout and model.layout.platform) or target.platform()
+        options = GPU_OPTIONS if platform == "gpu" else {}
         return cls(run, leaves, static, options, model.layout)
 
     @functools.cached_property
@@ -69,6 +72,34 @@ class Program:
             static_argnums=self.static,
             compiler_options=self.options or None,
         )
+
+    def lower(
+        self,
+        held: list[Any],
+        structure: Any,
+        *args: Any,
+        static: tuple[Any, ...] = (),
+        keep_unused: bool = False,
+    ) -> jax.stages.Lowered:
+        """Ahead of a run, to be compiled with ``options``: of ``leaves``, a state, and the loop's
+        arguments.
+
+        Args:
+          held: the state's arrays, or ShapeDtypeStructs of them, as ``leaves`` may be.
+          structure: the state's.
+          static: the loop's last arguments.
+          keep_unused: arrays that the loop does not read are arguments nonetheless.
+        """
+        rest, rest_structure = jax.tree.flatten(args)
+
+        # Of flat lists: compiling ahead makes trees of shapes too, which state classes refuse.
+        def run(leaves: list[jax.Array], held: list[Any], rest: list[Any]) -> list[jax.Array]:
+            state = jax.tree.unflatten(structure, held)
+            args = jax.tree.unflatten(rest_structure, rest)
+            return jax.tree.leaves(self.run(leaves, state, *args, *static))
+
+        jitted = jax.jit(run, donate_argnums=1, keep_unused=keep_unused)
+        return jitted.lower(self.leaves, held, rest)
 
     def __call__(self, state: DecodeState, *args: Any) -> DecodeState:
         return self.jitted(self.leaves, self.laid_out(state), *args)
@@ -82,21 +113,22 @@ def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:
     """The same whoever made it, so that a program is compiled for one."""
     if layout is None:
         return state
+    leaves, structure = jax.tree.flatten(state)
+    lie = jax.lax.with_sharding_constraint
+    return jax.tree.unflatten(structure, map(lie, leaves, places(state, layout)))
 
-    def lie(arrays: Any, axes: Axes) -> Any:
-        return jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(axes[: x.ndim])), arrays
-        )
 
-    cache = state.cache
-    others = {
-        "pages": lie(cache.pages, PAGES),
-        "mtp_pages": lie(cache.mtp_pages, PAGES),
-        "routing_counts": lie(cache.routing_counts, ()),  # of all rows together
-    }
-    rest = dataclasses.replace(cache, pages=(), mtp_pages=(), routing_counts=None)
-    state = lie(dataclasses.replace(state, cache=rest), _ROWS)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, **others))
+def places(state: DecodeState, layout: Layout) -> list[NamedSharding]:
+    """Where a state's arrays lie, in their order."""
+
+    def axes(path: tuple[Any, ...]) -> Axes:
+        names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
+        if "routing_counts" in names:  # of all rows together
+            return ()
+        return PAGES if names & {"pages", "mtp_pages"} else _ROWS
+
+    flat, _ = jax.tree.flatten_with_path(state)
+    return [layout.sharding(axes(path)[: x.ndim]) for path, x in flat]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,8 +63,12 @@ def kept(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"
     keep &= (before < sampling.top_p[:, None]) | (sampling.top_p >= 1.0)[:, None]
     keep &= probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
     keep |= rank == 0
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, order].set(keep)
+
+    def in_order_of_ids(order: jax.Array, keep: jax.Array) -> jax.Array:
+        return jnp.zeros(keep.shape, bool).at[order].set(keep, unique_indices=True)
+
+    # Not .at[rows, order]: on a mesh XLA may send the indices of all rows to all devices.
+    return jax.vmap(in_order_of_ids)(order, keep)
 
 
 def filtered(

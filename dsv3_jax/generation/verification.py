@@ -56,14 +56,13 @@ def verify(
         q = _draft_probabilities(drafts, sampling, logits.shape[-1])
         p_x, q_x = (_at(x, drafts.tokens) for x in (p[:, :K], q))
         accepted = _leading((u * q_x < p_x if forced is None else forced) & offered)
-        row = jnp.arange(log_p.shape[0])
-        rest = log_p[row, accepted]
+        rest = _place(log_p, accepted)
         if K:
             # Where no draft was refused, q counts for nothing, and all of p is left.
             refused = (accepted < drafts.counts) & (forced is None)
             q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-            left = jnp.where(refused[:, None], q[row, accepted], 0.0)
-            rest = _residual(rest, p[row, accepted], left)
+            left = jnp.where(refused[:, None], _place(q, accepted), 0.0)
+            rest = _residual(rest, _place(p, accepted), left)
         own = pick(rest, sampling, positions + accepted, NEXT)
         return jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded), accepted
 
@@ -77,6 +76,11 @@ def _leading(good: Bool[Array, "B K"]) -> Int[Array, " B"]:
 
 def _at(x: Float32[Array, "B K W"], tokens: Int[Array, "B K"]) -> Float32[Array, "B K"]:
     return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
+
+
+def _place(x: Float32[Array, "B T W"], place: Int[Array, " B"]) -> Float32[Array, "B W"]:
+    """One place of each row. Not ``x[row, place]``: on a mesh XLA would send all rows to all."""
+    return jnp.take_along_axis(x, place[:, None, None], axis=1)[:, 0]
 
 
 def _draft_probabilities(drafts: Drafts, sampling: Sampling, W: int) -> Float32[Array, "B K W"]:

@@ -39,7 +39,7 @@ def plan(deployment: Deployment) -> Plan:
       ValueError: parameters that cannot be cut as the layout says, rows that do not divide over the
         devices, or what does not fit: then with the nearest that does.
     """
-    shapes = _shapes(deployment)
+    shapes = shapes_of(deployment)
     share = shapes.on(deployment.layout)
     share.layout.check_batch(deployment.batch)
     if (peak := _peak(share, deployment)) > deployment.target.chip.memory:
@@ -50,12 +50,12 @@ def plan(deployment: Deployment) -> Plan:
         )
     multiple = share.layout.row_multiple
     rows = _largest(
-        lambda k: _fits(share, dataclasses.replace(deployment, batch=k * multiple)),
+        lambda k: fits(share, dataclasses.replace(deployment, batch=k * multiple)),
         deployment.batch // multiple,
         None,
     )
     context = _largest(
-        lambda tokens: _fits(share, dataclasses.replace(deployment, context=tokens)),
+        lambda tokens: fits(share, dataclasses.replace(deployment, context=tokens)),
         deployment.context,
         shapes.config.max_position_embeddings - 1,
     )
@@ -74,7 +74,7 @@ def plan(deployment: Deployment) -> Plan:
     )
 
 
-def _shapes(deployment: Deployment) -> Shapes:
+def shapes_of(deployment: Deployment) -> Shapes:
     return Shapes.of(
         deployment.config,
         deployment.quantization,
@@ -88,20 +88,20 @@ def _peak(share: Share, deployment: Deployment) -> int:
     return max(each.peak for each in found)
 
 
-def _fits(share: Share, deployment: Deployment) -> bool:
+def fits(share: Share, deployment: Deployment) -> bool:
     return _peak(share, deployment) <= deployment.target.chip.memory
 
 
-def _largest(fits: Callable[[int], bool], fitting: int, limit: int | None) -> int:
+def _largest(enough: Callable[[int], bool], fitting: int, limit: int | None) -> int:
     """The largest number that fits, from one that does; what takes more does not get less."""
     low, high = fitting, fitting * 2
-    while (limit is None or high <= limit) and fits(high):
+    while (limit is None or high <= limit) and enough(high):
         low, high = high, high * 2
     if limit is not None:
         high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if enough(middle) else (low, middle)
     return low
 
 
@@ -111,13 +111,13 @@ def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
     multiple = share.layout.row_multiple
 
     def with_rows(k: int) -> bool:
-        return _fits(share, dataclasses.replace(deployment, batch=k * multiple))
+        return fits(share, dataclasses.replace(deployment, batch=k * multiple))
 
     if deployment.batch > multiple and with_rows(1):
         yield f"--batch {_largest(with_rows, 1, deployment.batch // multiple) * multiple}"
 
     def with_chunk(tokens: int) -> bool:
-        return _fits(share, dataclasses.replace(deployment, prefill_chunk=tokens))
+        return fits(share, dataclasses.replace(deployment, prefill_chunk=tokens))
 
     if with_chunk(1):
         yield f"--prefill-chunk {_largest(with_chunk, 1, deployment.prefill_chunk)}"
@@ -127,7 +127,7 @@ def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
             break
     for name in list(QUANTIZATIONS)[list(QUANTIZATIONS).index(deployment.quantization) + 1 :]:
         smaller = dataclasses.replace(deployment, quantization=name, activations=None)
-        if _would(_shapes(smaller), smaller):
+        if _would(shapes_of(smaller), smaller):
             yield f"--quantization {name}"
             break
     target = deployment.target.doubled()
@@ -144,7 +144,7 @@ def _would(shapes: Shapes, deployment: Deployment) -> bool:
         share.layout.check_batch(deployment.batch)
     except ValueError:
         return False
-    return _fits(share, deployment)
+    return fits(share, deployment)
 
 
 def _gb(nbytes: int) -> str:

@@ -1,0 +1,77 @@
+"""Devices of a target that are not here: what JAX's compilers need to know of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from jax.experimental import topologies
+
+from dsv3_jax.plan.target import Target
+
+# What the plugin asks of a GPU: stream_executor's GpuTargetConfigProto, of NVIDIA's published
+# figures for compute capability 9.0.
+_HOPPER = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  clock_rate_ghz: 1.98
+  memory_bandwidth: {bandwidth:.0f}
+  l2_cache_size: 52428800
+  device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+}}
+platform_name: "CUDA"
+device_description_str: "NVIDIA {name}"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+"""
+
+
+def topology(target: Target) -> list[Any]:
+    """Devices that programs compile for and do not run on.
+
+    Raises:
+      ValueError: the compiler is not installed; says which extra has it. Or it knows no such slice.
+    """
+    if target.platform == "tpu":
+        _require("libtpu", "tpu")
+        # Read when libtpu is loaded: else it takes itself for the one process that has the TPU.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+        shape = "x".join(map(str, target.sizes))
+        what: dict[str, Any] = {"topology_name": f"{target.kind}:{shape}"}
+        platform = "tpu"
+    else:
+        _require("jax_cuda13_plugin", "gpu")
+        chip = target.chip
+        node = min(target.devices, chip.node or target.devices)
+        shape = f"1x{target.nodes}x{node}"
+        described = _HOPPER.format(
+            bandwidth=chip.bandwidth, memory=chip.memory, name=target.kind.upper()
+        )
+        what = {"topology_name": shape, "topology": shape, "target_config": described}
+        platform = "cuda"
+    try:
+        return list(topologies.get_topology_desc(platform=platform, **what).devices)
+    except Exception as error:
+        raise ValueError(f"target: {target.name}: the compiler says {error}") from None
+
+
+def _require(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"--compile: expected {module} to be installed, which compiles without a device;"
+            f" pip install 'dsv3-jax[{extra}]'"
+        )

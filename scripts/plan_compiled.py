@@ -1,0 +1,173 @@
+"""The planner's bytes beside those of the compilers, for TPUs and GPUs that are not here.
+
+    python -m scripts.plan_compiled benchmarks/results/plan_compiled.json --part tpu
+
+compiles every program of the part (or all of them), each in a process of its own, and writes their
+rows into the file, beside those that are there. ``--only WORD`` takes those whose names have it.
+With ``docs/planning.md`` as second argument the file's table is written into that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+from dsv3_jax import presets
+from dsv3_jax.plan import memory
+from dsv3_jax.plan.compiled import Phase, compile_program
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.fit import shapes_of
+from dsv3_jax.plan.target import Target
+
+BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    target: str
+    layout: str
+    phase: Phase
+    batch: int
+    context: int
+    quantization: str = "bf16"
+    layers: int | None = None
+    """None: all of them."""
+    prefill_chunk: int = 512
+    activations: str | None = None
+
+    @property
+    def name(self) -> str:
+        layers = "" if self.layers is None else f" {self.layers} layers"
+        return (
+            f"{self.model}{layers} {self.quantization} {self.target} {self.layout} {self.phase}"
+            f" {self.batch}x{self.context}"
+        )
+
+    @property
+    def deployment(self) -> Deployment:
+        config = presets.get(self.model)
+        if self.layers is not None:
+            config = dataclasses.replace(config, num_hidden_layers=self.layers)
+        return Deployment(
+            config,
+            Target.parse(self.target),
+            self.layout,
+            self.batch,
+            self.context,
+            self.quantization,
+            self.activations,
+            prefill_chunk=self.prefill_chunk,
+        )
+
+
+def _both(step: Case, rows: int, chunk: int) -> tuple[Case, Case]:
+    prefill = dataclasses.replace(step, phase="prefill", batch=rows, prefill_chunk=chunk)
+    return step, prefill
+
+
+_V3, _MOON = "deepseek-v3", "moonlight-16b"
+
+CASES = (
+    *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
+    *_both(Case(_V3, "tpu:v6e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"), 32, 4096),
+    *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
+    Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
+    Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
+    *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    *_both(Case(_MOON, "tpu:v6e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    *_both(
+        Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 128, 4096, "fp8", None, 512, "float8"),
+        8, 512,
+    ),
+    *_both(
+        Case(
+            _V3, "gpu:h200x16", "dp_attention_ep", "decode", 256, 4096, "fp8", None, 512, "float8"
+        ),
+        16, 512,
+    ),
+    *_both(Case(_MOON, "gpu:h200x1", "single", "decode", 64, 4096), 8, 512),
+    *_both(Case(_MOON, "gpu:h200x4", "dp_attention_ep", "decode", 64, 4096), 8, 512),
+)  # fmt: skip
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """The compiler's bytes beside the formula's, or what it says where it refuses."""
+    plan = case.deployment
+    share = shapes_of(plan).on(plan.layout)
+    counted = (memory.decoding if case.phase == "decode" else memory.prefilling)(share, plan)
+    row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
+    row |= {"versions": _versions(), "memory_bytes": plan.target.chip.memory}
+    row |= {"formula": dataclasses.asdict(counted), "formula_bytes": counted.peak}
+    try:
+        found = compile_program(plan, case.phase)
+    except ValueError as refusal:
+        return row | {"compiler_bytes": None, "refusal": str(refusal)}
+    of_compiler = {"compiler_bytes": found.peak, "argument_bytes": found.arguments}
+    return row | of_compiler | {"kernels": found.kernels, "seconds": round(found.seconds)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax", "libtpu", "jax-cuda13-plugin"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; GB a device."""
+    lines = [
+        "| model, devices, layout, program | formula | compiler | formula / compiler | kernels |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        peak, ours = row["compiler_bytes"], row["formula_bytes"]
+        cells = [row["name"], f"{ours / 1e9:.2f}"]
+        if peak is None:
+            fits = "would fit" if ours <= row["memory_bytes"] else "refused too"
+            cells += ["refused", fits, ""]
+        else:
+            cells += [f"{peak / 1e9:.2f}", f"{ours / peak:.3f}", f"{sum(row['kernels'].values())}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("page", type=Path, nargs="?")
+    parser.add_argument("--part", choices=("tpu", "gpu"))
+    parser.add_argument("--only", default="")
+    parsed = parser.parse_args()
+    # No accelerator takes part, and none that is here is to be held meanwhile.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    rows: dict[str, dict[str, Any]] = {}
+    if parsed.results.exists():
+        rows = {row["name"]: row for row in json.loads(parsed.results.read_text("utf-8"))["rows"]}
+    for case in CASES:
+        if not case.target.startswith(parsed.part or "") or parsed.only not in case.name:
+            continue
+        # A process each: what compilers keep of large programs adds up.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            row = rows[case.name] = pool.apply(compare, (case,))
+        print(json.dumps({k: row.get(k) for k in ("name", "formula_bytes", "compiler_bytes")}))
+        found = [rows[each.name] for each in CASES if each.name in rows]
+        parsed.results.write_text(json.dumps({"rows": found}, indent=1) + "\n", "utf-8")
+    if parsed.page:
+        before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
+        _, _, after = rest.partition(END)
+        found = [rows[each.name] for each in CASES if each.name in rows]
+        parsed.page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

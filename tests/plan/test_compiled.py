@@ -1,0 +1,66 @@
+"""The generator's programs compiled for TPUs and GPUs that are not here, beside the formula."""
+
+import importlib.util
+
+import pytest
+
+from dsv3_jax.checkpoint.load import find_description
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.plan import memory, topology
+from dsv3_jax.plan.compiled import _kernels, compile_program
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.fit import shapes_of
+from dsv3_jax.plan.target import Target
+
+TARGETS = [
+    pytest.param(
+        target,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(module) is None, reason=f"needs {module}: the extra {extra}"
+        ),
+    )
+    for target, module, extra in (
+        ("tpu:v5p:2x2x1", "libtpu", "tpu"),
+        ("gpu:h200x4", "jax_cuda13_plugin", "gpu"),
+    )
+]
+
+
+def demo(target: str) -> Deployment:
+    config = ModelConfig.from_hf(find_description("demo"))
+    return Deployment(config, Target.parse(target), "dp_attention_ep", 4, 256, prefill_chunk=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_arguments_are_what_the_planner_counts(target, phase):
+    """Weights, cache and state, and the kernels are in the program."""
+    plan = demo(target)
+    found = compile_program(plan, phase)
+    share = shapes_of(plan).on(plan.layout)
+    counted = (memory.decoding if phase == "decode" else memory.prefilling)(share, plan)
+    held = counted.weights + counted.cache + counted.state
+    assert found.arguments == pytest.approx(held, rel=0.01)
+    assert found.peak == found.arguments + found.workspace
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "extra"),
+    [("tpu:v5p:4x4x8", "libtpu", "tpu"), ("gpu:h200x8", "jax_cuda13_plugin", "gpu")],
+)
+def test_a_compiler_that_is_not_installed(monkeypatch, target, module, extra):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"expected {module} .* 'dsv3-jax\[{extra}\]'"):
+        topology.topology(Target.parse(target))
+
+
+def test_kernels_by_name():
+    text = """
+      %mla_decode.1 = (bf16[2]) custom-call(%a), custom_call_target="tpu_custom_call", b={}
+      ROOT %grouped_matmul.12 = f32[2] custom-call(%a), custom_call_target="tpu_custom_call"
+      %grouped_matmul = f32[2] custom-call(%a), custom_call_target="tpu_custom_call"
+      %mpmd_map.3 = f32[2] custom-call(%a), custom_call_target="mosaic_gpu_v2"
+      %topk.3 = f32[2] custom-call(%a), custom_call_target="TopK"
+    """
+    assert _kernels(text) == {"grouped_matmul": 2, "mla_decode": 1, "mosaic_gpu": 1}
