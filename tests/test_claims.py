@@ -12,7 +12,6 @@ from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.kv_cache import LatentKVCache
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.support.command import run
 from tests.support.running import forward
 
 TESTS = Path(__file__).parent
@@ -77,11 +76,3 @@ def test_a_cache_is_linear_in_its_length(tokens):
     pages = jax.eval_shape(lambda: LatentKVCache.init(config, 1, tokens, dtype="bfloat16").pages)
     found = sum(page.size * page.dtype.itemsize for page in pages)
     assert found == tokens * cache_bytes_per_token(config)
-
-
-@pytest.mark.slow
-def test_eight_gpus_of_80_gb_are_too_few(capsys):
-    model = ("--model", "deepseek-v3", "--quantization", "fp8", "--activations", "float8")
-    words = ("plan", *model, "--layout", "dp_attention_ep", "--batch", 8, "--context", 1024)
-    assert run(*words, "--target", "gpu:h100x8") == 2
-    assert "expected at most 83.9 GB a device of gpu:h100x8, got 103" in capsys.readouterr().err
