@@ -187,10 +187,10 @@ def test_doctor_times_exchanges(monkeypatch, capsys):
     monkeypatch.setattr(collectives, "_TOKENS", (2,))
     assert run("doctor", "--json", "--collectives") == 0
     (found,) = json.loads(capsys.readouterr().out)["collectives"].items()
-    names = "all_gather", "all_gather in float8", "all_to_all", "all_to_all in float8"
-    times = ", ".join(rf"{name} \d+" for name in names)
+    exchanges = "all_gather", "all_to_all", "one_sided"
+    times = ", ".join(rf"{name} \d+, {name} in float8 \d+" for name in exchanges)
     assert found[0] == "2 x 256 a device"
-    assert re.fullmatch(rf"{times} us: take all_(gather|to_all)", found[1])
+    assert re.fullmatch(rf"{times} us: take ({'|'.join(exchanges)})", found[1])
 
 
 def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):
