@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -21,6 +22,11 @@ from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, i64, word
 
 _THREADS = 128
 _STORE = 16  # bytes that a thread stores at once
+
+# jax 0.10 wants an index here, jax 0.12 takes none.
+_ALL_OF_IT: dict[str, Any] = (
+    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +112,7 @@ def _exchange(
             # The last chunk ends where the rows may end: with another it may share some elements.
             start = lax.min((part + step * blocks) * jnp.int32(chunk), jnp.int32(size - chunk))
             window = pl.ds(pl.multiple_of(start, each), chunk)
-            cut = plgpu.load(rows_g.at[to, window], (), layout=layout)
+            cut = plgpu.load(rows_g.at[to, window], layout=layout, **_ALL_OF_IT)
             store = plgpu.inline_mgpu(arg_types=(REF, SCALAR, layout))(_store)
             store(received_g.at[me, window], peer, cut)
 
