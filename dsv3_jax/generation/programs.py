@@ -215,3 +215,22 @@ class Programs:
             dtype=self.dtype,
             top=top,
         )
+
+    def state_shapes(self, rows: int, **kwargs: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """The arrays of :meth:`empty_state` without their memory, where programs want them, and
+        its structure: what :meth:`Program.lower` takes."""
+        structure: Any = None
+        lie: list[NamedSharding | None] = []
+
+        def arrays() -> list[jax.Array]:
+            nonlocal structure, lie
+            state = self.empty_state(rows, **kwargs)
+            leaves, structure = jax.tree.flatten(state)
+            lie = [None] * len(leaves) if self.layout is None else [*places(state, self.layout)]
+            return leaves
+
+        shapes = jax.eval_shape(arrays)
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+            for x, at in zip(shapes, lie, strict=True)
+        ], structure
