@@ -86,6 +86,7 @@ CASES = (
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 168, 4096),
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 176, 4096),
     *_both(Case(_MOON, "tpu:v6e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    *_both(Case(_MOON, "tpu:tpu7x:2x2x1", "dp_attention_ep", "decode", 64, 4096), 8, 1024),
     *_both(
         Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 128, 4096, "fp8", None, 512, "float8"),
         8, 512,
