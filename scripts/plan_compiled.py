@@ -83,8 +83,8 @@ CASES = (
     *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_both(Case(_V3, "tpu:v6e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"), 32, 4096),
     *(
-        Case(_V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, exchange)
-        for exchange in ("all_to_all", "ragged_all_to_all")
+        Case(_V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, each)
+        for each in ("all_to_all", "ragged_all_to_all")
     ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
