@@ -1,21 +1,17 @@
 """A model on eight devices, split in every way that has a name: equal logits, equal tokens."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.attention import LayerCache
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.layer_collectives import layer_collectives
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import abstract
 from sharding import (
@@ -262,28 +258,6 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
 
 # ---- collectives ---------------------------------------------------------------------------------
 
-COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-
-
-def collectives(model, layer):
-    """Of one decode step of one layer: name -> how many, as XLA compiles it."""
-    c = model.config
-    x, valid = jnp.zeros((8, 1, c.hidden_size)), jnp.ones((8, 1), bool)
-    empty = LatentKVCache.init(c, 8, 64, dtype="float32", layout=model.layout)
-    rows = (x, empty.block_tables, empty.lengths, valid)
-    x, *rows = jax.device_put(rows, model.layout.sharding(("batch",)))
-    cache = LayerCache(empty.pages[layer], *rows)
-    graph, state = nnx.split(model.layers[layer])
-
-    @jax.jit
-    def run(state, x, cache):
-        turn = rotation(c, cache.starts[:, None])
-        return nnx.merge(graph, state).extend(x, turn, cache, "absorbed")[:2]
-
-    text = run.lower(state, x, cache).compile().as_text()
-    counts = {name: len(re.findall(rf" {name}(-start)?\(", text)) for name in COLLECTIVES}
-    return {name: count for name, count in counts.items() if count}
-
 
 @pytest.mark.parametrize(
     ("name", "dense", "moe"),
@@ -310,8 +284,8 @@ def collectives(model, layer):
 def test_collectives(directory, name, dense, moe):
     """Of data-parallel attention none, of shared tokens one; of experts one exchange and back."""
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
-    assert collectives(model, 0) == dense
-    assert collectives(model, 1) == moe
+    assert layer_collectives(model, 0) == dense
+    assert layer_collectives(model, 1) == moe
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from dsv3_jax import presets
+from dsv3_jax import presets, viz
 from dsv3_jax.checkpoint.load import find_description
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig
 from dsv3_jax.plan.compiled import Compiled, Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.fit import Plan, plan
-from dsv3_jax.plan.plot import plot
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.sweep import Point, sweep
 from dsv3_jax.plan.target import Target
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     points = sweep(found.deployment) if arguments.sweep else []
     if arguments.sweep:
         title = f"{_title(found.deployment, arguments.model)}\n{arguments.context} tokens a row"
-        plot(points, arguments.sweep, title)
+        viz.save(viz.frontier(points, title), arguments.sweep)
     if arguments.json:
         print(json.dumps(as_json(found, arguments.model, programs, points)))
         return

@@ -1,28 +1,19 @@
-"""A picture of a sweep."""
+"""Throughput of devices against what a user sees, over batches."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsv3_jax.plan.sweep import ACCEPTED, Point
+from dsv3_jax.viz.canvas import new_figure
 
-_DPI = 110
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def plot(points: list[Point], path: Path, title: str) -> None:
-    """Tokens a second of a device over those of a user; each point says how many rows it has.
-
-    Raises:
-      ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # an extra: nothing else here needs it
-        from matplotlib.ticker import StrMethodFormatter
-    except ModuleNotFoundError:
-        raise ValueError(
-            "--sweep: expected matplotlib to be installed; pip install 'dsv3-jax[plot]'"
-        ) from None
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+def frontier(points: list[Point], title: str) -> Figure:
+    """Tokens a second of a device over those of a user; each point says how many rows it has."""
+    figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
     drafts = f"with MTP drafts, {ACCEPTED:.0%} of which hold"
     for mtp, label, side in ((False, "a token a step", -1), (True, drafts, 1)):
@@ -54,9 +45,9 @@ def plot(points: list[Point], path: Path, title: str) -> None:
         title=title,
         yscale="log",
     )
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
     axes.legend(title="decode steps; numbers: rows of all devices")
-    figure.savefig(path, dpi=_DPI)
+    return figure
