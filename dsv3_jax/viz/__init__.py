@@ -4,8 +4,9 @@
 matplotlib is an extra: ``pip install 'dsv3-jax[plot]'``.
 """
 
+from dsv3_jax.viz.bounds import bounds
 from dsv3_jax.viz.canvas import save
 from dsv3_jax.viz.frontier import frontier
 from dsv3_jax.viz.mesh import mesh
 
-__all__ = ["frontier", "mesh", "save"]
+__all__ = ["bounds", "frontier", "mesh", "save"]
