@@ -21,7 +21,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, count_parameters, flops_p
 from dsv3_jax.attn_impl import ATTN_IMPLS, check_attn_impl, decode_attention
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import attention
+from dsv3_jax.layers import attention, attention_variants
 from dsv3_jax.layers.attention_variants import materialize
 from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import make_layout
@@ -44,6 +44,7 @@ def _short_blocks():
     """Two pages of every row: 41 tokens span three blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(attention_variants, "_STEP_TOKENS", 2 * PAGE)
         yield
 
 
