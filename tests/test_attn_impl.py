@@ -223,6 +223,18 @@ def test_costs_of_v3():
     assert unpacked == {name: 2 * 61 * S * of_heads.get(name, 0) for name in macs}
 
 
+def test_figures_of_the_documentation():
+    """docs/generation.md and notebook 02, in units of 10^9."""
+    cd, cc, a_cc, a_cc_me, am_cc_me = (decode_attention(V3, 4096, name) for name in ATTN_IMPLS)
+    assert [round(c.cache_bytes / 1e9, 2) for c in (cd, a_cc_me)] == [20.47, 0.29]
+    assert [round(c.flops / 1e9) for c in (cc, a_cc_me)] == [8425, 92]
+    assert [round(c.weight_bytes / 1e9, 1) for c in (am_cc_me, a_cc_me)] == [73.0, 22.8]
+    assert round(a_cc.unpacked_bytes / 1e9, 1) == 36.8
+    assert round(cc.flops / a_cc_me.flops) == 91
+    held = [cache_bytes_per_token(V3, attn_impl=name) * 128 * 1024 / 1e9 for name in ("CD", "CC")]
+    assert [round(size, 1) for size in held] == [655.0, 9.2]
+
+
 @pytest.mark.parametrize("config", [V3, LITE], ids=["q_lora", "no_q_lora"])
 def test_costs_agree_with_the_rest_of_the_accounting(config):
     L, S = config.num_hidden_layers, 1000
