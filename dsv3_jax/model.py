@@ -108,7 +108,11 @@ class DeepSeekV3(nnx.Module):
 
     @overload
     def __call__(
-        self, tokens: Int[Array, "B T"], *, return_aux: Literal[False] = False
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        return_aux: Literal[False] = False,
+        run_layers: LayerRunner | None = None,
     ) -> Float32[Array, "B T W"]: ...
     @overload
     def __call__(
@@ -132,7 +136,8 @@ class DeepSeekV3(nnx.Module):
 
         Args:
           return_aux: also run the MTP layers and return :class:`Aux`.
-          run_layers: how the layers run; default one after the other. Training brings others.
+          run_layers: how the layers run; default one after the other. Training and
+            :mod:`dsv3_jax.inspection` bring others.
         """
         if self.layout is not None:
             self.layout.check_batch(len(tokens))

@@ -25,6 +25,7 @@ from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.fit import shapes_of
 from dsv3_jax.plan.target import Target
+from sharding import Exchange
 
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
@@ -42,13 +43,15 @@ class Case:
     """None: all of them."""
     prefill_chunk: int = 512
     activations: str | None = None
+    exchange: Exchange = "all_gather"
 
     @property
     def name(self) -> str:
         layers = "" if self.layers is None else f" {self.layers} layers"
+        exchange = "" if self.exchange == "all_gather" else f" {self.exchange}"
         return (
-            f"{self.model}{layers} {self.quantization} {self.target} {self.layout} {self.phase}"
-            f" {self.batch}x{self.context}"
+            f"{self.model}{layers} {self.quantization} {self.target} {self.layout}{exchange}"
+            f" {self.phase} {self.batch}x{self.context}"
         )
 
     @property
@@ -64,6 +67,7 @@ class Case:
             self.context,
             self.quantization,
             self.activations,
+            exchange=self.exchange,
             prefill_chunk=self.prefill_chunk,
         )
 
@@ -78,6 +82,10 @@ _V3, _MOON = "deepseek-v3", "moonlight-16b"
 CASES = (
     *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_both(Case(_V3, "tpu:v6e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"), 32, 4096),
+    *(
+        Case(_V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, each)
+        for each in ("all_to_all", "ragged_all_to_all")
+    ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
@@ -86,6 +94,7 @@ CASES = (
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 168, 4096),
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 176, 4096),
     *_both(Case(_MOON, "tpu:v6e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    *_both(Case(_MOON, "tpu:tpu7x:2x2x1", "dp_attention_ep", "decode", 64, 4096), 8, 1024),
     *_both(
         Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 128, 4096, "fp8", None, 512, "float8"),
         8, 512,
@@ -125,7 +134,7 @@ class Compared:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Compared:
-        case = Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
+        case = Case(**{each.name: row[each.name] for each in dataclasses.fields(Case)})
         plan = case.deployment
         share = shapes_of(plan).on(plan.layout)
         counted = (memory.decoding if case.phase == "decode" else memory.prefilling)(share, plan)

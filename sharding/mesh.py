@@ -37,8 +37,8 @@ def make_mesh(
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if devices[0].platform == "tpu" and len(slices) > 1:
         raise ValueError(f"mesh: expected TPUs of one slice, got {len(slices)} slices")
-    # jax.make_mesh cuts a dimension of a slice in two on v5e alone, where 8 of a v6e's 16 must be an
-    # axis of their own too; and refuses GPUs of several hosts, each of which JAX calls a slice.
+    # Not jax.make_mesh: it cuts a dimension of a slice in two on v5e alone, where 8 of a v6e's 16
+    # may have to be an axis too, and refuses GPUs of several hosts, which JAX calls slices.
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * 3)
 

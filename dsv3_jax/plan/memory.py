@@ -69,7 +69,7 @@ def decoding(share: Share, plan: Deployment) -> Memory:
         state=state,
         up_projections=share.up_projections,
         dequantized=_dequantized(share, plan, places, but="kv_b_proj"),
-        tiled=_tiled(share, plan, but="kv_b_proj"),
+        tiled=_tiled(share, plan, but="kv_b_proj"),  # up-projections are made in these tiles
         exchange=exchange,
         workspace=max(logits, layer + exchange) - exchange,
     )
@@ -86,7 +86,7 @@ def prefilling(share: Share, plan: Deployment) -> Memory:
         state=state,
         up_projections=0,
         dequantized=_dequantized(share, plan, tokens),
-        tiled=_tiled(share, plan),
+        tiled=_tiled(share, plan, but="lm_head"),  # which a chunk that draws nothing leaves out
         exchange=exchange,
         workspace=layer,
     )
@@ -223,7 +223,7 @@ def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None)
     return total + spread
 
 
-def _tiled(share: Share, plan: Deployment, but: str | None = None) -> int:
+def _tiled(share: Share, plan: Deployment, but: str) -> int:
     """A TPU7x multiplies bfloat16 in tiles of 16 x 128 where a program's arguments lie in tiles of
     8 x 128: XLA copies what its own products read once, before its loop. Experts' kernels read
     them as they lie.

@@ -1,0 +1,224 @@
+"""What capture returns is what the layers computed, and a model that nobody inspects has no trace
+of it."""
+
+import ast
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import dsv3_jax
+from dsv3_jax.inspection import Captured, attention_entropy, capture
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.rope import rotation
+from dsv3_jax.model import DeepSeekV3
+from sharding import Layout, make_layout, make_mesh
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error
+from tests.support.running import cached_latents, extend, forward
+
+ROOT = Path(__file__).parents[1]
+BOUND = 1e-5  # float32, sums in another order
+SAME = 7  # tokens that both rows begin with
+TOKENS = np.random.default_rng(0).integers(0, 160, (2, 13))
+TOKENS[1, :SAME] = TOKENS[0, :SAME]
+EVERYTHING = ("routing", "latents", "hidden", "attention_entropy", "logits")
+jitted = nnx.jit(capture, static_argnames="what")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("tiny")
+    # As many heads and experts as devices, so that layouts divide them.
+    config = tiny_config(num_attention_heads=8, num_key_value_heads=8)
+    write_checkpoint(home, config, random_tensors(config))
+    return home
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> DeepSeekV3:
+    return dsv3_jax.load(directory, dtype=jnp.float32)[0]
+
+
+@pytest.fixture(scope="module")
+def found(model) -> Captured:
+    return jitted(model, jnp.asarray(TOKENS), what=EVERYTHING)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def test_routing_is_what_the_layers_chose(model, found):
+    _, aux = forward(model, TOKENS)
+    routing, c = found.routing, model.config
+    L, E, K = c.num_moe_layers, c.n_routed_experts, c.num_experts_per_tok
+    assert routing.experts.shape == (L, *TOKENS.shape, K)
+    np.testing.assert_array_equal(routing.counts, aux.routing_counts)
+    chosen = np.asarray(routing.experts)[..., None] == np.arange(E)
+    np.testing.assert_array_equal(chosen.sum((1, 2, 3)), aux.routing_counts)
+    for i in range(L):
+        stats = aux.routing[i]
+        np.testing.assert_array_equal(routing.experts[i].reshape(-1, K), stats.experts)
+        assert relative_error(routing.scores[i].reshape(-1, E), stats.scores) < BOUND
+
+
+def test_weights_are_unbiased_scores_over_their_sum(model, found):
+    """V3 report, equations 12 and 13, times routed_scaling_factor."""
+    routing, c = found.routing, model.config
+    scores = np.take_along_axis(np.asarray(routing.scores), np.asarray(routing.experts), -1)
+    want = scores / scores.sum(-1, keepdims=True) * c.routed_scaling_factor
+    assert relative_error(routing.weights, want) < BOUND
+
+
+def test_hidden_goes_from_the_embedding_to_the_logits(model, found):
+    assert found.hidden.shape == (4, *TOKENS.shape, model.config.hidden_size)
+    np.testing.assert_array_equal(found.hidden[0], model.embed_tokens(jnp.asarray(TOKENS)))
+    last = model.logits(model.norm(found.hidden[-1]))
+    assert relative_error(last, found.logits) < BOUND
+    assert relative_error(found.logits, forward(model, TOKENS)[0]) < BOUND
+
+
+def test_latents_are_what_the_cache_holds(model, found):
+    B, T = TOKENS.shape
+    cache = LatentKVCache.init(model.config, B, 16, dtype=jnp.float32, page_size=8)
+    _, cache = extend(model, TOKENS, np.full(B, T), cache, "expanded")
+    assert found.latents.shape == (3, B, T, model.config.latent_dim)
+    for layer in range(3):
+        for row in range(B):
+            held = cached_latents(cache, layer, row)
+            assert relative_error(found.latents[layer, row], held) < BOUND
+
+
+def test_entropy_by_its_definition(model, found):
+    """All scores of a layer at once, in float64."""
+    T = TOKENS.shape[1]
+    turn = rotation(model.config, jnp.broadcast_to(jnp.arange(T), TOKENS.shape))
+    for i, layer in enumerate(model.layers):
+        attention, x = layer.self_attn, layer.input_layernorm(found.hidden[i])
+        q = np.concatenate(attention.queries(x, turn), axis=-1).astype(np.float64)
+        k = np.asarray(attention.expand(attention.latents(x, turn))[0], np.float64)
+        scores = np.einsum("bthk,bshk->bhts", q, k) * model.config.softmax_scale
+        p = np.where(np.tri(T, dtype=bool), np.exp(scores), 0.0)
+        p /= p.sum(-1, keepdims=True)
+        want = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+        np.testing.assert_allclose(found.attention_entropy[i], want, atol=1e-5)
+
+
+def test_entropy_of_hand_made_attention():
+    """Over 300 places, which is no multiple of a block of queries."""
+    T, rng = 300, np.random.default_rng(1)
+    k = jnp.asarray(rng.normal(size=(1, T, 2, 4)), jnp.float32)
+    alike = attention_entropy(jnp.zeros_like(k), k, scale=0.5)
+    assert alike.shape == (1, 2, T)
+    np.testing.assert_allclose(alike[0, 1], np.log(np.arange(T) + 1), atol=1e-5)
+    # Key s is s: the newest key takes all, and to be wholly certain is 0, not NaN.
+    k = jnp.broadcast_to(jnp.arange(T, dtype=jnp.float32)[:, None, None], (1, T, 2, 1))
+    np.testing.assert_array_equal(attention_entropy(jnp.full_like(k, 1e6), k, scale=1.0), 0.0)
+
+
+def test_a_place_does_not_depend_on_those_behind_it(found):
+    for values in (found.hidden, found.latents, found.routing.scores):
+        assert relative_error(values[:, 1, :SAME], values[:, 0, :SAME]) < BOUND
+    entropy = found.attention_entropy[..., :SAME]
+    np.testing.assert_allclose(entropy[:, 1], entropy[:, 0], atol=1e-5)
+
+
+# ---- only what is asked for ----------------------------------------------------------------------
+
+
+def test_only_what_is_asked_for(model):
+    one = jax.eval_shape(lambda: capture(model, jnp.asarray(TOKENS), "latents"))
+    assert [name for name, value in one._asdict().items() if value is not None] == ["latents"]
+
+
+@pytest.mark.slow
+def test_costs(model):
+    """FLOPs as XLA counts them: but for the entropy nothing is computed twice, and without logits
+    the LM head goes."""
+    tokens = jnp.asarray(np.tile(TOKENS, (1, 8)))  # one block of queries: XLA counts a loop once
+    (B, T), c = tokens.shape, model.config
+
+    def flops(*what: str) -> float:
+        return jitted.lower(model, tokens, what=what).compile().cost_analysis()["flops"]
+
+    graph, state = nnx.split(model)
+    plain = jax.jit(lambda s: nnx.merge(graph, s)(tokens)).lower(state).compile()
+    alone = plain.cost_analysis()["flops"]
+    shared = flops("hidden", "latents", "routing", "logits")
+    assert alone <= shared < 1.01 * alone
+    head = 2 * B * T * c.hidden_size * c.vocab_size
+    assert flops("hidden") == pytest.approx(alone - head, rel=0.01)
+    L, H = c.num_hidden_layers, c.num_attention_heads
+    scores = 2 * L * B * H * T**2 * c.qk_head_dim
+    softmax = 12 * L * B * H * T**2  # elementwise, which the table leaves out
+    extra = flops("hidden", "attention_entropy") - flops("hidden")
+    assert scores <= extra < scores + softmax
+
+
+def test_nothing_is_left_behind(model):
+    """The model lowers to the same text, and no module that computes knows of this one."""
+    graph, state = nnx.split(model)
+    tokens = jnp.asarray(TOKENS)
+
+    def text() -> str:
+        return jax.jit(lambda s, t: nnx.merge(graph, s)(t)).lower(state, tokens).as_text()
+
+    before = text()
+    jitted(model, tokens, what=EVERYTHING)
+    assert text() == before
+    assert nnx.split(model)[0] == graph
+    for path in (ROOT / "dsv3_jax").rglob("*.py"):
+        if "inspection" in path.stem or path.parent.name == "viz":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [getattr(node, "module", None)]
+            names += [a.name for a in getattr(node, "names", []) if isinstance(a, ast.alias)]
+            assert not any("inspection" in (name or "") for name in names), path
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tensor_parallel": lambda: make_layout("tensor_parallel"),
+    "dp_attention_ep": lambda: make_layout("dp_attention_ep", devices=jax.devices()[:2]),
+    "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
+    "train": lambda: make_layout("train", devices=jax.devices()[:2], expert_devices=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_mesh_captures_the_same(name, directory, found):
+    model = dsv3_jax.load(directory, dtype=jnp.float32, layout=LAYOUTS[name]())[0]
+    there = jitted(model, jnp.asarray(TOKENS), what=EVERYTHING)
+    for ours, want in zip(jax.tree.leaves(there), jax.tree.leaves(found), strict=True):
+        assert ours.shape == want.shape
+        np.testing.assert_allclose(ours, want, rtol=1e-4, atol=1e-5)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "tokens", "said"),
+    [
+        (("routing", "weights"), TOKENS, "what: expected some of routing, latents, .* 'weights'"),
+        ("entropy", TOKENS, "what: expected some of .*; got 'entropy'"),
+        ((), TOKENS, "what: expected some of .*; got none"),
+        ("hidden", TOKENS[0], r"tokens: expected shape \[B, T\], got \(13,\)"),
+    ],
+)
+def test_refusals(model, what, tokens, said):
+    with pytest.raises(ValueError, match=said):
+        capture(model, tokens, what)
+
+
+def test_a_dense_model_has_no_routing(tmp_path):
+    config = tiny_config(first_k_dense_replace=2, num_hidden_layers=2, num_nextn_predict_layers=0)
+    write_checkpoint(tmp_path, config, random_tensors(config))
+    model, _ = dsv3_jax.load(tmp_path)
+    with pytest.raises(ValueError, match="routing: expected a model with MoE layers"):
+        capture(model, jnp.asarray(TOKENS), "routing")
