@@ -42,7 +42,7 @@ def test_each_tokens_bars_sum_to_one():
     bars = np.reshape(heights(first), (3, 5))
     np.testing.assert_allclose(bars.sum(0), 1)
     assert (np.diff(bars, axis=0) <= 0).all()  # the heaviest below
-    assert [label.get_text() for label in last.get_xticklabels()] == ["a", "\\n·", "$", "d", "e"]
+    assert [label.get_text() for label in last.get_xticklabels()] == ["a", "\\n␣", "$", "d", "e"]
 
 
 def test_gpu_loads_are_those_of_the_placement():
@@ -107,7 +107,7 @@ def test_a_notebook_shows_it():
 
 
 def test_labels():
-    assert visible("\n        x  y") == "\\n·x·y"
+    assert visible("\n        x  y") == "\\n␣x␣y"
 
 
 def test_without_matplotlib(monkeypatch):

@@ -52,5 +52,5 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def visible(text: str) -> str:
-    """A token's text as a label: escapes for what has no shape, a dot for a run of spaces."""
-    return re.sub(" +", "\u00b7", repr(text)[1:-1])
+    """A token's text as a label: escapes for what has no shape, ␣ for a run of spaces."""
+    return re.sub(" +", "␣", repr(text)[1:-1])

@@ -84,13 +84,13 @@ def token_routes(
                     number = str(experts[layer, t, k])
                     axes.text(t, middle, number, ha="center", va="center", fontsize=7)
             bottom += shares[layer, :, k]
-        axes.set(ylabel=f"layer {layer}", ylim=(0, 1), yticks=[], xlim=(-0.5, T - 0.5))
+        axes.set(ylabel=f"MoE layer {layer}", ylim=(0, 1), yticks=[], xlim=(-0.5, T - 0.5))
         axes.spines[:].set_visible(False)
+        axes.tick_params(axis="x", length=0)
     shown = [visible(token) for token in tokens]
     panels[-1].set_xticks(
         range(T), shown, rotation=60, ha="right", family="monospace", parse_math=False
     )
-    panels[-1].tick_params(axis="x", length=0)
     figure.legend(
         handles=[Patch(color=color, label=str(e)) for e, color in enumerate(colors)],
         loc="outside right upper",
