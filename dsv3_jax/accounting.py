@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
 from dsv3_jax.config import ModelConfig
 
 
@@ -120,7 +121,11 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> float:
 
 
 def cache_bytes_per_token(
-    config: ModelConfig, dtype: Literal["bfloat16", "fp8"] = "bfloat16", *, mtp: bool = False
+    config: ModelConfig,
+    dtype: Literal["bfloat16", "fp8"] = "bfloat16",
+    *,
+    mtp: bool = False,
+    attn_impl: AttnImpl | None = None,
 ) -> int:
     """Bytes that one token leaves in the cache, all layers together (``mtp``: the MTP layers too).
 
@@ -128,13 +133,22 @@ def cache_bytes_per_token(
     byte, a float32 scale for each 128 of them, R rope values in bfloat16: 656 for V3. An indexer
     adds its key in fp8 with one float32 scale in either case.
 
+    Args:
+      attn_impl: of :mod:`dsv3_jax.attn_impl`; ``CD`` caches ``H (N + R + V)`` numbers a layer.
+
     Raises:
-      ValueError: ``dtype`` is neither.
+      ValueError: ``dtype`` is neither, ``attn_impl`` is none of them, or ``CD`` in fp8.
     """
     C, R = config.kv_lora_rank, config.qk_rope_head_dim
     if dtype not in ("bfloat16", "fp8"):
         raise ValueError(f"dtype: expected bfloat16 or fp8, got {dtype!r}")
-    entry = 2 * (C + R) if dtype == "bfloat16" else C + 4 * math.ceil(C / 128) + 2 * R
+    if attn_impl is not None:
+        check_attn_impl(attn_impl)
+    if attn_impl == "CD" and dtype == "fp8":
+        raise ValueError("dtype: expected bfloat16 for attn_impl CD, got fp8: a layout of latents")
+    entry = 2 * cached_numbers(config, attn_impl)
+    if dtype == "fp8":
+        entry = C + 4 * math.ceil(C / 128) + 2 * R
     if config.index_head_dim is not None:
         entry += config.index_head_dim + 4
     return entry * (config.num_hidden_layers + mtp * config.num_nextn_predict_layers)

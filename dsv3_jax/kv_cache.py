@@ -6,6 +6,7 @@ in bfloat16), whatever the number of heads. Token s of a row stands in page
 that counts up. Taking tokens back only lowers ``lengths``.
 
 Pages may be wider than tokens: a TPU's kernel reads whole groups of 128 columns, 640 for 576.
+With ``attn_impl="CD"`` they hold every head's key and value instead, for comparison alone.
 
 On a mesh a row's pages lie on the row's devices. Where several share its tokens, they have its
 pages in turns: whatever the length, what they hold differs by a page at most.
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dsv3_jax.attn_impl import AttnImpl, cached_numbers
 from dsv3_jax.config import ModelConfig
 from pallas_kernels import target
 from pallas_kernels.mla_decode.api import page_width
@@ -38,7 +40,8 @@ class LatentKVCache:
     """All layers' latents of a batch. Written by ``DeepSeekV3.extend``."""
 
     pages: tuple[Float[Array, "P page width"], ...]
-    """A layer each: normed latent, then rotated rope key. What is not written holds zeros."""
+    """A layer each: normed latent, then rotated rope key. What is not written holds zeros. Of
+    ``attn_impl="CD"``: all heads' keys [H K], then all heads' values [H V]."""
 
     block_tables: Int[Array, "B max_pages"]
     """Page numbers of each row, in order; shared by all layers. Where n devices share a row's
@@ -68,6 +71,7 @@ class LatentKVCache:
         layout: Layout | None = None,
         count_routing: bool = False,
         platform: str | None = None,
+        attn_impl: AttnImpl | None = None,
     ) -> LatentKVCache:
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
 
@@ -75,6 +79,7 @@ class LatentKVCache:
           layout: on which pages lie apart; its parts of the batch divide ``batch``.
           platform: whose kernels read the pages, ``cpu``, ``gpu`` or ``tpu``; by default that of
             the layout's devices, or of the default device.
+          attn_impl: of the model, see :meth:`dsv3_jax.DeepSeekV3.use_attn_impl`.
         """
         rows_apart, tokens_apart = (
             (1, 1) if layout is None else (layout.parts("batch"), layout.parts("cached_tokens"))
@@ -84,7 +89,7 @@ class LatentKVCache:
         by_device = numbers.reshape(rows_apart, tokens_apart, -1, pages_apart)
         sharding = None if layout is None else layout.sharding(PAGES)
         platform = platform or (layout and layout.platform) or target.platform()
-        shape = (numbers.size, page_size, page_width(config.latent_dim, platform))
+        shape = (numbers.size, page_size, page_width(cached_numbers(config, attn_impl), platform))
         moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
         counted = (moe_layers, config.n_routed_experts) if count_routing else None
         return cls(
@@ -96,6 +101,16 @@ class LatentKVCache:
             mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
             routing_counts=None if counted is None else jnp.zeros(counted, jnp.int32),
         )
+
+    def check_width(self, config: ModelConfig, attn_impl: AttnImpl | None) -> None:
+        """Raises ValueError where it was made for another ``attn_impl``, or another model."""
+        numbers, width = cached_numbers(config, attn_impl), self.pages[0].shape[-1]
+        widths = sorted({page_width(numbers, platform) for platform in ("cpu", "tpu")})
+        if width not in widths:
+            raise ValueError(
+                f"cache: expected pages of {' or '.join(map(str, widths))} columns for attn_impl"
+                f" {attn_impl}, got {width}; LatentKVCache.init takes attn_impl too"
+            )
 
 
 class TokenShare(NamedTuple):

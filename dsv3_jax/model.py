@@ -14,9 +14,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
+from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
+from dsv3_jax.layers.attention_variants import check_variant
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.mlp import MLP
@@ -90,6 +92,7 @@ class DeepSeekV3(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.layout: Layout | None = None
+        self.attn_impl: AttnImpl | None = None
         kwargs = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
         W, D, std = config.vocab_size, config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(W, D, std=std, rngs=rngs, dtype=dtype)
@@ -166,6 +169,19 @@ class DeepSeekV3(nnx.Module):
             if isinstance(module, Weight):
                 module.float8_rows = isinstance(module.quantization, BlockQuantization)
 
+    def use_attn_impl(self, attn_impl: AttnImpl | None) -> None:
+        """From now on, decode attends in one of the five ways of :mod:`dsv3_jax.attn_impl`; prefill
+        stays as it is, but for ``CD``, which has a cache of its own. None: as the model would by
+        itself. Caches, and Generators, are to be made afterwards.
+
+        Raises:
+          ValueError: no such name, or one that a model on a mesh cannot take.
+        """
+        check_variant(attn_impl, self.layout)
+        self.attn_impl = attn_impl
+        for layer in (*self.layers, *self.mtp):
+            layer.attn_impl = attn_impl
+
     def lay_out(self, layout: Layout) -> None:
         """From now on, layers run on the devices of ``layout``, where the parameters must lie as it
         says: :func:`dsv3_jax.load` sees to both.
@@ -173,6 +189,7 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: as :func:`dsv3_jax.logical_axes.check_layout`.
         """
+        check_variant(self.attn_impl, layout)
         moes = self.moe_layers()
         check_layout(self.config, layout, moes[0].places if moes else None)
         self.layout = layout
@@ -217,10 +234,11 @@ class DeepSeekV3(nnx.Module):
 
     def ready_to_decode(self) -> DeepSeekV3:
         """The same model, with what absorbed attention wants of the weights made once for all the
-        steps that follow: H (N + V) C numbers a layer, 2 GB for DeepSeek-V3 in bfloat16."""
+        steps that follow: H (N + V) C numbers a layer, 2 GB for DeepSeek-V3 in bfloat16. An
+        ``attn_impl`` may want others, or none."""
         model = nnx.merge(*nnx.split(self))
         for layer in (*model.layers, *model.mtp):
-            layer.self_attn.hold_up_projections(self.dtype)
+            layer.ready_to_decode(self.dtype)
         return model
 
     def extend(
@@ -239,7 +257,11 @@ class DeepSeekV3(nnx.Module):
         Returns:
           Hidden states, undefined where padded, and the extended cache. The caller sees to it that
           the cache has room.
+
+        Raises:
+          ValueError: the cache was made for another ``attn_impl``.
         """
+        cache.check_width(self.config, self.attn_impl)
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]

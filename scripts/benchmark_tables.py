@@ -9,11 +9,14 @@ when a page and the results differ.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.decode.scaled import tokens_per_s_per_device
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,6 +133,24 @@ def two_gpus() -> str:
     return markdown([*header, ">tokens/s", ">of the floor", "result"], rows)
 
 
+def all_layers() -> str:
+    """The best of each number of rows a device."""
+    header = ("phase", ">rows a GPU", ">tokens", ">tokens/s a GPU, slice", ">61 layers")
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for phase in ("decode", "prefill"):
+        for _, r in _timed(_TWO_GPUS, phase):
+            key = phase, r["batch"] // r["devices"]
+            # A slice of as many layers for every row of the table.
+            if r["layers"] == 5 and r["ms"] < best.get(key, {"ms": math.inf})["ms"]:
+                best[key] = r
+    rows = (
+        [phase, rows, f"{r['context']:,}", f"{r['tokens_per_s'] / r['devices']:,.0f}",
+         f"{tokens_per_s_per_device(r):,.0f}"]
+        for (phase, rows), r in sorted(best.items())
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
 def speculation() -> str:
     header = ("drafts", ">rows", ">temperature", ">depth", ">tokens/s", ">tokens a step")
     rows = (
@@ -187,8 +208,8 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, decode, prefill, two_gpus, speculation, quantization, conversion,
-        cpu, cold_start,
+        kernels, kernels_by_kind, decode, prefill, two_gpus, all_layers, speculation, quantization,
+        conversion, cpu, cold_start,
     )
 }  # fmt: skip
 

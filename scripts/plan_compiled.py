@@ -2,9 +2,10 @@
 
     python -m scripts.plan_compiled benchmarks/results/plan_compiled.json --part tpu
 
-compiles every program of the part (or all of them), each in a process of its own, and writes their
-rows into the file, beside those that are there. ``--only WORD`` takes those whose names have it.
-With ``docs/planning.md`` as second argument the file's table is written into that page.
+compiles every program of the part (or all of them), each in a process of its own, and writes what
+the compiler says into the file, beside what is there. ``--only WORD`` takes those whose names have
+it. With ``docs/planning.md`` as second argument the table of them all, beside the formula's bytes,
+is written into that page.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.fit import shapes_of
 from dsv3_jax.plan.target import Target
+from sharding import Exchange
 
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
@@ -41,13 +43,15 @@ class Case:
     """None: all of them."""
     prefill_chunk: int = 512
     activations: str | None = None
+    exchange: Exchange = "all_gather"
 
     @property
     def name(self) -> str:
         layers = "" if self.layers is None else f" {self.layers} layers"
+        exchange = "" if self.exchange == "all_gather" else f" {self.exchange}"
         return (
-            f"{self.model}{layers} {self.quantization} {self.target} {self.layout} {self.phase}"
-            f" {self.batch}x{self.context}"
+            f"{self.model}{layers} {self.quantization} {self.target} {self.layout}{exchange}"
+            f" {self.phase} {self.batch}x{self.context}"
         )
 
     @property
@@ -63,6 +67,7 @@ class Case:
             self.context,
             self.quantization,
             self.activations,
+            exchange=self.exchange,
             prefill_chunk=self.prefill_chunk,
         )
 
@@ -77,11 +82,19 @@ _V3, _MOON = "deepseek-v3", "moonlight-16b"
 CASES = (
     *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_both(Case(_V3, "tpu:v6e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"), 32, 4096),
+    *(
+        Case(_V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, each)
+        for each in ("all_to_all", "ragged_all_to_all")
+    ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
     *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    # The largest of these batches that fits, by the formula, and the smallest that does not.
+    Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 168, 4096),
+    Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 176, 4096),
     *_both(Case(_MOON, "tpu:v6e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
+    *_both(Case(_MOON, "tpu:tpu7x:2x2x1", "dp_attention_ep", "decode", 64, 4096), 8, 1024),
     *_both(
         Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 128, 4096, "fp8", None, 512, "float8"),
         8, 512,
@@ -92,25 +105,52 @@ CASES = (
         ),
         16, 512,
     ),
+    Case(_V3, "gpu:h200x4", "dp_attention_ep", "decode", 64, 4096, "fp8", None, 512, "float8"),
     *_both(Case(_MOON, "gpu:h200x1", "single", "decode", 64, 4096), 8, 512),
     *_both(Case(_MOON, "gpu:h200x4", "dp_attention_ep", "decode", 64, 4096), 8, 512),
 )  # fmt: skip
 
 
-def compare(case: Case) -> dict[str, Any]:
-    """The compiler's bytes beside the formula's, or what it says where it refuses."""
-    plan = case.deployment
-    share = shapes_of(plan).on(plan.layout)
-    counted = (memory.decoding if case.phase == "decode" else memory.prefilling)(share, plan)
-    row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
-    row |= {"versions": _versions(), "memory_bytes": plan.target.chip.memory}
-    row |= {"formula": dataclasses.asdict(counted), "formula_bytes": counted.peak}
+def compiled(case: Case) -> dict[str, Any]:
+    """The compiler's bytes, or what it says where it refuses."""
+    row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case), "versions": _versions()}
     try:
-        found = compile_program(plan, case.phase)
+        found = compile_program(case.deployment, case.phase)
     except ValueError as refusal:
         return row | {"compiler_bytes": None, "refusal": str(refusal)}
     of_compiler = {"compiler_bytes": found.peak, "argument_bytes": found.arguments}
     return row | of_compiler | {"kernels": found.kernels, "seconds": round(found.seconds)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Bytes of a device."""
+
+    case: Case
+    formula: int
+    compiler: int | None
+    """None: it refuses."""
+    kernels: int
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Compared:
+        case = Case(**{each.name: row[each.name] for each in dataclasses.fields(Case)})
+        plan = case.deployment
+        share = shapes_of(plan).on(plan.layout)
+        counted = (memory.decoding if case.phase == "decode" else memory.prefilling)(share, plan)
+        kernels = sum(row["kernels"].values()) if row["compiler_bytes"] else 0
+        return cls(case, counted.peak, row["compiler_bytes"], kernels)
+
+    @property
+    def formula_fits(self) -> bool:
+        return self.formula <= self.case.deployment.target.chip.memory
+
+    @property
+    def compiler_fits(self) -> bool:
+        """CUDA's compiler refuses nothing."""
+        if self.compiler is None:
+            return False
+        return self.compiler <= self.case.deployment.target.chip.memory
 
 
 def _versions() -> dict[str, str]:
@@ -123,21 +163,28 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def read(results: Path) -> list[dict[str, Any]]:
+    """The rows of a file, in the order of CASES."""
+    rows = {row["name"]: row for row in json.loads(results.read_text("utf-8"))["rows"]}
+    return [rows[case.name] for case in CASES if case.name in rows]
+
+
+def table(compared: list[Compared]) -> str:
     """Markdown; GB a device."""
     lines = [
         "| model, devices, layout, program | formula | compiler | formula / compiler | kernels |",
         "|---|---:|---:|---:|---:|",
     ]
-    for row in rows:
-        peak, ours = row["compiler_bytes"], row["formula_bytes"]
-        cells = [row["name"], f"{ours / 1e9:.2f}"]
-        if peak is None:
-            fits = "would fit" if ours <= row["memory_bytes"] else "refused too"
-            cells += ["refused", fits, ""]
-        else:
-            cells += [f"{peak / 1e9:.2f}", f"{ours / peak:.3f}", f"{sum(row['kernels'].values())}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    for each in compared:
+        formula, compiler = f"{each.formula / 1e9:.2f}", "refuses"
+        ratio = "refuses too" if not each.formula_fits else "**fits**"
+        if each.compiler is not None:
+            compiler, ratio = f"{each.compiler / 1e9:.2f}", f"{each.formula / each.compiler:.3f}"
+        formula += "" if each.formula_fits else ", too large"
+        if each.compiler is not None and not each.compiler_fits:
+            compiler += ", too large"
+        kernels = f"{each.kernels:,}" if each.kernels else ""
+        lines.append(f"| {each.case.name} | {formula} | {compiler} | {ratio} | {kernels} |")
     return "\n".join(lines)
 
 
@@ -152,21 +199,21 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     rows: dict[str, dict[str, Any]] = {}
     if parsed.results.exists():
-        rows = {row["name"]: row for row in json.loads(parsed.results.read_text("utf-8"))["rows"]}
+        rows = {row["name"]: row for row in read(parsed.results)}
     for case in CASES:
         if not case.target.startswith(parsed.part or "") or parsed.only not in case.name:
             continue
         # A process each: what compilers keep of large programs adds up.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = rows[case.name] = pool.apply(compare, (case,))
-        print(json.dumps({k: row.get(k) for k in ("name", "formula_bytes", "compiler_bytes")}))
+            row = rows[case.name] = pool.apply(compiled, (case,))
+        print(json.dumps({key: row.get(key) for key in ("name", "compiler_bytes", "seconds")}))
         found = [rows[each.name] for each in CASES if each.name in rows]
         parsed.results.write_text(json.dumps({"rows": found}, indent=1) + "\n", "utf-8")
     if parsed.page:
         before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
-        found = [rows[each.name] for each in CASES if each.name in rows]
-        parsed.page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", "utf-8")
+        found = table([Compared.of(row) for row in read(parsed.results)])
+        parsed.page.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", "utf-8")
 
 
 if __name__ == "__main__":

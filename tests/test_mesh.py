@@ -1,3 +1,6 @@
+import dataclasses
+import inspect
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -20,3 +23,38 @@ def test_a_part_of_the_devices():
 def test_sizes_that_do_not_fit_are_refused(sizes):
     with pytest.raises(ValueError, match="multiply to 8 devices, got data="):
         make_mesh(**sizes)
+
+
+# Without the checker, which wants a Device.
+unchecked = inspect.unwrap(make_mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh asks of one."""
+
+    platform: str
+    device_kind: str
+    coords: tuple[int, int, int]
+    slice_index: int = 0
+    core_on_chip: int = 0
+    process_index: int = 0
+
+    @property
+    def id(self) -> int:
+        return 16 * self.coords[0] + self.coords[1]
+
+
+def test_a_dimension_of_a_slice_is_cut_in_two():
+    """As tpu_pod's 32 x 8 needs of a v6e's 16 x 16."""
+    chips = [Device("tpu", "TPU v6 lite", (x, y, 0)) for x in range(16) for y in range(16)]
+    mesh = unchecked(data=32, tensor=8, devices=chips)
+    assert mesh.devices.shape == (32, 1, 8)
+    assert {chip.id for chip in mesh.devices.flat} == set(range(256))
+
+
+def test_several_slices_are_refused_and_several_hosts_of_gpus_are_not():
+    with pytest.raises(ValueError, match="TPUs of one slice, got 2 slices"):
+        unchecked(data=2, devices=[Device("tpu", "TPU v6 lite", (0, i, 0), i) for i in range(2)])
+    hosts = [Device("gpu", "NVIDIA H200", (0, i, 0), i) for i in range(2)]
+    assert [gpu.id for gpu in unchecked(data=2, devices=hosts).devices.flat] == [0, 1]

@@ -106,21 +106,15 @@ class Decode:
         self._program = programs.decode
         state = _random_state(programs, rows, longest, depth, drafter is not None)
         self.state = self._program.laid_out(state)
-        self._sampling = _greedy(rows)
+        self._sampling = Sampling.greedy(rows)  # rows accept synthetic drafts by their seeds
         self.compiled = compiled or self.compile()
 
     @classmethod
     def planned(cls, model: DeepSeekV3, rows: int, longest: int) -> Compiled:
         """Its program without its state, whose memory the compiler may then try kernels in."""
-        programs, structures = _programs(model, longest, 0), []
-
-        def state() -> list[jax.Array]:
-            leaves, structure = jax.tree.flatten(programs.empty_state(rows))
-            structures.append(structure)
-            return leaves
-
-        held = jax.eval_shape(state)
-        arguments = structures[-1], _greedy(rows), np.int32(1)
+        programs = _programs(model, longest, 0)
+        held, structure = programs.state_shapes(rows)
+        arguments = structure, Sampling.greedy(rows), np.int32(1)
         return Compiled.of_leaves(programs.decode, held, *arguments, static=(None, 0))
 
     def compile(self, options: dict[str, Any] | None = None) -> Compiled:
@@ -191,14 +185,6 @@ def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
     room = LONG * (depth + 1)
     max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
     return Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
-
-
-def _greedy(rows: int) -> Sampling:
-    return Sampling.pack(
-        stop_tokens=np.full((rows, 1), -1),
-        seed=np.arange(rows),  # rows accept synthetic drafts one without the other
-        **{n: np.zeros(rows) for n in ("temperature", "top_k", "top_p", "min_p")},
-    )
 
 
 def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:

@@ -27,6 +27,7 @@ _MEANINGS = {
     "state": "tokens, counters",
     "up_projections": "up-projections held to decode",
     "dequantized": "weights dequantized for many rows",
+    "tiled": "weights in other tiles",
     "exchange": "exchange of tokens",
     "workspace": "workspace",
 }

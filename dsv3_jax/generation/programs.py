@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.loop import decode, prefill
 from dsv3_jax.generation.state import DecodeState
@@ -143,6 +144,7 @@ class Programs:
     dtype: DTypeLike
     max_len: int
     layout: Layout | None
+    attn_impl: AttnImpl | None
     routing_counts: np.ndarray | None
     """int64, of all batches so far: see LatentKVCache.routing_counts. Batches add to it."""
     ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
@@ -169,6 +171,7 @@ class Programs:
             dtype=model.dtype,
             max_len=max_len,
             layout=model.layout,
+            attn_impl=model.attn_impl,
             routing_counts=np.zeros(counted, np.int64) if count_routing else None,
         )
 
@@ -206,6 +209,7 @@ class Programs:
             mtp=mtp,
             count_routing=self.routing_counts is not None,
             layout=self.layout,
+            attn_impl=self.attn_impl,
         )
         return DecodeState.empty(
             cache,
@@ -215,3 +219,22 @@ class Programs:
             dtype=self.dtype,
             top=top,
         )
+
+    def state_shapes(self, rows: int, **kwargs: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """The arrays of :meth:`empty_state` without their memory, where programs want them, and
+        its structure: what :meth:`Program.lower` takes."""
+        structure: Any = None
+        lie: list[NamedSharding | None] = []
+
+        def arrays() -> list[jax.Array]:
+            nonlocal structure, lie
+            state = self.empty_state(rows, **kwargs)
+            leaves, structure = jax.tree.flatten(state)
+            lie = [None] * len(leaves) if self.layout is None else [*places(state, self.layout)]
+            return leaves
+
+        shapes = jax.eval_shape(arrays)
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+            for x, at in zip(shapes, lie, strict=True)
+        ], structure

@@ -39,6 +39,12 @@ class Sampling:
             **{n: jnp.asarray(c.astype(dtypes.get(n, np.float32))) for n, c in columns.items()}
         )
 
+    @classmethod
+    def greedy(cls, rows: int) -> Sampling:
+        """That never stops at a token. Every row has its own seed."""
+        columns = {name: np.zeros(rows) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return cls.pack(stop_tokens=np.full((rows, 1), -1), seed=np.arange(rows), **columns)
+
     @property
     def any_drawn(self) -> Bool[Array, ""]:
         """Whether any row draws its tokens. Sorting a whole vocabulary costs more than the rest of

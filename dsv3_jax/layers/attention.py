@@ -11,6 +11,7 @@ all heads. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -110,24 +111,30 @@ class MultiHeadLatentAttention(nnx.Module):
             jnp.full((B,), T, jnp.int32),
             scale=self.config.softmax_scale,
         )
-        return self._output(out), latent
+        return self.output(out), latent
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
         """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
         latent = self.latents(x, rotation)
-        share = TokenShare.of(self.layout, cache.pages.shape[1])
-        held, places = share.positions(cache.starts[:, None] + jnp.arange(x.shape[1]))
-        pages = write(cache.pages, cache.block_tables, places, cache.valid & held, latent)
-        cache = cache._replace(pages=pages)
+        cache, share = self.hold(latent, cache)
         queries = self.queries(x, rotation)
         if form == "absorbed":
             out, lse = self._attend_absorbed(*queries, latent, cache, share)
         else:
             q = jnp.concatenate(queries, axis=-1)
-            out, lse = self._attend_expanded(q, latent, cache, share)
-        return self._output(merged(out, lse, self.layout).astype(x.dtype)), pages
+            out, lse = self.attend_by_heads(q, latent, cache, share, self.expand)
+        return self.output(merged(out, lse, self.layout).astype(x.dtype)), cache.pages
+
+    def hold(
+        self, new: Float[Array, "B T numbers"], cache: LayerCache
+    ) -> tuple[LayerCache, TokenShare]:
+        """The cache with what it is to hold of T new tokens a row; this device's share of them."""
+        share = TokenShare.of(self.layout, cache.pages.shape[1])
+        held, places = share.positions(cache.starts[:, None] + jnp.arange(new.shape[1]))
+        pages = write(cache.pages, cache.block_tables, places, cache.valid & held, new)
+        return cache._replace(pages=pages), share
 
     def queries(
         self, x: Float[Array, "B T D"], rotation: Rotation
@@ -177,7 +184,7 @@ class MultiHeadLatentAttention(nnx.Module):
         keys = jnp.concatenate([kv[..., : c.qk_nope_head_dim], k_rope], axis=-1)
         return keys, kv[..., c.qk_nope_head_dim :]
 
-    def _output(self, out: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
+    def output(self, out: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         return summed(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
 
     def _attend_absorbed(
@@ -205,15 +212,21 @@ class MultiHeadLatentAttention(nnx.Module):
             )
         return jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32), lse
 
-    def _attend_expanded(
+    def attend_by_heads(
         self,
         q: Float[Array, "B T H K"],
-        latent: Float[Array, "B T CR"],
+        new: Float[Array, "B T numbers"],
         cache: LayerCache,
         share: TokenShare,
+        keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
         """The new tokens among themselves, then block by block of what was cached before, as far as
-        this device holds it; with their log-sum-exp."""
+        this device holds it; with their log-sum-exp.
+
+        Args:
+          new: what the cache holds of the new tokens.
+          keys_values: every head's keys [B, S, H, K] and values [B, S, H, V], of [B, S, numbers].
+        """
         B, T, _, _ = q.shape
         scale = self.config.softmax_scale
         page_size = cache.pages.shape[1]
@@ -227,15 +240,15 @@ class MultiHeadLatentAttention(nnx.Module):
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-            cached = cache.pages[table][..., : latent.shape[-1]].reshape(B, block, -1)
+            cached = cache.pages[table][..., : new.shape[-1]].reshape(B, block, -1)
             held = jnp.clip(lengths - i * block, 0, block)
-            keys, values = self.expand(cached.astype(q.dtype))
+            keys, values = keys_values(cached.astype(q.dtype))
             out, lse = mla_prefill(q, keys, values, everything, held, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
         out, lse = mla_prefill(
             q,
-            *self.expand(latent),
+            *keys_values(new),
             jnp.zeros((B,), jnp.int32),
             jnp.full((B,), T, jnp.int32),
             scale=scale,

@@ -12,9 +12,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, Quantization
 from dsv3_jax.kv_cache import PAGES
+from dsv3_jax.layers import attention_variants
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
+from dsv3_jax.layers.attention_variants import MaterializedProjections, materialize
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
@@ -38,6 +41,8 @@ class DecoderLayer(nnx.Module):
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.attn_impl: AttnImpl | None = None  # see DeepSeekV3.use_attn_impl
+        self._materialized: MaterializedProjections | None = None
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
         self.self_attn = MultiHeadLatentAttention(
             config, rngs=rngs, dtype=dtype, quantization=quantization
@@ -102,9 +107,22 @@ class DecoderLayer(nnx.Module):
     def _extended(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], RoutingStats | None]:
-        attended, pages = self.self_attn.extend(self.input_layernorm(x), rotation, cache, form)
+        step = self.input_layernorm(x), rotation, cache, form
+        if self.attn_impl is None:
+            attended, pages = self.self_attn.extend(*step)
+        else:
+            attended, pages = attention_variants.extend(
+                self.self_attn, *step, self.attn_impl, self._materialized
+            )
         y, stats = self._feed_forward(x, attended, cache.valid)
         return y, pages, stats
+
+    def ready_to_decode(self, dtype: DTypeLike) -> None:
+        """Makes what decode wants of the weights: see DeepSeekV3.ready_to_decode."""
+        if self.attn_impl == "AM_CC_ME":
+            self._materialized = nnx.data(materialize(self.self_attn, dtype))
+        elif self.attn_impl not in ("CD", "CC"):
+            self.self_attn.hold_up_projections(dtype)
 
     @property
     def _stats(self) -> RoutingStats | None:

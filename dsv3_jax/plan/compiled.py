@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.generation.programs import Program, Programs, places
+from dsv3_jax.generation.programs import Program, Programs
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.on_mesh import shardings
@@ -68,11 +68,13 @@ def _compiled(deployment: Deployment, layout: Layout, phase: Phase) -> Compiled:
     began = time.perf_counter()
     programs = _programs(deployment, layout)
     program = getattr(programs, phase)
-    held, structure = _state(programs, deployment, layout)
+    held, structure = programs.state_shapes(
+        deployment.batch, depth=deployment.depth, mtp=deployment.mtp
+    )
     drafter = MTPDrafter() if deployment.mtp else None
     arguments, static = (), (drafter,)
     if phase == "decode":
-        arguments = _greedy(deployment.batch), np.int32(1)
+        arguments = Sampling.greedy(deployment.batch), np.int32(1)
         static = (drafter, deployment.depth)
     lowered = program.lower(held, structure, *arguments, static=static, keep_unused=True)
     executable = _compile(lowered, program, deployment)
@@ -111,31 +113,6 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
         prefill_chunk=min(deployment.prefill_chunk, deployment.context),
         vocab_size=deployment.config.vocab_size,
     )
-
-
-def _state(
-    programs: Programs, deployment: Deployment, layout: Layout
-) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    """Arrays and structure."""
-    rest: Any = None
-
-    def arrays() -> list[jax.Array]:
-        nonlocal rest
-        state = programs.empty_state(deployment.batch, depth=deployment.depth, mtp=deployment.mtp)
-        leaves, structure = jax.tree.flatten(state)
-        rest = structure, places(state, layout)
-        return leaves
-
-    made = jax.eval_shape(arrays)
-    structure, lie = rest
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in zip(made, lie, strict=True)
-    ], structure
-
-
-def _greedy(rows: int) -> Sampling:
-    columns = ("temperature", "top_k", "top_p", "min_p", "seed")
-    return Sampling.pack(stop_tokens=np.full((rows, 1), -1), **{n: np.zeros(rows) for n in columns})
 
 
 def _compile(

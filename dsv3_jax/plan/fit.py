@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from dsv3_jax.config import QUANTIZATIONS
 from dsv3_jax.plan import memory, roofline
@@ -11,7 +12,7 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.memory import Memory
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.weights import Shapes, Share
-from sharding import PRESETS
+from sharding import PRESETS, Exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _largest(enough: Callable[[int], bool], fitting: int, limit: int | None) -> 
 
 
 def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
-    """One change each that would do: of batch, prefill, layout, weights, or number of devices."""
+    """One change each that would do: of batch, prefill, exchange, layout, weights, or devices."""
     share = shapes.on(deployment.layout)
     multiple = share.layout.row_multiple
 
@@ -121,6 +122,10 @@ def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
 
     if with_chunk(1):
         yield f"--prefill-chunk {_largest(with_chunk, 1, deployment.prefill_chunk)}"
+    for exchange in get_args(Exchange):
+        if _would(shapes, dataclasses.replace(deployment, exchange=exchange)):
+            yield f"--exchange {exchange}"
+            break
     for name in PRESETS:
         if _would(shapes, dataclasses.replace(deployment, layout_name=name)):
             yield f"--layout {name}"

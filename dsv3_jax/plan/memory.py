@@ -1,7 +1,7 @@
 """Bytes that a device needs: weights, cache, and what a decode step or a prefill works in.
 
 Weights, cache and state are the arrays themselves, made of shapes. The workspace is a formula, with
-constants of XLA's programs for an H200: benchmarks/results has what they were held against.
+constants of XLA's programs: benchmarks/results has what they were held against.
 M tokens of one device, in rows; D, H, C, V, K as in the model.
 """
 
@@ -25,6 +25,8 @@ from sharding.parcel import FLOAT8_BLOCK
 _SAMPLING_BYTES = 41
 """A logit: float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
 
+_SUBLANES = 8  # rows of a TPU's float32 tile
+
 _CONTEXT_TOKENS = 4096  # whose keys and values a prefill chunk expands at a time
 
 
@@ -40,6 +42,8 @@ class Memory:
     """Beside the weights, while decoding: see DeepSeekV3.ready_to_decode."""
     dequantized: int
     """Weights in bfloat16, where rows are too many for the kernels that read them as stored."""
+    tiled: int
+    """Weights a second time, in the tiles that the chip multiplies."""
     exchange: int
     """Tokens on their way to experts and back."""
     workspace: int
@@ -65,6 +69,7 @@ def decoding(share: Share, plan: Deployment) -> Memory:
         state=state,
         up_projections=share.up_projections,
         dequantized=_dequantized(share, plan, places, but="kv_b_proj"),
+        tiled=_tiled(share, plan, but="kv_b_proj"),  # up-projections are made in these tiles
         exchange=exchange,
         workspace=max(logits, layer + exchange) - exchange,
     )
@@ -81,6 +86,7 @@ def prefilling(share: Share, plan: Deployment) -> Memory:
         state=state,
         up_projections=0,
         dequantized=_dequantized(share, plan, tokens),
+        tiled=_tiled(share, plan, but="lm_head"),  # which a chunk that draws nothing leaves out
         exchange=exchange,
         workspace=layer,
     )
@@ -142,6 +148,14 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
         # in float32 before and behind an all-reduce, and those of the shared experts.
         hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
         pairs = at_once * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
+    if plan.target.platform == "tpu":
+        # The exchange's buffers are given back before results of pairs lie in float32 to be summed,
+        # those of a token in tiles of 8; where it has another number, beside the results as they
+        # came.
+        K = c.num_experts_per_tok
+        in_tiles = at_once * 4 * D * (-(-K // _SUBLANES) * _SUBLANES) // K
+        summed = in_tiles + (at_once * 2 * D if K % _SUBLANES else 0)
+        pairs = max(pairs, summed - exchange)
     return max(attention, pairs) + 3 * 2 * M * D, exchange
 
 
@@ -207,6 +221,23 @@ def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None)
                 columns = part.elements // math.prod(part.shape[:-1])
                 spread = max(spread, 2 * part.shape[0] * pairs * columns)
     return total + spread
+
+
+def _tiled(share: Share, plan: Deployment, but: str) -> int:
+    """A TPU7x multiplies bfloat16 in tiles of 16 x 128 where a program's arguments lie in tiles of
+    8 x 128: XLA copies what its own products read once, before its loop. Experts' kernels read
+    them as they lie.
+
+    Args:
+      but: not those of this name.
+    """
+    if plan.target.kind != "tpu7x":
+        return 0
+    return sum(
+        part.nbytes
+        for part in share.parts
+        if part.is_matrix and part.dtype == jnp.bfloat16 and not {but, "experts"} & {*part.path}
+    )
 
 
 def _too_many(part: Part, rows: int) -> bool:

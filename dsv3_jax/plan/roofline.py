@@ -16,6 +16,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, flops_per_token
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import sent
 from dsv3_jax.plan.weights import Share
+from pallas_kernels.mla_decode.api import page_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def decode(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) -> 
         plan,
         passes=1,
         weights=share.read_bytes(together, places, decoding=True),
-        cache=float(own * plan.context * cache_bytes_per_token(c, mtp=plan.mtp)),
+        cache=own * plan.context * _token_bytes(plan),
         operations=share.operations(
             together, places, decoding=True, float8=plan.activations is not None
         ),
@@ -107,13 +108,20 @@ def prefill(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) ->
         plan,
         passes=passes,
         weights=per_pass,
-        cache=float((own_tokens + again) * cache_bytes_per_token(c, mtp=plan.mtp)),
+        cache=(own_tokens + again) * _token_bytes(plan),
         operations=(wide, narrow + 2 * expanded * again),
         attention=own_tokens * attention,
         own_tokens=own_tokens,
         tokens=plan.batch * plan.context,
         sums=sums,
     )
+
+
+def _token_bytes(plan: Deployment) -> float:
+    """Of the cache, as wide as the kernels of the target read it."""
+    width = plan.config.latent_dim
+    read = page_width(width, plan.target.platform) / width
+    return read * cache_bytes_per_token(plan.config, mtp=plan.mtp)
 
 
 def _roofline(

@@ -61,6 +61,12 @@ def test_a_decode_step_by_hand(shapes):
     assert found.tokens_per_s == 128 / found.seconds
 
 
+def test_a_tpu_reads_wider_pages(shapes):
+    plan = plan_of(target=Target.parse("tpu:v5p:2x2x2"), activations=None)
+    found = roofline.decode(shapes.on(plan.layout), plan)
+    assert found.cache == pytest.approx(16 * 4096 * 61 * 2 * 640 / 2765e9)
+
+
 def test_bound_by_each(shapes):
     def binding(phase, **changes):
         plan = plan_of(**changes)

@@ -65,10 +65,10 @@ def ragged_emulated(
 
 
 def one_sided_emulated(rows, counts, *, axes):
-    """What pallas_kernels.token_exchange promises; past the counts rows that would be work, and NaN
-    on the way back."""
+    """What pallas_kernels.token_exchange promises; past the counts rows of zeros that have experts,
+    which is work that experts_mlp refuses, and NaN on the way back."""
     received, counts = token_exchange(rows, counts, axes=axes, implementation="reference")
-    garbage = jnp.broadcast_to(received[:, :1], received.shape)
+    garbage = jnp.broadcast_to(received[:, :1].at[..., :D].set(0), received.shape)
     if jnp.issubdtype(rows.dtype, jnp.floating):
         garbage = jnp.full_like(received, jnp.nan)
     came = jnp.arange(rows.shape[1]) < counts[:, None]

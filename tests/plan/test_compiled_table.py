@@ -1,0 +1,39 @@
+"""The formula's bytes beside the compilers', of whole models: the committed record and its page."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import plan_compiled
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def compared():
+    rows = plan_compiled.read(ROOT / "benchmarks/results/plan_compiled.json")
+    return [plan_compiled.Compared.of(row) for row in rows]
+
+
+def test_the_formula_is_within_5_percent(compared):
+    ratios = {each.case.name: each.formula / each.compiler for each in compared if each.compiler}
+    assert len(ratios) >= 12
+    assert all(0.95 < ratio < 1.05 for ratio in ratios.values()), ratios
+
+
+def test_both_refuse_the_same(compared):
+    assert {each.formula_fits for each in compared} == {True, False}
+    assert [each.formula_fits for each in compared] == [each.compiler_fits for each in compared]
+
+
+def test_every_program_has_the_kernels(compared):
+    """At least attention's of every layer."""
+    for each in compared:
+        if each.compiler:
+            assert each.kernels >= each.case.deployment.config.num_hidden_layers
+
+
+def test_the_page_shows_the_record(compared):
+    text = (ROOT / "docs/planning.md").read_text("utf-8")
+    shown = text.partition(plan_compiled.BEGIN)[2].partition(plan_compiled.END)[0].strip()
+    assert shown == plan_compiled.table(compared)
