@@ -21,7 +21,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, count_parameters, flops_p
 from dsv3_jax.attn_impl import ATTN_IMPLS, check_attn_impl, decode_attention
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import attention
+from dsv3_jax.layers import attention, attention_variants
 from dsv3_jax.layers.attention_variants import materialize
 from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import make_layout
@@ -44,6 +44,7 @@ def _short_blocks():
     """Two pages of every row: 41 tokens span three blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(attention_variants, "_STEP_TOKENS", 2 * PAGE)
         yield
 
 
@@ -220,6 +221,18 @@ def test_costs_of_v3():
     unpacked = {name: decode_attention(V3, S, name).unpacked_bytes for name in macs}
     of_heads = {"CC": 128 * 320, "A_CC": 128 * 576}
     assert unpacked == {name: 2 * 61 * S * of_heads.get(name, 0) for name in macs}
+
+
+def test_figures_of_the_documentation():
+    """docs/generation.md and notebook 02, in units of 10^9."""
+    cd, cc, a_cc, a_cc_me, am_cc_me = (decode_attention(V3, 4096, name) for name in ATTN_IMPLS)
+    assert [round(c.cache_bytes / 1e9, 2) for c in (cd, a_cc_me)] == [20.47, 0.29]
+    assert [round(c.flops / 1e9) for c in (cc, a_cc_me)] == [8425, 92]
+    assert [round(c.weight_bytes / 1e9, 1) for c in (am_cc_me, a_cc_me)] == [73.0, 22.8]
+    assert round(a_cc.unpacked_bytes / 1e9, 1) == 36.8
+    assert round(cc.flops / a_cc_me.flops) == 91
+    held = [cache_bytes_per_token(V3, attn_impl=name) * 128 * 1024 / 1e9 for name in ("CD", "CC")]
+    assert [round(size, 1) for size in held] == [655.0, 9.2]
 
 
 @pytest.mark.parametrize("config", [V3, LITE], ids=["q_lora", "no_q_lora"])

@@ -219,6 +219,7 @@ class MultiHeadLatentAttention(nnx.Module):
         cache: LayerCache,
         share: TokenShare,
         keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+        block_tokens: int | None = None,
     ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
         """The new tokens among themselves, then block by block of what was cached before, as far as
         this device holds it; with their log-sum-exp.
@@ -226,11 +227,12 @@ class MultiHeadLatentAttention(nnx.Module):
         Args:
           new: what the cache holds of the new tokens.
           keys_values: every head's keys [B, S, H, K] and values [B, S, H, V], of [B, S, numbers].
+          block_tokens: of all rows; by default as many as a prefill takes.
         """
         B, T, _, _ = q.shape
         scale = self.config.softmax_scale
         page_size = cache.pages.shape[1]
-        block_pages = max(1, _CONTEXT_TOKENS // (B * page_size))
+        block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
         block = block_pages * page_size
         tables = jnp.pad(
             cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages))

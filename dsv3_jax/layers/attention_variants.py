@@ -3,6 +3,7 @@ give the same, and the engine by itself uses ``CC`` for prefill and ``A_CC_ME`` 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,10 +11,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv3_jax.attn_impl import AttnImpl, check_attn_impl
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
+from dsv3_jax.layers.context_parallel import merged
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode
 from sharding import Layout
+
+# Cached tokens of a row that a step attends to at a time, as mla_decode does on CPUs: their keys
+# and values stay in a core's cache.
+_STEP_TOKENS = 256
 
 
 class MaterializedProjections(NamedTuple):
@@ -46,25 +53,41 @@ def extend(
     cache: LayerCache,
     form: Form,
     attn_impl: AttnImpl,
-    materialized: MaterializedProjections | None,
+    materialized: MaterializedProjections | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-    """As :meth:`MultiHeadLatentAttention.extend`, which does it where the engine would attend so
-    too: ``expanded`` over a compressed cache, ``CC``, ``A_CC_ME``.
+    """As :meth:`MultiHeadLatentAttention.extend`, which does what the engine would do too:
+    ``expanded`` over a compressed cache, and ``A_CC_ME``.
 
     Args:
       cache: of ``CD``, pages of all heads' keys and values.
       materialized: what ``AM_CC_ME`` multiplies with; None is to make it now.
     """
-    if attn_impl == "CD":
-        return _cache_decompressed(attention, x, rotation, cache)
-    if form == "expanded" or attn_impl == "CC":
-        return attention.extend(x, rotation, cache, "expanded")
-    if attn_impl == "A_CC":
-        return _absorbed_by_heads(attention, x, rotation, cache)
+    if attn_impl == "A_CC_ME" or (form == "expanded" and attn_impl != "CD"):
+        return attention.extend(x, rotation, cache, form)
+    latent = attention.latents(x, rotation)
     if attn_impl == "AM_CC_ME":
         products = materialized or materialize(attention, x.dtype)
-        return _absorbed_and_materialized(attention, x, rotation, cache, products)
-    return attention.extend(x, rotation, cache, "absorbed")
+        return _absorbed_and_materialized(attention, x, latent, rotation, cache, products)
+    c, f32 = attention.config, jnp.float32
+    q_nope, q_rope = attention.queries(x, rotation)
+    new, keys_values = latent, attention.expand
+    absorbed = attention.up_projections(x.dtype) if attn_impl == "A_CC" else None
+    if absorbed is not None:
+        q_nope = jnp.einsum("bthn,hnc->bthc", q_nope, absorbed.w_uk, preferred_element_type=f32)
+        keys_values = functools.partial(_copies, c)
+    elif attn_impl == "CD":
+        new = jnp.concatenate(
+            [part.reshape(*x.shape[:2], -1) for part in attention.expand(latent)], axis=-1
+        )
+        keys_values = functools.partial(_cut, c)
+    cache, share = attention.hold(new, cache)
+    q = jnp.concatenate([q_nope.astype(x.dtype), q_rope], axis=-1)
+    block_tokens = None if form == "expanded" else _STEP_TOKENS * len(x)
+    out, lse = attention.attend_by_heads(q, new, cache, share, keys_values, block_tokens)
+    out = merged(out, lse, attention.layout)
+    if absorbed is not None:
+        out = jnp.einsum("bthc,hvc->bthv", out, absorbed.w_uv, preferred_element_type=f32)
+    return attention.output(out.astype(x.dtype)), cache.pages
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
@@ -82,66 +105,38 @@ def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> Materi
     return MaterializedProjections(w_qk.astype(dtype), w_q_rope, w_vo.astype(dtype))
 
 
-def _cache_decompressed(
-    attention: MultiHeadLatentAttention,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    cache: LayerCache,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-    c = attention.config
-    H, K = c.num_attention_heads, c.qk_head_dim
-
-    def keys_values(numbers: Float[Array, "B S HKHV"]):
-        keys, values = numbers[..., : H * K], numbers[..., H * K :]
-        tokens = numbers.shape[:2]
-        return keys.reshape(*tokens, H, K), values.reshape(*tokens, H, c.v_head_dim)
-
-    expanded = attention.expand(attention.latents(x, rotation))
-    new = jnp.concatenate([part.reshape(*x.shape[:2], -1) for part in expanded], axis=-1)
-    cache, share = attention.hold(new, cache)
-    q = jnp.concatenate(attention.queries(x, rotation), axis=-1)
-    out, _ = attention.attend_by_heads(q, new, cache, share, keys_values)
-    return attention.output(out.astype(x.dtype)), cache.pages
+def _copies(
+    config: ModelConfig, latent: Float[Array, "B S CR"]
+) -> tuple[Float[Array, "B S H CR"], Float[Array, "B S H C"]]:
+    """The cached tokens once a head, as its keys; the latent part is its values."""
+    shape = (*latent.shape[:2], config.num_attention_heads, config.latent_dim)
+    keys = jnp.broadcast_to(latent[:, :, None], shape)
+    return keys, keys[..., : config.kv_lora_rank]
 
 
-def _absorbed_by_heads(
-    attention: MultiHeadLatentAttention,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    cache: LayerCache,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-    """Multi-head attention with ``[q_latent | q_rope]`` to a copy of the cached token a head."""
-    c, f32 = attention.config, jnp.float32
-
-    def keys_values(latent: Float[Array, "B S CR"]):
-        shape = (*latent.shape[:2], c.num_attention_heads, c.latent_dim)
-        keys = jnp.broadcast_to(latent[:, :, None], shape)
-        return keys, keys[..., : c.kv_lora_rank]
-
-    latent = attention.latents(x, rotation)
-    cache, share = attention.hold(latent, cache)
-    w_uk, w_uv = attention.up_projections(x.dtype)
-    q_nope, q_rope = attention.queries(x, rotation)
-    q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
-    q = jnp.concatenate([q_latent.astype(x.dtype), q_rope], axis=-1)
-    out, _ = attention.attend_by_heads(q, latent, cache, share, keys_values)
-    out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
-    return attention.output(out.astype(x.dtype)), cache.pages
+def _cut(
+    config: ModelConfig, cached: Float[Array, "B S HKHV"]
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H V"]]:
+    """Keys and values out of a decompressed cache."""
+    (B, S, _), H = cached.shape, config.num_attention_heads
+    keys, values = jnp.split(cached, [H * config.qk_head_dim], axis=-1)
+    return keys.reshape(B, S, H, -1), values.reshape(B, S, H, -1)
 
 
 def _absorbed_and_materialized(
     attention: MultiHeadLatentAttention,
     x: Float[Array, "B T D"],
+    latent: Float[Array, "B T CR"],
     rotation: Rotation,
     cache: LayerCache,
     products: MaterializedProjections,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
     c, f32, dtype = attention.config, jnp.float32, x.dtype
-    cache, _ = attention.hold(attention.latents(x, rotation), cache)
+    cache, _ = attention.hold(latent, cache)
     w_qk, w_q_rope, w_vo = products
-    of_query = x if c.q_lora_rank is None else attention.q_a_layernorm(attention.q_a_proj(x))
-    q_latent = jnp.einsum("btq,hcq->bthc", of_query, w_qk, preferred_element_type=f32)
-    q_rope = jnp.einsum("btq,hrq->bthr", of_query, w_q_rope, preferred_element_type=f32)
+    query = x if c.q_lora_rank is None else attention.q_a_layernorm(attention.q_a_proj(x))
+    q_latent = jnp.einsum("btq,hcq->bthc", query, w_qk, preferred_element_type=f32)
+    q_rope = jnp.einsum("btq,hrq->bthr", query, w_q_rope, preferred_element_type=f32)
     out, _ = mla_decode(
         q_latent.astype(dtype),
         rotate(q_rope.astype(dtype), rotation),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Integer
 
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,11 @@ def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
     deepest = max(map(len, acceptance.values()))
     for name, values in acceptance.items():
         axes.plot(range(1, len(values) + 1), values, "o-", label=name)
-    axes.set(xlabel="place of the draft in its step", ylabel="accepted", ylim=(0, 1))
+    axes.set(
+        xlabel="place of the draft in its step",
+        ylabel="accepted, of all at that place",
+        ylim=(0, 1),
+    )
     axes.set_xticks(range(1, deepest + 1))
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
@@ -53,6 +57,7 @@ def gain_by_depth(
             f"{ratio:.2f}x", (depth, value), (0, 2), textcoords="offset points", ha="center"
         )
     speed.set(xlabel="depth", ylabel="tokens a second", title="on this machine")
+    speed.margins(y=0.12)
     steps.set_title("what a step gives")
     for axes in (steps, speed):
         axes.set_xticks(depths)
@@ -128,14 +133,21 @@ def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
 def frequencies(
     tokens: Sequence[str], probability: Sequence[float], drawn: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Probabilities of tokens by the model beside how often each was drawn, by way of drawing."""
+    """The model's probabilities of tokens beside the shares they had in each way to draw."""
     figure = new_figure(1.5 + 0.62 * len(tokens), 3.4)
     axes = figure.subplots()
     x, width = np.arange(len(tokens)), 0.8 / len(drawn)
     for i, (name, values) in enumerate(drawn.items()):
         axes.bar(x + (i - (len(drawn) - 1) / 2) * width, values, width * 0.95, label=name)
     axes.hlines(probability, x - 0.45, x + 0.45, color="black", lw=1.5, label="the model says")
-    axes.set_xticks(x, [repr(t)[1:-1] for t in tokens], rotation=45, ha="right", family="monospace")
+    axes.set_xticks(
+        x,
+        [visible(t) for t in tokens],
+        rotation=45,
+        ha="right",
+        family="monospace",
+        parse_math=False,
+    )
     axes.set(ylabel="share of the draws")
     axes.legend()
     return figure

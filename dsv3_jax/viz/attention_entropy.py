@@ -38,5 +38,5 @@ def attention_entropy(entropy: Float[np.ndarray, "L B H T"]) -> Figure:
         places.plot(values, lw=1, color=color, label=f"layer {layer}" if L <= 12 else None)
     places.set(xlabel="query's place", ylabel="nats, mean of heads", title="by place")
     places.grid(alpha=0.3)
-    places.legend(fontsize="small")
+    places.legend(loc="lower right", fontsize="small", ncols=3)
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,5 +46,11 @@ def new_figure(width: float, height: float) -> Figure:
     return Picture(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
+    """In the format that the path ends with."""
     figure.savefig(path, dpi=_DPI)
+
+
+def visible(text: str) -> str:
+    """A token's text as a label: escapes for what has no shape, ␣ for a run of spaces."""
+    return re.sub(" +", "␣", repr(text)[1:-1])

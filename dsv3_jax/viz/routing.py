@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Integer, Real
 
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +25,12 @@ def load_maps(counts: Mapping[str, Real[np.ndarray, "L E"]]) -> Figure:
     """
     figure = new_figure(1 + 3.8 * len(counts), 2.9)
     panels = figure.subplots(1, len(counts), squeeze=False, sharey=True)[0]
-    most = max(2.0, *(float(_shares(load).max(initial=0)) for load in counts.values()))
-    image = None
+    most = max([2.0, *(float(_shares(load).max(initial=0)) for load in counts.values())])
+    images = []
     for axes, (name, load) in zip(panels, counts.items(), strict=True):
-        image = draw_load(axes, load, name, most)
+        images.append(draw_load(axes, load, name, most))
         axes.label_outer()
-    figure.colorbar(image, ax=panels, label="load / mean load")
+    figure.colorbar(images[0], ax=panels, label="load / mean load")
     return figure
 
 
@@ -84,11 +84,13 @@ def token_routes(
                     number = str(experts[layer, t, k])
                     axes.text(t, middle, number, ha="center", va="center", fontsize=7)
             bottom += shares[layer, :, k]
-        axes.set(ylabel=f"layer {layer}", ylim=(0, 1), yticks=[], xlim=(-0.5, T - 0.5))
+        axes.set(ylabel=f"MoE layer {layer}", ylim=(0, 1), yticks=[], xlim=(-0.5, T - 0.5))
         axes.spines[:].set_visible(False)
-    shown = [repr(token)[1:-1] for token in tokens]
-    panels[-1].set_xticks(range(T), shown, rotation=60, ha="right", family="monospace")
-    panels[-1].tick_params(axis="x", length=0)
+        axes.tick_params(axis="x", length=0)
+    shown = [visible(token) for token in tokens]
+    panels[-1].set_xticks(
+        range(T), shown, rotation=60, ha="right", family="monospace", parse_math=False
+    )
     figure.legend(
         handles=[Patch(color=color, label=str(e)) for e, color in enumerate(colors)],
         loc="outside right upper",
@@ -115,12 +117,12 @@ def bias_updates(
     for i in range(L):
         loads.plot(range(S), worst[:, i], lw=1.2, label=f"MoE layer {i}")
     loads.axhline(1.0, color="0.3", ls=":", lw=1)
-    loads.annotate("even", (S - 1, 1.0), (0, 3), textcoords="offset points", ha="right")
+    loads.annotate("even", (0, 1.0), (0, -12), textcoords="offset points")
     loads.set(xlabel="updates", ylabel="largest load / mean load", ylim=(0.8, None))
     loads.legend()
     of_layer.plot(range(S), biases[:, layer], lw=1)
     of_layer.axhline(0.0, color="0.3", ls=":", lw=1)
-    of_layer.set(xlabel="updates", ylabel="bias", title=f"biases of MoE layer {layer}")
+    of_layer.set(xlabel="updates", ylabel="bias", title=f"MoE layer {layer}, a line an expert")
     for axes in (loads, of_layer):
         axes.grid(alpha=0.3)
     loads.set_title("load of the busiest expert")
