@@ -89,7 +89,7 @@ def extend(
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
-    """Summed in float32 of weights in ``dtype``, rounded once: H (C Q + R Q + C D) numbers, 586
+    """Summed in float32 of weights in ``dtype``, rounded once: H (C Q + R Q + C D) numbers, 583
     million a layer in DeepSeek-V3, whose attention has 187."""
     c, f32 = attention.config, jnp.float32
     H, K, V = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
