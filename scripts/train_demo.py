@@ -36,8 +36,8 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import is_held_out, pack, read_corpus
 from dsv3_jax.training.evaluation import evaluate
 from dsv3_jax.training.journal import Row
-from dsv3_jax.training.plot import plot
 from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.viz.training import draw_run
 
 SPECIAL_TOKENS = [
     "<｜begin▁of▁sentence｜>",
@@ -183,7 +183,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     }
     write_json(out / "training.json", result)
     print(json.dumps(result["held_out_float8"]))
-    plot(run)
+    draw_run(run)
     shutil.copy(run / "loss.png", out / "loss.png")
 
 

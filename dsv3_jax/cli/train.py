@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import shutil
 import sys
@@ -26,6 +25,7 @@ from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.viz.canvas import check_matplotlib
 from sharding import PRESETS, Layout, make_layout
 from sharding.distributed import initialize, wait_for_all
 
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if arguments.plot:
+        check_matplotlib("--plot")
     if arguments.distributed:
         initialize()
     # These bring grain and orbax: seconds that no other command should wait for.
@@ -114,9 +114,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     _say(f"wrote {directory}")
     if arguments.plot:
-        from dsv3_jax.training.plot import plot
+        from dsv3_jax.viz.training import draw_run
 
-        _say("drew " + " and ".join(map(str, plot(arguments.out))))
+        _say("drew " + " and ".join(map(str, draw_run(arguments.out))))
     if arguments.json:
         last = trained.rows[-1] if trained.rows else {}
         result = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from dsv3_jax.cli import flags
 from dsv3_jax.cli.byte_progress import ByteProgress
+from dsv3_jax.viz.canvas import check_matplotlib, save
 
 _LISTED = 100  # findings
 
@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> None:
             verified = verify(a, workers=arguments.workers, count=progress.add)
         findings, report = verified.findings, verify_report.of_one(a, verified)
         if arguments.plot is not None:
-            from dsv3_jax.checkpoint.verify_plot import plot_figures
+            from dsv3_jax.viz.weights import weights
 
-            plot_figures(a.config, verified.figures, arguments.plot, title=arguments.a)
+            save(weights(a.config, verified.figures, arguments.a), arguments.plot)
     else:
         b = open_checkpoint(arguments.b)
         size += total_bytes(b)
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.equal and compared.first is not None:
             findings = [*findings, compared.first]
         if arguments.plot is not None:
-            from dsv3_jax.checkpoint.verify_plot import plot_differences
+            from dsv3_jax.viz.weights import weight_differences
 
             title = f"{arguments.a} and {arguments.b}"
-            plot_differences(a.config, compared.differences, arguments.plot, title=title)
+            save(weight_differences(a.config, compared.differences, title), arguments.plot)
     report = {
         "a": arguments.a,
         "b": arguments.b,
@@ -88,8 +88,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--equal: expected two checkpoints, got one")
     if arguments.plot is None:
         return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    check_matplotlib("--plot")
     if arguments.plot.suffix != ".png" or not arguments.plot.absolute().parent.is_dir():
         raise ValueError(
             f"--plot: expected a .png in a directory that exists, got {arguments.plot}"

@@ -149,14 +149,26 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
         hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
         pairs = at_once * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
     if plan.target.platform == "tpu":
-        # The exchange's buffers are given back before results of pairs lie in float32 to be summed,
-        # those of a token in tiles of 8; where it has another number, beside the results as they
-        # came.
-        K = c.num_experts_per_tok
-        in_tiles = at_once * 4 * D * (-(-K // _SUBLANES) * _SUBLANES) // K
-        summed = in_tiles + (at_once * 2 * D if K % _SUBLANES else 0)
-        pairs = max(pairs, summed - exchange)
+        pairs = max(pairs, _summed_on_tpu(share, layout, M))
     return max(attention, pairs) + 3 * 2 * M * D, exchange
+
+
+def _summed_on_tpu(share: Share, layout: Layout, M: int) -> int:
+    """Beside the exchange's buffers, what XLA for TPUs gathers before it sums a token's pairs, whose
+    number it pads to tiles of 8: elsewhere a kernel gathers and sums."""
+    c = share.shapes.config
+    D, K = c.hidden_size, c.num_experts_per_tok
+    padded = -(-K // _SUBLANES) * _SUBLANES
+    (held, exchange), at_once = _exchanged(share, layout, M), _pairs(share, layout, M)
+    if at_once >= held * K:
+        # In float32 when the exchange's buffers are given back; of a padded number beside the
+        # results as they came.
+        results = 4 * D * held * padded + (2 * D * at_once if K < padded else 0)
+        return results - exchange
+    # By pieces of the pairs, each gathered for all tokens; then what came back, beside the sum
+    # before and behind, and the shared experts'.
+    piece = 2 * D * (held * padded + at_once)
+    return max(piece, 4 * D * M * padded + 3 * 4 * D * M)
 
 
 def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:

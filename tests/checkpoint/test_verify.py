@@ -605,7 +605,7 @@ def test_bad_usage(arguments, said, capsys):
 def test_a_picture_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run("verify", "demo", "--plot", "x.png") == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert "--plot: expected matplotlib to be installed; pip install" in capsys.readouterr().err
 
 
 # ---- progress ------------------------------------------------------------------------------------

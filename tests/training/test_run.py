@@ -16,10 +16,10 @@ from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import evaluate
 from dsv3_jax.training.journal import Journal, Row, read_rows
 from dsv3_jax.training.losses import Losses
-from dsv3_jax.training.plot import plot
 from dsv3_jax.training.run import Trained, train
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics, Trainer
+from dsv3_jax.viz.training import draw_run
 from tests.training.tiny import RUN
 
 CONFIG = dataclasses.replace(RUN, steps=8)
@@ -134,7 +134,7 @@ def test_pictures(whole, tmp_path):
     out.mkdir()
     for name in ("metrics.jsonl", "expert_load.npy"):
         shutil.copy(whole[0] / name, out)
-    for path in plot(out):
+    for path in draw_run(out):
         content = path.read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n"
         assert content[-8:-4] == b"IEND"

@@ -1,33 +1,35 @@
-"""Pictures of a run: its losses, and how evenly its experts were chosen."""
+"""A training run: its losses, and how evenly its experts were chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Integer
 
 from dsv3_jax.training.journal import Row, read_rows
 from dsv3_jax.training.run import EXPERT_LOAD, METRICS
+from dsv3_jax.viz.canvas import new_figure, save
+from dsv3_jax.viz.routing import draw_load
 
-_DPI = 110
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def plot(out: Path) -> tuple[Path, Path]:
-    """Draws ``loss.png`` and ``expert_load.png`` into the directory of a run. Needs matplotlib."""
+def draw_run(out: Path) -> tuple[Path, Path]:
+    """Draws ``loss.png`` and ``expert_load.png`` into the directory of a run."""
     rows = read_rows(out / METRICS)
     loss, load = out / "loss.png", out / "expert_load.png"
-    plot_loss(rows, loss)
-    plot_load(rows, np.load(out / EXPERT_LOAD), load)
+    save(losses(rows), loss)
+    save(expert_load(rows, np.load(out / EXPERT_LOAD)), load)
     return loss, load
 
 
-def plot_loss(rows: Sequence[Row], path: Path, title: str = "") -> None:
+def losses(rows: Sequence[Row], title: str = "") -> Figure:
     """Next-token and MTP loss over steps, lines in training and points on held-out text."""
-    from matplotlib.figure import Figure  # an extra: nothing else needs it
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     training = [row for row in rows if "losses" in row]
     held_out = [row for row in rows if "held_out" in row]
@@ -45,33 +47,24 @@ def plot_loss(rows: Sequence[Row], path: Path, title: str = "") -> None:
     axes.set(xlabel="step", ylabel="nats a token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=_DPI)
+    return figure
 
 
-def plot_load(rows: Sequence[Row], load: Integer[np.ndarray, "L E"], path: Path) -> None:
+def expert_load(rows: Sequence[Row], load: Integer[np.ndarray, "L E"]) -> Figure:
     """Each layer's largest load over the mean, step by step; and every expert's at the end.
 
     Args:
       load: tokens that chose each expert of each MoE layer in the last step, the MTP layers' last.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     training = [row for row in rows if "expert_load" in row]
     steps = [row["step"] for row in training]
     worst = np.array([row["expert_load"] for row in training]).reshape(len(steps), -1)
-    figure = Figure(figsize=(7, 7), layout="constrained")
+    figure = new_figure(7, 7)
     over_steps, by_expert = figure.subplots(2, 1)
     over_steps.plot(steps, worst, lw=0.6, alpha=0.5)
     over_steps.plot(steps, worst.mean(axis=1), color="black", label="mean of the layers")
     over_steps.set(xlabel="step", ylabel="largest load / mean load")
     over_steps.grid(alpha=0.3)
     over_steps.legend()
-    share = load / np.maximum(load.mean(axis=1, keepdims=True), 1e-9)
-    limit = max(2.0, float(share.max(initial=0)))
-    image = by_expert.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=limit)
-    by_expert.set(xlabel="expert", ylabel="MoE layer", title="load / mean load, last step")
-    for axis in (by_expert.xaxis, by_expert.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, ax=by_expert)
-    figure.savefig(path, dpi=_DPI)
+    figure.colorbar(draw_load(by_expert, load, "load / mean load, last step"), ax=by_expert)
+    return figure

@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint's figures: layers to the right, a line for each tensor kind.
+"""A checkpoint's figures: layers to the right, a line for each tensor kind.
 
 Columns of panels are attention, feed-forward, and all else. MTP layers stand apart on a shaded
 ground; what comes before the layers is left of them, what comes behind at the right end.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from dsv3_jax.checkpoint.names import copies
 from dsv3_jax.checkpoint.opened import by_kind
 from dsv3_jax.checkpoint.verify import Figures
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.viz.canvas import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,17 +28,14 @@ T = TypeVar("T", Figures, Difference)
 Line = Mapping[int, T]
 """Place on the x axis -> the figures of all tensors of one kind there."""
 
-_DPI = 130
 _COLUMNS = ("attention", "feed-forward", "norms, router, embedding, head")
 _DOTS = 16  # layers of a model up to which a line has a dot at each
 _BEFORE, _BEHIND = "emb.", "head"
 _BESIDE_LAYERS = 2  # the column that has these places
 
 
-def plot_figures(
-    config: ModelConfig, figures: Mapping[str, Figures], path: Path, title: str = ""
-) -> None:
-    """Largest and root mean square weight above, the range of scales below. Needs matplotlib."""
+def weights(config: ModelConfig, figures: Mapping[str, Figures], title: str = "") -> Figure:
+    """Largest and root mean square weight above, the range of scales below."""
     lines = _lines(config, figures, Figures())
     scaled = [any(f.scales for line in c.values() for f in line.values()) for c in lines]
     figure, panels = _panels(config, 2 if any(scaled) else 1, title)
@@ -55,20 +52,22 @@ def plot_figures(
                 _draw_scales(pen)
             panels[1][0].set_ylabel("scales: smallest to largest")
     panels[0][0].set_ylabel("weights: largest (solid), rms (dotted)")
-    _finish(figure, panels, path)
+    _finish(panels)
+    return figure
 
 
-def plot_differences(
-    config: ModelConfig, differences: Mapping[str, Difference], path: Path, title: str = ""
-) -> None:
-    """Relative root mean square of the differences. Needs matplotlib."""
+def weight_differences(
+    config: ModelConfig, differences: Mapping[str, Difference], title: str = ""
+) -> Figure:
+    """Relative root mean square of the differences."""
     figure, panels = _panels(config, 1, title)
     for panel, lines in zip(panels[0], _lines(config, differences, Difference()), strict=True):
         for pen in _pens(panel, config, lines):
             pen.draw(lambda d: d.relative_rms, label=True)
     panels[0][0].set_ylim(bottom=0)
     panels[0][0].set_ylabel("rms of the difference / rms of the first's weights")
-    _finish(figure, panels, path)
+    _finish(panels)
+    return figure
 
 
 def _lines(
@@ -167,11 +166,10 @@ def _draw_scales(pen: _Pen[Figures]) -> None:
 
 def _panels(config: ModelConfig, rows: int, title: str) -> tuple[Figure, list[list[Axes]]]:
     """Rows of empty panels, with the places on their x axes; the last row is for legends."""
-    from matplotlib.figure import Figure  # an extra: nothing else needs it
+    legends = 1.0 if rows > 1 else 1.6
+    figure = new_figure(16, 1 + 4.2 * rows + legends)
     from matplotlib.ticker import MaxNLocator
 
-    legends = 1.0 if rows > 1 else 1.6
-    figure = Figure(figsize=(16, 1 + 4.2 * rows + legends), layout="constrained")
     figure.suptitle(title, fontsize="x-large")
     heights = [4.0] * rows + [legends]
     panels = figure.subplots(rows + 1, len(_COLUMNS), sharey="row", height_ratios=heights)
@@ -199,8 +197,8 @@ def _panels(config: ModelConfig, rows: int, title: str) -> tuple[Figure, list[li
     return figure, panels.tolist()
 
 
-def _finish(figure: Figure, panels: list[list[Axes]], path: Path) -> None:
-    """Titles, legends in the last row or above it where a panel is empty; then the file."""
+def _finish(panels: list[list[Axes]]) -> None:
+    """Titles, legends in the last row or above it where a panel is empty."""
     for column, title in enumerate(_COLUMNS):
         *drawn, last = (row[column] for row in panels)
         last.set_axis_off()
@@ -217,7 +215,6 @@ def _finish(figure: Figure, panels: list[list[Axes]], path: Path) -> None:
         style = {"frameon": False, "fontsize": "small", "columnspacing": 1.0}
         legend = place.legend(lines, kinds, loc="upper center", ncols=columns, **style)
         legend.set_in_layout(False)  # or it would widen its column
-    figure.savefig(path, dpi=_DPI)
 
 
 def _color(kind: str, kinds: list[str]) -> Any:

@@ -1,0 +1,118 @@
+"""Pictures say what their arrays say, and need matplotlib by name."""
+
+import numpy as np
+import pytest
+
+from dsv3_jax.viz import save
+from dsv3_jax.viz.acceptance import (
+    acceptance_by_class,
+    acceptance_by_place,
+    drafted_text,
+    frequencies,
+    gain_by_depth,
+)
+from dsv3_jax.viz.attention_entropy import attention_entropy
+from dsv3_jax.viz.canvas import check_matplotlib, new_figure, visible
+from dsv3_jax.viz.routing import bias_updates, gpu_loads, load_maps, token_routes
+
+RNG = np.random.default_rng(0)
+
+
+def heights(axes) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]
+
+
+def test_load_maps_share_a_scale_that_ends_at_the_largest_load():
+    one, other = np.ones((2, 4), int), np.array([[0, 0, 0, 12], [1, 1, 1, 1]])
+    left, right, _ = load_maps({"even": one, "uneven": other}).axes
+    np.testing.assert_allclose(right.images[0].get_array(), [[0, 0, 0, 4], [1, 1, 1, 1]])
+    np.testing.assert_allclose(left.images[0].get_array(), 1)
+    assert [axes.images[0].norm.vmax for axes in (left, right)] == [4, 4]
+    assert [axes.get_title() for axes in (left, right)] == ["even", "uneven"]
+
+
+def test_a_load_map_of_nothing():
+    assert load_maps({"no token": np.zeros((2, 4), int)}).axes[0].images[0].norm.vmax == 2
+
+
+def test_each_tokens_bars_sum_to_one():
+    experts = np.argsort(RNG.random((2, 5, 8)), axis=-1)[..., :3]
+    figure = token_routes(["a", "\n    ", "$", "d", "e"], experts, RNG.random((2, 5, 3)), 8)
+    first, last = figure.axes
+    bars = np.reshape(heights(first), (3, 5))
+    np.testing.assert_allclose(bars.sum(0), 1)
+    assert (np.diff(bars, axis=0) <= 0).all()  # the heaviest below
+    assert [label.get_text() for label in last.get_xticklabels()] == ["a", "\\n␣", "$", "d", "e"]
+
+
+def test_gpu_loads_are_those_of_the_placement():
+    load = np.array([6.0, 2.0, 2.0, 2.0])
+    placements = {"in order": np.arange(4), "twice": np.array([0, 1, 2, 0, 3, 1])}
+    first, second = gpu_loads(load, placements, 2).axes
+    assert first.get_title() == "in order\nheaviest 1.33x the mean"
+    np.testing.assert_allclose(np.reshape(heights(first), (2, 2)).sum(0), [8 / 6, 4 / 6])
+    np.testing.assert_allclose(np.reshape(heights(second), (3, 2)).sum(0), [1, 1])
+
+
+def test_bias_updates_draw_a_line_a_layer_and_a_line_an_expert():
+    biases = RNG.random((9, 3, 8))
+    loads, of_layer = bias_updates(RNG.random((9, 3)) + 1, biases, layer=2).axes
+    np.testing.assert_array_equal(of_layer.lines[5].get_ydata(), biases[:, 2, 5])
+    assert len(of_layer.lines) == 8 + 1
+    assert len(loads.lines) == 3 + 1
+
+
+def test_entropy_of_even_attention_is_all_there_is():
+    even = np.broadcast_to(np.log(np.arange(6) + 1), (2, 3, 4, 6))
+    heads, places, _ = attention_entropy(even).axes
+    np.testing.assert_allclose(heads.images[0].get_array(), np.ones((2, 4)))
+    np.testing.assert_allclose(places.lines[1].get_ydata(), places.lines[0].get_ydata())
+
+
+def test_classes_are_sorted_and_their_intervals_wilsons():
+    axes = acceptance_by_class(["a", "b"], np.array([81, 5]), np.array([100, 10])).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "b\n10 drafts",
+        "a\n100 drafts",
+    ]
+    below, above = np.array(axes.collections[0].get_segments())[:, :, 0]
+    np.testing.assert_allclose(below, [0.2366, 0.7634], atol=1e-4)
+    np.testing.assert_allclose(above, [0.7222, 0.8749], atol=1e-4)
+
+
+def test_drafted_text_shades_accepted_drafts_alone():
+    figure = drafted_text([["(x", "):"], ["\n    ", "return", " $x"], ["\n"]], "def f")
+    boxes = [(p.get_x(), p.get_y(), p.get_width()) for p in figure.axes[0].patches]
+    np.testing.assert_allclose(boxes, [(5.06, 0.06, 1.88), (0.06, 1.06, 3.88), (4.06, 1.06, 5.88)])
+
+
+PICTURES = {
+    "by place": lambda: acceptance_by_place({"greedy": (0.9, 0.5), "drawn": (0.7,)}),
+    "by depth": lambda: gain_by_depth((0, 1, 3), (1.0, 1.8, 2.5), (10.0, 15.0, 12.0)),
+    "text": lambda: drafted_text([["a"], ["\n", "$b$"]], "def $f$"),
+    "frequencies": lambda: frequencies(["$x_$", " a"], [0.5, 0.2], {"one": [0.4, 0.3]}),
+    "routes": lambda: token_routes(["$\\frac$"], np.zeros((1, 1, 1), int), np.ones((1, 1, 1)), 1),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_it_can_be_saved(name, tmp_path):
+    """Without a warning, which the suite makes an error, about what cannot be drawn or laid out."""
+    save(PICTURES[name](), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_it():
+    assert new_figure(2, 1)._repr_png_().startswith(b"\x89PNG")
+
+
+def test_labels():
+    assert visible("\n        x  y") == "\\n␣x␣y"
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--plot: expected matplotlib to be installed; pip inst"):
+        check_matplotlib("--plot")
+    with pytest.raises(ValueError, match="pictures: expected matplotlib to be installed"):
+        new_figure(1, 1)
