@@ -51,7 +51,7 @@ def test_the_longest_bound_is_named():
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a step\nweights, 3.0 ms"]
     widths = sorted(bar.get_width() for bar in axes.patches)
-    np.testing.assert_allclose(widths, [0.5, 1.0, 2.0, 2.5])
+    np.testing.assert_allclose(widths, [0.5 / 3, 1 / 3, 2 / 3, 2.5 / 3])
 
 
 def test_points_say_their_rows():

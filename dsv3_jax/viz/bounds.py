@@ -12,29 +12,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_THICK = 0.24
+
+
 def bounds(rooflines: Mapping[str, Roofline]) -> Figure:
-    """Milliseconds of reading weights and cache, which add up, of arithmetic and of the network. A
-    pass takes the longest of the three bars at the least, which is named."""
+    """Reading weights and cache, which add up, arithmetic and the network, as shares of the longest
+    of these three, which bounds the pass and is named."""
     figure = new_figure(7.5, 0.9 * len(rooflines) + 1.1)
     axes = figure.subplots()
-    places = range(len(rooflines))
     found = list(rooflines.values())
-    weights = [1e3 * each.weights for each in found]
-    style = {"height": 0.24}
-    above, level, below = ([place + shift for place in places] for shift in (-0.26, 0, 0.26))
-    axes.barh(above, weights, label="reading weights", color="tab:blue", **style)
-    cache = [1e3 * each.cache for each in found]
-    axes.barh(above, cache, left=weights, label="reading the cache", color="tab:cyan", **style)
-    arithmetic = [1e3 * each.arithmetic for each in found]
-    axes.barh(level, arithmetic, label="arithmetic", color="tab:orange", **style)
-    network = [1e3 * each.network for each in found]
-    axes.barh(below, network, label="network", color="tab:green", **style)
+
+    def share(resource: str) -> list[float]:
+        return [getattr(each, resource) / each.seconds for each in found]
+
+    def bar(resource: str, label: str, color: str, shift: float, left: list[float] | None) -> None:
+        places = [place + shift for place in range(len(found))]
+        start = 0.0 if left is None else left
+        axes.barh(places, share(resource), _THICK, left=start, label=label, color=color)
+
+    bar("weights", "reading weights", "tab:blue", -0.26, None)
+    bar("cache", "reading the cache", "tab:cyan", -0.26, share("weights"))
+    bar("arithmetic", "arithmetic", "tab:orange", 0.0, None)
+    bar("network", "network", "tab:green", 0.26, None)
     names = [
         f"{name}\n{each.binding}, {1e3 * each.seconds:,.1f} ms" for name, each in rooflines.items()
     ]
-    axes.set_yticks(list(places), names)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="ms at the least", xscale="log")
+    axes.set(xlabel="share of the bound")
+    axes.xaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper right", ncols=4)
     return figure

@@ -46,6 +46,7 @@ def frontier(points: list[Point], title: str) -> Figure:
         yscale="log",
     )
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
