@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
@@ -17,18 +18,20 @@ COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "colle
 
 
 def layer_collectives(model: DeepSeekV3, layer: int) -> dict[str, int]:
-    """Of one decode step of a layer, a row a device: name -> how many, as XLA compiles it.
+    """Of one decode step of a layer as XLA compiles it: name -> how many. Rows: one a device or
+    micro-batch.
 
     Raises:
       ValueError: a model that lies on no mesh.
     """
     if model.layout is None:
         raise ValueError("model: expected one that was loaded with a layout, got one without")
-    c, rows = model.config, model.layout.mesh.size
+    c, layout = model.config, model.layout
+    rows = math.lcm(layout.mesh.size, layout.row_multiple)
     x, valid = jnp.zeros((rows, 1, c.hidden_size), model.dtype), jnp.ones((rows, 1), bool)
-    empty = LatentKVCache.init(c, rows, PAGE_SIZE, dtype=model.dtype, layout=model.layout)
+    empty = LatentKVCache.init(c, rows, PAGE_SIZE, dtype=model.dtype, layout=layout)
     per_row = x, empty.block_tables, empty.lengths, valid
-    x, *rest = jax.device_put(per_row, model.layout.sharding(("batch",)))
+    x, *rest = jax.device_put(per_row, layout.sharding(("batch",)))
     cache = LayerCache(empty.pages[layer], *rest)
     graph, state = nnx.split(model.layers[layer])
 
