@@ -11,30 +11,30 @@ from dsv3_jax.viz.canvas import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_COLORS = {
+    "weights": "tab:blue",
+    "cache": "tab:cyan",
+    "arithmetic": "tab:orange",
+    "network": "tab:green",
+}
+_MEMORY = "weights and cache"
+
 
 def bounds(rooflines: Mapping[str, Roofline]) -> Figure:
-    """Milliseconds of reading weights and cache, which add up, of arithmetic and of the network. A
-    pass takes the longest of the three bars at the least, which is named."""
-    figure = new_figure(7.5, 0.9 * len(rooflines) + 1.1)
-    axes = figure.subplots()
-    places = range(len(rooflines))
-    found = list(rooflines.values())
-    weights = [1e3 * each.weights for each in found]
-    style = {"height": 0.24}
-    above, level, below = ([place + shift for place in places] for shift in (-0.26, 0, 0.26))
-    axes.barh(above, weights, label="reading weights", color="tab:blue", **style)
-    cache = [1e3 * each.cache for each in found]
-    axes.barh(above, cache, left=weights, label="reading the cache", color="tab:cyan", **style)
-    arithmetic = [1e3 * each.arithmetic for each in found]
-    axes.barh(level, arithmetic, label="arithmetic", color="tab:orange", **style)
-    network = [1e3 * each.network for each in found]
-    axes.barh(below, network, label="network", color="tab:green", **style)
-    names = [
-        f"{name}\n{each.binding}, {1e3 * each.seconds:,.1f} ms" for name, each in rooflines.items()
-    ]
-    axes.set_yticks(list(places), names)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms at the least", xscale="log")
-    axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=8)
+    """A panel a pass, each with a scale of its own: milliseconds of reading weights and, behind
+    them, the cache; of arithmetic; of the network. A pass takes the longest of the three bars at
+    the least, which is named above."""
+    figure = new_figure(8, 1.25 * len(rooflines) + 0.3)
+    panels = figure.subplots(len(rooflines), 1, squeeze=False)[:, 0]
+    for axes, (name, bound) in zip(panels, rooflines.items(), strict=True):
+        left = 0.0
+        for part, color in _COLORS.items():
+            place = _MEMORY if part in ("weights", "cache") else part
+            width = 1e3 * getattr(bound, part)
+            axes.barh(place, width, left=left, color=color, height=0.7)
+            left = width if part == "weights" else 0.0
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3, axis="x")
+        axes.set_title(f"{name}: {bound.binding}, {1e3 * bound.seconds:,.1f} ms", fontsize=10)
+    panels[-1].set_xlabel("ms at the least")
     return figure
