@@ -12,9 +12,10 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from dsv3_jax.training.journal import read_rows
+from dsv3_jax.viz.balance import balance
+from dsv3_jax.viz.canvas import save
 
 
 def main() -> None:
@@ -23,22 +24,16 @@ def main() -> None:
     parser.add_argument("--without-bias", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for label, path, color in (
-        ("without balancing", arguments.without_bias, "tab:red"),
-        ("bias balancing", arguments.with_bias, "tab:blue"),
+    runs = {}
+    for label, path in (
+        ("bias balancing", arguments.with_bias),
+        ("without balancing", arguments.without_bias),
     ):
         rows = [row for row in read_rows(path) if "expert_load" in row]
-        steps = [row["step"] for row in rows]
-        loads = np.array([row["expert_load"] for row in rows])
-        axes.plot(steps, loads, color=color, lw=0.6, alpha=0.4)
-        axes.plot(steps, loads.mean(axis=1), color=color, label=label)
+        loads = np.array([row["expert_load"] for row in rows], float)
+        runs[label] = np.array([row["step"] for row in rows], float), loads
         print(f"{label}: last step, largest over mean load by layer {np.round(loads[-1], 2)}")
-    axes.set(xlabel="step", ylabel="largest load / mean load", title="MoE layers, and their mean")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(arguments.out, dpi=110)
+    save(balance(runs), arguments.out)
 
 
 if __name__ == "__main__":

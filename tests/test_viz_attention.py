@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dsv3_jax import viz
+from dsv3_jax.viz import attention
 
 
 def texts(figure) -> set[str]:
@@ -14,7 +14,7 @@ def texts(figure) -> set[str]:
 
 def test_attention_forms():
     probabilities = np.random.default_rng(0).dirichlet(np.ones(3), 2)
-    figure = viz.attention_forms(
+    figure = attention.attention_forms(
         {"expanded": probabilities, "absorbed": probabilities}, ["a", " b", "\n"], "where"
     )
     assert {"expanded", "absorbed", "head 1", "a", "·b", "\\n", "where"} <= texts(figure)
@@ -24,22 +24,24 @@ def test_attention_forms():
 
 def test_attention_of_other_words_is_refused():
     with pytest.raises(ValueError, match=r"absorbed: expected \[heads, 2\], got \[2, 3\]"):
-        viz.attention_forms({"absorbed": np.ones((2, 3))}, ["a", "b"])
+        attention.attention_forms({"absorbed": np.ones((2, 3))}, ["a", "b"])
 
 
 def test_cache_bytes():
-    figure = viz.cache_bytes({"one": {"keys": 1_234_000, "latents": 7_890}, "other": {"keys": 1e3}})
+    figure = attention.cache_bytes(
+        {"one": {"keys": 1_234_000, "latents": 7_890}, "other": {"keys": 1e3}}
+    )
     assert {"one", "other", "keys", "latents", "1,234", "7.89", "1"} <= texts(figure)
 
 
 def test_decode_costs():
-    figure = viz.decode_costs({"CD": {"GB": 3.25, "GFLOP": 0}, "CC": {"GB": 1, "GFLOP": 4}})
+    figure = attention.decode_costs({"CD": {"GB": 3.25, "GFLOP": 0}, "CC": {"GB": 1, "GFLOP": 4}})
     assert {"CD", "CC", "GB", "GFLOP", "3.25", "0", "4"} <= texts(figure)
     assert all(axes.yaxis_inverted() for axes in figure.axes)  # the first on top
 
 
 def test_step_times():
-    figure = viz.step_times([128, 512], {"CD": [1.0, 2.0], "CC": [2.0, 8.0]}, "a layer")
+    figure = attention.step_times([128, 512], {"CD": [1.0, 2.0], "CC": [2.0, 8.0]}, "a layer")
     assert {"128", "512", "CD", "CC", "a layer"} <= texts(figure)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["CC", "CD"]

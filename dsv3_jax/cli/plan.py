@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from dsv3_jax import presets, viz
+from dsv3_jax import presets
 from dsv3_jax.checkpoint.load import find_description
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig
 from dsv3_jax.plan.compiled import Compiled, Phase, compile_program
@@ -18,6 +18,8 @@ from dsv3_jax.plan.fit import Plan, plan
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.sweep import Point, sweep
 from dsv3_jax.plan.target import Target
+from dsv3_jax.viz.canvas import check_matplotlib, save
+from dsv3_jax.viz.frontier import frontier
 from sharding import PRESETS, Exchange
 
 _MEANINGS = {
@@ -71,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     fields = ("batch", "context", "quantization", "activations", "exchange", "float8_dispatch")
     fields += ("mtp", "redundant_experts", "prefill_chunk")
+    if arguments.sweep:
+        check_matplotlib("--sweep")
     found = plan(
         Deployment(
             config=_config(arguments.model),
@@ -83,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     points = sweep(found.deployment) if arguments.sweep else []
     if arguments.sweep:
         title = f"{_title(found.deployment, arguments.model)}\n{arguments.context} tokens a row"
-        viz.save(viz.frontier(points, title), arguments.sweep)
+        save(frontier(points, title), arguments.sweep)
     if arguments.json:
         print(json.dumps(as_json(found, arguments.model, programs, points)))
         return

@@ -154,8 +154,8 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
 
 
 def _summed_on_tpu(share: Share, layout: Layout, M: int) -> int:
-    """Beside the exchange's buffers, what XLA for TPUs gathers before it sums a token's pairs, whose
-    number it pads to tiles of 8: elsewhere a kernel gathers and sums."""
+    """Beside the exchange's buffers, what XLA for TPUs gathers before it sums a token's pairs,
+    whose number it pads to tiles of 8. On a GPU one kernel gathers and sums."""
     c = share.shapes.config
     D, K = c.hidden_size, c.num_experts_per_tok
     padded = -(-K // _SUBLANES) * _SUBLANES
@@ -163,7 +163,7 @@ def _summed_on_tpu(share: Share, layout: Layout, M: int) -> int:
     if at_once >= held * K:
         # In float32 when the exchange's buffers are given back; of a padded number beside the
         # results as they came.
-        results = 4 * D * held * padded + (2 * D * at_once if K < padded else 0)
+        results = 4 * D * held * padded + (2 * D * at_once if padded > K else 0)
         return results - exchange
     # By pieces of the pairs, each gathered for all tokens; then what came back, beside the sum
     # before and behind, and the shared experts'.

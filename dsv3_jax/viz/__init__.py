@@ -1,5 +1,5 @@
 """Pictures, of numbers that others have made: every function takes arrays and gives a matplotlib
-``Figure``, which a notebook shows and :func:`dsv3_jax.viz.canvas.save` writes. By module:
+``Figure``, which a notebook shows and :func:`save` writes. By module:
 
 - ``routing``: expert load, routes of tokens, bias updates, load of GPUs.
 - ``attention``, ``attention_entropy``: forms and variants of attention; how far heads look.
@@ -9,3 +9,7 @@
 
 matplotlib is an extra: ``pip install 'dsv3-jax[plot]'``.
 """
+
+from dsv3_jax.viz.canvas import save
+
+__all__ = ["save"]
