@@ -61,17 +61,15 @@ def cached_numbers(config: ModelConfig, attn_impl: AttnImpl | None = None) -> in
 def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> AttentionCost:
     """What a generated token costs at ``context`` cached tokens, itself among them.
 
-    Multiply-adds of a layer are the elements of its matrices, once each, and a cached token's:
+    Multiply-adds of a layer are the elements of its matrices, once each, and those of each cached
+    token:
 
-    ==========  ==========================  ============================================
-    name        a cached token              matrices beside q_a_proj and kv_a_proj
-    ==========  ==========================  ============================================
-    CD          H (N + R + V)               H (Q (N + R) + (N + V) C + V D)
-    CC          H ((N + V) C + N + R + V)   the same, without (N + V) C for the token itself
-    A_CC        H (2 C + R)                 as of CD
-    A_CC_ME     H (2 C + R)                 as of CD
-    AM_CC_ME    H (2 C + R)                 H (Q (C + R) + C D)
-    ==========  ==========================  ============================================
+    | | a cached token | matrices, beside q_a_proj and kv_a_proj |
+    |---|---|---|
+    | CD | H (N + R + V) | H (Q (N + R) + (N + V) C + V D) |
+    | CC | H ((N + V) C + N + R + V) | H (Q (N + R) + V D) |
+    | A_CC, A_CC_ME | H (2 C + R) | as of CD |
+    | AM_CC_ME | H (2 C + R) | H (Q (C + R) + C D) |
 
     ``unpacked_bytes``: ``CC`` makes H (N + R + V) numbers of a cached token, ``A_CC`` H (C + R).
     Where ``q_lora_rank`` is null, Q is D, and there is no q_a_proj.

@@ -82,9 +82,8 @@ _V3, _MOON = "deepseek-v3", "moonlight-16b"
 CASES = (
     *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_both(Case(_V3, "tpu:v6e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"), 32, 4096),
-    *(
-        Case(_V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, each)
-        for each in ("all_to_all", "ragged_all_to_all")
+    Case(
+        _V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, "all_to_all"
     ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),

@@ -17,7 +17,7 @@ def test_attention_forms():
     figure = attention.attention_forms(
         {"expanded": probabilities, "absorbed": probabilities}, ["a", " b", "\n"], "where"
     )
-    assert {"expanded", "absorbed", "head 1", "a", "·b", "\\n", "where"} <= texts(figure)
+    assert {"expanded", "absorbed", "head 1", "a", "␣b", "\\n", "where"} <= texts(figure)
     for axes in figure.axes[:2]:
         np.testing.assert_array_equal(axes.images[0].get_array(), probabilities)
 

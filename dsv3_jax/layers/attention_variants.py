@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from dsv3_jax.attn_impl import AttnImpl, check_attn_impl
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
-from dsv3_jax.layers.context_parallel import merged
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode
 from sharding import Layout
@@ -40,9 +39,9 @@ def check_variant(attn_impl: AttnImpl | None, layout: Layout | None) -> None:
     if attn_impl is None:
         return
     check_attn_impl(attn_impl)
-    if layout is not None and attn_impl not in ("CC", "A_CC_ME"):
+    if layout is not None and attn_impl != "A_CC_ME":
         raise ValueError(
-            f"attn_impl: expected CC or A_CC_ME for a model laid out on a mesh, got {attn_impl}"
+            f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {attn_impl}"
         )
 
 
@@ -83,15 +82,14 @@ def extend(
     cache, share = attention.hold(new, cache)
     q = jnp.concatenate([q_nope.astype(x.dtype), q_rope], axis=-1)
     block_tokens = None if form == "expanded" else _STEP_TOKENS * len(x)
-    out, lse = attention.attend_by_heads(q, new, cache, share, keys_values, block_tokens)
-    out = merged(out, lse, attention.layout)
+    out, _ = attention.attend_by_heads(q, new, cache, share, keys_values, block_tokens)
     if absorbed is not None:
         out = jnp.einsum("bthc,hvc->bthv", out, absorbed.w_uv, preferred_element_type=f32)
     return attention.output(out.astype(x.dtype)), cache.pages
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
-    """Summed in float32 of weights in ``dtype``, rounded once: H (C Q + R Q + C D) numbers, 586
+    """Summed in float32 of weights in ``dtype``, rounded once: H (C Q + R Q + C D) numbers, 583
     million a layer in DeepSeek-V3, whose attention has 187."""
     c, f32 = attention.config, jnp.float32
     H, K, V = c.num_attention_heads, c.qk_head_dim, c.v_head_dim

@@ -165,9 +165,9 @@ def _summed_on_tpu(share: Share, layout: Layout, M: int) -> int:
         # results as they came.
         results = 4 * D * held * padded + (2 * D * at_once if padded > K else 0)
         return results - exchange
-    # By pieces of the pairs, each gathered for all tokens; then what came back, beside the sum
-    # before and behind, and the shared experts'.
-    piece = 2 * D * (held * padded + at_once)
+    # By pieces of the pairs, each gathered for all tokens and added; then what came back, beside
+    # the sum before and behind, and the shared experts'.
+    piece = 2 * D * (held * padded + at_once) + 4 * D * held
     return max(piece, 4 * D * M * padded + 3 * 4 * D * M)
 
 

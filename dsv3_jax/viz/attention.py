@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,8 +40,8 @@ def attention_forms(
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_yticks(range(heads), [f"head {h}" for h in range(heads)], fontsize=8)
         axes.tick_params(length=0)
-    shown = [repr(word)[1:-1].replace(" ", "·") for word in words]
-    panels[-1].set_xticks(range(len(words)), shown, rotation=90, family="monospace", fontsize=8)
+    shown = [visible(word) for word in words]
+    panels[-1].set_xticks(range(len(words)), shown, rotation=90, fontsize=8)
     figure.colorbar(panels[0].images[0], ax=list(panels), label="probability", shrink=0.8)
     figure.suptitle(title, fontsize=11)
     return figure

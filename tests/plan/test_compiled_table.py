@@ -8,6 +8,8 @@ from scripts import plan_compiled
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow  # makes the shapes of whole models
+
 
 @pytest.fixture(scope="module")
 def compared():
