@@ -1,6 +1,7 @@
 """A model on eight devices, split in every way that has a name: equal logits, equal tokens."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.layer_collectives import layer_collectives
+from dsv3_jax.layer_collectives import layer_collectives, read_collectives
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import abstract
 from sharding import (
@@ -284,8 +285,25 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
 def test_collectives(directory, name, dense, moe):
     """Of data-parallel attention none, of shared tokens one; of experts one exchange and back."""
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
-    assert layer_collectives(model, 0) == dense
-    assert layer_collectives(model, 1) == moe
+    assert Counter(each.name for each in layer_collectives(model, 0)) == dense
+    assert Counter(each.name for each in layer_collectives(model, 1)) == moe
+
+
+def test_groups_of_collectives():
+    """As XLA spells them: by list, by shape, turned, and all."""
+    text = """
+      %a = f32[2]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+      %b = (f32[2], f32[4]) all-gather-start(%x), replica_groups=[2,2]<=[4], dimensions={0}
+      %c = f32[1]{0} reduce-scatter(%x), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+      %d = f32[2]{0} all-to-all(%x), channel_id=1
+      %e = f32[2]{0} add(%x, %all-reduce.1)
+    """
+    assert [(each.name, each.groups) for each in read_collectives(text, 4)] == [
+        ("all-reduce", ((0, 1), (2, 3))),
+        ("all-gather", ((0, 1), (2, 3))),
+        ("reduce-scatter", ((0, 2), (1, 3))),
+        ("all-to-all", ((0, 1, 2, 3),)),
+    ]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import dsv3_jax
+from dsv3_jax.layer_collectives import Collective, layer_collectives
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.sweep import Point
 from dsv3_jax.viz import save
@@ -10,7 +12,7 @@ from dsv3_jax.viz.balance import balance
 from dsv3_jax.viz.bounds import bounds
 from dsv3_jax.viz.frontier import frontier
 from dsv3_jax.viz.mesh import mesh
-from sharding import abstract_layout
+from sharding import Layout, abstract_layout, abstract_mesh
 
 
 def said(figure):
@@ -18,40 +20,34 @@ def said(figure):
     return [text.get_text() for text in axes.texts]
 
 
-def filled(axes, row, color):
-    """Left edges and widths of the bars of a color, within their device's box."""
-    from matplotlib.colors import to_rgba
-
-    bars = [bar for bar in axes.patches if bar.get_facecolor() == to_rgba(color)]
-    bars = [bar for bar in bars if -1.6 * row <= bar.get_y() < -1.6 * row + 1]
-    return [(bar.get_x() % 1.1, bar.get_width()) for bar in sorted(bars, key=lambda b: b.get_x())]
-
-
-def test_who_holds_what():
+def test_a_mesh_shows_parts_and_the_groups_of_collectives():
+    summed = Collective("all-reduce", ((0, 1), (2, 3)))
     layouts = {
-        "dp": abstract_layout("dp_attention_ep", 4),
-        "tp": abstract_layout("tensor_parallel", 2),
+        "both": Layout(abstract_mesh(data=2, tensor=2)),
+        "experts": abstract_layout("dp_attention_ep", 4),
     }
-    travels = {"dp": ({}, {"all-gather": 1, "reduce-scatter": 1}), "tp": ({"all-reduce": 2},) * 2}
-    figure = mesh(layouts, travels)
-    (axes,) = figure.axes
-    quarter = 0.84 / 4
-    expected = [(0.08 + quarter * i, quarter) for i in range(4)]
-    np.testing.assert_allclose(filled(axes, 0, "tab:blue"), expected, atol=1e-9)
-    np.testing.assert_allclose(filled(axes, 0, "tab:orange"), [(0.08, 0.84)] * 4, atol=1e-9)
-    np.testing.assert_allclose(
-        filled(axes, 1, "tab:orange"), [(0.08, 0.42), (0.5, 0.42)], atol=1e-9
-    )
-    assert "dense layer: none;  MoE layer: 1 all-gather, 1 reduce-scatter" in said(figure)
-    assert "dense layer: 2 all-reduce;  MoE layer: 2 all-reduce" in said(figure)
+    axes = mesh(layouts, {"both": ([summed], [summed] * 2), "experts": ([], [])}).axes[0]
+    assert len(axes.patches) == 8 * (1 + 2 * 4)  # a frame, and four bars on their grounds
+    filled = [bar.get_width() for bar in axes.patches if bar.get_height() < 1][1::2]
+    whole, half, quarter = (pytest.approx(0.84 / parts) for parts in (1, 2, 4))
+    assert filled[:4] == [half, half, whole, half]  # rows, heads, experts, columns
+    assert filled[16:20] == [quarter, whole, quarter, whole]
+    centers = [0.5, 1.6], [2.7, 3.8]
+    drawn = [list(line.get_xdata()) for line in axes.lines]
+    assert drawn == [pytest.approx(each) for each in centers * 3]
+    words = [text.get_text() for text in axes.texts]
+    assert words.count("all-reduce") == 3
+    assert "MoE layer: no collective" in words
 
 
-def test_the_longest_bound_is_named():
-    figure = bounds({"a step": Roofline(0.002, 0.001, 0.0005, 0.0025, 8, 1)})
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a step\nweights, 3.0 ms"]
-    widths = sorted(bar.get_width() for bar in axes.patches)
-    np.testing.assert_allclose(widths, [0.5 / 3, 1 / 3, 2 / 3, 2.5 / 3])
+def test_bounds_name_what_binds():
+    decode = Roofline(0.002, 0.001, 0.0005, 0.0001, tokens=8, devices=4)
+    prefill = Roofline(0.002, 0.001, 1.5, 0.0001, tokens=8, devices=4)
+    above, below = bounds({"a step": decode, "prompts": prefill}).axes
+    assert above.get_title() == "a step: weights, 3.0 ms"
+    assert below.get_title() == "prompts: arithmetic, 1,500.0 ms"
+    assert [bar.get_width() for bar in above.patches] == pytest.approx([2, 1, 0.5, 0.1])
+    assert [bar.get_x() for bar in above.patches] == pytest.approx([0, 2, 0, 0])
 
 
 def test_points_say_their_rows():
@@ -69,9 +65,6 @@ def test_balance(tmp_path):
 
 
 def test_collectives_want_a_mesh():
-    import dsv3_jax
-    from dsv3_jax.layer_collectives import layer_collectives
-
     model, _ = dsv3_jax.load("demo")
     with pytest.raises(ValueError, match="loaded with a layout, got one without"):
         layer_collectives(model, 0)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def frontier(points: list[Point], title: str) -> Figure:
     """Tokens a second of a device over those of a user; each point says how many rows it has."""
     figure = new_figure(7.5, 4.8)
+    from matplotlib.ticker import LogLocator, NullFormatter  # new_figure says where it is missing
+
     axes = figure.subplots()
     drafts = f"with MTP drafts, {ACCEPTED:.0%} of which hold"
     for mtp, label, side in ((False, "a token a step", -1), (True, drafts, 1)):
@@ -45,8 +47,9 @@ def frontier(points: list[Point], title: str) -> Figure:
         title=title,
         yscale="log",
     )
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
