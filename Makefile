@@ -41,7 +41,8 @@ bench: .venv/.tested
 	$(BIN)/python scripts/bench_cpu.py
 
 # Whole models compiled for TPUs and GPUs that are not here, beside what `dsv3 plan` counts: hours on
-# two cores. A program's row in the file is replaced when it is done.
+# two cores. A program's row in the file is replaced when it is done. Hopper's kernels want jax 0.11 or
+# newer, hence Python 3.12: make aot PYTHON=python3.12.
 RESULTS := benchmarks/results/plan_compiled.json
 aot: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[tpu]'
