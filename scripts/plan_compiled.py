@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import multiprocessing
@@ -208,7 +209,8 @@ def main() -> None:
             row = rows[case.name] = pool.apply(compiled, (case,))
         print(json.dumps({key: row.get(key) for key in ("name", "compiler_bytes", "seconds")}))
         found = [rows[each.name] for each in CASES if each.name in rows]
-        parsed.results.write_text(json.dumps({"rows": found}, indent=1) + "\n", "utf-8")
+        result = {"date": f"{datetime.date.today()}", "machine": f"{os.cpu_count()} CPU cores"}
+        parsed.results.write_text(json.dumps(result | {"rows": found}, indent=1) + "\n", "utf-8")
     if parsed.page:
         before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
