@@ -12,7 +12,7 @@ from dsv3_jax.viz.balance import balance
 from dsv3_jax.viz.bounds import bounds
 from dsv3_jax.viz.frontier import frontier
 from dsv3_jax.viz.mesh import mesh
-from sharding import Layout, abstract_layout, abstract_mesh
+from sharding import DEFAULT_RULES, Layout, Rules, abstract_layout, abstract_mesh
 
 
 def said(figure):
@@ -38,6 +38,14 @@ def test_a_mesh_shows_parts_and_the_groups_of_collectives():
     words = [text.get_text() for text in axes.texts]
     assert words.count("all-reduce") == 3
     assert "MoE layer: no collective" in words
+
+
+def test_rows_over_two_axes_lie_side_by_side():
+    rules = Rules({**DEFAULT_RULES.table, "batch": ("data", "expert")})
+    layout = Layout(abstract_mesh(data=2, expert=2), rules)
+    axes = mesh({"one": layout}, {"one": ([], [])}).axes[0]
+    filled = [bar.get_x() for bar in axes.patches if bar.get_height() < 1][1::2]
+    assert filled[::4] == pytest.approx([1.1 * i + 0.08 + 0.84 * i / 4 for i in range(4)])
 
 
 def test_bounds_name_what_binds():

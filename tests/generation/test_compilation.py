@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+import dsv3_jax
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.programs import GPU_OPTIONS, Programs
 from dsv3_jax.generation.sampling import Sampling
+from sharding import make_layout
 from tests.generation.fragments import letters
 
 
@@ -113,3 +115,20 @@ def made(jaxpr, inside=False) -> Iterator[tuple[tuple[int, ...], bool]]:
         looped = inside or equation.primitive.name == "while"
         for inner in jaxprs_in_params(equation.params):
             yield from made(inner, looped)
+
+
+@pytest.mark.parametrize("name", ["single", "dp_attention_ep"])
+def test_shapes_of_a_state_are_those_of_a_state(name):
+    """In the places where programs want them, so that what is compiled ahead is what runs."""
+    layout = None if name == "single" else make_layout(name)
+    model, _ = dsv3_jax.load("demo", layout=layout)
+    programs = Programs.of(model, 64, prefill_chunk=8, vocab_size=model.config.vocab_size)
+    shapes, structure = programs.state_shapes(8, depth=1, mtp=True)
+    state = programs.decode.laid_out(programs.empty_state(8, depth=1, mtp=True))
+    assert structure == jax.tree.structure(state)
+    for shape, array in zip(shapes, jax.tree.leaves(state), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+        if layout is None:
+            assert shape.sharding is None
+        else:
+            assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)

@@ -233,3 +233,11 @@ class TestRows:
         assert tokens.max() < vocab_size
         if temperature <= 1e-3:  # as good as greedy, and no overflow on the way
             np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+
+
+def test_greedy_rows_have_their_own_seeds():
+    """By which rows accept synthetic drafts one without the other."""
+    found = Sampling.greedy(3)
+    assert not found.any_drawn
+    assert found.seed.tolist() == [0, 1, 2]
+    assert found.stop_tokens.tolist() == [[-1]] * 3

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.decode import models
 from dsv3_jax import accounting, presets
-from dsv3_jax.plan import memory
+from dsv3_jax.plan import fit, memory
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import Shapes
@@ -144,3 +144,17 @@ def test_many_bfloat16_rows_by_quantized_experts():
     assert found.dequantized + found.workspace - last == pytest.approx(15.9e9, rel=0.05)
     rounded = dataclasses.replace(plan, activations="float8")
     assert memory.prefilling(share, rounded).dequantized == 0
+
+
+def test_an_exchange_that_fits_is_proposed():
+    """Every device of a group gathers 32 chunks of 4,096 tokens; all_to_all brings it its own."""
+    plan_of = {
+        "config": dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=4),
+        "target": Target.parse("tpu:v5e:16x16"),
+        "layout_name": "tpu_pod",
+        "batch": 32,
+        "prefill_chunk": 4096,
+    }
+    with pytest.raises(ValueError, match=r"what fits: .*--exchange all_to_all"):
+        fit.plan(deployment(**plan_of))
+    assert fit.plan(deployment(**plan_of, exchange="all_to_all")).largest_batch >= 32
