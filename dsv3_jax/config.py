@@ -11,11 +11,20 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 SCORING = {"noaux_tc": "sigmoid", "greedy": "softmax", "group_limited_greedy": "softmax"}
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 DTYPES = ("bfloat16", "float16", "float32")
+
+# Several times those of any published model. Tables of names and of rotary angles are made from
+# them, so that a damaged config.json must not ask for more memory than there is.
+MAX_MATRICES = 500_000
+MAX_POSITIONS = 2**27
+
+MTPHidden = Literal["post_norm", "pre_norm"]
+"""Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
+or before it. The paper leaves it open; a model must be run as it was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +210,17 @@ class ModelConfig:
         eos = self.eos_token_id
         if not (isinstance(eos, tuple) and eos and all(_is_int(e) and e >= 0 for e in eos)):
             raise ValueError(f"eos_token_id: expected token ids, got {eos!r}")
+        layers = self.num_hidden_layers + self.num_nextn_predict_layers
+        self._check(
+            layers * (8 + 3 * self.n_routed_experts) <= MAX_MATRICES,
+            f"layers and experts must not name more than {MAX_MATRICES:,} matrices",
+            "num_hidden_layers num_nextn_predict_layers n_routed_experts",
+        )
+        self._check(
+            self.max_position_embeddings <= MAX_POSITIONS,
+            f"max_position_embeddings must not exceed {MAX_POSITIONS:,}",
+            "max_position_embeddings",
+        )
         self._check(
             self.n_routed_experts % self.n_group == 0,
             "n_routed_experts must be a multiple of n_group",

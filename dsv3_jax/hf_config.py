@@ -131,6 +131,32 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> ModelConfig:
     return config
 
 
+def with_end_tokens(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The config with the end tokens of a generation_config.json in the directory, if it names any.
+
+    transformers stops at these and not at those of config.json: instruct models share the
+    config.json of their base model and end their turns with another token. Nothing else is read:
+    sampling settings are the caller's.
+
+    Raises:
+      ValueError: the file is no JSON object, or its eos_token_id are not ids of the vocabulary.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return config
+    eos = _read_json(path).get("eos_token_id")
+    if eos is None:
+        return config
+    ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    known = range(config.vocab_size)
+    if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i not in known for i in ids):
+        raise ValueError(
+            f"{path}: eos_token_id: expected token ids from 0 to {config.vocab_size - 1},"
+            f" got {_show(eos)}"
+        )
+    return dataclasses.replace(config, eos_token_id=tuple(dict.fromkeys(ids)))
+
+
 def write(config: ModelConfig) -> dict[str, Any]:
     """The config.json of ``config`` in the published form: keys sorted, inverse of :func:`read`.
 
@@ -165,7 +191,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"expected a config.json, found none at {path}")
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return _object(str(path), parsed)
 

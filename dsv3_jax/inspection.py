@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.input_checks import check_tokens
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.on_mesh import on_mesh
@@ -79,8 +80,8 @@ def capture(
     do; there projections may be computed twice, for latents and entropy.
 
     Raises:
-      ValueError: an unknown name, or none; routing of a model without MoE layers; tokens that are
-        not [B, T].
+      ValueError: an unknown name, or none; routing of a model without MoE layers; tokens that the
+        model refuses.
     """
     names = _checked(model.config, tokens, what)
     found: dict[str, list[Any]] = {"hidden": [], "latents": [], "attention_entropy": []}
@@ -147,8 +148,7 @@ def _checked(config: ModelConfig, tokens: Any, what: str | Sequence[str]) -> tup
         raise ValueError(f"what: expected some of {', '.join(known)}; got {got}")
     if "routing" in names and not config.num_moe_layers:
         raise ValueError("routing: expected a model with MoE layers, got one without")
-    if jnp.ndim(tokens) != 2:
-        raise ValueError(f"tokens: expected shape [B, T], got {jnp.shape(tokens)}")
+    check_tokens(config, tokens, mtp=False)
     return tuple(dict.fromkeys(names))
 
 

@@ -48,7 +48,8 @@ class LatentKVCache:
     tokens, page p of a row lies on the one of index ``p % n``, and n divides ``max_pages``."""
 
     lengths: Int[Array, " B"]
-    """Tokens that the decoder layers hold for each row."""
+    """Tokens that the decoder layers hold for each row. A length past :meth:`limit` counts tokens
+    that were dropped."""
 
     mtp_pages: tuple[Float[Array, "P page width"], ...] = ()
     """The first MTP layer's, under the same tables, where it drafts; else empty. How many places
@@ -80,10 +81,18 @@ class LatentKVCache:
           platform: whose kernels read the pages, ``cpu``, ``gpu`` or ``tpu``; by default that of
             the layout's devices, or of the default device.
           attn_impl: of the model, see :meth:`dsv3_jax.DeepSeekV3.use_attn_impl`.
+
+        Raises:
+          ValueError: a size below 1, or a batch that does not divide over the layout's devices.
         """
+        for name, size in (("batch", batch), ("max_len", max_len), ("page_size", page_size)):
+            if size < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {size}")
         rows_apart, tokens_apart = (
             (1, 1) if layout is None else (layout.parts("batch"), layout.parts("cached_tokens"))
         )
+        if batch % rows_apart:
+            raise ValueError(f"batch: expected a multiple of {rows_apart} devices, got {batch}")
         pages_apart = -(-max_len // (page_size * tokens_apart))  # of a row, on each device
         numbers = jnp.arange(batch * tokens_apart * pages_apart, dtype=jnp.int32)
         by_device = numbers.reshape(rows_apart, tokens_apart, -1, pages_apart)
@@ -101,6 +110,16 @@ class LatentKVCache:
             mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
             routing_counts=None if counted is None else jnp.zeros(counted, jnp.int32),
         )
+
+    @property
+    def room(self) -> int:
+        """Tokens that the pages of one sequence hold, those of all devices together."""
+        return self.block_tables.shape[1] * self.pages[0].shape[1]
+
+    def limit(self, config: ModelConfig) -> int:
+        """Most tokens of one sequence: its room, or ``max_position_embeddings`` if that is less.
+        Later tokens are dropped: they reach neither the cache nor an expert."""
+        return min(self.room, config.max_position_embeddings)
 
     def check_width(self, config: ModelConfig, attn_impl: AttnImpl | None) -> None:
         """Raises ValueError where it was made for another ``attn_impl``, or another model."""
@@ -148,9 +167,15 @@ def write(
     valid: Bool[Array, "B T"],
     latents: Float[Array, "B T CR"],
 ) -> Float[Array, "P page width"]:
-    """Stores the latents of ``valid`` tokens at their positions; the others are dropped."""
+    """Stores the latents of ``valid`` tokens at their positions.
+
+    The others are dropped, and so are positions past the table's end and pages that the table does
+    not name with a number from 0 to P - 1: nothing but the sequence's own slots changes.
+    """
     P, page_size, width = pages.shape
     latents = jnp.pad(latents, ((0, 0), (0, 0), (0, width - latents.shape[-1])))
-    page = jnp.take_along_axis(block_tables, positions // page_size, axis=1, mode="clip")
-    page = jnp.where(valid, page, P)  # out of bounds, hence dropped
+    number, room = positions // page_size, block_tables.shape[1]
+    page = jnp.take_along_axis(block_tables, number, axis=1, mode="clip")
+    # P is out of bounds, hence dropped; a negative number would count from the end.
+    page = jnp.where(valid & (number < room) & (page >= 0), page, P)
     return pages.at[page, positions % page_size].set(latents.astype(pages.dtype), mode="drop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.attn_impl import AttnImpl
-from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.config import BlockQuantization, ModelConfig, MTPHidden, Quantization
+from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
 from dsv3_jax.layers.attention_variants import check_variant
@@ -28,10 +30,6 @@ from dsv3_jax.layers.on_mesh import by_rows
 from dsv3_jax.layers.rope import Rotation, rotation
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from sharding import Layout, Placement
-
-MTPHidden = Literal["post_norm", "pre_norm"]
-"""Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
-or before it. The paper leaves it open; a model must be run as it was trained."""
 
 # Layers in order over [B, T, D]: the result, and each MoE layer's statistics.
 LayerRunner = Callable[
@@ -71,7 +69,9 @@ class DeepSeekV3(nnx.Module):
       config: the shape. Models with a sparse-attention indexer (V3.2) are refused.
       rngs: source of the random initial weights, normal with ``initializer_range``.
       dtype: of weights and activations. Router, norms, softmax, residual sums and expert sums are
-        float32 whatever it is.
+        float32 whatever it is. Other matmuls of float32 arrays run at JAX's default precision,
+        which is TF32 on NVIDIA GPUs (a relative error of 3e-4 on an H200), unless they run under
+        ``jax.default_matmul_precision("highest")``.
       quantization: keeps the projections in float8 with block scales, as published, or in int8 or
         int4.
     """
@@ -135,10 +135,19 @@ class DeepSeekV3(nnx.Module):
         """Logits of whole sequences, without a cache.
 
         Args:
+          tokens: ids below ``vocab_size``. Outside of ``jax.jit`` they are checked, for which the
+            host waits for them. Inside, other ids are not noticed: they get the embedding of some
+            token, and their sequence's logits mean nothing.
           return_aux: also run the MTP layers and return :class:`Aux`.
           run_layers: how the layers run; default one after the other. Training and
             :mod:`dsv3_jax.inspection` bring others.
+
+        Raises:
+          ValueError: ``tokens`` are no integers [B, T], or empty, or ids outside of the vocabulary;
+            a sequence longer than ``max_position_embeddings``; with ``return_aux``, one too short
+            for the MTP layers, each of which predicts one token less than the one before.
         """
+        check_tokens(self.config, tokens, mtp=return_aux)
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
         run = run_layers or one_by_one
@@ -198,18 +207,22 @@ class DeepSeekV3(nnx.Module):
                 module.layout = layout
 
     def place_experts(self, placement: Placement) -> DeepSeekV3:
-        """The same model with its experts where ``placement`` says, some of them in several places;
-        the results are the same. Weights move between devices.
+        """Returns the same model with its experts in the slots that ``placement`` assigns them,
+        some in several. The results are the same. On a mesh, weights move between devices.
+
+        This model stays as it is, and may be placed again. Both share every array but the routed
+        experts'.
 
         Args:
-          placement: of the MoE layers in order, those of MTP layers last.
+          placement: one row per MoE layer in order, those of MTP layers last. It is always of
+            logical experts, whether this model is placed already or not.
 
         Raises:
-          ValueError: another number of layers or experts, or places that do not divide over the
-            devices.
+          ValueError: another number of layers or experts, tables that contradict each other, or
+            slots that do not divide over the devices.
         """
         self.check_placement(placement, self.layout)
-        model = nnx.merge(*nnx.split(self))
+        model = nnx.clone(self)  # a merge of the split parts would share its Variables
         for moe, phy2log, *tables in zip(
             model.moe_layers(), placement.phy2log, placement.log2phy, placement.logcnt, strict=True
         ):
@@ -218,6 +231,12 @@ class DeepSeekV3(nnx.Module):
 
     def check_placement(self, placement: Placement, layout: Layout | None) -> None:
         """Raises ValueError as :meth:`place_experts` would on ``layout``."""
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"placement: expected a Placement, got {type(placement).__name__}; Placement.of"
+                " makes one"
+            )
+        placement.check()
         (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
         if (want := (len(self.moe_layers()), self.config.n_routed_experts)) != (L, E):
             raise ValueError(
@@ -233,10 +252,10 @@ class DeepSeekV3(nnx.Module):
         return [m.mlp for m in (*self.layers, *self.mtp) if isinstance(m.mlp, MoE)]
 
     def ready_to_decode(self) -> DeepSeekV3:
-        """The same model, with what absorbed attention wants of the weights made once for all the
-        steps that follow: H (N + V) C numbers a layer, 2 GB for DeepSeek-V3 in bfloat16. An
-        ``attn_impl`` may want others, or none."""
-        model = nnx.merge(*nnx.split(self))
+        """Returns the same model with the absorbed projections of attention precomputed for all
+        the steps that follow: H (N + V) C numbers a layer, 2 GB for DeepSeek-V3 in bfloat16. Some
+        values of ``attn_impl`` need others, or none. This model stays as it is."""
+        model = nnx.clone(self)
         for layer in (*model.layers, *model.mtp):
             layer.ready_to_decode(self.dtype)
         return model
@@ -251,20 +270,24 @@ class DeepSeekV3(nnx.Module):
         """Runs ``counts`` new tokens a row behind those in the cache, and caches them.
 
         Args:
-          tokens: padded at the right; only the first ``counts[b]`` of row b are tokens.
+          tokens: padded at the right; only the first ``counts[b]`` of row b are tokens. Ids inside
+            ``jax.jit`` as :meth:`__call__` takes them.
           form: ``expanded`` for prefill, ``absorbed`` for decode; the results are equal.
 
         Returns:
-          Hidden states, undefined where padded, and the extended cache. The caller sees to it that
-          the cache has room.
+          Hidden states, undefined where padded, and the extended cache. Tokens past
+          :meth:`LatentKVCache.limit` are dropped like padding, though ``lengths`` count them. No
+          other position or sequence is touched.
 
         Raises:
-          ValueError: the cache was made for another ``attn_impl``.
+          ValueError: the cache was made for another ``attn_impl``, or for another batch; tokens
+            past its limit, outside of ``jax.jit``.
         """
+        check_extension(self.config, tokens, cache.lengths, counts, cache)
         cache.check_width(self.config, self.attn_impl)
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
-        valid = jnp.arange(tokens.shape[1]) < counts[:, None]
+        valid = self._valid(tokens, cache.lengths, counts, cache)
         turn = self._turn(tokens, cache.lengths)
         x = self._embed(tokens)
         new_pages, chosen = [], []
@@ -299,9 +322,13 @@ class DeepSeekV3(nnx.Module):
           tokens: the token after each of those places, padded at the right like ``feed``.
           starts: places that the layer's cache already holds. ``cache.lengths`` has no say here,
             and stays.
+
+        Raises:
+          ValueError: as :meth:`extend`, which also says what becomes of tokens without room.
         """
+        check_extension(self.config, tokens, starts, counts, cache)
         layer = self.mtp[0]
-        valid = jnp.arange(tokens.shape[1]) < counts[:, None]
+        valid = self._valid(tokens, starts, counts, cache)
         layer_cache = LayerCache(cache.mtp_pages[0], cache.block_tables, starts, valid)
         joined = layer.join(feed, self._embed(tokens))
         y, pages, stats = layer.extend(joined, self._turn(tokens, starts), layer_cache, form)
@@ -319,6 +346,17 @@ class DeepSeekV3(nnx.Module):
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
         return Hidden(x, self.norm(x))
+
+    def _valid(
+        self,
+        tokens: Int[Array, "B T"],
+        starts: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        cache: LatentKVCache,
+    ) -> Bool[Array, "B T"]:
+        """Marks tokens that have room, the rest being padding or dropped."""
+        room = cache.limit(self.config) - starts
+        return jnp.arange(tokens.shape[1]) < jnp.minimum(counts, room)[:, None]
 
     def _turn(self, tokens: Int[Array, "B T"], starts: Int[Array, " B"] | None = None) -> Rotation:
         """Rope rotations of the tokens' places, which count up from ``starts``, or from 0."""
@@ -403,10 +441,18 @@ def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -
 
 
 def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:
-    """Numbers held by the main model, or by the MTP layers alone; scales do not count."""
-    state = nnx.to_flat_state(nnx.state(model))
-    return sum(
-        leaf.size * (2 if leaf.dtype == jnp.uint8 else 1)  # a byte holds two int4
-        for path, leaf in state
-        if (path[0] == "mtp") == mtp and path[-1] not in ("weight_scale_inv", "weight_scale")
-    )
+    """Number of parameters of the main model, or of the MTP layers alone.
+
+    Scales and replicas of experts do not count, nor does what a model holds beside its parameters.
+    """
+    count = 0
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        scale = path[-1] in ("weight_scale_inv", "weight_scale")
+        if not isinstance(variable, nnx.Variable) or scale or (path[0] == "mtp") != mtp:
+            continue
+        shape = variable.shape
+        if "experts" in path:
+            shape = (model.config.n_routed_experts, *shape[1:])
+        # A byte holds two int4.
+        count += math.prod(shape) * (2 if variable.dtype == jnp.uint8 else 1)
+    return count

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode import models
+from dsv3_jax.files import atomic_write
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -73,7 +74,7 @@ def main() -> None:
                 print(line(row), flush=True)
                 if out := arguments.out:
                     out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+                    atomic_write(out, json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from dsv3_jax.files import atomic_write
+
 TARGETS = ("fp8", "bf16", "int8", "int4")
 DSV3 = (
     *(sys.executable, "-c"),
@@ -327,7 +329,7 @@ def bench(arguments: argparse.Namespace) -> None:
     if not arguments.keep:
         shutil.rmtree(arguments.work)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 def cpu_name() -> str:

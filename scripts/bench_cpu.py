@@ -28,6 +28,7 @@ import transformers
 import dsv3_jax
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.files import atomic_write
 
 PROMPTS = [
     "def read_config(path):\n    ",
@@ -115,7 +116,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     for row in rows:
         print(row)
 

@@ -159,26 +159,23 @@ class Bench:
             if not held:
                 held.append(steps.Decode(model, rows, cached, *drafting))
             found = {"phase": "decode", "acceptance": acceptance, "depth": drafting[1]}
-            return found | self._decode(model, held[0], cached, floor_too=acceptance is None)
+            found |= self._decode(model, held[0], cached)
+            if acceptance is None:
+                least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
+                found |= {"floor_ms": least, "floor_fraction": least / found["ms"]}
+            return found
 
         for cached in sorted(self._arguments.contexts, reverse=True):
             self._row(model, weights, rows, cached, functools.partial(measure, cached))
 
-    def _decode(
-        self, model: DeepSeekV3, decode: steps.Decode, cached: int, *, floor_too: bool
-    ) -> dict[str, Any]:
+    def _decode(self, model: DeepSeekV3, decode: steps.Decode, cached: int) -> dict[str, Any]:
         found = decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
-        if not floor_too:
-            return found
-        rows = len(decode.state.lengths)
         c = model.config
-        least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
-        visited = steps.experts_visited(model, decode.state)
-        expected = distinct_experts(c.n_routed_experts, c.num_experts_per_tok, rows)
+        expected = distinct_experts(
+            c.n_routed_experts, c.num_experts_per_tok, len(decode.state.lengths)
+        )
         return found | {
-            "floor_ms": least,
-            "floor_fraction": least / found["ms"],
-            "experts_visited": statistics.mean(visited),
+            "experts_visited": statistics.mean(steps.experts_visited(model, decode.state)),
             "experts_expected": expected,
         }
 
@@ -272,6 +269,7 @@ def line(row: dict[str, Any]) -> str:
         text += f", acceptance {row['acceptance']} at depth {row['depth']}"
     if "floor_ms" in row:
         text += f", floor {row['floor_ms']} ms ({row['floor_fraction']:.0%})"
+    if "experts_visited" in row:
         text += f", experts {row['experts_visited']} of {row['experts_expected']}"
     return f"{text}, {memory}"
 

@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.decode.machine import description
 from benchmarks.profile import trace
 from dsv3_jax.cli.collectives import median_seconds
+from dsv3_jax.files import atomic_write
 from pallas_kernels import token_exchange
 from pallas_kernels.token_exchange import mosaic_gpu
 from pallas_kernels.token_exchange.mosaic_gpu import Config
@@ -305,7 +306,7 @@ def main() -> None:
             sys.exit(f"ended after {arguments.time_limit:.0f} s")
     result = bench(arguments)
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

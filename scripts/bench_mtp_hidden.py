@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 import dsv3_jax
+from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.model import MTPHidden
 
@@ -79,7 +80,7 @@ def main() -> None:
         "new_tokens": NEW,
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

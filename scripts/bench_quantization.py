@@ -34,8 +34,9 @@ from jaxtyping import Array, Float32, Int
 import dsv3_jax
 from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.load import find
+from dsv3_jax.checkpoint.find import find
 from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.batches import counted, held_out_batches
 from dsv3_jax.training.corpus import read_corpus
@@ -161,7 +162,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

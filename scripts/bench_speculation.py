@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 import dsv3_jax
+from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.completion import Generation
 from dsv3_jax.model import parameter_count
 
@@ -158,7 +159,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

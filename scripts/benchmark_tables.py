@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ceiling import READ_GBS
 from benchmarks.decode.scaled import tokens_per_s_per_device
+from dsv3_jax.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +33,7 @@ _DECODE = (
     "decode_v3_h200",
     "decode_v3_h200_2",
     "decode_v3_many_h200",
+    "decode_v3_mtp_h200_2",
 )
 _TWO_GPUS = (
     "decode_v3_two_gpus_all_gather_h200",
@@ -67,28 +70,56 @@ def _share(part: float | None) -> str:
     return "" if part is None else f"{part:.0%}"
 
 
+def _of_ceiling(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """The floor's share, at the bandwidth that is the same for all results."""
+    if "floor_fraction" not in row:
+        return ""
+    return _share(row["floor_fraction"] * result["read_gbs"] / READ_GBS)
+
+
+def _routed_evenly(row: dict[str, Any]) -> bool:
+    """Whether random integer weights sent their rows to about as many experts as chance does: a
+    step that reads fewer of them tells nothing of one that reads them all."""
+    if row["dtype"] not in ("int8", "int4") or row["batch"] == 1:
+        return True
+    return row.get("experts_visited", 0.0) >= 0.9 * row.get("experts_expected", 1.0)
+
+
 def _kernel(row: dict[str, Any]) -> list[object]:
-    peer = row.get("peer") or "none"
-    of_peer = ["", ""] if peer == "none" else [f"{row['peer_us']:,.4g}", f"{row['ratio']:.2f}"]
+    peer, us = row.get("peer") or "none", row["us"]
+    ratio = f"{row['ratio']:.2f}" if row["ratio"] else row.get("no_ratio", "")
+    of_peer = ["", ""] if peer == "none" else [f"{row['peer_us']:,.4g}", ratio]
     name = [f"`{row['op']}`", row["dtype"], row["shape"]]
-    return [*name, f"{row['us']:,.4g}", _share(row["roof_fraction"]), peer, *of_peer]
+    timed = ["", ""] if us is None else [f"{us:,.4g}", _share(row["roof_fraction"])]
+    return [*name, *timed, peer, *of_peer]
 
 
 _KERNEL = ("operation", "numbers", "shape", ">us", ">of the roof", "best peer", ">its us", ">ratio")
 
 
+def _kernel_rows() -> list[dict[str, Any]]:
+    """One operation and kind of numbers after the other."""
+    rows = read("kernels_h200")["rows"]
+    kinds = list(dict.fromkeys(map(_kind, sorted(rows, key=lambda row: row["op"]))))
+    return sorted(rows, key=lambda row: kinds.index(_kind(row)))
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    return row["op"], row["dtype"]
+
+
 def kernels() -> str:
-    return markdown(_KERNEL, map(_kernel, read("kernels_h200")["rows"]))
+    return markdown(_KERNEL, map(_kernel, _kernel_rows()))
 
 
 def kernels_by_kind() -> str:
     """All shapes of :func:`kernels`, none left out: how their ratios lie."""
-    rows = read("kernels_h200")["rows"]
-    header = ("operation", "numbers", ">shapes", ">with a peer", "peers that were best")
+    rows = _kernel_rows()
+    header = ("operation", "numbers", ">shapes", ">with a ratio", "peers that were best")
     lines: list[list[object]] = []
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
-        of_kind = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
-        ratios = sorted(row["ratio"] for row in of_kind if row.get("peer"))
+    for op, dtype in dict.fromkeys(map(_kind, rows)):
+        of_kind = [row for row in rows if _kind(row) == (op, dtype)]
+        ratios = sorted(row["ratio"] for row in of_kind if row["ratio"])
         peers = sorted({re.split("[ ,]", row["peer"])[0] for row in of_kind if row.get("peer")})
         spread = [ratios[0], statistics.median(ratios), ratios[-1]] if ratios else []
         cells = [f"{ratio:.2f}" for ratio in spread] or ["", "", ""]
@@ -101,8 +132,8 @@ def decode() -> str:
     header = ("model", "weights", ">rows", ">cached", ">ms a step", ">tokens/s", ">of the floor")
     rows = (
         [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}",
-         f"{r['tokens_per_s']:,.0f}", _share(r["floor_fraction"]), _dated(name)]
-        for name, r in _timed(_DECODE, "decode")
+         f"{r['tokens_per_s']:,.0f}", _of_ceiling(read(name), r), _dated(name)]
+        for name, r in _timed(_DECODE, "decode") if _routed_evenly(r)
     )  # fmt: skip
     return markdown([*header, "result"], rows)
 
@@ -125,7 +156,7 @@ def two_gpus() -> str:
     header = ("phase", ">layers", "exchange", ">micro-batches", ">rows", ">tokens", ">ms")
     rows = (
         [phase, r["layers"], r["exchange"], r["micro_batches"], r["batch"], f"{r['context']:,}",
-         f"{r['ms']:.2f}", f"{r['tokens_per_s']:,.0f}", _share(r.get("floor_fraction")),
+         f"{r['ms']:.2f}", f"{r['tokens_per_s']:,.0f}", _of_ceiling(read(name), r),
          _dated(name)]
         for phase in ("decode", "prefill")
         for name, r in _timed(_TWO_GPUS, phase)
@@ -229,7 +260,7 @@ def written(text: str) -> str:
 
 def main() -> None:
     for page in PAGES:
-        page.write_text(written(page.read_text("utf-8")), "utf-8")
+        atomic_write(page, written(page.read_text("utf-8")))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
 import dsv3_jax
+from dsv3_jax.files import atomic_write
 
 _WIDTH, _LINE, _MARGIN = 7.8, 21, 14  # of a character, between lines, around; pixels
 
@@ -86,7 +86,7 @@ def main() -> None:
         f"shaded: accepted drafts of the MTP layer. {tokens} tokens in {len(found)} steps,"
         f" {rate:.2f} a step, temperature 0.6, depth {depth}"
     )
-    Path(name).write_text(draw(prompt, found, caption), "utf-8")
+    atomic_write(name, draw(prompt, found, caption))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax import presets
+from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
@@ -210,12 +211,12 @@ def main() -> None:
         print(json.dumps({key: row.get(key) for key in ("name", "compiler_bytes", "seconds")}))
         found = [rows[each.name] for each in CASES if each.name in rows]
         result = {"date": f"{datetime.date.today()}", "machine": f"{os.cpu_count()} CPU cores"}
-        parsed.results.write_text(json.dumps(result | {"rows": found}, indent=1) + "\n", "utf-8")
+        atomic_write(parsed.results, json.dumps(result | {"rows": found}, indent=1) + "\n")
     if parsed.page:
         before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
         found = table([Compared.of(row) for row in read(parsed.results)])
-        parsed.page.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", "utf-8")
+        atomic_write(parsed.page, f"{before}{BEGIN}\n{found}\n{END}{after}")
 
 
 if __name__ == "__main__":

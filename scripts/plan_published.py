@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from dsv3_jax import presets
+from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import Roofline
@@ -144,7 +145,7 @@ def main() -> None:
     page = Path(name)
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(bounds())}\n{END}{after}", "utf-8")
+    atomic_write(page, f"{before}{BEGIN}\n{table(bounds())}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from benchmarks.profile.operations import operations
 from benchmarks.profile.trace import SERIAL, kernels, summed, table, traced
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.files import atomic_write
 from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.attention import LayerCache
 from dsv3_jax.layers.block import DecoderLayer
@@ -215,7 +216,7 @@ def main() -> None:
         result["profiles"].append(profile)
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import jax
 from benchmarks.decode import models, steps
 from benchmarks.profile import trace
 from benchmarks.profile.operations import operations
+from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 
 TRACED = 4  # steps
@@ -85,7 +86,7 @@ def main() -> None:
             result["profiles"].append(found)
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+                atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

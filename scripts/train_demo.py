@@ -29,6 +29,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import BlockQuantization, ModelConfig, YarnScaling
+from dsv3_jax.files import atomic_file, atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import run as training_run
@@ -119,7 +120,7 @@ def prepare(stdlib: Path, out: Path) -> None:
     training = [text for name, text in texts if not is_held_out(name)]
     tokenizer.train_from_iterator(training, trainer)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
+    atomic_write(out / "tokenizer.json", tokenizer.to_str(pretty=True))
     settings = {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -133,7 +134,8 @@ def prepare(stdlib: Path, out: Path) -> None:
     write_json(out / "tokenizer_config.json", settings)
     corpus = pack(texts, Tokenizer(out), BOS, EOS)
     arrays = {name: tokens.astype(np.uint16) for name, tokens in corpus._asdict().items()}
-    np.savez_compressed(out / "tokens.npz", **arrays)
+    with atomic_file(out / "tokens.npz") as file:
+        np.savez_compressed(file, **arrays)
     summary = {
         "python": sys.version.split()[0],
         "modules": len(texts),
@@ -192,7 +194,7 @@ def print_row(row: Row) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -1,20 +1,29 @@
 """Meshes: named axes of devices, what each of them splits, and which device gets which experts and
-which requests. Knows no model."""
+which requests. Knows no model.
 
-from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
-from sharding.eplb import balancedness, rebalance_experts
-from sharding.expert_parallel import (
-    Exchange,
-    check_exchange,
-    default_capacity,
-    default_pairs,
-    mix_experts,
-)
-from sharding.layout import Axes, Layout
-from sharding.mesh import AXES, abstract_mesh, make_mesh
-from sharding.presets import PRESETS, Preset, abstract_layout, make_layout
-from sharding.replicas import Placement, choose_replicas, physical_experts
-from sharding.rules import DEFAULT_RULES, Rules
+A name is imported when it is first used: :mod:`sharding.names` is there without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
+    from sharding.eplb import balancedness, rebalance_experts
+    from sharding.expert_parallel import (
+        check_exchange,
+        default_capacity,
+        default_pairs,
+        mix_experts,
+    )
+    from sharding.layout import Axes, Layout
+    from sharding.mesh import AXES, abstract_mesh, make_mesh
+    from sharding.names import Exchange, LayoutName
+    from sharding.presets import PRESETS, Preset, abstract_layout, make_layout
+    from sharding.replicas import Placement, choose_replicas, physical_experts
+    from sharding.rules import DEFAULT_RULES, Rules
 
 __all__ = [
     "AXES",
@@ -24,6 +33,7 @@ __all__ = [
     "Axes",
     "Exchange",
     "Layout",
+    "LayoutName",
     "Placement",
     "Preset",
     "Rules",
@@ -43,3 +53,44 @@ __all__ = [
     "physical_experts",
     "rebalance_experts",
 ]
+
+# Module that defines each name.
+_MODULES = {
+    "AXES": "sharding.mesh",
+    "DEFAULT_RULES": "sharding.rules",
+    "PRESETS": "sharding.presets",
+    "WAITS": "sharding.balancers",
+    "Axes": "sharding.layout",
+    "Exchange": "sharding.names",
+    "Layout": "sharding.layout",
+    "LayoutName": "sharding.names",
+    "Placement": "sharding.replicas",
+    "Preset": "sharding.presets",
+    "Rules": "sharding.rules",
+    "abstract_layout": "sharding.presets",
+    "abstract_mesh": "sharding.mesh",
+    "assign_by_count": "sharding.balancers",
+    "assign_decode": "sharding.balancers",
+    "assign_prefill": "sharding.balancers",
+    "balancedness": "sharding.eplb",
+    "check_exchange": "sharding.expert_parallel",
+    "choose_replicas": "sharding.replicas",
+    "default_capacity": "sharding.expert_parallel",
+    "default_pairs": "sharding.expert_parallel",
+    "make_layout": "sharding.presets",
+    "make_mesh": "sharding.mesh",
+    "mix_experts": "sharding.expert_parallel",
+    "physical_experts": "sharding.replicas",
+    "rebalance_experts": "sharding.eplb",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,7 +23,7 @@ for each row held, or ``pairs_at_once``.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from sharding.expert_mixture import Run, mix_local
+from sharding.names import Exchange
 from sharding.parcel import FLOAT8_BLOCK, Parcel
 from sharding.token_exchange import gathered, in_rounds, one_sided, ragged, without_gradient
 from sharding.token_queues import Queues
 
 _LEAST_PAIRS = 16384  # of 7,168 columns in bfloat16, 235 MB
-
-Exchange = Literal["all_gather", "all_to_all", "ragged_all_to_all", "one_sided"]
 
 
 def check_exchange(

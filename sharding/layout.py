@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from sharding.expert_parallel import Exchange, platform_of
+from sharding.expert_parallel import platform_of
+from sharding.names import Exchange
 from sharding.rules import DEFAULT_RULES, Rules
 
 Axis = str | tuple[str, ...] | None

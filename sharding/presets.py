@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from sharding.expert_parallel import Exchange
 from sharding.layout import Layout
 from sharding.mesh import abstract_mesh, make_mesh
+from sharding.names import Exchange, LayoutName
 from sharding.rules import DEFAULT_RULES, Rules
 
 _WHOLE = dict.fromkeys(DEFAULT_RULES.table)
@@ -34,7 +34,7 @@ class Preset:
 
 _DATA_AND_EXPERTS = Rules({**_WHOLE, "batch": "expert", "expert": "expert"})
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[LayoutName, Preset] = {
     "single": Preset(Rules(_WHOLE), lambda n: {}, devices=1),
     # Attention, dense layers and LM head by requests, as DeepSeek serves; experts apart.
     "dp_attention_ep": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}),
@@ -172,7 +172,8 @@ def _preset(name: str, devices: int) -> Preset:
         raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
     preset = PRESETS[name]
     if preset.devices not in (None, devices):
-        raise ValueError(f"{name}: expected {preset.devices} devices, got {devices}")
+        number = "1 device" if preset.devices == 1 else f"{preset.devices} devices"
+        raise ValueError(f"{name}: expected {number}, got {devices}")
     if devices % preset.multiple:
         raise ValueError(f"{name}: expected a multiple of {preset.multiple} devices, got {devices}")
     return preset

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.core import Tracer
 from jaxtyping import Array, Int32, Integer, Shaped
 
 from sharding.eplb import rebalance_experts, replica_tables
@@ -36,8 +37,15 @@ class Placement:
         """The placement that ``phy2log`` states.
 
         Raises:
-          ValueError: an expert that is none of the ``num_experts``, or one that stands nowhere.
+          ValueError: an array that is not of integers [L, P], an expert that is none of the
+            ``num_experts``, or one that stands nowhere.
         """
+        phy2log = np.asarray(phy2log)
+        if phy2log.ndim != 2 or not np.issubdtype(phy2log.dtype, np.integer):
+            raise ValueError(
+                f"phy2log: expected integers of shape [L, P], got {phy2log.dtype} of shape"
+                f" {phy2log.shape}"
+            )
         max_rep = max(phy2log.shape[1] - num_experts + 1, 1)
         log2phy, logcnt = replica_tables(phy2log, num_experts, max_rep)
         return cls(jnp.asarray(phy2log, jnp.int32), jnp.asarray(log2phy), jnp.asarray(logcnt))
@@ -77,6 +85,31 @@ class Placement:
             weight, num_replicas, num_groups, num_nodes, num_gpus
         )
         return cls.of(phy2log, logcnt.shape[1])
+
+    def check(self) -> None:
+        """Compares the tables with those that :meth:`of` derives from ``phy2log``. Of arrays whose
+        values are not at hand, tracers or shapes, only the shapes are compared.
+
+        Raises:
+          ValueError: they contradict each other.
+        """
+        (L, P), shapes = self.phy2log.shape, (self.log2phy.shape, self.logcnt.shape)
+        E = shapes[1][-1]
+        if shapes != (want := ((L, E, max(P - E + 1, 1)), (L, E))):
+            raise ValueError(
+                f"placement: expected log2phy of shape {want[0]} and logcnt of shape {want[1]}"
+                f" beside phy2log of shape {(L, P)}, got {shapes[0]} and {shapes[1]}"
+            )
+        tables = self.phy2log, self.log2phy, self.logcnt
+        if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in tables):
+            return
+        with jax.ensure_compile_time_eval():  # or a surrounding trace makes tracers of the tables
+            derived = jax.tree.leaves(Placement.of(np.asarray(self.phy2log), E))
+        if not all(np.array_equal(x, y) for x, y in zip(tables, derived, strict=True)):
+            raise ValueError(
+                "placement: expected log2phy and logcnt to be those of phy2log, got others;"
+                " Placement.of derives them"
+            )
 
 
 def choose_replicas(

@@ -2,7 +2,13 @@
 otherwise; and a compilation cache between runs."""
 
 import os
+import signal
 from pathlib import Path
+
+# A job that a shell started in the background ignores Ctrl-C, and so would its children: the tests
+# of interrupts could only fail.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports jax: the number of host devices is read once.
 os.environ["XLA_FLAGS"] = (
@@ -11,10 +17,30 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
 import pytest
+
+from tests.support import covering
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--covering-seed",
+        type=int,
+        default=covering.DEFAULT_SEED,
+        help="draws the random samples beside covering sets (default: %(default)s)",
+    )
+
+
+def pytest_report_header(config):
+    return f"covering sets: --covering-seed {config.getoption('--covering-seed')}"
+
+
+def pytest_generate_tests(metafunc):
+    covering.generate(metafunc)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +55,14 @@ def own_compile_cache():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture
+def untyped():
+    """Without the suite's type checks, as users run it: for what our own messages refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -83,7 +83,13 @@ def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
 # ---- one answer ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[40, None], ids=["q_lora", "no_q_lora"])
+def without_q_lora(*values):
+    """The products of AM_CC_ME are others then; elsewhere queries alone are made otherwise."""
+    marks = () if values == ("AM_CC_ME",) else pytest.mark.slow
+    return pytest.param(*values, None, marks=marks)
+
+
+@pytest.fixture(scope="module", params=[40], ids=["q_lora"])
 def layer(request, tmp_path_factory) -> DeepSeekV3:
     """Its attention is all that differs: one dense layer compiles in no time."""
     shape = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0, "q_lora_rank": request.param}
@@ -95,7 +101,11 @@ def whole(layer) -> np.ndarray:
     return np.asarray(forward(layer, TOKENS)[0])
 
 
-@every_impl
+@pytest.mark.parametrize(
+    ("attn_impl", "layer"),
+    [*((name, 40) for name in ATTN_IMPLS), *(without_q_lora(name) for name in ATTN_IMPLS)],
+    indirect=["layer"],
+)
 def test_prefill_and_decode_equal_the_whole(attn_impl, layer, whole):
     variant = using(layer, attn_impl)
     cache = empty(layer, attn_impl=attn_impl)

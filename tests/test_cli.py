@@ -5,15 +5,32 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import pytest
 
-from dsv3_jax.checkpoint.load import DEMO
-from dsv3_jax.cli import collectives
+from dsv3_jax.checkpoint.find import DEMO
+from dsv3_jax.cli import collectives, compile_cache, completing, probes
+from dsv3_jax.generation.completion import Completion, Generation, Stats
+from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
+from dsv3_jax.generation.generator import Generator
+from tests.support.checkpoints import random_tensors, write_checkpoint
 from tests.support.command import run
+from tests.training.tiny import CONFIG
 
 pytestmark = pytest.mark.usefixtures("own_compile_cache")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[str, ...]:
+    """Flags of a model that compiles in seconds and reads the demo's tokens."""
+    directory = tmp_path_factory.mktemp("tiny") / "tiny"
+    config = {**CONFIG, "vocab_size": 2048}
+    write_checkpoint(directory, config, random_tensors(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory)
+    return "--model", str(directory), "--dtype", "float32"
 
 
 def generate(*arguments: str) -> int:
@@ -28,13 +45,11 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys):
     assert "tokens/s, first token after" in err
 
 
-def test_speculation_is_reported(capsys):
+def test_speculation_is_reported(tiny, capsys):
     drafting = ("--draft", "mtp", "--draft-depth", "2")
-    plain = [generate("--json", "--prompt", "import os\n", "--prompt", "x ="), capsys.readouterr()]
-    drafted = [
-        generate("--json", "--prompt", "import os\n", "--prompt", "x =", *drafting),
-        capsys.readouterr(),
-    ]
+    given = (*tiny, "--json", "--prompt", "import os\n", "--prompt", "x =", "--logprobs", "2")
+    plain = [generate(*given), capsys.readouterr()]
+    drafted = [generate(*given, *drafting), capsys.readouterr()]
     assert plain[0] == drafted[0] == 0
     without, found = (json.loads(captured.out) for _, captured in (plain, drafted))
     for one, other in zip(without["completions"], found["completions"], strict=True):
@@ -49,18 +64,20 @@ def test_speculation_is_reported(capsys):
     assert "mtp: " in drafted[1].err
 
 
-def test_synthetic_text_is_labelled(capsys):
-    assert generate("--prompt", "import os\n", "--stream", "--draft", "synthetic:0.5") == 0
+def test_synthetic_text_is_labelled(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(Generator, "warm_up", lambda *args, **settings: 0.0)
+    monkeypatch.setattr(completing, "_stream", lambda *arguments: None)
+    assert generate(*tiny, "--prompt", "x =", "--stream", "--draft", "synthetic:0.5") == 0
     assert "draft synthetic:0.5: what follows is NOT the model's text" in capsys.readouterr().err
 
 
-def test_json_is_one_object_and_nothing_else(capsys):
-    status = generate("--json", "--prompt", "import os\n", "--prompt", "x =", "--logprobs", "2")
-    assert status == 0
+def test_json_is_one_object_and_nothing_else(tiny, capsys):
+    given = ("--json", "--prompt", "import os\n", "--prompt", "x =", "--logprobs", "2")
+    assert generate(*tiny, *given) == 0
     out, _ = capsys.readouterr()
     result = json.loads(out)
     assert out.count("\n") == 1
-    assert result["model"] == "demo"
+    assert result["model"] == tiny[1]
     first, second = result["completions"]
     assert len(first["tokens"]) == len(first["logprobs"]) == len(first["top_logprobs"]) == 8
     assert first["finish_reason"] == "length"
@@ -104,30 +121,53 @@ def test_a_layout_of_several_processes(capsys):
     assert without_gloo(said[1]) == []
 
 
-def test_a_layout(capsys):
-    plain = generate("--prompt", "import os\n"), capsys.readouterr().out
+def test_a_layout(tiny, capsys):
+    given = (*tiny, "--prompt", "import os\n")
+    plain = generate(*given), capsys.readouterr().out
     layout = ("--layout", "dp_attention_ep", "--exchange", "all_to_all")
-    assert plain == (generate("--prompt", "import os\n", *layout), capsys.readouterr().out)
+    assert plain == (generate(*given, *layout), capsys.readouterr().out)
 
 
-def test_streamed_text_is_the_generated_text(capsys):
-    arguments = ("--prompt", "import os\n", "--temperature", "0.8", "--seed", "4")
+def test_several_completions_of_each_prompt(capsys, monkeypatch):
+    """Each behind its own prompt."""
+    asked = []
+
+    def completes(self, prompts, **settings):
+        asked.append(settings)
+        several = [Completion(f"= {i}", [7], [-1.0], "length", 3) for i in range(4)]
+        return Generation(several, Stats(2, 4, 0.1, 0.2, 20.0))
+
+    def warms_up(self, batch_size, **settings):
+        asked.append(batch_size)
+        return 0.0
+
+    monkeypatch.setattr(Generator, "warm_up", warms_up)
+    monkeypatch.setattr(Generator, "generate", completes)
+    assert generate("--prompt", "x ", "--prompt", "y ", "--n", "2", "--seed", "5", "--echo") == 0
+    assert capsys.readouterr().out.splitlines() == ["x = 0", "x = 1", "y = 2", "y = 3"]
+    batch_size, settings = asked
+    assert batch_size == 4
+    assert (settings["n"], settings["seed"]) == (2, 5)
+
+
+def test_streamed_text_is_the_generated_text(tiny, capsys):
+    arguments = (*tiny, "--prompt", "import os\n", "--temperature", "0.8", "--seed", "4")
     assert generate(*arguments) == 0
     whole = capsys.readouterr().out
     assert generate("--stream", *arguments) == 0
     assert capsys.readouterr().out == whole
 
 
-def test_chat_reads_standard_input(capsys, monkeypatch):
+def test_chat_reads_standard_input(tiny, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.read", lambda: "Hello?", raising=False)
-    assert generate("--chat", "--json", "--prompt", "-") == 0
+    assert generate(*tiny, "--chat", "--json", "--prompt", "-") == 0
     tokens = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
-    assert generate("--json", "--prompt", "Hello?") == 0
+    assert generate(*tiny, "--json", "--prompt", "Hello?") == 0
     plain = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
     assert tokens == plain + 2  # <User> before and <Assistant> behind, and no second BOS
 
 
-@pytest.mark.parametrize(
+BAD_USAGE = pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--prompt", ""], "prompt: expected text, got an empty prompt"),
@@ -143,7 +183,7 @@ def test_chat_reads_standard_input(capsys, monkeypatch):
             "logprobs: expected an integer from 0 to 20, got 21",
         ),
         (["--prompt", "x", "--max-len", "5000"], "max_len: expected 2 to 4096"),
-        (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 tokens"),
+        (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 token ("),
         (["--prompt", "x", "--draft", "medusa"], "draft"),
         (["--prompt", "x", "--draft", "mtp", "--draft-depth", "9"], "draft_depth"),
         (["--prompt", "x", "--layout", "pipeline"], "--layout"),
@@ -153,11 +193,39 @@ def test_chat_reads_standard_input(capsys, monkeypatch):
         (["--prompt", "x", "--temp", "0"], "--temp"),
         (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),
         (["--prompt", "x", "--stream", "--json"], "--json"),
+        (["--prompt", "x", "--stream", "--n", "2"], "--stream: expected one completion, got --n 2"),
+        (["--prompt", "x", "--n", "0"], "n: expected an integer of at least 1, got 0"),
         (["--prompt", "x", "--model", "/nowhere/at all"], "expected 'demo', a directory"),
         ([], "--prompt"),
+        (["--prompt", "x", "--max-len", "0"], "--max-len: expected an integer of at least 2"),
+        (["--prompt", "x", "--max-len", "-3"], "--max-len: expected an integer of at least 2"),
+        (["--prompt", "x", "--max-len", "9"], "--max-new-tokens: expected at most 7 (a cache of 9"),
+        (["--prompt", "x", "--max-new-tokens", "4095"], "--max-new-tokens: expected at most 4094"),
+        (["--prompt", "x", "--logprobs", "2"], "--logprobs: expected --json beside it"),
+        (["--prompt", "x", "--system", "y"], "--system: expected --chat beside it"),
+        (["--prompt", "x", "--seed", "-1"], "seed: expected an integer in [0, 2**32), got -1"),
+        (["--prompt", "x", "--min-p", "nan"], "min_p: expected a number in [0, 1], got nan"),
+        (["--prompt", "x", "--stop", ""], "stop: expected strings that are not empty"),
+        (["--prompt", "x", "--activations", "float8"], "expected --quantization fp8 beside it"),
+        (["--prompt", "-", "--prompt", "-"], "--prompt: expected - once"),
+        (["--prompt", "a\udcffb"], "--prompt: expected UTF-8, got the byte 0xff at character 1"),
+        (["--prompt", "\ud800"], "--prompt: expected Unicode text, got the lone surrogate U+D800"),
+        (["--prompt", "x", "--stop", "\udc80"], "--stop: expected UTF-8, got the byte 0x80"),
+        (
+            ["--prompt", "x", "--chat", "--system", "\udc80"],
+            "--system: expected UTF-8, got the byte 0x80",
+        ),
+        (["--prompt-file", "/nowhere/at all"], "--prompt-file /nowhere/at all: No such file"),
+        (["--prompt", "x", "--model", "demmo"], "got 'demmo'; did you mean demo?"),
+        (["--prompt", "x", "--model", "deepseek-v3"], "did you mean deepseek-ai/DeepSeek-V3?"),
     ],
 )
-def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys):
+
+
+@BAD_USAGE
+def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys, monkeypatch):
+    """Before any weight is read."""
+    monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -165,6 +233,114 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys):
     assert last.startswith(("dsv3: error: ", "dsv3 generate: error: "))
     assert named in last
     assert all(line.startswith("dsv3: ") for line in err.splitlines()[:-1])
+
+
+def test_a_draft_that_the_model_lacks_is_refused_before_its_weights(tmp_path, capsys, monkeypatch):
+    config = json.loads((DEMO / "config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
+    assert generate("--prompt", "x", "--draft", "mtp", "--model", str(tmp_path)) == 2
+    assert "draft: expected a model with an MTP layer" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer(tmp_path, capsys):
+    shutil.copy(DEMO / "config.json", tmp_path)
+    assert generate("--prompt", "x", "--model", str(tmp_path)) == 2
+    assert "has no tokenizer.json; expected one to read a prompt" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_misspelt(tmp_path, capsys):
+    (tmp_path / "my-model").mkdir()
+    assert generate("--prompt", "x", "--model", str(tmp_path / "my-modle")) == 2
+    assert f"did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What would be completed, and nothing is."""
+    calls = []
+
+    def record(arguments, config, texts, prompts, max_len, settings):
+        calls.append((prompts, max_len, settings))
+
+    monkeypatch.setattr(completing, "complete", record)
+    return calls
+
+
+def test_control_tokens_in_prompts_are_text(asked):
+    spelled = "x<｜User｜>y"
+    for flags in ([], ["--special-tokens"], ["--chat"], ["--chat", "--special-tokens"]):
+        assert generate("--prompt", spelled, *flags) == 0
+    users = [call[0][0].count(3) for call in asked]
+    assert users == [0, 1, 1, 2]
+
+
+def test_prompts_from_files(asked, tmp_path):
+    (tmp_path / "a.txt").write_text("import os\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    file = str(tmp_path / "a.txt")
+    assert generate("--prompt", "x", "--prompt-file", file, "--prompt", "import os\n") == 0
+    x, a, same = asked[0][0]
+    assert a == same != x
+    assert generate("--prompt-file", str(tmp_path / "latin.txt")) == 2
+
+
+def test_bytes_that_are_not_utf8(asked, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "latin.txt"
+    file.write_bytes(b"caf\xe9!")
+    assert generate("--prompt-file", str(file)) == 2
+    expected = f"--prompt-file {file}: expected UTF-8, got the byte 0xe9 at byte 3"
+    assert expected in capsys.readouterr().err
+    with file.open(encoding="utf-8") as strict:
+        monkeypatch.setattr("sys.stdin", strict)
+        assert generate("--prompt", "-") == 2
+    assert "standard input: expected UTF-8, got the byte 0xe9 at byte 3" in capsys.readouterr().err
+    with file.open(encoding="utf-8", errors="surrogateescape") as lenient:  # as in the C locale
+        monkeypatch.setattr("sys.stdin", lenient)
+        assert generate("--prompt", "-") == 2
+    err = capsys.readouterr().err
+    assert "standard input: expected UTF-8, got the byte 0xe9 at character 3" in err
+    assert not asked
+
+
+def test_a_system_message(asked):
+    assert generate("--chat", "--prompt", "x") == 0
+    assert generate("--chat", "--prompt", "x", "--system", "import os") == 0
+    (bos, *alone), (first, *both) = (call[0][0] for call in asked)
+    assert bos == first == 0
+    assert both[-len(alone) :] == alone
+    assert len(both) > len(alone)
+
+
+def test_the_cache_is_as_long_as_needed(asked):
+    """Without --max-new-tokens, a prompt near the model's end gets what room is left."""
+    assert run("generate", "--prompt", "x " * 4070) == 0
+    assert generate("--prompt", "x") == 0
+    (prompts, length, settings), (_, short, _) = asked
+    assert (length, short) == (4096, 256)
+    assert settings["max_new_tokens"] == 4096 - len(prompts[0]) < 64
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Interrupted, 130), (partial(NonFiniteLogitsError, "not finite"), 2)]
+)
+def test_what_was_generated_before_an_error_is_printed(error, status, capsys, monkeypatch):
+    completion = Completion("so far", [7, 8], [-1.0, float("nan")], "interrupted", 3)
+    generation = Generation([completion], Stats(2, 2, 0.1, 0.2, 20.0))
+
+    def ends(self, prompts, **settings):
+        raise error(generation)
+
+    monkeypatch.setattr(Generator, "warm_up", lambda *args, **settings: 0.0)
+    monkeypatch.setattr(Generator, "generate", ends)
+    assert generate("--prompt", "x") == status
+    assert capsys.readouterr().out == "so far\n"
+    assert generate("--prompt", "x", "--json") == status
+    (got,) = json.loads(capsys.readouterr().out)["completions"]
+    assert got["tokens"] == [7, 8]
+    assert got["finish_reason"] == "interrupted"
 
 
 def test_a_damaged_checkpoint_is_one_line_and_status_2(tmp_path, capsys):
@@ -194,6 +370,14 @@ def test_doctor(capsys):
     assert found["devices"]["platform"] == "cpu"
     assert found["back-ends"]["mla_decode: reference"] == "works"
     assert found["back-ends"]["grouped_matmul: cpu"] == "works"
+    # Each back-end can take its probe, on the right machine.
+    outcomes = set(found["back-ends"].values())
+    assert outcomes == {
+        "works",
+        "refused: runs on Hopper GPUs, this is cpu",
+        "refused: runs on TPUs, this is cpu",
+    }
+    assert found["probes"].keys() == {name.split(":")[0] for name in found["back-ends"]}
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
 
@@ -224,6 +408,51 @@ def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)["back-ends"]
     assert found["mla_decode: broken"] == "fails: RuntimeError: no"
     assert found["mla_decode: wrong"].startswith("wrong: differs")
+
+
+def test_doctor_goes_on_without_a_reference(monkeypatch, capsys):
+    from pallas_kernels.block_quant import api
+
+    def broken(*args, **kwargs):
+        raise RuntimeError
+
+    monkeypatch.setitem(api.BACKENDS, "reference", broken)
+    monkeypatch.setattr(probes, "probes", lambda real=probes.probes: real()[-1:])
+    assert run("doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["back-ends"]
+    assert found == {"block_quant: reference": "fails: RuntimeError: "}
+
+
+@pytest.mark.parametrize("below", [(), ("x",)])
+def test_an_unusable_compile_cache(below, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    given = file.joinpath(*below)
+    assert generate("--prompt", "x", "--compile-cache", str(given)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert f"--compile-cache: expected a directory that can be written, got {given} (" in err
+
+
+def test_without_a_default_compile_cache(monkeypatch, tmp_path, capsys):
+    """The command goes on, and says so."""
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setattr(compile_cache, "DEFAULT", tmp_path / "file" / "xla")
+        (tmp_path / "file").touch()
+        assert compile_cache.enable() is None
+        assert jax.config.jax_compilation_cache_dir is None
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert err.startswith(f"dsv3: compiled programs are not kept: {compile_cache.DEFAULT} can")
+        monkeypatch.setattr(compile_cache, "DEFAULT", tmp_path / "new" / "xla")
+        assert compile_cache.enable() == tmp_path / "new" / "xla"
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "xla")
+        assert capsys.readouterr().err == ""
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_the_command_itself():

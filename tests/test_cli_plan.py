@@ -15,15 +15,22 @@ SETTINGS = {
 }
 
 
-def plan(*more: str, **changes: str) -> int:
+def plan(*more: str, **changes: str | None) -> int:
+    """The exit status; a setting that is None is left out."""
     words = SETTINGS | {f"--{name}": value for name, value in changes.items()}
-    return run("plan", *(word for pair in words.items() for word in pair), *more)
+    pairs = (pair for pair in words.items() if pair[1] is not None)
+    return run("plan", *(word for pair in pairs for word in pair), *more)
+
+
+def finite(text: str) -> dict:
+    """One JSON object that any parser takes: none has NaN or Infinity."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_a_table(capsys):
     assert plan() == 0
     out = capsys.readouterr().out
-    assert "moonlight-16b in bf16 on gpu:h200x1, 1 device, single: 64 rows of 4096 tokens" in out
+    assert "moonlight-16b in bf16 on gpu:h200x1, 1 device, single: 64 rows of 4,096 tokens" in out
     assert "latent cache" in out
     assert "bound by" in out
     assert "network" in out
@@ -39,7 +46,7 @@ def test_json_and_the_largest_that_fit(capsys):
     assert json.loads(capsys.readouterr().out)["largest_batch"] == found["largest_batch"]
     assert plan(model="demo", context="512", batch=str(found["largest_batch"] + 1)) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert "too much: 0." in out
     assert "expected at most 149.1 GB a device of gpu:h200x1, got 149." in err
 
 
@@ -52,27 +59,110 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
     settings = {"layout": "tensor_parallel", "target": "gpu:h200x2", "model": "demo"}
     settings |= {"batch": "40000", "context": "512"}
     assert plan(**settings) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
     assert line.startswith("dsv3 plan: error: expected at most 149.1 GB a device of gpu:h200x2")
-    for what in line.split("what fits: ")[1].split("; "):
-        flag, value = what.split()
-        assert plan(**(settings | {flag.removeprefix("--"): value})) == 0
-    assert "--batch " in line
-    assert "--prefill-chunk " in line
+    proposals = line.split("what fits: ")[1].split("; ")
+    for what in proposals:
+        assert f"  {what}" in out.splitlines()
+        assert plan(*what.split(), **settings) == 0
+    assert any(what.startswith("--batch ") for what in proposals)
+    assert any(what.startswith("--prefill-chunk ") for what in proposals)
     capsys.readouterr()
+
+
+def test_what_does_not_fit_has_a_table_too(capsys):
+    """Bytes of each phase, what there is, what is missing and what takes most."""
+    changes = {"model": "demo", "context": "512", "batch": "100000", "target": "h100"}
+    assert plan(**changes) == 2
+    out, err = capsys.readouterr()
+    assert "on gpu:h100x1, 1 device, single: 100,000 rows of 512 tokens do not fit" in out
+    lines = {line[:36].strip(): line[36:].split() for line in out.splitlines()}
+    needed, available = ([float(x) for x in lines[name]] for name in ("peak", "of"))
+    assert available == [83.91, 83.91]
+    assert f"too much: {max(needed) - 83.91:.2f}" in out
+    assert "the largest part is" in out
+    assert len(err.splitlines()) == 1
+    assert plan("--json", **changes) == 2
+    found = finite(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert found["missing_bytes"] == found["peak_bytes"] - found["memory_bytes"]
+    assert found["largest_part"]["bytes"] <= found["peak_bytes"]
+    assert found["what_fits"]
+
+
+def test_without_a_layout_the_fastest_is_chosen(capsys):
+    changes = {"layout": None, "target": "h100x2", "batch": "16", "model": "demo", "context": "512"}
+    assert plan("--json", **changes) == 0
+    found = finite(capsys.readouterr().out)
+    (first, *_) = layouts = found["chosen"]["layouts"]
+    assert found["fits"] is True
+    assert found["layout"] == first["layout"] == found["chosen"]["because"].split()[0].strip(":")
+    assert first["seconds"] == min(each["seconds"] for each in layouts)
+    assert plan(**changes) == 0
+    assert f"layout: {found['chosen']['because']}" in capsys.readouterr().out.splitlines()
+    assert plan("--json", **(changes | {"layout": found["layout"]})) == 0
+    assert finite(capsys.readouterr().out)["chosen"] is None
+
+
+def test_what_is_given_is_not_chosen(capsys):
+    changes = {"layout": None, "target": "h100x4", "batch": "16", "model": "demo", "context": "512"}
+    more = "--activations", "bf16", "--no-float8-dispatch", "--exchange", "all_to_all"
+    assert plan("--json", *more, **changes) == 0
+    for each in finite(capsys.readouterr().out)["chosen"]["layouts"]:
+        given = each["activations"], each["float8_dispatch"], each["exchange"]
+        assert given == (None, False, "all_to_all")
+
+
+def test_gpus_without_our_kernels_are_noted(capsys):
+    assert plan("--json", target="a100-80gb", batch="4") == 0
+    assert finite(capsys.readouterr().out)["kernels"] is False
+    assert plan(target="a100-80gb", batch="4") == 0
+    assert "note: this project has no kernels for a100-80gb" in capsys.readouterr().out
+
+
+def test_help_offers_models_that_can_be_planned(capsys):
+    assert run("plan", "--help") == 0
+    out = capsys.readouterr().out
+    assert "deepseek-v3.1" in out
+    assert "deepseek-v3.2" not in out
+    assert plan(model="deepseek-v3.2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sparse indexer, which this model does not build" in line
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("missing/x.png", "expected a file in a directory that exists, got "),
+        ("x.txt", "expected a file name that ends with .png, .svg or .pdf, got "),
+        ("x", "expected a file name that ends with .png, .svg or .pdf, got "),
+        ("folder.png", "expected a file, got the directory "),
+    ],
+)
+def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    # That the model is not found comes later.
+    assert plan("--sweep", str(tmp_path / path), model="gpt-2") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"dsv3 plan: error: --sweep: {says}{tmp_path}")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"target": "gpu:h200x8"}, "single: expected 1 devices, got 8"),
-        ({"target": "h200"}, "target: expected gpu:KINDxDEVICES"),
+        ({"target": "gpu:h200x8"}, "single: expected 1 device, got 8"),
+        ({"target": "200"}, "target: expected a number of GPUs, such as h200x8, or"),
         ({"model": "gpt-2"}, "model: expected demo, a directory or one of deepseek-v3"),
         ({"batch": "0"}, "batch: expected 1 or more, got 0"),
         (
             {"context": "8192"},
             "context: expected fewer tokens than the 8192 that the model reaches",
         ),
+        ({"model": "moonlight"}, "got 'moonlight'; did you mean moonlight-16b?"),
+        ({"target": "h200x8", "layout": "train"}, "argument --layout: expected one of single, dp_"),
         ({"activations": "float8"}, "activations: expected them with quantization fp8, got bf16"),
         ({"target": "gpu:h200x32", "layout": "tensor_parallel"}, "num_attention_heads: expected"),
         ({"target": "gpu:h200x3", "layout": "dp_attention_ep"}, "num_experts: expected a multiple"),

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import typing
@@ -14,15 +16,18 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.cli import flags, training_flags
+from dsv3_jax.cli import export, flags, training_flags
 from dsv3_jax.cli.main import parser
+from dsv3_jax.cli.progress import Progress
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.journal import read_rows
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.step import Metrics, Trainer
 from tests.support.checkpoints import BIAS
 from tests.support.command import run
 from tests.support.oracle import relative_error
@@ -137,8 +142,14 @@ def test_resuming_needs_no_settings_and_takes_no_others(trained, capsys):
         ([], "expected --config for a new model, or --from"),
         (["--config", "CONFIG"], "expected --data"),
         (["--config", "CONFIG", "--data", "TEXT"], "expected --steps"),
-        (["--config", "CONFIG", "--data", "TEXT", "--steps", "9"], "text needs a tokenizer"),
-        (["--config", "CONFIG", "--data", "no.npz", "--steps", "9"], "found none at"),
+        (
+            ["--config", "CONFIG", "--data", "TEXT", "--steps", "9", "--length", "9"],
+            "text needs a tokenizer",
+        ),
+        (
+            ["--config", "CONFIG", "--data", "no.npz", "--steps", "9", "--length", "9"],
+            "found none at",
+        ),
         (["--config", "none.json", "--data", "TEXT", "--steps", "9"], "expected a config.json"),
         (["--from", "/nowhere/at all", "--data", "TEXT", "--steps", "9"], "expected 'demo'"),
         (
@@ -177,12 +188,92 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
+def test_settings_and_places_are_checked_before_anything_is_read(trained, files, tmp_path, capsys):
+    """Neither the corpus, here one that does not exist, nor the model."""
+    new = ("--config", files / "config.json", "--data", tmp_path / "no.txt", "--steps", 4)
+    new += ("--tokenizer", "demo", "--length", 16)
+    (tmp_path / "file").write_text("precious")
+    for arguments, wrong in (
+        (("--out", tmp_path / "file" / "run"), "cannot write to"),
+        (("--out", "/proc/run"), "cannot write to /proc"),
+        (("--out", trained), "expected a new directory, or to resume"),
+        (("--out", tmp_path / "a", "--length", 5000), "length: expected 3 to"),
+        (("--out", tmp_path / "a", "--batch", 4, "--accumulate", 3), "multiple of accumulate=3"),
+        (("--out", tmp_path / "a", "--lora-rank", 100), "lora_rank: expected at most"),
+        (("--out", tmp_path / "a", "--layout", "train", "--batch", 12), "multiple of 8 devices"),
+    ):
+        assert train(*new, *arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert wrong in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+    again = ("--out", trained, "--resume", "--data", tmp_path / "no.txt")
+    for arguments, wrong in (
+        (("--learning-rate", 0.5), "resume: training.learning_rate differs"),
+        (("--batch", 3), "resume: data.batch differs"),
+        (("--steps", 3), "expected at least as many"),
+    ):
+        assert train(*again, *arguments) == 2
+        assert wrong in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch):
+    """The first one; a second one ends the run at once."""
+    out = tmp_path / "run"
+    interrupts = iter([1, 2])
+
+    def step(self, state, tokens):
+        for _ in range(next(interrupts)):
+            signal.raise_signal(signal.SIGINT)
+        one = jnp.float32(1)
+        metrics = Metrics(Losses(one, one, one, one), one, one, one, one, jnp.ones((2, 8), int))
+        return state._replace(step=state.step + 1), metrics
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Evaluation, "losses", lambda self, state: {"main": 1.0})
+    monkeypatch.setattr(Progress, "row", lambda self, row: None)
+    start = ("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo")
+    before = signal.getsignal(signal.SIGINT)
+    for arguments in ((*start, "--steps", 4, *SMALL), ("--resume",)):
+        assert train("--out", out, *arguments) == 130
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == (
+            f"dsv3: interrupted; the checkpoint of step 1 is kept; go on with "
+            f"dsv3 train --out {out} --resume"
+        )
+    assert signal.getsignal(signal.SIGINT) == before
+    assert not (out / "model").exists()
+
+
 def test_other_commands_do_not_wait_for_grain_and_orbax():
-    code = "import sys, dsv3_jax.cli.main; print(*sys.modules)"
+    others = ("convert", "doctor", "export", "generate", "plan", "verify")
+    code = "import sys\n" + "".join(f"import dsv3_jax.cli.{other}\n" for other in others)
+    code += "import dsv3_jax.cli.train\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "dsv3_jax.cli.train" in loaded
+    assert "jax" in loaded
     assert not {"grain", "orbax", "matplotlib"} & loaded
+
+
+def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
+    """The tokenizer; and settings of another version are named."""
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    (out / "expert_load.npy").unlink()
+    record = json.loads((out / "run.json").read_text())
+    record["plan"]["tokenizer"] = str(tmp_path / "gone")
+    (out / "run.json").write_text(json.dumps(record))
+    assert train("--out", out, "--resume") == 0
+    for part, kind in (("training", "TrainingConfig"), ("plan", "RunSettings")):
+        changed = json.loads(json.dumps(record))
+        values = changed["plan"]["settings"] if part == "plan" else changed[part]
+        values["dropout"] = 0.1
+        (out / "run.json").write_text(json.dumps(changed))
+        capsys.readouterr()
+        assert train("--out", out, "--resume") == 2
+        wrong = f"error: run.json: dropout: expected a setting of this version ({kind})"
+        assert wrong in capsys.readouterr().err
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -282,8 +373,15 @@ def test_export_refuses(trained, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "bare").iterdir()] == ["run.json"]
 
 
+def test_low_rank_updates_of_a_run_in_python_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"expected a run of dsv3 train, .* got one begun in Python"
+    ):
+        export._base(tmp_path, {}, dsv3_jax.ModelConfig.from_hf(CONFIG))
+
+
 @pytest.mark.slow
-def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_path):
+def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_path, capsys):
     """From what the first run wrote to the same files with other values in some of them."""
     source, out = trained / "model", tmp_path / "run"
     status = train(
@@ -305,6 +403,24 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
     assert set(exported) == set(after)
     for name in after:
         assert exported[name][...].tobytes() == after[name][...].tobytes()
+    # And neither an export nor a resumption takes others.
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    (shard,) = other.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    capsys.readouterr()
+    assert train("--out", out, "--resume", "--from", other) == 2
+    assert "error: weights.fingerprint differs: expected the weights" in capsys.readouterr().err
+    assert train("--out", out, "--resume", "--from", source, "--steps", 4) == 0
+    assert "extends the run from 3 to 4 steps" in capsys.readouterr().err
+    record = json.loads((out / "run.json").read_text())
+    record["plan"]["source"] = str(other)
+    (out / "run.json").write_text(json.dumps(record))
+    assert run("export", out, tmp_path / "wrong") == 2
+    assert "error: weights.fingerprint differs" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.slow

@@ -648,3 +648,26 @@ def test_configurations_are_static_arguments():
     assert hash(same) == hash(presets.DEEPSEEK_V3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         same.hidden_size = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers",
+        "num_nextn_predict_layers",
+        "n_routed_experts",
+        "max_position_embeddings",
+    ],
+)
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_absurd_sizes(key, size):
+    """Refused before a table is made of them, which would take all memory."""
+    published = presets.get("deepseek-v3").to_hf()
+    with pytest.raises(ValueError, match=rf"must not .*{key}={size}"):
+        ModelConfig.from_hf({**published, key: size, "layer_types": None})
+
+
+def test_published_sizes_are_far_from_absurd():
+    for config in map(presets.get, presets.PRESETS):
+        larger = dataclasses.replace(config, num_hidden_layers=3 * config.num_hidden_layers)
+        dataclasses.replace(larger, max_position_embeddings=2**24)

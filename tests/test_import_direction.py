@@ -62,17 +62,3 @@ def test_siblings_do_not_know_each_other(sibling):
 def test_the_check_sees_every_kind_of_import():
     source = "import a.b\nfrom c import d\ndef f():\n    from e.f import g as h\n"
     assert list(imports(source)) == ["a.b", "c.d", "e.f.g"]
-
-
-def test_packages_are_listed(tmp_path):
-    """A package that pyproject does not list would be missing from an installation."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    listed = set(project["tool"]["setuptools"]["packages"])
-    there = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for package in STOREYS
-        for path in modules(package)
-    }
-    assert listed == there

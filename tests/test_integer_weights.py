@@ -6,6 +6,7 @@ stored integers and scales alone: float32, to 1e-5 in relative norm.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,28 @@ TOKENS = np.random.default_rng(11).integers(0, 160, (2, 44))
 
 
 def config(**overrides) -> ModelConfig:
-    options = {"num_hidden_layers": 2, "initializer_range": 0.1}  # a dense layer and a MoE
+    options = {"num_hidden_layers": 1, "first_k_dense_replace": 0}  # a MoE layer, and MTP's
     return ModelConfig.from_hf(tiny_config(**options, **overrides))
+
+
+def filled(kind: IntegerQuantization) -> DeepSeekV3:
+    """All integers of the kind, with scales that make weights of about 0.1."""
+    rng = np.random.default_rng(0)
+    graph, state = nnx.split(abstract(config(), quantization=kind))
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        want = variable.get_value()
+        if want.dtype == jnp.int8:
+            value = rng.integers(-127, 128, want.shape, np.int8)
+        elif want.dtype == jnp.uint8:
+            value = rng.integers(0, 256, want.shape, np.uint8)
+        elif path[-1] == "weight_scale":
+            step = 0.2 / (2 ** (kind.bits - 1) - 1)
+            value = step * rng.uniform(0.5, 1.5, want.shape)
+        else:
+            value = rng.normal(0.0, 0.1, want.shape)
+        flat.append((path, variable.replace(jax.device_put(value.astype(want.dtype)))))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def dense(model: DeepSeekV3) -> DeepSeekV3:
@@ -59,10 +80,27 @@ class Pair:
     dense: DeepSeekV3
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request) -> Pair:
-    model = DeepSeekV3(config(), rngs=nnx.Rngs(0), quantization=KINDS[request.param])
+@functools.cache
+def pair_of(name: str) -> Pair:
+    model = filled(KINDS[name])
     return Pair(model, dense(model))
+
+
+@pytest.fixture(params=KINDS)
+def pair(request) -> Pair:
+    return pair_of(request.param)
+
+
+def of_kinds(*quick: tuple[str, str]):
+    """Every kind in either form, each a program: those not named are slow."""
+    return pytest.mark.parametrize(
+        ("pair", "form"),
+        [
+            pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
+            for case in itertools.product(KINDS, ("expanded", "absorbed"))
+        ],
+        indirect=["pair"],
+    )
 
 
 def test_whole_sequences_and_mtp(pair):
@@ -80,9 +118,10 @@ def test_without_jit(pair):
     assert relative_error(pair.integers(tokens), forward(pair.dense, tokens)[0]) < BOUND
 
 
-@pytest.mark.parametrize(("form", "chunk"), [("expanded", 7), ("absorbed", 1)])
-def test_cached(pair, form, chunk):
+@of_kinds(("int8", "expanded"), ("int4", "absorbed"), ("int4 in 16s", "absorbed"))
+def test_cached(pair, form):
     """Chunk by chunk; one token a row is six rows for 8 experts."""
+    chunk = {"expanded": 7, "absorbed": 1}[form]
     cache = LatentKVCache.init(pair.dense.config, 2, 24, dtype="float32", page_size=8)
     caches = [cache, cache]
     for start in range(0, 14, chunk):
@@ -94,22 +133,23 @@ def test_cached(pair, form, chunk):
         assert relative_error(*logits) < BOUND
 
 
-@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def draft(graph: nnx.GraphDef, state: nnx.State, hidden, tokens, counts, cache, form) -> jax.Array:
+    model = nnx.merge(graph, state)
+    out, _ = model.extend_mtp(hidden, tokens, jnp.zeros(2, jnp.int32), counts, cache, form)
+    return model.logits(out.post_norm)
+
+
+@of_kinds(("int4 in 16s", "expanded"), ("int8", "absorbed"))
 def test_cached_mtp(pair, form):
-    hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 64)), jnp.float32)
+    hidden = np.random.default_rng(1).normal(size=(2, 5, 64)).astype(np.float32)
     tokens, counts = jnp.asarray(TOKENS[:, :5]), jnp.array([5, 3])
-    starts = jnp.zeros(2, jnp.int32)
-
     cache = LatentKVCache.init(pair.dense.config, 2, 8, dtype="float32", page_size=8, mtp=True)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def draft(graph: nnx.GraphDef, state: nnx.State) -> jax.Array:
-        model = nnx.merge(graph, state)
-        out, _ = model.extend_mtp(hidden, tokens, starts, counts, cache, form)
-        return model.logits(out.post_norm)
-
-    got, want = (draft(*nnx.split(model)) for model in (pair.integers, pair.dense))
-    for row, count in enumerate(counts):
+    got, want = (
+        draft(*nnx.split(model), jnp.asarray(hidden), tokens, counts, cache, form)
+        for model in (pair.integers, pair.dense)
+    )
+    for row, count in enumerate(counts.tolist()):
         assert relative_error(got[row, :count], want[row, :count]) < BOUND
 
 
@@ -124,8 +164,8 @@ def test_initial_weights_are_near_those_without_quantization():
 
 
 def test_names_shapes_and_storage_are_the_table_s():
-    for kind in KINDS.values():
-        model = DeepSeekV3(config(), rngs=nnx.Rngs(0), quantization=kind)
+    for name, kind in KINDS.items():
+        model = pair_of(name).integers
         of_kind = dataclasses.replace(model.config, quantization=kind, dtype="float32")
         stored = {np.int8: "I8", np.uint8: "U8", np.float32: "F32"}
         held = {
@@ -152,6 +192,13 @@ def test_odd_columns(kind):
         abstract(config(moe_intermediate_size=47), quantization=KINDS[kind])
 
 
+@pytest.mark.parametrize("kind", [INT8, INT4])
+def test_parameters_of_deepseek_v2_lite(kind):
+    model = abstract(presets.DEEPSEEK_V2_LITE, dtype=jnp.bfloat16, quantization=kind)
+    assert parameter_count(model) == 15_706_484_224
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [INT8, INT4])
 def test_parameters_of_deepseek_v3(kind):
     """A byte counts as two where it holds two, and scales do not count."""

@@ -1,7 +1,9 @@
 """A model on eight devices, split in every way that has a name: equal logits, equal tokens."""
 
 import dataclasses
+import functools
 from collections import Counter
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.layer_collectives import layer_collectives, read_collectives
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
-from dsv3_jax.model import abstract
+from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import (
     DEFAULT_RULES,
     PRESETS,
@@ -61,9 +63,24 @@ def directory(tmp_path_factory):
     return home
 
 
+Laid = Callable[..., DeepSeekV3]
+
+
 @pytest.fixture(scope="module")
-def alone(directory):
-    return dsv3_jax.load(directory)[0]
+def laid(directory) -> Laid:
+    """The model in a layout of LAYOUTS, loaded once; for tests that do not change it."""
+
+    @functools.cache
+    def load(name: str | None, *, mtp: bool = True) -> DeepSeekV3:
+        layout = None if name is None else LAYOUTS[name]()
+        return dsv3_jax.load(directory, layout=layout, mtp=mtp)[0]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def alone(laid):
+    return laid(None)
 
 
 @pytest.fixture(scope="module")
@@ -78,29 +95,53 @@ def want(alone, tokens):
 
 def assert_same(got, want):
     """Logits, those of MTP, and which experts how many tokens chose."""
-    for x, y in zip((got[0], *got[1].mtp_logits), (want[0], *want[1].mtp_logits), strict=True):
-        assert np.abs(x - np.asarray(y)).max() <= 1e-5 * np.abs(y).max()
-    np.testing.assert_array_equal(got[1].routing_counts, want[1].routing_counts)
-    for of_layer, expected in zip(got[1].routing, want[1].routing, strict=True):
+    layers = len(got[1].mtp_logits)
+    assert layers in (0, 1)
+    wanted = want[0], *want[1].mtp_logits[:layers]
+    for x, y in zip((got[0], *got[1].mtp_logits), wanted, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.abs(x - y).max() <= 1e-5 * np.abs(y).max()
+    counts = np.asarray(want[1].routing_counts)[: 1 + layers]
+    np.testing.assert_array_equal(got[1].routing_counts, counts)
+    for of_layer, expected in zip(got[1].routing, want[1].routing[: 1 + layers], strict=True):
         np.testing.assert_array_equal(of_layer.experts, expected.experts)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# An MTP layer's parts lie as those of other layers: quick in one layout of each kind of exchange.
+WITH_MTP = "single", "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
 # Without a cache context_parallel does nothing of its own; the others are like their neighbours.
-SLOW = "context_parallel", "data 8", "the same, experts by data too"
+SLOW = "context_parallel", "data 8", "the same, experts by data too", "train"
 
 
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in LAYOUTS])
+def test_logits(laid, tokens, want, name):
+    assert_same(forward(laid(name, mtp=name in WITH_MTP), tokens), want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS]
+    "name",
+    [
+        "dp_attention_ep, all_to_all",
+        "dp_attention_ep, one_sided",
+        "dp_attention_ep, 2 micro-batches",
+        "tpu_pod, groups of four",
+        "train",
+    ],
 )
-def test_logits(directory, tokens, want, name):
-    assert_same(forward(dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], tokens), want)
+def test_logits_of_mtp_layers(laid, tokens, want, name):
+    assert_same(forward(laid(name), tokens), want)
 
 
 def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
     """Each of up to K parts of a layer's sum is rounded once: half of 2^-8 of itself."""
     layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
-    got = forward(dsv3_jax.load(directory, layout=layout)[0], tokens)[0]
-    error = np.abs(got - np.asarray(want[0])).max() / np.abs(want[0]).max()
+    got = forward(dsv3_jax.load(directory, layout=layout, mtp=False)[0], tokens)[0]
+    error = np.abs(np.asarray(got) - np.asarray(want[0])).max() / np.abs(np.asarray(want[0])).max()
     assert 1e-5 < error < 2**-8
 
 
@@ -110,47 +151,52 @@ def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
 def test_all_tokens_choose_the_same_experts(directory, tokens, name):
     """Those of one device, and no others."""
 
-    def biased(layout):
-        model = dsv3_jax.load(directory, layout=layout)[0]
-        for layer in (model.layers[1], model.mtp[0]):
-            bias = layer.mlp.gate.e_score_correction_bias
+    def biased(name, mtp=True):
+        layout = None if name is None else LAYOUTS[name]()
+        model = dsv3_jax.load(directory, layout=layout, mtp=mtp)[0]
+        for layer in model.moe_layers():
+            bias = layer.gate.e_score_correction_bias
             bias.set_value(bias[...].at[jnp.arange(3)].add(100.0))
         return forward(model, tokens)
 
     want = biased(None)
     assert (np.asarray(want[1].routing_counts)[0] > 0).sum() == 3
-    assert_same(biased(LAYOUTS[name]()), want)
+    assert_same(biased(name, mtp=name in WITH_MTP), want)
+
+
+@pytest.fixture(scope="module")
+def generated(alone):
+    """Tokens of one device, without speculation, which changes none."""
+    return tokens_of(alone, None)
+
+
+def tokens_of(model, draft):
+    prompts = [[5, 9, 2], [7] * 11, [1, 2, 3, 4, 5]]
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "draft": draft, "draft_depth": 2}
+    generator = Generator(model, None, 64, batch_sizes=(3,), prefill_chunk=4)
+    return [completion.tokens for completion in generator.generate(prompts, **settings)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [None, "mtp"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "draft"),
     [
-        "dp_attention_ep, all_to_all",
-        "dp_attention_ep, 2 micro-batches",
-        "tp_attention_ep",
-        "data 2, expert 2, tensor 2",
+        ("dp_attention_ep, all_to_all", None),
+        ("dp_attention_ep, 2 micro-batches", "mtp"),
+        ("tp_attention_ep", None),
+        ("data 2, expert 2, tensor 2", "mtp"),
     ],
 )
-def test_generated_tokens(directory, alone, name, draft):
-    model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
-    prompts = [[5, 9, 2], [7] * 11, [1, 2, 3, 4, 5]]
-    settings = {"max_new_tokens": 12, "ignore_eos": True, "draft": draft, "draft_depth": 2}
-    want, got = (
-        Generator(m, None, 64, batch_sizes=(3,), prefill_chunk=4).generate(prompts, **settings)
-        for m in (alone, model)
-    )
-    assert [c.tokens for c in got] == [c.tokens for c in want]
+def test_generated_tokens(laid, generated, name, draft):
+    assert tokens_of(laid(name), draft) == generated
 
 
-def test_batches_divide_over_the_devices(directory, tokens):
-    model = dsv3_jax.load(directory, layout=make_layout("dp_attention_ep"))[0]
+def test_batches_divide_over_the_devices(laid, tokens):
+    model = laid("dp_attention_ep")
     assert Generator(model, None, 64, batch_sizes=(1, 4, 9)).batch_sizes == (8, 16)
     with pytest.raises(ValueError, match="batch: expected rows that divide over 8 devices, got 7"):
         forward(model, tokens[:7])
-    layout = LAYOUTS["dp_attention_ep, 2 micro-batches"]()
-    model = dsv3_jax.load(directory, layout=layout)[0]
+    model = laid("dp_attention_ep, 2 micro-batches", mtp=False)
     assert Generator(model, None, 64, batch_sizes=(1, 9)).batch_sizes == (8, 16)
     with pytest.raises(ValueError, match="4 devices with 2 micro-batches each, got 4"):
         forward(model, tokens[:4])
@@ -159,28 +205,33 @@ def test_batches_divide_over_the_devices(directory, tokens):
 # ---- placements ----------------------------------------------------------------------------------
 
 
-def placements():
-    """Of two MoE layers, the second MTP's: with 0, 8 and 16 redundant experts."""
+def placements(*replicas):
+    """Of two MoE layers, the second MTP's: identity, then balanced ones."""
     loads = np.random.default_rng(1).zipf(1.5, (2, 8))
     yield Placement.identity(2, 8, 16)
-    for replicas in (8, 16, 24):
-        yield Placement.balanced(loads, replicas, 4, 2, 8)
+    for count in replicas:
+        yield Placement.balanced(loads, count, 4, 2, 8)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [None, "dp_attention_ep", pytest.param("dp_attention_ep, all_to_all", marks=pytest.mark.slow)],
+    ("name", "replicas"),
+    [
+        (None, (16,)),  # one program of 16 places, as the next
+        ("dp_attention_ep", (16,)),
+        slow(None, (8, 24)),  # with 0 and 16 redundant experts
+        slow("dp_attention_ep", (8, 24)),
+        slow("dp_attention_ep, all_to_all", (8, 16, 24)),
+    ],
 )
-def test_logits_do_not_depend_on_placement(directory, tokens, want, name):
-    layout = None if name is None else LAYOUTS[name]()
-    model = dsv3_jax.load(directory, layout=layout)[0]
-    for placement in placements():
+def test_logits_do_not_depend_on_placement(laid, tokens, want, name, replicas):
+    model = laid(name)
+    for placement in placements(*replicas):
         model = model.place_experts(placement)  # from the placement before
         assert model.layers[1].mlp.experts.up_proj.weight.shape[0] == placement.phy2log.shape[1]
         assert_same(forward(model, tokens), want)
 
 
-def test_a_placement_may_be_loaded(directory, tokens, want):
+def test_a_placement_may_be_loaded(directory, laid, tokens, want):
     """8 experts in 16 places of 8 devices, and in 12 of 6, over which they do not divide."""
     for devices, replicas in ((8, 16), (6, 12)):
         layout = make_layout("dp_attention_ep", devices=jax.devices()[:devices])
@@ -189,14 +240,22 @@ def test_a_placement_may_be_loaded(directory, tokens, want):
         stack = model.layers[1].mlp.experts.up_proj.weight.get_value()
         assert stack.sharding.shard_shape(stack.shape)[0] == 2
         if devices == 8:
-            moved = dsv3_jax.load(directory, layout=layout)[0].place_experts(placement)
+            moved = laid("dp_attention_ep").place_experts(placement)
             np.testing.assert_array_equal(
                 stack, moved.layers[1].mlp.experts.up_proj.weight.get_value()
             )
             assert_same(forward(model, tokens), want)
         else:
-            alone = forward(dsv3_jax.load(directory)[0], tokens[:6])
-            assert_same(forward(model, tokens[:6]), alone)
+            logits, aux = forward(model, tokens[:6])
+            for x, y in zip((logits, *aux.mtp_logits), (want[0], *want[1].mtp_logits), strict=True):
+                x, y = np.asarray(x), np.asarray(y)[:6]
+                assert np.abs(x - y).max() <= 1e-5 * np.abs(y).max()
+            places = zip(aux.routing, want[1].routing, strict=True)
+            chosen = [[np.asarray(x.experts) for x in both] for both in places]
+            for of_six, of_all in chosen:
+                np.testing.assert_array_equal(of_six, of_all[: len(of_six)])
+            counts = np.bincount(chosen[0][0].ravel(), minlength=8)
+            np.testing.assert_array_equal(aux.routing_counts, [counts])
     refused(
         r"^layers\.1\.\S+: expected axis 'expert' to divide over 6 devices",
         lambda: dsv3_jax.load(directory, layout=layout),
@@ -208,11 +267,12 @@ def test_a_placement_may_be_loaded(directory, tokens, want):
 
 
 @pytest.mark.parametrize("draft", [None, pytest.param("mtp", marks=pytest.mark.slow)])
-def test_routing_is_counted(directory, alone, draft):
+def test_routing_is_counted(alone, tokens, draft):
     """As a pass over the whole text counts: of every token but the last, and of refused drafts."""
-    settings = {"max_new_tokens": 10, "ignore_eos": True, "draft": draft}
+    settings = {"max_new_tokens": 5, "ignore_eos": True, "draft": draft}
     generator = Generator(alone, None, 64, prefill_chunk=4, batch_sizes=(4,), count_routing=True)
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    generator.warm_up(2, draft=draft)  # counts nothing
     out = generator.generate(prompts, **settings)
     counts = generator.take_routing_counts()
     drafts = sum(c.speculation.drafted[0] - c.speculation.accepted[0] for c in out) if draft else 0
@@ -223,8 +283,12 @@ def test_routing_is_counted(directory, alone, draft):
     assert counts[0].sum() == K * (sum(len(text) - 1 for text in texts) + drafts)
     assert (counts[1].sum() > 0) == (draft is not None)
     if draft is None:
-        whole = [forward(alone, [text[:-1]])[1].routing_counts[0] for text in texts]
-        np.testing.assert_array_equal(counts[0], sum(map(np.asarray, whole)))
+        padded = np.zeros_like(tokens)  # a shape that is compiled already
+        for row, text in zip(padded[: len(texts)], texts, strict=True):
+            row[: len(text) - 1] = text[:-1]
+        chosen = np.asarray(forward(alone, padded)[1].routing[0].experts).reshape(8, 9, K)
+        whole = [chosen[row, : len(text) - 1].ravel() for row, text in enumerate(texts)]
+        np.testing.assert_array_equal(counts[0], np.bincount(np.concatenate(whole), minlength=8))
     assert not generator.take_routing_counts().any()
     with pytest.raises(ValueError, match="count_routing: expected True"):
         Generator(alone, None, 64).take_routing_counts()
@@ -253,7 +317,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     assert tokens == want[0].tokens
     assert len({np.asarray(p.phy2log).tobytes() for p in placements}) > 2
     assert generator._programs.decode.jitted._cache_size() == compiled
-    with pytest.raises(ValueError, match="model: expected arrays like those of the model in use"):
+    with pytest.raises(ValueError, match="model: expected the layout of the model in use"):
         generator.use(alone)
 
 
@@ -265,12 +329,12 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
         # By the reference of the kernel: rows there, how many, and rows back.
-        ("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
+        slow("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
         # Each half exchanges for itself.
-        ("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
+        slow("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
-        ("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
-        (
+        slow("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
+        slow(
             "tpu_pod, groups of four",
             {"all-reduce": 2},
             {"all-reduce": 2, "all-to-all": 2},
@@ -282,9 +346,9 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
         ),
     ],
 )
-def test_collectives(directory, name, dense, moe):
+def test_collectives(laid, name, dense, moe):
     """Of data-parallel attention none, of shared tokens one; of experts one exchange and back."""
-    model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
+    model = laid(name, mtp=name in WITH_MTP)
     assert Counter(each.name for each in layer_collectives(model, 0)) == dense
     assert Counter(each.name for each in layer_collectives(model, 1)) == moe
 
@@ -331,7 +395,7 @@ def test_devices_of_one_sided_count_from_zero():
     )
 
 
-def test_what_cannot_be_laid_out(directory):
+def test_what_cannot_be_laid_out(directory, laid):
     four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
     refused(
         "^num_attention_heads: expected whole heads on each of 8 devices .* tensor, got 4",
@@ -359,7 +423,7 @@ def test_what_cannot_be_laid_out(directory):
         "^layout: expected no mesh beside it",
         lambda: dsv3_jax.load(directory, mesh=layout.mesh, layout=layout),
     )
-    model = dsv3_jax.load(directory, layout=layout)[0]
+    model = laid("dp_attention_ep")
     refused(
         "^placement: expected 2 layers of 8", lambda: model.place_experts(Placement.identity(1, 8))
     )

@@ -41,7 +41,7 @@ def model_of(dtype):
 
 def laid_out(model, layout):
     """The same model on the devices of ``layout``."""
-    model = nnx.merge(*nnx.split(model))
+    model = nnx.clone(model)
     model.lay_out(layout)
     lies = shardings(model, layout)
     for path, parameter in nnx.to_flat_state(nnx.state(model)):

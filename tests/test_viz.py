@@ -80,6 +80,38 @@ def test_classes_are_sorted_and_their_intervals_wilsons():
     np.testing.assert_allclose(above, [0.7222, 0.8749], atol=1e-4)
 
 
+def test_accepted_and_refused_are_told_apart_without_colour():
+    """By lightness, and refused ones by hatching."""
+    from matplotlib.colors import to_rgb
+
+    axes = acceptance_by_class(["a", "b"], np.array([81, 5]), np.array([100, 10])).axes[0]
+    accepted, refused = axes.patches[0], axes.patches[2]
+    colors = np.array([to_rgb(bar.get_facecolor()) for bar in (accepted, refused)])
+    dark, light = colors @ (0.299, 0.587, 0.114)
+    assert light - dark > 0.2
+    assert not accepted.get_hatch()
+    assert refused.get_hatch()
+    red, green, blue = to_rgb(accepted.get_facecolor())
+    assert blue > green > red
+    (legend,) = axes.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert sorted(names) == ["95 % interval", "accepted", "refused"]
+
+
+@pytest.mark.parametrize("name", ["missing/x.png", "x.txt", "x"])
+def test_a_picture_that_cannot_be_saved(name, tmp_path):
+    with pytest.raises(ValueError, match=r"^picture: expected a file"):
+        save(new_figure(2, 1), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["x.svg", "x.PDF"])
+def test_other_formats(name, tmp_path):
+    save(new_figure(2, 1), tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 100
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_drafted_text_shades_accepted_drafts_alone():
     figure = drafted_text([["(x", "):"], ["\n    ", "return", " $x"], ["\n"]], "def f")
     boxes = [(p.get_x(), p.get_y(), p.get_width()) for p in figure.axes[0].patches]

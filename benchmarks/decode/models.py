@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from benchmarks.integers import INT4_RMS, INT8_RMS, random_int4, random_int8
 from dsv3_jax import presets
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig
 from dsv3_jax.layers.on_mesh import shardings
@@ -34,9 +35,6 @@ HELP = f"{', '.join(SHAPES)} or a config.json"
 WEIGHTS = QUANTIZATIONS
 
 Module = TypeVar("Module", bound=nnx.Module)
-
-# Root mean square of a random byte as the stored number that it is.
-_INT8_RMS, _INT4_RMS = math.sqrt((256**2 - 1) / 12), math.sqrt((16**2 - 1) / 12)
 
 
 def config(name: str) -> ModelConfig:
@@ -88,10 +86,10 @@ def _kinds(leaves: list[Any]) -> Iterator[tuple[Any, Any, str, float]]:
             weight = (*path[:-1], "weight")
             packed = dtypes[weight] == jnp.uint8
             columns = shapes[weight][-1] * (2 if packed else 1)
-            rms = _INT4_RMS if packed else _INT8_RMS if dtypes[weight] == jnp.int8 else 1.0
+            rms = INT4_RMS if packed else INT8_RMS if dtypes[weight] == jnp.int8 else 1.0
             yield path, leaf, "constant", 1 / math.sqrt(columns) / rms
         elif leaf.dtype in (jnp.int8, jnp.uint8):
-            yield path, leaf, "bytes", 0.0
+            yield path, leaf, "integers", 0.0
         else:
             float8 = leaf.dtype == jnp.float8_e4m3fn
             rows_looked_up = owner == "embed_tokens"
@@ -109,8 +107,8 @@ def _fill(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: Any, std: fl
             return _fill(key, kind, shape[1:], dtype, std)
 
         return jax.lax.map(one, jax.random.split(key, shape[0]))
-    if kind == "bytes":
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
+    if kind == "integers":
+        return (random_int4 if dtype == jnp.uint8 else random_int8)(key, shape)
     return (jax.random.normal(key, shape, jnp.bfloat16) * std).astype(dtype)
 
 

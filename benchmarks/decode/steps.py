@@ -157,11 +157,12 @@ class Prefill:
         )
         self._program = programs.prefill
         self.state = self._begun(_random_state(programs, rows, tokens, 0, False))
-        self.compiled = Compiled.of(self._program, self.state, static=(None,))
+        self._chunks = np.int32(-(-tokens // chunk))
+        self.compiled = Compiled.of(self._program, self.state, self._chunks, static=(None,))
 
     def measure(self) -> dict[str, float]:
         def run() -> float:
-            state, took = self.compiled(self.state)
+            state, took = self.compiled(self.state, self._chunks)
             assert (np.asarray(state.cache.lengths) == self._tokens).all()
             self.state = self._begun(state)
             return took

@@ -116,7 +116,7 @@ def ragged(case: Case, seed: int) -> Ragged:
     if isinstance(case, Decode):
         lengths = np.array([case.queries, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300], np.int32)
         most = -(-4097 // PAGE)
-        small = dataclasses.replace(case, rows=len(lengths), cached=most * PAGE)
+        small = dataclasses.replace(case, rows=len(lengths), cached=most * PAGE, ragged=(), name="")
         tables = inputs.host(small, seed)["block_tables"]
         used = np.zeros((tables.size, PAGE), bool)
         for (b, page), number in np.ndenumerate(tables):

@@ -41,6 +41,32 @@ def launched(hlo: str, target: str = KERNELS) -> tuple[int, int]:
 
     Loops count as one turn, and of a branch every side.
     """
+    wanted = re.compile(rf'custom_call_target="{target}"')
+    every = list(_launches(hlo))
+    ours = sum(_opcode(line) == "custom-call" and bool(wanted.search(line)) for line in every)
+    return ours, len(every)
+
+
+def outside(hlo: str, kernel: str) -> list[str] | None:
+    """What scheduled HLO launches before the first of two launches of ``kernel``, by its name in
+    JAX, and behind the other; None where they are not two.
+
+    Copies of one number are left out: a counter of a kernel that begins at 0.
+    """
+    every = list(_launches(hlo))
+    named = [i for i, line in enumerate(every) if _of_kernel(line, kernel)]
+    if len(named) != 2:
+        return None
+    found = every[: named[0]] + every[named[1] + 1 :]
+    return [line.strip() for line in found if not re.search(r" = s32\[1\]\S* copy\(", line)]
+
+
+def _of_kernel(line: str, kernel: str) -> bool:
+    return bool(re.search(rf'op_name="[^"]*/{kernel}/', line))
+
+
+def _launches(hlo: str) -> Iterator[str]:
+    """Lines that launch something on the device, in the schedule's order."""
     bodies: dict[str, list[str]] = {}
     name = entry = ""
     for line in hlo.splitlines():
@@ -52,18 +78,17 @@ def launched(hlo: str, target: str = KERNELS) -> tuple[int, int]:
             bodies[name].append(line)
         elif line.startswith("}"):
             name = ""
-    wanted = re.compile(rf'custom_call_target="{target}"')
 
-    def total(name: str) -> Iterator[tuple[bool, bool]]:
+    def of(name: str) -> Iterator[str]:
         for line in bodies.get(name, ()):
             opcode = _opcode(line)
-            yield opcode == "custom-call" and bool(wanted.search(line)), opcode not in _FREE
+            if opcode not in _FREE:
+                yield line
             if opcode in ("call", "while", "conditional") and (found := _CALLED.search(line)):
                 for callee in found[1].split(","):
-                    yield from total(callee.strip(" %"))
+                    yield from of(callee.strip(" %"))
 
-    every = list(total(entry))
-    return sum(ours for ours, _ in every), sum(kernel for _, kernel in every)
+    return of(entry)
 
 
 def _opcode(line: str) -> str:

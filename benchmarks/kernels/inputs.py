@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.integers import random_int4, random_int8
 from benchmarks.kernels.shapes import (
     BLOCK,
     LATENT,
@@ -19,6 +20,7 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Prefill,
     Swiglu,
+    page_tables,
 )
 from pallas_kernels import quantize_latent
 
@@ -38,12 +40,8 @@ def random_key(seed: int) -> jax.Array:
 def host(case: Case, seed: int) -> Host:
     """What numpy makes, for :func:`build`."""
     if isinstance(case, Decode):
-        per_row = -(-case.cached // PAGE)
-        tables = np.random.default_rng(seed).permutation(case.rows * per_row)
-        return {
-            "block_tables": tables.reshape(case.rows, per_row).astype(np.int32),
-            "lengths": np.full(case.rows, case.cached, np.int32),
-        }
+        lengths = np.asarray(case.lengths, np.int32)
+        return {"block_tables": page_tables(case, seed), "lengths": lengths}
     if isinstance(case, Prefill):
         S, T, B = case.keys, case.queries, case.rows
         return {"starts": np.full(B, S - T, np.int32), "lengths": np.full(B, S, np.int32)}
@@ -76,7 +74,7 @@ def _scale(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _decode(case: Decode, key: jax.Array) -> Arrays:
     keys = jax.random.split(key, 3)
     B, T, H = case.rows, case.queries, case.heads
-    pages = B * -(-case.cached // PAGE)
+    pages = sum(-(-length // PAGE) for length in case.lengths)
     cached = _normal(keys[2], (pages, PAGE, LATENT + ROPE))
     if case.dtype == "fp8":
         cached = quantize_latent(cached[..., :LATENT], cached[..., LATENT:])
@@ -93,9 +91,10 @@ def _grouped(case: Grouped, key: jax.Array) -> Arrays:
     blocks = -(-K // BLOCK)
     lhs = _normal(keys[0], (M, K), jnp.float8_e4m3fn if case.dtype == "fp8" else jnp.bfloat16)
     if case.dtype in ("int8", "int4"):
-        packed = K if case.dtype == "int8" else K // 2
-        bits = jax.random.bits(keys[1], (G, N, packed), jnp.uint8)
-        rhs = bits.astype(jnp.int8) if case.dtype == "int8" else bits
+        if case.dtype == "int8":
+            rhs = random_int8(keys[1], (G, N, K))
+        else:
+            rhs = random_int4(keys[1], (G, N, K // 2))
         width = 1 if case.dtype == "int8" else blocks
         return {"lhs": lhs, "rhs": rhs, "rhs_scale": _scale(keys[2], (G, N, width))}
     arrays = {"lhs": lhs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import importlib.metadata
 import statistics
@@ -16,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from benchmarks.kernels import checks, hlo, inputs
+from benchmarks.kernels import checks, clock, hlo, inputs, jax_clock
 from benchmarks.kernels.inputs import Arrays
+from benchmarks.kernels.report import EVERY_GROUP
 from benchmarks.kernels.shapes import (
     CALLS,
     LATENT,
@@ -37,6 +40,7 @@ from benchmarks.kernels.workers import Reply, reason, serve
 
 Call = Callable[[Arrays], checks.Checked]
 
+MOST_PADDED = 4  # times its tokens that a dense cache may hold
 COMPILATIONS = 14  # at once
 IN_FLIGHT_BYTES = 8e9  # of outputs that wait for nothing but their release
 UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
@@ -71,79 +75,153 @@ def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def program(call: Call, laps: int) -> Callable[[list[Arrays]], list[jax.Array]]:
-    """Calls one after the other, on each set in turn, ``laps`` times over.
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A program and its arguments, ready to run again and again."""
+
+    executable: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+    arrays: list[Arrays]
+    calls: int
+    out_bytes: float
+
+    def __call__(self) -> list[jax.Array]:
+        """Runs it, without waiting; its two stamps, or its results where there is no clock."""
+        results, stamps = self.executable(self.arrays, *_start())
+        return stamps or results
+
+    def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
+        """A call's times in windows of many programs, behind ``warm_s`` of the same; all of them
+        in flight one behind the other, so that the GPU has no pause but what a launch makes.
+
+        Returns:
+          "us": by the GPU's clock, or the host's where there is none; and with the GPU's, "busy":
+          the least share of a window in which a program ran, and the clock's "resolution_ns".
+        """
+        jax.block_until_ready(self())
+        began = time.perf_counter()
+        jax.block_until_ready(self())
+        once = time.perf_counter() - began
+        programs = max(2, int(WINDOW_S / once) + 1)
+        if not has_clock():
+            return {"us": [self._host_us(programs) for _ in range(WINDOWS)]}
+        at_once = max(2, min(programs, int(IN_FLIGHT_BYTES / self.out_bytes)))
+        flying: collections.deque[list[jax.Array]] = collections.deque()
+
+        def launch() -> list[jax.Array]:
+            if len(flying) == at_once:
+                jax.block_until_ready(flying.popleft())
+            flying.append(self())
+            return flying[-1]
+
+        until = time.perf_counter() + warm_s
+        while time.perf_counter() < until:
+            launch()
+        words = jax.device_get([launch() for _ in range(WINDOWS * programs)])
+        stamps = [(int(begin[0]), int(end[0])) for begin, end in words]
+        found = [stamps[i : i + programs] for i in range(0, len(stamps), programs)]
+        return {
+            "us": [clock.mean_us(each) / self.calls for each in found],
+            "busy": min(map(clock.busy, found)),
+            "resolution_ns": clock.resolution_ns(stamps),
+        }
+
+    def _host_us(self, programs: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready([self() for _ in range(programs)])
+        return 1e6 * (time.perf_counter() - began) / (programs * self.calls)
+
+
+def has_clock() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _start() -> tuple[jax.Array, ...]:
+    """What a program takes beside its arrays."""
+    return (_zeros(),) if has_clock() else ()
+
+
+@functools.cache
+def _zeros() -> jax.Array:
+    return jnp.zeros(jax_clock.STAMP.shape, jax_clock.STAMP.dtype)
+
+
+def program(
+    call: Call, laps: int, stamp: Callable[[jax.Array], jax.Array] | None = None
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Calls one after the other, on each set in turn, ``laps`` times over; between two stamps.
 
     Every result is returned, and each call waits for the one before it: XLA would merge equal
-    calls, drop those of no use, and run independent ones at once.
+    calls, drop those of no use, and run independent ones at once. With ``stamp`` the program takes
+    something to make the first of, and returns both behind the results; the first call waits for
+    the one, and the other waits for the last.
     """
     one = jax.jit(call)  # lowered once for all calls
 
-    def run(sets: list[Arrays]) -> list[jax.Array]:
-        results = []
+    def run(sets: list[Arrays], *start: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        results: list[jax.Array] = []
+        stamps = [stamp(*start)] if stamp else []
         for _ in range(laps):
             for arrays in sets:
-                if results:
+                before = results or stamps
+                if before:
                     # All arguments wait: what XLA computes from one that does not, it computes
                     # once for all laps.
-                    arrays, results[-1] = jax.lax.optimization_barrier((arrays, results[-1]))
+                    arrays, before[-1] = jax.lax.optimization_barrier((arrays, before[-1]))
                 results.append(one(arrays)[0])
-        return results
+        if stamp:
+            results[-1], stamps[0] = jax.lax.optimization_barrier((results[-1], stamps[0]))
+            stamps.append(stamp(stamps[0]))
+        return results, stamps
 
     return run
 
 
-def lower_program(case: Case, call: Call, sets: int, laps: int, extra: bool) -> Any:
+def lower_ours(case: Case, call: Call, sets: int, laps: int) -> Any:
     one = inputs.structs(case)
-    if extra:
-        one = one | jax.eval_shape(functools.partial(plan, case), one)
-    return jax.jit(program(call, laps)).lower([one] * sets)
+    planned = jax.eval_shape(functools.partial(plan, case), one)
+    return lowered_program(call, laps, [one | planned] * sets)
+
+
+def lower_xla(case: Case, call: Call, sets: int) -> Any:
+    one = inputs.structs(case)
+    if isinstance(case, Decode):
+        one = jax.eval_shape(_in_order, one)
+    return lowered_program(call, 1, [one] * sets)
+
+
+def lowered_program(call: Call, laps: int, sets: list[Any]) -> Any:
+    """``sets``: arrays, or their shapes."""
+    if not has_clock():
+        return jax.jit(program(call, laps)).lower(sets)
+    stamped = program(call, laps, jax.jit(jax_clock.stamp))
+    return jax.jit(stamped).lower(sets, jax_clock.STAMP)
 
 
 def compile_program(lowered: Any) -> Any:
     # Kernels of a captured graph one by one, as in the streams that the peers are captured from.
-    gpu = jax.default_backend() == "gpu"
     serial: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-    return lowered.compile(compiler_options=serial if gpu else None)
+    return lowered.compile(compiler_options=serial if has_clock() else None)
 
 
 def counted(
     lowered: Any, executable: Any, calls: int, *, kernels: bool, target: str = hlo.KERNELS
 ) -> Reply:
-    """{"kernels_a_call": ...}, or {"error": reason} where XLA makes fewer calls than asked for.
+    """{"kernels_a_call": ...}, or {"error": reason} where XLA makes fewer calls than asked for or
+    launches something outside the stamps.
 
     Args:
       kernels: whether each call is of a kernel at least, named ``target``.
     """
-    asked = hlo.asked(lowered.as_text(), target)
-    made, launched = hlo.launched(executable.as_text(), target)
+    stamps = 2 * has_clock()
+    text = executable.as_text()
+    asked = hlo.asked(lowered.as_text(), target) - stamps
+    made, launched = (count - stamps for count in hlo.launched(text, target))
     if asked % calls or made < max(asked, calls * kernels):
         return {"error": f"wrong: {made} of {asked} kernels are left of {calls} calls"}
+    if stamps and (found := hlo.outside(text, clock.KERNEL)) != []:
+        what = "a stamp is missing" if found is None else found[0][:80]
+        return {"error": f"wrong: not all that runs is between the clock's two stamps: {what}"}
     return {"kernels_a_call": round(launched / calls, 2)}
-
-
-def window_seconds(
-    run: Callable[[], Any], calls: int, out_bytes: float, warm_s: float = WARM_S
-) -> list[float]:
-    """A call's, of each window of many programs in flight, after ``warm_s`` of the same."""
-    jax.block_until_ready(run())
-    began = time.perf_counter()
-    jax.block_until_ready(run())
-    once = time.perf_counter() - began
-    at_once = max(2, min(int(WINDOW_S / once) + 1, int(IN_FLIGHT_BYTES / out_bytes)))
-
-    def window() -> float:
-        began = time.perf_counter()
-        out = None
-        for _ in range(at_once):
-            out = run()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - began) / (at_once * calls)
-
-    until = time.perf_counter() + warm_s
-    while time.perf_counter() < until:
-        window()
-    return [window() for _ in range(WINDOWS)]
 
 
 # ---- XLA's own lowering --------------------------------------------------------------------------
@@ -154,11 +232,13 @@ def xla_call(case: Case) -> Call | str:
     if isinstance(case, Decode):
         if case.dtype != "bf16":
             return "einsums over a quantized cache would dequantise all of it first"
+        if case.rows * case.cached > MOST_PADDED * sum(case.lengths):
+            return "a dense cache of rows as long as the longest would be almost empty"
         return functools.partial(_dense_decode, case)
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
     if case.M * len(case.sizes) * case.columns * case.K > 4e12:
-        return "XLA multiplies every row by every group's matrix: too slow here"
+        return f"too slow here: {EVERY_GROUP}"
     if case.dtype != "bf16" and len(case.sizes) * case.columns * case.K > 2e9:
         return "dequantised matrices do not fit"
     return call_of(case, "reference")
@@ -180,8 +260,9 @@ def _dense_decode(case: Decode, arrays: Arrays) -> checks.Checked:
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)
     f32 = jnp.float32
     scores = jnp.einsum("bthk,bsk->bths", q, cache, preferred_element_type=f32)
-    visible = jnp.arange(S) < S - case.queries + 1 + jnp.arange(case.queries)[:, None]
-    scores = jnp.where(visible[:, None], scores * inputs.options(case)["scale"], -jnp.inf)
+    seen = arrays["lengths"][:, None] - case.queries + 1 + jnp.arange(case.queries)
+    visible = jnp.arange(S) < seen[:, :, None, None]
+    scores = jnp.where(visible, scores * inputs.options(case)["scale"], -jnp.inf)
     p = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum("bths,bsc->bthc", p, cache[..., :LATENT], preferred_element_type=f32)
     return out.astype(q.dtype), None
@@ -290,7 +371,7 @@ class Compiler:
     def _lower_ours(self, case: Case) -> Callable[[], Any]:
         sets, laps = self.rotation(case)
         call = call_of(case, self._implementation)
-        lowered = lower_program(case, call, sets, laps, True)
+        lowered = lower_ours(case, call, sets, laps)
 
         def build() -> tuple[Any, Reply]:
             began = time.perf_counter()
@@ -306,8 +387,14 @@ class Compiler:
         call = xla_call(case)
         if isinstance(call, str):
             raise NotImplementedError(call)
-        lowered = lower_program(case, call, self.rotation(case)[0], 1, False)
-        return lambda: compile_program(lowered)
+        sets = self.rotation(case)[0]
+        lowered = lower_xla(case, call, sets)
+
+        def build() -> tuple[Any, Reply]:
+            executable = compile_program(lowered)
+            return executable, counted(lowered, executable, sets, kernels=False)
+
+        return build
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -317,12 +404,13 @@ class Session:
     def __init__(self, implementation: str, most_calls: int = CALLS):
         self.implementation = implementation
         self._compiler = Compiler(implementation, most_calls)
-        self._running: tuple[Callable[[], Any], int, float] | None = None
+        self._running: dict[str, Timed] = {}
 
     def start(self) -> Reply:
         device = jax.devices()[0]
         versions = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
-        return {"versions": versions, "gpu": device.device_kind}
+        name = clock.NAME if has_clock() else "time.perf_counter"
+        return {"versions": versions, "gpu": device.device_kind, "clock": name}
 
     def compile(self, cases: Sequence[dict[str, Any]], parts: Sequence[Sequence[str]]) -> Reply:
         """What each case runs, as :meth:`Compiler.start` names it; returns when it is done."""
@@ -349,10 +437,18 @@ class Session:
                 return f"results differ between {repeats} equal runs (ragged inputs {seed})"
         return None
 
-    def prepare(self, case: dict[str, Any]) -> Reply:
-        """Makes inputs and checks the results; :meth:`time` may follow."""
+    def prepare(self, case: dict[str, Any], parts: Sequence[str]) -> Reply:
+        """Makes inputs and checks the results of "ours" and "xla", of which :meth:`time` times
+        those that are named here and have no "error" in the reply, by name."""
         self.release()
-        return self._prepare(decoded(case))
+        prepares = {"ours": self._prepare, "xla": self._prepare_xla}
+        found: Reply = {}
+        for part in parts:
+            try:
+                found[part] = prepares[part](decoded(case))
+            except Exception as error:
+                found[part] = {"error": reason(error)}
+        return found
 
     def _prepare(self, case: Case) -> Reply:
         self._compiler.start(case, ["ours"])
@@ -364,7 +460,7 @@ class Session:
         make = self._compiler.get(key(case), "make")
         made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
         arrays = [of_op | planned for of_op, planned in made]
-        results, again = executable(arrays), executable(arrays)
+        (results, _), (again, _) = executable(arrays, *_start()), executable(arrays, *_start())
         judged = self._compiler.get(key(case), "judge")(
             made[0][0], results[0], again[0], again[-sets]
         )
@@ -373,39 +469,35 @@ class Session:
         if int(judged[1]):
             return reply | {"error": "wrong: equal calls gave other bits"}
         out_bytes = sum(x.nbytes for x in results)
-        self._running = (lambda: executable(arrays)), sets * laps, out_bytes
+        self._running["ours"] = Timed(executable, arrays, sets * laps, out_bytes)
         return reply
 
-    def time(self, warm_s: float) -> Reply:
-        """{"us": those of some windows}, of what :meth:`prepare` made ready."""
-        if self._running is None:
-            return {"error": "nothing is prepared"}
-        return {"us": [1e6 * s for s in window_seconds(*self._running, warm_s)]}
-
-    def release(self) -> Reply:
-        self._running = None
-        return {}
-
-    def xla(self, case: dict[str, Any]) -> Reply:
-        """Times XLA's own lowering: {"us": [...]} or {"error": reason}."""
-        self.release()
-        return self._xla(decoded(case))
-
-    def _xla(self, case: Case) -> Reply:
+    def _prepare_xla(self, case: Case) -> Reply:
         self._compiler.start(case, ["xla"])
-        executable = self._compiler.get(key(case), "xla")
+        executable, reply = self._compiler.get(key(case), "xla")
+        if "error" in reply:
+            return reply
         make, judged = (self._compiler.get(key(case), part) for part in ("make", "judge"))
         sets = self._compiler.rotation(case)[0]
         made = [make(inputs.random_key(i), inputs.host(case, i))[0] for i in range(sets)]
         arrays = [jax.jit(_in_order)(a) for a in made] if isinstance(case, Decode) else made
-        results = executable(arrays)
+        results, _ = executable(arrays, *_start())
         found, _ = judged(made[0], *[results[0]] * 3)
         if wrong := checks.verdict(found):
             return {"error": wrong}
         out_bytes = sum(x.nbytes for x in results)
-        del results
-        seconds = window_seconds(lambda: executable(arrays), sets, out_bytes)
-        return {"us": [1e6 * s for s in seconds]}
+        self._running["xla"] = Timed(executable, arrays, sets, out_bytes)
+        return reply
+
+    def time(self, names: Sequence[str], warm_s: float) -> Reply:
+        """{name: as :meth:`Timed.windows`}, of what :meth:`prepare` made ready."""
+        if missing := set(names) - set(self._running):
+            return {"error": f"{', '.join(sorted(missing))}: nothing is prepared"}
+        return {name: self._running[name].windows(warm_s) for name in names}
+
+    def release(self) -> Reply:
+        self._running.clear()
+        return {}
 
     def drop(self, cases: Sequence[dict[str, Any]]) -> Reply:
         """Forgets the programs of cases that are done."""
@@ -421,9 +513,13 @@ class Session:
 
         def time_of(name: str, f: Callable[..., jax.Array], *args: jax.Array) -> float | None:
             try:
-                f = jax.jit(f)
-                windows = window_seconds(lambda: f(*args), 1, f(*args).nbytes)
-                return statistics.median(windows)
+                sets = [dict(zip("ab", args, strict=False))]
+                lowered = lowered_program(lambda arrays: (f(*arrays.values()), None), 1, sets)
+                executable = compile_program(lowered)
+                out = jax.eval_shape(f, *args)
+                out_bytes = out.size * out.dtype.itemsize
+                windows = Timed(executable, sets, 1, out_bytes).windows()["us"]
+                return 1e-6 * statistics.median(windows)
             except Exception as error:
                 found[name] = reason(error)
                 return None
@@ -459,7 +555,7 @@ def main() -> None:
     serve({
         "start": session.start, "compile": session.compile, "check": session.check,
         "prepare": session.prepare, "time": session.time, "release": session.release,
-        "xla": session.xla, "drop": session.drop, "ceilings": session.ceilings,
+        "drop": session.drop, "ceilings": session.ceilings,
     })  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
     pip download --no-deps vllm==0.22.0 && python -m benchmarks.kernels.pack_peers vllm-*.whl DIR
 
-DIR/peers.tar.xz then holds FlashMLA's and FlashAttention-3's extension modules and DeepGEMM with
-the headers that it compiles with, 13 MB of the wheel's 260. The wheel itself need not be installed.
+DIR/peers.tar.xz then holds the extension modules of FlashMLA, FlashAttention-3 and Marlin, less
+what they have for other GPUs than Hopper's, and DeepGEMM with the headers that it compiles with:
+27 MB of the wheel's 260. The wheel itself need not be installed.
 DeepGEMM compiles a kernel a shape in ten seconds or so: ``tar cf DIR/jit.tar -C
 /tmp/dsv3_kernel_peers jit`` after a run spares the next one that.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -22,7 +24,10 @@ PYTHON = "cpython-312"  # whose DeepGEMM is packed; the others are for every CPy
 MEMBERS = {
     "vllm/_flashmla_C.abi3.so": "flash_mla.so",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "flash_attention_3.so",
+    "vllm/_moe_C.abi3.so": "moe.so",
 }
+HOPPER = 90  # compute capability of the machine code that stays, times ten
+_FATBIN, _MACHINE_CODE = b"\x50\xed\x55\xba", 2  # how a fat binary begins; a kind of its parts
 DEEP_GEMM = "vllm/third_party/deep_gemm/"
 
 
@@ -39,10 +44,37 @@ def pack(wheel: Path, directory: Path) -> Path:
     with zipfile.ZipFile(wheel) as source, tarfile.open(path, "w:xz", preset=6) as target:
         for name in source.namelist():
             if to := packed_name(name):
+                data = source.read(name)
+                data = for_hopper(data) if to.endswith(".so") else data
                 member = tarfile.TarInfo(to)
-                member.size = source.getinfo(name).file_size
-                target.addfile(member, io.BytesIO(source.read(name)))
+                member.size = len(data)
+                target.addfile(member, io.BytesIO(data))
     return path
+
+
+def for_hopper(library: bytes) -> bytes:
+    """The library with zeros, which pack well, in the place of other GPUs' machine code.
+
+    Nothing moves. A fat binary is a header, then parts of a header (kind, header's size, bytes
+    behind it, at 28 the GPU) and their bytes; the driver looks at headers to choose a part. PTX
+    stays: the driver compiles it where a library has no machine code for the GPU.
+    """
+    data, begin = bytearray(library), 0
+    while (begin := data.find(_FATBIN, begin)) >= 0:
+        header, size = struct.unpack_from("<HQ", data, begin + 6)
+        part, end = begin + header, begin + header + size
+        begin += len(_FATBIN)
+        if header != 16 or end > len(data):
+            continue
+        while part + 32 <= end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, part)
+            (gpu,) = struct.unpack_from("<I", data, part + 28)
+            if header < 32 or part + header + size > end:
+                break
+            if kind == _MACHINE_CODE and gpu != HOPPER:
+                data[part + header : part + header + size] = bytes(size)
+            part += header + size
+    return bytes(data)
 
 
 def unpack(directory: Path, to: Path) -> Path:

@@ -2,8 +2,9 @@
 
 Each is loaded by itself, from what :mod:`benchmarks.kernels.pack_peers` packed or from torch; one
 that cannot be had or gives wrong results is a reason in the report. Times are of CUDA-graph replays
-over rotated inputs. What a peer computes once a step (FlashMLA's plan) and how it wants its
-inputs laid out (DeepGEMM's scales, padded groups) is outside the times.
+over rotated inputs, by the stamps of :mod:`benchmarks.kernels.clock` that each graph begins and
+ends with. What a peer computes once a step (FlashMLA's plan, Marlin's order of rows) and how it
+wants its inputs laid out (DeepGEMM's scales, Marlin's matrices, padded groups) is outside of them.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from benchmarks.kernels import clock
+from benchmarks.kernels.marlin import (
+    BITS,
+    arranged_matrix,
+    arranged_scale,
+    block_sizes,
+    sorted_rows,
+)
 from benchmarks.kernels.shapes import (
     BLOCK,
     LATENT,
@@ -37,6 +47,7 @@ from benchmarks.kernels.shapes import (
     Swiglu,
     decoded,
     guessed_us,
+    page_tables,
     rotation,
 )
 from benchmarks.kernels.workers import Reply, reason, serve
@@ -73,12 +84,25 @@ def flash_attention_3(directory: Path) -> Any:
 
 
 @functools.cache
+def marlin(directory: Path) -> Any:
+    torch.ops.load_library(str(directory / "moe.so"))
+    return torch.ops._moe_C
+
+
+@functools.cache
 def deep_gemm(directory: Path) -> ModuleType:
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(directory / "jit"))
     for place in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.1*"):
         ctypes.CDLL(str(place), mode=ctypes.RTLD_GLOBAL)  # torch loads its copy late, or never
     sys.path.insert(0, str(directory))
     return importlib.import_module("deep_gemm")
+
+
+def jit_compiler(environment: Mapping[str, str]) -> str:
+    """Which compiler DeepGEMM's just-in-time compilation runs, as its source chooses it."""
+    if environment.get("DG_JIT_USE_NVRTC", "0") != "0":
+        return "nvrtc"
+    return environment.get("DG_JIT_NVCC_COMPILER") or "nvcc"
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -97,14 +121,23 @@ def make(case: Case, seed: int) -> Inputs:
 
     if isinstance(case, Decode):
         B, T, H = case.rows, case.queries, case.heads
-        pages = -(-case.cached // PAGE)
-        tables = torch.randperm(B * pages, device="cuda", generator=random)
+        tables = torch.from_numpy(page_tables(case, seed)).cuda()
+        pages = normal(int(tables.max()) + 1, PAGE, LATENT + ROPE)
         return {
             "q": normal(B, T, H, LATENT + ROPE),
-            "pages": normal(B * pages, PAGE, LATENT + ROPE),
-            "tables": tables.reshape(B, pages).int(),
-            "lengths": torch.full((B,), case.cached, device="cuda", dtype=torch.int32),
+            "pages": _float8_tokens(pages) if case.dtype == "fp8" else pages,
+            "tables": tables,
+            "lengths": torch.tensor(case.lengths, device="cuda", dtype=torch.int32),
         }
+    if isinstance(case, Grouped) and case.dtype in BITS:
+        G, M, N, K = len(case.sizes), case.M, case.N, case.K
+        most = 2 ** (BITS[case.dtype] - 1) - 1
+        rhs = torch.empty(G, N, K, device="cuda", dtype=torch.int8)
+        for matrix in rhs:  # one at a time: random numbers take more than the bytes made of them
+            matrix.random_(-most, most + 1, generator=random)
+        blocks = 1 if case.dtype == "int8" else K // BLOCK
+        # Marlin takes scales in bfloat16; ours has the same numbers in float32.
+        return {"lhs": normal(M, K), "rhs": rhs, "rhs_scale": scale(G, N, blocks).bfloat16()}
     if isinstance(case, Grouped):
         G, M, N, K = len(case.sizes), case.M, case.N, case.K
         dtype = torch.float8_e4m3fn if case.dtype == "fp8" else torch.bfloat16
@@ -121,6 +154,23 @@ def make(case: Case, seed: int) -> Inputs:
     }
 
 
+def _float8_tokens(pages: Tensor) -> Tensor:
+    """[.., 656] bytes: the latent in float8, a float32 scale for 128 of it, rope in bfloat16."""
+    latent = pages[..., :LATENT].float().unflatten(-1, (-1, BLOCK))
+    scale = latent.abs().amax(-1, keepdim=True) / 448
+    values = (latent / scale).to(torch.float8_e4m3fn).flatten(-2)
+    parts = values, scale.squeeze(-1), pages[..., LATENT:].contiguous()
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def _latent_of(tokens: Tensor) -> Tensor:
+    """float32 [.., 576] of what :func:`_float8_tokens` made."""
+    values, scale, rope = tokens.split([LATENT, 16, 2 * ROPE], -1)
+    scale = scale.contiguous().view(torch.float32).repeat_interleave(BLOCK, -1)
+    latent = values.contiguous().view(torch.float8_e4m3fn).float() * scale
+    return torch.cat([latent, rope.contiguous().view(torch.bfloat16).float()], -1)
+
+
 # ---- the peers of each op ------------------------------------------------------------------------
 
 
@@ -130,12 +180,13 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
     elif isinstance(case, Decode) and case.dtype != "bf16":
-        yield "FlashMLA", functools.partial(_refused, "its dense decoding takes a bfloat16 cache")
+        yield "FlashMLA sparse, of all tokens", lambda: _flash_mla_sparse(case, directory)
     elif isinstance(case, Decode):
         yield "FlashMLA", lambda: _flash_mla(case, directory)
         yield "FlashAttention-3", lambda: _flash_attention_decode(case, directory)
     elif isinstance(case, Prefill):
         yield "FlashAttention-3", lambda: _flash_attention(case, directory)
+        yield "FlashAttention-3, cu_seqlens", lambda: _flash_attention_varlen(case, directory)
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
             name = f"torch SDPA {backend.split('_')[0].lower()}"
             yield name, functools.partial(_sdpa, case, backend, name)
@@ -146,10 +197,10 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
             yield "DeepGEMM masked", lambda: _deep_gemm_masked(case, directory)
         if case.dtype == "bf16":
             yield "torch._grouped_mm", lambda: _torch_grouped(case)
-
-
-def _refused(why: str) -> Peer:
-    raise NotImplementedError(why)
+    elif case.dtype in BITS:
+        for rows in block_sizes(case.M, len(case.sizes)):
+            name = f"Marlin, blocks of {rows} rows"
+            yield name, functools.partial(_marlin, case, rows, name, directory)
 
 
 def _softmax_scale(case: Decode | Prefill) -> float:
@@ -170,6 +221,46 @@ def _flash_mla(case: Decode, directory: Path) -> Peer:
         return x, (metadata, splits)
 
     return Peer("FlashMLA", prepare, lambda prepared: run(*prepared)[0])
+
+
+SPARSE_HEADS = 64  # or twice as many
+SPARSE_TOKENS = 128  # in which the sparse kernel takes its indices
+
+
+def _flash_mla_sparse(case: Decode, directory: Path) -> Peer:
+    """Its only kernel for a float8 cache that is not of one scale in all: given every token.
+
+    16 heads are padded to 64, as engines do.
+    """
+    if case.ragged:
+        raise NotImplementedError("its sparse kernel for Hopper takes rows of one length")
+    ops = flash_mla(directory)
+    H = max(case.heads, SPARSE_HEADS)
+    most = -(-case.cached // SPARSE_TOKENS) * SPARSE_TOKENS
+
+    def run(prepared: Any, plan: tuple[Tensor | None, Tensor | None]):
+        q, pages, indices = prepared
+        return ops.sparse_decode_fwd(
+            q, pages, indices, None, None, *plan, None, None, None, LATENT,
+            _softmax_scale(case), None,
+        )  # fmt: skip
+
+    def prepare(x: Inputs) -> Any:
+        q = torch.nn.functional.pad(x["q"], (0, 0, 0, H - case.heads))
+        token = torch.arange(most, device="cuda")
+        page = x["tables"].long()[:, (token // PAGE).clamp(max=x["tables"].shape[1] - 1)]
+        indices = (page * PAGE + token % PAGE).int()[:, None].repeat(1, case.queries, 1)
+        seen = x["lengths"][:, None] - case.queries + 1 + torch.arange(case.queries, device="cuda")
+        indices = indices.masked_fill(token >= seen[..., None], -1).contiguous()
+        pages = x["pages"].view(torch.float8_e4m3fn).unsqueeze(2)
+        prepared = q, pages, indices
+        *_, metadata, splits = run(prepared, (None, None))
+        return prepared, (metadata, splits)
+
+    return Peer(
+        "FlashMLA sparse, of all tokens", prepare, lambda prepared: run(*prepared)[0],
+        lambda _, out: out[:, :, : case.heads],
+    )  # fmt: skip
 
 
 def _flash_attention_decode(case: Decode, directory: Path) -> Peer:
@@ -209,6 +300,20 @@ def _fa3(ops, q, k, v, q_v, starts_q, starts_k, lengths, T, S, tables, scale, pl
 
 
 def _flash_attention(case: Prefill, directory: Path) -> Peer:
+    """Its call for rows of one length."""
+    ops = flash_attention_3(directory)
+
+    def call(x: Inputs) -> Tensor:
+        return _fa3(
+            ops, x["q"], x["k"], x["v"], None, None, None, None, None, None, None,
+            _softmax_scale(case), None,
+        )  # fmt: skip
+
+    return Peer("FlashAttention-3", lambda x: x, call)
+
+
+def _flash_attention_varlen(case: Prefill, directory: Path) -> Peer:
+    """Its call for rows that stand one behind the other."""
     ops = flash_attention_3(directory)
     B, T, S = case.rows, case.queries, case.keys
 
@@ -225,9 +330,8 @@ def _flash_attention(case: Prefill, directory: Path) -> Peer:
             _softmax_scale(case), None,
         )  # fmt: skip
 
-    return Peer(
-        "FlashAttention-3", prepare, call, lambda _, out: out.view(B, T, case.heads, case.V)
-    )
+    name = "FlashAttention-3, cu_seqlens"
+    return Peer(name, prepare, call, lambda _, out: out.view(B, T, case.heads, case.V))
 
 
 def _sdpa(case: Prefill, backend: str, name: str) -> Peer:
@@ -327,6 +431,41 @@ def _torch_grouped(case: Grouped) -> Peer:
     )
 
 
+def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
+    """Marlin's grouped product of bfloat16 rows and packed integers, as vLLM calls it."""
+    op = marlin(directory).moe_wna16_marlin_gemm
+    bits, G = BITS[case.dtype], len(case.sizes)
+    row_ids, groups = (
+        torch.tensor(x, dtype=torch.int32, device="cuda") for x in sorted_rows(case.sizes, rows)
+    )
+    count = torch.tensor([len(row_ids)], dtype=torch.int32, device="cuda")
+    ones = torch.ones(case.M, device="cuda")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def prepare(x: Inputs) -> Any:
+        matrices = torch.stack([arranged_matrix(x["rhs"][g], bits) for g in range(G)])
+        scales = arranged_scale(x["rhs_scale"].transpose(1, 2))
+        workspace = torch.zeros(4 * processors, dtype=torch.int32, device="cuda")
+        out = torch.empty(case.M, case.N, device="cuda", dtype=torch.bfloat16)
+        return x["lhs"], out, matrices, scales, workspace
+
+    def call(prepared: Any) -> Tensor:
+        lhs, out, matrices, scales, workspace = prepared
+        return op(
+            lhs, out, matrices, None, scales, None, None, None, None, None, workspace, row_ids,
+            groups, count, ones, rows, 1, False, _unsigned_with_bias(bits), case.M, case.N,
+            case.K, True, False, True, False, -1, -1, -1,
+        )  # fmt: skip
+
+    return Peer(name, prepare, call)
+
+
+def _unsigned_with_bias(bits: int) -> int:
+    """vLLM's number of the type that holds x + 2^(bits - 1): no exponent, ``bits`` of mantissa."""
+    mantissa, bias, ieee = bits << 8, 2 ** (bits - 1) << 17, 1 << 50
+    return mantissa | bias | ieee
+
+
 # ---- checks --------------------------------------------------------------------------------------
 
 
@@ -345,10 +484,12 @@ def _softmax_of(scores: Tensor, first: Tensor) -> Tensor:
 
 
 def _sample_decode(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
-    b = case.rows - 1
-    cache = x["pages"][x["tables"][b].long()].flatten(0, 1)[: case.cached].float()
+    b, length = case.rows - 1, case.lengths[-1]
+    held = x["tables"][b, : -(-length // PAGE)].long()
+    cache = x["pages"][held].flatten(0, 1)[:length]
+    cache = _latent_of(cache) if case.dtype == "fp8" else cache.float()
     scores = torch.einsum("thc,sc->ths", x["q"][b].float(), cache) * _softmax_scale(case)
-    last = case.cached - case.queries + torch.arange(case.queries, device="cuda")
+    last = length - case.queries + torch.arange(case.queries, device="cuda")
     return out[b], torch.einsum("ths,sc->thc", _softmax_of(scores, last), cache[:, :LATENT])
 
 
@@ -364,6 +505,9 @@ def _sample_grouped(case: Grouped, x: Inputs, out: Tensor) -> tuple[Tensor, Tens
             left = left * x["lhs_scale"][row].repeat_interleave(BLOCK)
             scale = x["rhs_scale"][g].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             right = right * scale
+        elif case.dtype in BITS:
+            scale = x["rhs_scale"][g].float()
+            right = right * scale.repeat_interleave(case.K // scale.shape[-1], 1)
         want.append((right * left).sum(-1))
     return out[rows.cuda()], torch.stack(want)
 
@@ -379,39 +523,68 @@ def _sample_prefill(case: Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tens
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def captured(calls: list[Callable[[], Any]], laps: int) -> torch.cuda.CUDAGraph:
-    """One graph of ``laps`` turns over ``calls``."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(laps):
+class Timed:
+    """A CUDA graph of ``laps`` turns over ``calls``, between two stamps."""
+
+    def __init__(self, calls: list[Callable[[], Any]], laps: int):
+        # Not at the top: Triton is where torch has a GPU.
+        from benchmarks.kernels.torch_clock import TorchStamps
+
+        # The calls stay: a graph reads tensors that it does not keep alive.
+        self._calls, self._count, self._stamps = calls, laps * len(calls), TorchStamps()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._stamps.stamp()
             for call in calls:
                 call()
-    return graph
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._stamps.stamp()
+            for _ in range(laps):
+                for call in calls:
+                    call()
+            self._stamps.stamp()
 
+    def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
+        """A call's times in windows of many replays, behind ``warm_s`` of the same, with no pause.
 
-def window_us(graph: torch.cuda.CUDAGraph, calls: int, warm_s: float = WARM_S) -> list[float]:
-    """A call's, of each window of many replays, after ``warm_s`` of the same."""
-    _replay_ms(graph, 1)
-    once = _replay_ms(graph, 2) / 2
-    _replay_ms(graph, max(1, int(warm_s * 1e3 / once)))
-    replays = max(1, int(WINDOW_S * 1e3 / once))
-    return [_replay_ms(graph, replays) / replays * 1e3 / calls for _ in range(WINDOWS)]
+        Returns:
+          "us": by the GPU's clock; "event_us": by CUDA events around a window's replays;
+          "busy": the least share of a window in which a graph ran.
+        """
+        self._replay(1)
+        once = self._replay(2) / 2
+        replays = max(2, int(WINDOW_S * 1e3 / once) + 1)
+        for _ in range(max(1, int(warm_s * 1e3 / once))):
+            self._graph.replay()
+        self._stamps.clear()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(WINDOWS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            for _ in range(replays):
+                self._graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        stamps = self._stamps.read()
+        found = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
+        between = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        return {
+            "us": [clock.mean_us(each) / self._count for each in found],
+            "event_us": [1e3 * ms / replays / self._count for ms in between],
+            "busy": min(map(clock.busy, found)),
+        }
 
-
-def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+    def _replay(self, replays: int) -> float:
+        """Milliseconds of so many."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(replays):
+            self._graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -420,11 +593,16 @@ def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 class Session:
     def __init__(self, directory: Path):
         self._directory = directory
-        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, int, Any]] = {}
+        self._graphs: dict[str, Timed] = {}
 
     def start(self) -> Reply:
         versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-        return {"versions": versions, "gpu": torch.cuda.get_device_name()}
+        try:
+            deep_gemm(self._directory)
+            versions["deep_gemm_jit"] = jit_compiler(os.environ)
+        except Exception as error:
+            versions["deep_gemm_jit"] = reason(error)
+        return {"versions": versions, "gpu": torch.cuda.get_device_name(), "clock": clock.NAME}
 
     def prepare(self, case: dict[str, Any]) -> Reply:
         """{"peers": {peer: {} or {"error": reason}}}; those without an error can be timed."""
@@ -453,14 +631,12 @@ class Session:
         if fault := wrong(case, arrays[0], out):
             return {"error": fault}
         del out
-        calls = [functools.partial(peer.call, p) for p in prepared]
-        # The calls stay too: a graph reads tensors that it does not keep alive.
-        self._graphs[name] = captured(calls, laps), laps * len(calls), calls
+        self._graphs[name] = Timed([functools.partial(peer.call, p) for p in prepared], laps)
         return {}
 
     def time(self, names: list[str], warm_s: float) -> Reply:
-        """{"us": {peer: those of some windows}}, of what :meth:`prepare` made ready."""
-        return {"us": {name: window_us(*self._graphs[name][:2], warm_s) for name in names}}
+        """{peer: as :meth:`Timed.windows`}, of what :meth:`prepare` made ready."""
+        return {name: self._graphs[name].windows(warm_s) for name in names}
 
     def release(self) -> Reply:
         self._graphs.clear()
@@ -468,11 +644,12 @@ class Session:
         return {}
 
     def warm(self, cases: list[dict[str, Any]]) -> Reply:
-        """Lets DeepGEMM compile what it will need: its cache outlives this process."""
+        """Lets DeepGEMM, and for Marlin the driver, compile what they will need: their caches
+        outlive this process."""
         for case in map(decoded, cases):
             case = case.product if isinstance(case, Swiglu) else case
             for peer, build in peers_of(case, self._directory):
-                if peer.startswith("DeepGEMM"):
+                if peer.startswith(("DeepGEMM", "Marlin")):
                     try:
                         made = build()
                         made.call(made.prepare(make(case, 0)))
@@ -487,7 +664,7 @@ class Session:
 
         def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:
             try:
-                found[name] = scale / (statistics.median(window_us(captured(build(), 1), 1)) * 1e-6)
+                found[name] = scale / (statistics.median(Timed(build(), 1).windows()["us"]) * 1e-6)
             except Exception as error:
                 found[name.rsplit("_", 1)[0]] = reason(error)
             torch.cuda.empty_cache()

@@ -27,9 +27,10 @@ CALLS = 32  # of one program, at most: XLA compiles a kernel anew for each
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """``heads`` queries of ``queries`` tokens a row, against ``cached`` tokens a row in pages.
+    """``heads`` queries of ``queries`` tokens a row, against each row's cached tokens in pages.
 
-    ``dtype`` is the cache's.
+    Every row has ``cached`` tokens, or row b ``ragged[b]``, of which ``cached`` is the largest;
+    ``name`` is then what those lengths are called. ``dtype`` is the cache's.
     """
 
     rows: int
@@ -39,22 +40,28 @@ class Decode:
     core: bool = True
     op: str = "mla_decode"
     dtype: Dtype = "bf16"
+    ragged: tuple[int, ...] = ()
+    name: str = ""
 
     @property
     def shape(self) -> str:
-        return f"h{self.heads} b{self.rows} kv{self.cached} sq{self.queries}"
+        return f"h{self.heads} b{self.rows} kv{self.name or self.cached} sq{self.queries}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.ragged or (self.cached,) * self.rows
 
     @property
     def flops(self) -> float:
-        visible = sum(self.cached - t for t in range(self.queries))
-        return 2.0 * self.rows * self.heads * (2 * LATENT + ROPE) * visible
+        visible = sum(length - t for length in self.lengths for t in range(self.queries))
+        return 2.0 * self.heads * (2 * LATENT + ROPE) * visible
 
     @property
     def bytes(self) -> float:
         per_query = 2 * (2 * LATENT + ROPE) + 4  # in, out, and the float32 LSE
         tokens = self.rows * self.queries * self.heads
         per_cached = FLOAT8_TOKEN if self.dtype == "fp8" else 2 * (LATENT + ROPE)
-        return self.rows * self.cached * per_cached + tokens * per_query
+        return sum(self.lengths) * per_cached + tokens * per_query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +188,8 @@ def decoded(fields: dict[str, Any]) -> Case:
         "grouped_swiglu": Swiglu,
         "mla_prefill": Prefill,
     }
-    if "sizes" in fields:
-        fields = fields | {"sizes": tuple(fields["sizes"])}
+    for name in {"sizes", "ragged"} & set(fields):
+        fields = fields | {name: tuple(fields[name])}
     return kinds[fields["op"]](**fields)
 
 
@@ -221,12 +228,45 @@ def few_sizes(groups: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(1).integers(1, 5, groups).tolist())
 
 
+def uniform_lengths(rows: int, longest: int) -> tuple[int, ...]:
+    """``rows`` lengths, each as likely as any other from 2 to ``longest``, which one row has."""
+    drawn = np.random.default_rng(2).integers(2, longest + 1, rows)
+    drawn[rows // 2] = longest
+    return tuple(drawn.tolist())
+
+
+def ragged(
+    name: str, lengths: Sequence[int], queries: int, heads: int, dtype: Dtype = "bf16"
+) -> Decode:
+    return Decode(
+        len(lengths), max(lengths), queries, heads, dtype=dtype, ragged=tuple(lengths), name=name
+    )
+
+
+def page_tables(case: Decode, seed: int) -> np.ndarray:
+    """[rows, most pages of a row]: pages in random order, each used once; 0 past a row's own."""
+    held = [-(-length // PAGE) for length in case.lengths]
+    order = np.random.default_rng(seed).permutation(sum(held))
+    tables = np.zeros((case.rows, max(held)), np.int32)
+    for row, pages in zip(tables, np.split(order, np.cumsum(held)[:-1]), strict=True):
+        row[: len(pages)] = pages
+    return tables
+
+
 def decode_cases() -> list[Decode]:
     long = [(1, 4096), (16, 4096), (64, 4096), (128, 4096), (128, 8192), (32, 32768), (4, 131072)]
     cases = [Decode(b, s, t, 128) for t in (1, 2) for b, s in long]
     cases += [Decode(b, 4096, t, 64) for t in (1, 2) for b in (64, 128)]
     cases += [Decode(b, s, 1, 16) for b, s in [(64, 1024), (64, 4096), (256, 4096), (32, 32768)]]
     cases += [Decode(64, 4096, 2, 16)]
+    for heads, rows, queries in [
+        (128, 16, 1), (128, 64, 1), (128, 128, 1), (128, 64, 2), (64, 64, 1), (16, 64, 1),
+        (16, 256, 1),
+    ]:  # fmt: skip
+        cases.append(ragged("2-8192", uniform_lengths(rows, 8192), queries, heads))
+    one_long = [*[1024] * 31, 65536, *[1024] * 32]
+    cases += [ragged("63x1024+65536", one_long, 1, heads) for heads in (128, 16)]
+    cases.append(ragged("2-8192", uniform_lengths(128, 8192), 1, 128, "fp8"))
     # One row is no core case: the kernel takes long to compile, and its program has it 32 times.
     cases += [
         Decode(b, 4096, t, h, dtype="fp8", core=b > 1)

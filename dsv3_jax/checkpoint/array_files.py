@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from dsv3_jax.checkpoint.layout import StoredArray
+from dsv3_jax.files import check_file_name
 
 
 class ArrayFiles:
@@ -36,6 +37,7 @@ class ArrayFiles:
 
     def __getitem__(self, name: str) -> ts.TensorStore:
         if (found := self._open.get(name)) is None:
+            check_file_name(name, self.directory)
             spec = {
                 "driver": "zarr3",
                 "kvstore": {"driver": "file", "path": str(self.directory / name)},
@@ -69,6 +71,23 @@ class ArrayFiles:
         except ValueError as error:
             raise failure(self.directory / name, error) from None
 
+    def check(self, name: str, expert: int | None, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        """
+        Raises:
+          OSError: the array cannot be opened, or it does not hold such a tensor.
+        """
+        try:
+            array = self[name]
+        except ValueError as error:
+            raise failure(self.directory / name, error) from None
+        found, got = array.shape if expert is None else array.shape[1:], array.dtype.numpy_dtype
+        if found != shape or got != dtype:
+            line = f"expected tensors of {dtype} {shape}, got {got} {found}"
+            raise OSError(None, line, str(self.directory / name))
+        if expert is not None and not 0 <= expert < array.shape[0]:
+            line = f"expected more than {expert} experts, got {array.shape[0]}"
+            raise OSError(None, line, str(self.directory / name))
+
     def tensor(self, array: StoredArray, expert: int | None) -> TensorView:
         """One of the published tensors in the array."""
         return TensorView(self, array.name, expert, array.tensor_shape, array.dtype)
@@ -101,6 +120,7 @@ class TensorView:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
+        self._files.check(self._array, self._expert, self.shape, self.dtype)
         return self._files.read(
             self._array, index if self._expert is None else (self._expert, *index)
         )

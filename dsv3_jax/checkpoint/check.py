@@ -43,6 +43,11 @@ def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
         raise ValueError(
             f"{unknown[0]}: a scale, and config.json has no quantization_config to say of what kind"
         )
+    if unknown and is_left_out(config, arrays, unknown[0]):
+        raise ValueError(
+            f"{_listed('unknown tensor', unknown)}: an MTP layer; expected a config.json whose "
+            "num_nextn_predict_layers counts it, got 0"
+        )
     if unknown:
         raise ValueError(_listed("unknown tensor", unknown))
     if wrong:
@@ -73,6 +78,18 @@ def differences(config: ModelConfig, arrays: Arrays) -> tuple[list[str], list[st
         elif arrays[name].shape != spec.shape:
             wrong.append(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
     return missing, unknown, wrong
+
+
+def is_left_out(config: ModelConfig, arrays: Arrays, name: str) -> bool:
+    """Whether a tensor is of an MTP layer that the config does not count, and that no model reads
+    therefore; eh_proj tells it from a layer of the model."""
+    match = re.match(r"model\.layers\.([0-9]+)\.", name)
+    return (
+        match is not None
+        and config.num_nextn_predict_layers == 0
+        and int(match[1]) >= config.num_hidden_layers
+        and f"{match[0]}eh_proj.weight" in arrays
+    )
 
 
 def kind_of(name: str) -> str:

@@ -27,14 +27,17 @@ from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import digest
 from dsv3_jax.checkpoint.failures import said
+from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.journal import Journal
-from dsv3_jax.checkpoint.load import find
 from dsv3_jax.checkpoint.manifest import Error, Manifest, SourceFile, Tensor
 from dsv3_jax.checkpoint.plan import Plan, Target, Unit, free_bytes, plan
 from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
 from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.checkpoint.work import convert_unit, stored_hashes
+from dsv3_jax.files import remove_partial_files, sync_tree
+
+HOW_TO_RESUME = "what is converted so far is kept, the same command with --resume continues it"
 
 
 def convert(
@@ -70,12 +73,15 @@ def convert(
         return _whole(planned, store)
     try:
         store.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(said(error)) from None
+    try:
         with Journal(store) as log:
+            if (store / manifest.NAME).is_file():  # another process has just ended
+                return _whole(planned, store)
             return _Run(planned, store, log, workers, progress or (lambda count: None)).all()
     except OSError as error:
-        raise ValueError(
-            f"{said(error)}; what is converted so far is kept, --resume goes on"
-        ) from None
+        raise ValueError(f"{said(error)}; {HOW_TO_RESUME}") from None
 
 
 def check_destination(planned: Plan, store: Path, resume: bool) -> None:
@@ -83,6 +89,8 @@ def check_destination(planned: Plan, store: Path, resume: bool) -> None:
     source, target = planned.directory.resolve(), store.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise ValueError(f"{store}: expected a directory apart from the source {planned.directory}")
+    if store.is_symlink() and not store.exists():
+        raise ValueError(f"{store}: expected a directory, got a symbolic link to nothing")
     if store.exists() and not store.is_dir():
         raise ValueError(f"{store}: expected a directory, got a file")
     there = {path.name for path in store.iterdir()} if store.is_dir() else set()
@@ -92,6 +100,13 @@ def check_destination(planned: Plan, store: Path, resume: bool) -> None:
     if ours and not resume:
         state = "a whole store" if manifest.NAME in there else "an unfinished conversion"
         raise ValueError(f"{store}: holds {state}; expected a new directory, or --resume")
+    for folder, folders, files in os.walk(store):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(folder, name)):  # would be written through
+                raise ValueError(
+                    f"{os.path.join(folder, name)}: a symbolic link; expected a store that holds "
+                    "none"
+                )
     written = sum(p.stat().st_size for p in (store / WEIGHTS).rglob("*") if p.is_file())
     needed, free = planned.store_bytes - written, free_bytes(store)
     if manifest.NAME not in there and needed > free:
@@ -148,6 +163,7 @@ class _Run:
     def all(self) -> Manifest:
         self._begin()
         self.files.remove_unfinished()
+        remove_partial_files(self.store)
         array_tree.create(self.store / WEIGHTS, self.plan.arrays.values())
         sidecar.keep(self.plan.directory, self.plan.source, self.plan.unused, self.store)
         done, units = self.log.done, self.plan.units
@@ -157,7 +173,7 @@ class _Run:
         if self._stats() != self.stats:
             raise ValueError(f"{self.plan.directory}: its files changed while they were read")
         made = self._manifest()
-        sidecar.sync(self.store)
+        sync_tree(self.store)
         manifest.write(self.store, made)
         self.log.remove()
         return made
@@ -174,6 +190,7 @@ class _Run:
             self.log.add({**self.identity, "stats": self.stats})
             return
         _check_same(self.store, self.identity, self.log.lines[0])
+        self._check_lines()
         then = next(line["stats"] for line in reversed(self.log.lines) if "stats" in line)
         touched = {name for name, stat in self.stats.items() if stat != then.get(name)}
         if touched:
@@ -185,6 +202,21 @@ class _Run:
                 [name for name in read if tensors[name].file.path.name in touched],
             )
             self.log.add({"stats": self.stats})
+
+    def _check_lines(self) -> None:
+        """The journal's lines are about the tensors and units of this plan. Units that it does not
+        have are converted anew, whatever the journal says of them."""
+        units = {unit.key: unit for unit in self.plan.units}
+        for key, line in self.log.done.items():
+            read, unit = set(line["source"]), units.get(key)
+            good = read <= self.plan.source.keys()
+            if unit is not None:
+                good &= read == self.plan.read_for(unit)
+                good &= ("error" in line) == (unit.scales is not None)
+            elif key in self.plan.copies:
+                good &= read == {key} and not line["stored"]
+            if not good:
+                raise self.log.damaged(line)
 
     def _check_unchanged(self, name: str, then: str) -> None:
         tensor = self.plan.source[name]

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,20 +15,27 @@ import xxhash
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
-from dsv3_jax.checkpoint.failures import naming, said
+from dsv3_jax.checkpoint.check import check_tensors
+from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import Forms, recode
 from dsv3_jax.checkpoint.manifest import NAME
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, Table, TensorSpec, copies, tensor_table
 from dsv3_jax.checkpoint.reader import INDEX
-from dsv3_jax.checkpoint.safetensors_file import NUMPY, SafetensorsFile, header_of, in_order
+from dsv3_jax.checkpoint.safetensors_file import (
+    NUMPY,
+    SafetensorsFile,
+    header_of,
+    parsed_header,
+)
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.threads import Progress, in_threads
+from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_of
 from dsv3_jax.config import BlockQuantization, ModelConfig, check_choice
+from dsv3_jax.files import atomic_file, atomic_write
 
 To = Literal["fp8", "bf16"]
 
 _SHARD_BYTES = 4_300_000_000
-_MARK = "export.json"  # in a directory that is not whole yet: what it is going to be
 
 
 class Shard(NamedTuple):
@@ -56,7 +62,8 @@ def export(
 
     Where the store kept every byte of its source and ``to`` asks for no other form, the files are
     the source's own, byte for byte. Everything is written beside ``directory``, which appears when
-    it is whole; shards that an interrupted export finished are not written again.
+    it is whole; shards that an interrupted export finished are not written again. The store is only
+    read, and file names that it holds lead nowhere but into ``directory``.
 
     Args:
       directory: must not exist.
@@ -68,29 +75,33 @@ def export(
       What was written.
 
     Raises:
-      ValueError: no whole store, one that is damaged, a directory that exists, or a disk that is
-        full or fails.
+      ValueError: no whole store, one that is damaged, a directory that exists or that another
+        process is writing, or a disk that is full or fails.
     """
     out = Path(directory)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, got {workers}")
-    if out.exists():
-        raise ValueError(f"expected a directory that does not exist yet, got {out}")
+    check_new(out)
+    if Path(store).resolve() in out.resolve().parents:
+        raise ValueError(f"{out}: expected a directory outside of the store {store}")
     planned = plan_export(StoreReader(Path(store)), to)
-    partial = out.with_name(out.name + ".partial")
+    tell = progress or (lambda count: None)
     try:
-        _begin(partial, {"store": planned.identity, "to": to})
-        tell = progress or (lambda count: None)
-        in_threads(workers, lambda shard: _write(partial, shard, tell), planned.shards)
-        for name, content in planned.small.items():
-            with naming(partial / name):
-                (partial / name).write_bytes(content)
-        (partial / _MARK).unlink()
-        sidecar.sync(partial)
-        partial.rename(out)
+        with new_directory(out, {"store": planned.identity, "to": to}) as partial:
+            in_threads(workers, lambda shard: _write(partial, shard, tell), planned.shards)
+            for name, content in planned.small.items():
+                atomic_write(partial / name, content)
     except OSError as error:
-        raise ValueError(f"{said(error)}; shards that are finished are kept") from None
+        raise ValueError(f"{said(error)}; {how_to_resume(out)}") from None
     return planned
+
+
+def how_to_resume(directory: Path) -> str:
+    """What an export that was interrupted leaves behind, for its message; empty if nothing."""
+    partial = partial_of(directory)
+    if not partial.is_dir():
+        return "nothing was written"
+    return f"finished shards are kept in {partial}; the same command continues with them"
 
 
 class ExportPlan(NamedTuple):
@@ -111,7 +122,8 @@ class ExportPlan(NamedTuple):
 def plan_export(reader: StoreReader, to: To | None) -> ExportPlan:
     """
     Raises:
-      ValueError: an unknown ``to``, or a kept file that is missing or damaged.
+      ValueError: an unknown ``to``, a kept file or a tensor that is missing or damaged, or names
+        that a store's conversion would not have written.
     """
     if to is not None:
         check_choice("to", to, ("fp8", "bf16"))
@@ -120,11 +132,14 @@ def plan_export(reader: StoreReader, to: To | None) -> ExportPlan:
     if bad := sorted(n for n in {*found, *manifest.kept} if found.get(n) != manifest.kept.get(n)):
         raise ValueError(f"{folder / bad[0]}: missing, unknown or damaged")
     names = [n for n in manifest.kept if "/" not in n and n != sidecar.UNUSED]
+    if clash := sorted(set(names) & set(manifest.files)):
+        raise ValueError(f"{reader.directory / NAME}: {clash[0]} is both a kept file and a shard")
     small = {name: (folder / name).read_bytes() for name in names}
     identity = xxhash.xxh3_128_hexdigest((reader.directory / NAME).read_bytes())
     form = "fp8" if isinstance(reader.config.quantization, BlockQuantization) else "bf16"
     if to in (None, form) and _keeps_every_byte(reader):
         return ExportPlan(True, _original_shards(reader), small, identity)
+    check_tensors(reader.config, reader)
     config = _target_config(reader, to or form)
     shards = _new_shards(reader, config)
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
@@ -163,9 +178,25 @@ def _original_shards(reader: StoreReader) -> list[Shard]:
 
     shards = []
     for name, file in reader.manifest.files.items():
-        header = (reader.source / sidecar.HEADERS / name).read_bytes()
-        tensors = tuple(in_order(header))
-        size = file.bytes - 8 - len(header)
+        path = reader.source / sidecar.HEADERS / name
+        header = path.read_bytes()
+        entries = parsed_header(path, header)
+        tensors = tuple(sorted(entries, key=lambda name: entries[name]["data_offsets"]))
+        for tensor in tensors:
+            is_unused = tensor in unused
+            held = wanted.get(tensor)
+            if (
+                held is None
+                or not (is_unused or repeats.get(tensor, tensor) in reader)
+                or (entries[tensor]["dtype"], entries[tensor]["shape"]) != (held.dtype, held.shape)
+            ):
+                raise ValueError(f"{path}: {tensor}: not the tensor that the manifest has")
+        size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if file.bytes != 8 + len(header) + size:
+            raise ValueError(
+                f"{path}: expected a header of {file.bytes:,} bytes in all, as the manifest has, "
+                f"got one of {8 + len(header) + size:,}"
+            )
         shards.append(Shard(name, header, tensors, size, functools.partial(parts, tensors)))
     return shards
 
@@ -258,32 +289,22 @@ def _recoded(
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def _begin(partial: Path, mark: dict[str, Any]) -> None:
-    """Keeps the shards that an interrupted export of the same kind finished, and nothing else."""
-    content = _json(mark)
-    if (partial / _MARK).is_file() and (partial / _MARK).read_bytes() == content:
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / _MARK).write_bytes(content)
-
-
 def _write(directory: Path, shard: Shard, progress: Progress) -> None:
     path = directory / shard.name
     if path.is_file():
         progress(shard.bytes)
         return
-    unfinished = path.with_name(path.name + ".partial")
-    with naming(unfinished), unfinished.open("wb") as file:
+    with atomic_file(path) as file:
         file.write(len(shard.header).to_bytes(8, "little") + shard.header)
         for part in shard.parts():
             file.write(as_bytes(part))
             progress(part.nbytes)
         written = file.tell() - 8 - len(shard.header)
-        assert written == shard.bytes, (shard.name, written, shard.bytes)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
+        if written != shard.bytes:
+            raise ValueError(
+                f"{shard.name}: the store is damaged: expected {shard.bytes:,} bytes of tensors, "
+                f"got {written:,}"
+            )
 
 
 def _json(content: object) -> bytes:

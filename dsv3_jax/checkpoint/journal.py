@@ -8,37 +8,45 @@ A process that dies leaves at most one torn line, which does not count.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
-from dsv3_jax.checkpoint.failures import naming
+from dsv3_jax.files import is_at, lock_file, naming
 
 NAME = "journal.jsonl"
+
+_SUMS = ("tensors", "error", "weight", "largest", "largest_weight")
 
 
 class Journal:
     """The lines of the file, and the only process that may add to them. A context.
 
     Raises:
-      ValueError: another process is at work on the store.
+      ValueError: another process is at work on the store, or a line is whole and yet none that a
+        conversion writes.
     """
 
     def __init__(self, directory: Path):
         self.path = directory / NAME
+        busy = f"{directory}: another process is converting into it"
         self._file = self.path.open("a+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock_file(self._file, busy)
+            if not is_at(self._file, self.path):  # its process has just ended and removed it
+                raise ValueError(busy)
+            self._file.seek(0)
+            self.lines, good = _parsed(self._file.read())
+            for number, line in enumerate(self.lines):
+                if not _is_written_by_us(line, first=number == 0):
+                    raise self.damaged(line)
+            self._file.truncate(good)
+        except BaseException:
             self._file.close()
-            raise ValueError(f"{directory}: another process is converting into it") from None
+            raise
         self._lock = threading.Lock()
-        self._file.seek(0)
-        self.lines, good = _parsed(self._file.read())
-        self._file.truncate(good)
         self.done: dict[str, Any] = {}
         """Lines of the units that are done, by name."""
         for line in self.lines:
@@ -60,6 +68,13 @@ class Journal:
             self.lines.append(line)
             self._note(line)
 
+    def damaged(self, line: dict[str, Any]) -> ValueError:
+        """The error for one of the lines."""
+        return ValueError(
+            f"{self.path}, line {self.lines.index(line) + 1}: expected what a conversion writes, "
+            f"got {json.dumps(line)[:80]}; begin again with a new directory"
+        )
+
     def _note(self, line: dict[str, Any]) -> None:
         if "unit" in line:
             self.done[line["unit"]] = line
@@ -75,10 +90,47 @@ def _parsed(content: bytes) -> tuple[list[dict[str, Any]], int]:
     for line in content.splitlines(keepends=True):
         try:
             parsed = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(parsed, dict):
             break
         lines.append(parsed)
         good += len(line)
     return lines, good
+
+
+def _is_written_by_us(line: dict[str, Any], *, first: bool) -> bool:
+    """Whether a line has the keys and types of one that a conversion writes."""
+    if first:
+        files, dicts = line.get("files"), (line.get("config"), line.get("stats"))
+        return (
+            isinstance(line.get("to"), str)
+            and isinstance(files, dict)
+            and all(isinstance(file, list) for file in files.values())
+            and all(isinstance(each, dict) for each in dicts)
+        )
+    if "unit" in line:
+        return (
+            isinstance(line["unit"], str)
+            and _is_hashes(line.get("source"))
+            and _is_hashes(line.get("stored"))
+            and ("error" not in line or _is_error(line["error"]))
+        )
+    if "undo" in line:
+        return isinstance(line["undo"], str)
+    return isinstance(line.get("stats"), dict)
+
+
+def _is_hashes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _is_error(sums: Any) -> bool:
+    if not isinstance(sums, dict) or not isinstance(sums.get("kind"), str):
+        return False
+    return all(map(_is_sum, map(sums.get, _SUMS)))
+
+
+def _is_sum(value: Any) -> bool:
+    right = isinstance(value, float) or (isinstance(value, int) and value < 2**63)
+    return right and value >= 0

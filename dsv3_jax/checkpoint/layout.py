@@ -99,11 +99,11 @@ def stored_arrays(
     Raises:
       ValueError: experts of one array have different dtypes.
     """
-    table = tensor_table(config)
+    table, left_out = tensor_table(config), copies(config)
     tensors: dict[str, list[str]] = {}
     stacked = set()
     for name in table:
-        if name not in copies(config):
+        if name not in left_out:
             array, expert = place(config, name)
             tensors.setdefault(array, []).append(name)
             if expert is not None:

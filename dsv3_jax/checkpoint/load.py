@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -18,15 +15,16 @@ from jax.typing import DTypeLike
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import with_layers_present
 from dsv3_jax.checkpoint.failures import said
+from dsv3_jax.checkpoint.find import find
+from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.parameters import load_model
-from dsv3_jax.checkpoint.reader import INDEX, SINGLE, CheckpointReader
-from dsv3_jax.checkpoint.store import StoreReader, is_store
+from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
+from dsv3_jax.hf_config import with_end_tokens
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from sharding import DEFAULT_RULES, Layout, Placement, Rules
-
-DEMO = Path(__file__).parents[1] / "demo"
+from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 
 _WEIGHTS = {
     "fp8": "float8 weights",
@@ -34,8 +32,6 @@ _WEIGHTS = {
     "int4": "int4 weights",
     None: "no quantization_config",
 }
-
-_HUB_FILES = ["*.json", "*.jinja"]  # small ones: what the checkpoint is, and its tokenizer
 
 
 def load(
@@ -47,7 +43,7 @@ def load(
     mtp: bool = True,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-    layout: Layout | None = None,
+    layout: Layout | str | None = None,
     placement: Placement | None = None,
 ) -> tuple[DeepSeekV3, Tokenizer | None]:
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
@@ -67,18 +63,19 @@ def load(
       mtp: also load the multi-token prediction layers, where the checkpoint has them.
       mesh: spreads the model over its devices, each of which reads its own part alone.
       rules: what each axis of ``mesh`` splits. Default :data:`sharding.DEFAULT_RULES`.
-      layout: a mesh, rules, and how tokens reach their experts, in one, such as
-        ``sharding.make_layout("dp_attention_ep")``.
+      layout: a mesh, rules, and how tokens reach their experts, in one: the name of one over all
+        devices, such as ``"dp_attention_ep"``, or a :class:`sharding.Layout`.
       placement: where experts stand, some of them in several places: see
         :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`. By default one place each.
 
     Returns:
-      The model and its tokenizer; None for a checkpoint without tokenizer.json.
+      The model and its tokenizer; None for a checkpoint without tokenizer.json. Where the
+      checkpoint has a generation_config.json with end tokens, those are the model's.
 
     Raises:
-      ValueError: no such checkpoint, or one that is incomplete, damaged or of an unknown kind, or
-        a parameter that ``mesh`` cannot split as ``rules`` say; one line that says what was
-        expected and what came.
+      ValueError: no such checkpoint, or one that is incomplete, damaged or of an unknown kind, one
+        that ``dsv3 verify`` refuses by its names, shapes and dtypes, or a parameter that ``mesh``
+        cannot split as ``rules`` say; one line that says what was expected and what came.
     """
     if quantization not in (None, "fp8", "int8", "int4"):
         raise ValueError(
@@ -93,12 +90,20 @@ def load(
             )
     if dtype is not None:
         check_choice("dtype", _name(dtype), DTYPES)
+    check_kind("mtp", mtp, bool, "True or False")
+    check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh or None")
+    check_kind("rules", rules, Rules | None, "sharding.Rules or None")
+    check_kind("layout", layout, Layout | str | None, "the name of a layout, a Layout or None")
+    check_kind("placement", placement, Placement | None, "a sharding.Placement or None")
     if rules is not None and mesh is None:
         raise ValueError("rules: expected a mesh that they apply to, got None")
     if layout is not None and mesh is not None:
         raise ValueError("layout: expected no mesh beside it, got both")
     if mesh is not None:
         layout = Layout(mesh, rules or DEFAULT_RULES)
+    if isinstance(layout, str):
+        check_choice("layout", layout, PRESETS)
+        layout = make_layout(layout)
     directory = find(path_or_name)
     tensors, published, source = _open(directory)
     if quantization is not None and quantization != (held := _form(published)):
@@ -106,7 +111,7 @@ def load(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
             f"and {directory} has {_WEIGHTS[held]}"
         )
-    config = with_layers_present(published, tensors)
+    config = with_end_tokens(with_layers_present(published, tensors), source)
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
     tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
@@ -127,10 +132,10 @@ def load(
     return model, tokenizer
 
 
-def find_description(path_or_name: str | os.PathLike[str]) -> Path:
-    """The directory with a checkpoint's config.json and tokenizer: of a store, what it keeps."""
-    directory = find(path_or_name)
-    return StoreReader(directory).source if is_store(directory) else directory
+def check_kind(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raises ValueError, naming the argument, if a value is of another type than it should be."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
 
 
 def _open(directory: Path) -> tuple[Arrays, ModelConfig, Path]:
@@ -153,48 +158,3 @@ def _name(dtype: DTypeLike) -> str:
         return jnp.dtype(dtype).name
     except TypeError:
         return str(dtype)
-
-
-def find(path_or_name: str | os.PathLike[str]) -> Path:
-    """The local directory behind a path, ``"demo"`` or a Hub name; downloads if need be."""
-    if path_or_name == "demo":
-        return DEMO
-    expected = "model: expected 'demo', a directory, or a Hub name"
-    if not isinstance(path_or_name, (str, os.PathLike)):
-        raise ValueError(f"{expected}; got {path_or_name!r}")
-    name = os.fspath(path_or_name)
-    if name and os.path.isdir(name):
-        return Path(name)
-    if os.path.exists(name):
-        raise ValueError(f"{expected}; got the file {name!r}")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise ValueError(f"{expected}; got {name!r}")
-    directory = _download(name, _HUB_FILES)
-    # Before gigabytes come: a model of another kind is refused here.
-    ModelConfig.from_hf(directory)
-    return _download(name, [*_HUB_FILES, *_shards(directory)])
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the library's errors have no base of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model {name!r}: no such directory, and not to be had from the Hub: {reason}"
-        ) from None
-
-
-def _shards(directory: Path) -> list[str]:
-    """The files that the index names, or the one without an index.
-
-    Whatever else is wrong with an index is for the reader to say.
-    """
-    if not (index := directory / INDEX).is_file():
-        return [SINGLE]
-    try:
-        files = list(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return []
-    plain = (file for file in files if isinstance(file, str))
-    return sorted({file for file in plain if re.fullmatch(r"[\w.-]+\.safetensors", file)})

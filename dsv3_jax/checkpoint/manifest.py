@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv3_jax.checkpoint.failures import naming
+from dsv3_jax.checkpoint import journal, sidecar
+from dsv3_jax.checkpoint.kinds import MANIFEST, described
+from dsv3_jax.checkpoint.safetensors_file import NUMPY, are_sizes
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.files import atomic_write, check_file_name
 
-NAME = "manifest.json"
+NAME = MANIFEST
 FORMAT = "dsv3_jax store 1"
 
 
@@ -87,37 +89,80 @@ class Manifest:
 def write(directory: Path, manifest: Manifest) -> None:
     """Appears whole or not at all, and survives a power cut."""
     content = {"format": FORMAT, **_as_json(manifest)}
-    partial = directory / (NAME + ".partial")
-    with naming(partial), partial.open("w", encoding="utf-8") as file:
-        file.write(_lines(content))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(directory / NAME)
-    descriptor = os.open(directory, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    atomic_write(directory / NAME, _lines(content))
 
 
 def read(directory: Path) -> Manifest:
-    """
+    """Reads the manifest of a store.
+
     Raises:
-      ValueError: no manifest, or not one that this version writes.
+      ValueError: the store is not whole, or its manifest is not one that this version writes.
     """
     path = directory / NAME
+    if not path.is_file():
+        if (directory / journal.NAME).is_file():
+            raise ValueError(
+                f"{directory}: an unfinished conversion; go on with dsv3 convert --resume"
+            )
+        raise ValueError(f"{directory}: expected a store, got {described(directory)}")
     try:
         content = json.loads(path.read_text("utf-8"))
         found = content.pop("format")
-        if found != FORMAT:
-            raise ValueError(f"{path}: expected the format {FORMAT!r}, got {found!r:.100}")
-        content["quantization"] = _quantization(content["quantization"])
-        for key, kind in (("files", SourceFile), ("source", Tensor), ("tensors", Tensor)):
-            content[key] = {name: kind(*value) for name, value in content[key].items()}
-        content["errors"] = {k: Error(**v) for k, v in content["errors"].items()}
-        return Manifest(**content)
+        manifest = _parsed(content) if found == FORMAT else None
     except OSError as error:
         raise ValueError(f"{path}: expected a manifest: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{path}: damaged: expected a manifest of {FORMAT}") from None
+    if manifest is None:
+        raise ValueError(f"{path}: expected the format {FORMAT!r}, got {found!r:.100}")
+    _check_names(path, manifest)
+    return manifest
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    content["quantization"] = _quantization(content["quantization"])
+    for key, kind in (("files", SourceFile), ("source", Tensor), ("tensors", Tensor)):
+        content[key] = {name: kind(*value) for name, value in content[key].items()}
+    content["errors"] = {kind: Error(**error) for kind, error in content["errors"].items()}
+    manifest = Manifest(**content)
+    if not _has_types(manifest):
+        raise TypeError
+    return manifest
+
+
+def _check_names(path: Path, manifest: Manifest) -> None:
+    """Every name that becomes part of a path is that of a file in one directory: a store from
+    elsewhere must not lead out of itself, nor out of where it is exported to."""
+    for name in manifest.files:
+        check_file_name(name, f"{path}: files", ".safetensors")
+    for name in manifest.kept:
+        folder, _, file = name.rpartition("/")
+        check_file_name(file if folder == sidecar.HEADERS else name, f"{path}: kept")
+        if name.startswith("."):
+            raise ValueError(f"{path}: kept: expected no hidden file, got {name!r:.200}")
+    for name, tensor in manifest.source.items():
+        if not isinstance(tensor.file, str) or tensor.file not in manifest.files:
+            raise ValueError(
+                f"{path}: source: {name}: expected one of files, got {tensor.file!r:.200}"
+            )
+    for name in manifest.tensors:
+        check_file_name(name, f"{path}: tensors")
+
+
+def _has_types(manifest: Manifest) -> bool:
+    """Whether fields that dataclasses and tuples take unseen are of the kinds they should be."""
+    tensors = (*manifest.source.values(), *manifest.tensors.values())
+    return (
+        all(isinstance(text, str) for text in (manifest.tool, manifest.to, manifest.dtype))
+        and isinstance(manifest.config, dict)
+        and type(manifest.num_nextn_predict_layers) is int
+        and all(isinstance(hash, str) for hash in manifest.kept.values())
+        and all(are_sizes([f.bytes]) for f in manifest.files.values())
+        and all(isinstance(f.header_sha256, str) for f in manifest.files.values())
+        and all(t.dtype in NUMPY and are_sizes(t.shape) for t in tensors)
+        and all(isinstance(t.hash, str) for t in tensors)
+        and all(isinstance(n, int | float) for error in manifest.errors.values() for n in error)
+    )
 
 
 def _as_json(manifest: Manifest) -> dict[str, Any]:

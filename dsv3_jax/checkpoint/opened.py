@@ -10,12 +10,13 @@ from typing import NamedTuple, TypeVar
 
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import kind_of, with_layers_present
-from dsv3_jax.checkpoint.load import find
+from dsv3_jax.checkpoint.find import find
+from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.checkpoint.names import STORED_AS, tensor_table
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
-from dsv3_jax.checkpoint.store import StoreReader, is_store
+from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.config import ModelConfig
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ MTP layer after the last layer, and split stacked experts into one tensor an exp
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
+from dsv3_jax.checkpoint.check import check_tensors, is_left_out
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.checkpoint.source import Index, Source
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
@@ -107,6 +107,7 @@ def load_model(
         for name in names:
             source.check(name, want.shape[1:] if stacked else want.shape, want.dtype)
     _check_copies(config, tensors)
+    check_tensors(config, {n: t for n, t in tensors.items() if not is_left_out(config, tensors, n)})
     with ThreadPoolExecutor(_THREADS) as threads:
         on_its_way = None
         for path, variable in flat.items():
@@ -200,7 +201,7 @@ def _check_names(config: ModelConfig, tensors: Arrays, used: set[str]) -> None:
     unknown = sorted(
         name
         for name in set(tensors) - used - scales - set(copies(config))
-        if not name.endswith(UNUSED_SUFFIXES) and not _is_left_out(config, tensors, name)
+        if not name.endswith(UNUSED_SUFFIXES) and not is_left_out(config, tensors, name)
     )
     if unknown:
         raise ValueError(_listed("unknown tensor", unknown))
@@ -211,17 +212,6 @@ def _check_copies(config: ModelConfig, tensors: Arrays) -> None:
     for name, original in copies(config).items():
         if name in tensors and digest(tensors[name]) != digest(tensors[original]):
             raise ValueError(f"{name} differs from {original}, which it should repeat")
-
-
-def _is_left_out(config: ModelConfig, tensors: Arrays, name: str) -> bool:
-    """Tensors of an MTP layer that is left out; eh_proj tells it from a layer of the model."""
-    match = re.match(r"model\.layers\.([0-9]+)\.", name)
-    return (
-        match is not None
-        and config.num_nextn_predict_layers == 0
-        and int(match[1]) >= config.num_hidden_layers
-        and f"{match[0]}eh_proj.weight" in tensors
-    )
 
 
 def _suffix(config: ModelConfig) -> str:
@@ -236,12 +226,24 @@ def _listed(what: str, names: list[str]) -> str:
 def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
     """The model's weights under their published names, experts apart, MTP copies included.
 
-    All of it, on each process: where weights lie with several, all of them must call this alike.
+    A model with placed experts gives its logical ones, each from its first slot: the same tensors
+    as without a placement. What a model holds beside its weights, such as placement tables and
+    precomputed projections, is left out.
+
+    Every process gets all of it. Where weights lie on several processes, all must call this alike.
     """
     config = model.config
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
     out: dict[str, np.ndarray] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
+    for path, variable in flat.items():
+        if not isinstance(variable, nnx.Variable):
+            continue
         value = np.asarray(host_values(variable.get_value()))
         names = published_names(config, path)
-        out |= dict(zip(names.names, value if names.stacked else [value], strict=True))
+        if not names.stacked:
+            out[names.names[0]] = value
+            continue
+        slots = flat.get((*path[: path.index("experts")], "replicas", "log2phy"))
+        first = range(len(value)) if slots is None else np.asarray(slots)[:, 0]
+        out |= {name: value[slot] for name, slot in zip(names.names, first, strict=True)}
     return out | {name: out[original] for name, original in copies(config).items()}

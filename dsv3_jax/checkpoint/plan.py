@@ -13,6 +13,7 @@ from ml_dtypes import bfloat16
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
 from dsv3_jax.checkpoint.check import check_tensors, with_layers_present
 from dsv3_jax.checkpoint.formats import Forms
+from dsv3_jax.checkpoint.kinds import described, is_store
 from dsv3_jax.checkpoint.layout import StoredArray, stored_arrays
 from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
 from dsv3_jax.checkpoint.reader import CheckpointReader
@@ -81,6 +82,13 @@ class Plan:
         """Of array data, in the store."""
         return sum(array.files for array in self.arrays.values())
 
+    def read_for(self, unit: Unit) -> set[str]:
+        """Names of the published tensors that a unit is made from, scales among them."""
+        names = set(unit.tensors)
+        if self.keeps or (quantization := self.source_config.quantization) is None:
+            return names
+        return names | {n + quantization.scale_suffix for n in names}.intersection(self.source)
+
     def peak_bytes(self, workers: int) -> int:
         """Resident memory that the conversion stays below."""
         return _BASE_BYTES + workers * PIECE_ELEMENTS * _BYTES_AN_ELEMENT
@@ -93,6 +101,10 @@ def plan(directory: Path, to: Target) -> Plan:
       ValueError: an unknown target, or a source that is not a whole published checkpoint.
     """
     check_choice("to", to, TARGETS)
+    if is_store(directory):
+        raise ValueError(
+            f"{directory}: expected a Hugging Face directory, got {described(directory)}"
+        )
     published = ModelConfig.from_hf(directory)
     source = CheckpointReader(directory)
     source_config = with_layers_present(published, source)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dsv3_jax.checkpoint.safetensors_file import FileArray, SafetensorsFile
+from dsv3_jax.files import check_file_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,7 +26,7 @@ class CheckpointReader(Mapping[str, FileArray]):
 
     def __init__(self, directory: Path):
         if (index := directory / INDEX).is_file():
-            self._tensors = _sharded(directory, _weight_map(index))
+            self._tensors = _sharded(directory, weight_map(index))
         elif (single := directory / SINGLE).is_file():
             self._tensors = dict(SafetensorsFile(single))
         else:
@@ -45,8 +45,12 @@ class CheckpointReader(Mapping[str, FileArray]):
         return len(self._tensors)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it, beside the index."""
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that holds it, beside the index.
+
+    Raises:
+      ValueError: the index is damaged, or names something else than a file beside it.
+    """
     try:
         content = json.loads(index.read_text("utf-8"))
     except (ValueError, RecursionError):
@@ -55,11 +59,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict):
         raise ValueError(f"{INDEX}: expected JSON with a weight_map")
     for name, shard in found.items():
-        # A plain name: an index from elsewhere must not lead out of its directory.
-        if not (isinstance(shard, str) and re.fullmatch(r"[^/\\]+\.safetensors", shard)):
-            raise ValueError(
-                f"{INDEX}: {name}: expected the name of a safetensors file, got {shard!r:.200}"
-            )
+        check_file_name(shard, f"{INDEX}: {name}", ".safetensors")
     return found
 
 

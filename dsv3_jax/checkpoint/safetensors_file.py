@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import TensorSpec, serialize_file
 
-from dsv3_jax.checkpoint.failures import naming
+from dsv3_jax.files import naming
 
 # safetensors' spelling -> (NumPy dtype, the package's spelling when writing)
 _DTYPES: dict[str, tuple[np.dtype, str]] = {
@@ -99,7 +100,7 @@ class SafetensorsFile(Mapping[str, FileArray]):
         self._descriptor = file.fileno()
         self.size = os.fstat(self._descriptor).st_size
         self.header = self._header_bytes()
-        entries = _entries(path, self.header)
+        entries = parsed_header(path, self.header)
         needed = 8 + len(self.header) + _end(path, entries)
         if self.size != needed:
             kind = "truncated" if self.size < needed else "damaged"
@@ -137,7 +138,13 @@ class SafetensorsFile(Mapping[str, FileArray]):
         return os.pread(self._descriptor, length, 8)
 
 
-def _entries(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
+def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
+    """The entries of a header by tensor, in its order: known dtypes, shapes that fit the offsets,
+    and no gap between tensors.
+
+    Raises:
+      ValueError: the header is not of this kind; the message names ``path``.
+    """
     try:
         entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(path, pairs))
     except _DuplicateKeyError:
@@ -149,6 +156,7 @@ def _entries(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         _check_entry(path, name, entry)
+    _end(path, entries)
     return entries
 
 
@@ -183,8 +191,8 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
     if not (
         isinstance(entry, dict)
         and isinstance(entry.get("dtype"), str)
-        and _are_sizes(entry.get("shape"))
-        and _are_sizes(entry.get("data_offsets"))
+        and are_sizes(entry.get("shape"))
+        and are_sizes(entry.get("data_offsets"))
         and len(entry["data_offsets"]) == 2
     ):
         raise ValueError(
@@ -203,15 +211,9 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
         )
 
 
-def _are_sizes(value: object) -> bool:
+def are_sizes(value: object) -> bool:
+    """Whether a value from JSON is a list of whole numbers from 0 on."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def in_order(header: bytes) -> list[str]:
-    """The names of a header's tensors in the order of their bytes."""
-    entries = json.loads(header)
-    entries.pop("__metadata__", None)
-    return sorted(entries, key=lambda name: entries[name]["data_offsets"])
 
 
 def header_of(tensors: Mapping[str, Any]) -> bytes:
@@ -245,5 +247,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         )
         for name, array in arrays.items()
     }
+    with path.open("wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     serialize_file(specs, path, {"format": "pt"})
-    path.chmod(0o644)  # the package makes it readable by its owner alone
+    path.chmod(mode)  # the package makes it readable by its owner alone

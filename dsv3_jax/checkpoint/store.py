@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dsv3_jax.checkpoint import journal, manifest, sidecar
+from dsv3_jax.checkpoint import manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles, TensorView
 from dsv3_jax.checkpoint.layout import place
 from dsv3_jax.checkpoint.safetensors_file import NUMPY
 
 WEIGHTS = "weights"
-
-
-def is_store(directory: Path) -> bool:
-    """Whether a conversion made it, be it whole or not."""
-    return any((directory / name).is_file() for name in (manifest.NAME, journal.NAME))
 
 
 class StoreReader(Mapping[str, TensorView]):
@@ -26,10 +21,6 @@ class StoreReader(Mapping[str, TensorView]):
     """
 
     def __init__(self, directory: Path):
-        if not (directory / manifest.NAME).is_file():
-            raise ValueError(
-                f"{directory}: an unfinished conversion; go on with dsv3 convert --resume"
-            )
         self.directory = directory
         self.manifest = manifest.read(directory)
         self.config = self.manifest.model_config
@@ -37,7 +28,12 @@ class StoreReader(Mapping[str, TensorView]):
         files = ArrayFiles(directory / WEIGHTS)
         self._tensors = {}
         for name, tensor in self.manifest.tensors.items():
-            array, expert = place(self.config, name)
+            try:
+                array, expert = place(self.config, name)
+            except (ValueError, IndexError):
+                raise ValueError(
+                    f"{directory / manifest.NAME}: expected the name of a tensor, got {name!r:.200}"
+                ) from None
             shape, dtype = tuple(tensor.shape), NUMPY[tensor.dtype]
             self._tensors[name] = TensorView(files, array, expert, shape, dtype)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import digest
-from dsv3_jax.checkpoint.check import differences
+from dsv3_jax.checkpoint.check import differences, is_left_out
 from dsv3_jax.checkpoint.names import copies
 from dsv3_jax.checkpoint.opened import Opened
 from dsv3_jax.checkpoint.scan import Scan, nbytes, unreadable
@@ -69,7 +69,8 @@ def verify(checkpoint: Opened, *, workers: int = 1, count: Progress = lambda n: 
 
     Names, shapes and dtypes are those of the config; weights are finite, scales finite and above
     0, or 0 over zeros; copies that MTP layers carry repeat their originals; and a store's tensors
-    hash to what its manifest says.
+    hash to what its manifest says. MTP layers that the config does not count may be there: as
+    :func:`dsv3_jax.load` leaves them out, they are read and their values not checked.
 
     Args:
       workers: threads. Each holds a piece of a tensor.
@@ -129,12 +130,14 @@ class Scans:
     def findings(self) -> list[str]:
         """A line each: of names, shapes and dtypes, of values, of copies, of hashes."""
         checkpoint, digests = self._checkpoint, self.digests
-        missing, unknown, out = differences(checkpoint.config, checkpoint.arrays)
+        config, arrays = checkpoint.config, checkpoint.arrays
+        missing, unknown, out = differences(config, arrays)
+        unknown = [name for name in unknown if not is_left_out(config, arrays, name)]
         out = [f"{name}: missing" for name in missing] + out
         out += [f"{name}: unknown, not a tensor of this config" for name in unknown]
-        for name in checkpoint.arrays:
+        for name in arrays:
             out += self._found.get(name, [])
-        for name, original in copies(checkpoint.config).items():
+        for name, original in copies(config).items():
             if name in digests and digests[name] != digests.get(original, digests[name]):
                 out.append(f"{name}: differs from {original}, which it should repeat")
         if checkpoint.manifest is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +12,15 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import quantize
 from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from sharding.distributed import wait_for_all
 
@@ -36,9 +38,10 @@ def write_checkpoint(
     quantization: BlockQuantization | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     shard_bytes: int = 4_300_000_000,
+    add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes config.json, the shards and their index; nothing appears until all of it is written.
-    Several processes call this alike; the first of them writes.
+    """Writes config.json, the shards and their index; nothing appears until all of it is written
+    and synced. The model is only read. Several processes call this alike; the first of them writes.
 
     Args:
       directory: must not exist.
@@ -47,13 +50,14 @@ def write_checkpoint(
         that the model holds in float8 are written as they are.
       dtype: DeepSeek publishes bfloat16; float32 keeps a trained model's weights bit for bit.
       shard_bytes: size past which a new shard begins.
+      add_files: writes further files, such as the tokenizer's, to the directory that it is given,
+        before the whole appears.
 
     Raises:
-      ValueError: the directory exists, or the model holds float8 weights and ``quantization`` is
-        not theirs, or integer weights.
+      ValueError: the directory exists or another process is writing it; the model holds float8
+        weights and ``quantization`` is not theirs, or integer weights; the disk is full or fails.
     """
-    if directory.exists():
-        raise ValueError(f"expected a directory that does not exist yet, got {directory}")
+    check_new(directory)
     wait_for_all("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
     held = published_tensors(model)
@@ -71,20 +75,21 @@ def write_checkpoint(
     if jax.process_index():
         return
     tensors = _published(config, held)
-    partial = directory.with_name(directory.name + ".partial")
-    if partial.exists():  # an interrupted run's, whose shards must not come along
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    _write_json(partial / "config.json", config.to_hf())
     shards = _split(tensors, shard_bytes)
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file_name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        write_file(partial / file_name, shard)
-        weight_map |= dict.fromkeys(shard, file_name)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    partial.rename(directory)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    try:
+        with new_directory(directory) as partial:
+            for name, shard in zip(names, shards, strict=True):
+                write_file(partial / name, shard)
+            _write_json(partial / "config.json", config.to_hf())
+            _write_json(partial / INDEX, index)
+            if add_files is not None:
+                add_files(partial)
+    except OSError as error:
+        raise ValueError(f"{said(error)}; nothing was written") from None
 
 
 def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -114,4 +119,4 @@ def _split(tensors: Mapping[str, np.ndarray], limit: int) -> list[dict[str, np.n
 
 
 def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from dsv3_jax.checkpoint import manifest
-from dsv3_jax.checkpoint.load import find
+from dsv3_jax.checkpoint import journal, manifest
+from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.plan import TARGETS, Plan, free_bytes, plan
-from dsv3_jax.cli import flags
+from dsv3_jax.checkpoint.plan import Plan, free_bytes, plan
 from dsv3_jax.cli.byte_progress import ByteProgress
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("source", metavar="SRC", help="demo, a directory as published, or a Hub name")
-    add("destination", type=Path, metavar="DST", help="a new directory")
-    add("--to", choices=TARGETS, default="fp8", help="form of the weights (default: fp8)")
-    add("--resume", action="store_true", help="go on with what an earlier run left unfinished")
-    add("--dry-run", action="store_true", help="check the headers, say what would be done")
-    flags.add_workers(parser, "tensors")
-    add("--json", action="store_true", help="one JSON object on stdout")
+from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.stopped import saying_what_is_kept
+from dsv3_jax.words import counted
 
 
 def run(arguments: argparse.Namespace) -> None:
     # orbax, on which it stands, is not for every command to wait for.
-    from dsv3_jax.checkpoint.convert import check_destination, convert
+    from dsv3_jax.checkpoint.convert import HOW_TO_RESUME, check_destination, convert
 
     source, store = find(arguments.source), arguments.destination
     planned = plan(source, arguments.to)
@@ -41,7 +33,16 @@ def run(arguments: argparse.Namespace) -> None:
         convert(source, store, arguments.to, resume=True)
         print(f"dsv3: {store} is complete; dsv3 verify compares it with SRC", file=sys.stderr)
     else:
-        with ByteProgress(planned.source_bytes, f"convert to {arguments.to}") as progress:
+
+        def kept() -> str:
+            began = (store / journal.NAME).is_file()
+            return f"{store}: {HOW_TO_RESUME}" if began else "nothing was written"
+
+        label = f"convert to {arguments.to}"
+        with (
+            saying_what_is_kept("convert", kept),
+            ByteProgress(planned.source_bytes, label) as progress,
+        ):
             made = convert(
                 source,
                 store,
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         for line in _errors(made):
             print(f"dsv3: {line}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(summary))
+        print_json(summary)
 
 
 def _summary(planned: Plan, store: Path, workers: int) -> dict[str, object]:
@@ -74,11 +75,11 @@ def _summary(planned: Plan, store: Path, workers: int) -> dict[str, object]:
     }
 
 
-def _lines(summary: dict[str, object]) -> list[str]:
+def _lines(summary: Mapping[str, Any]) -> list[str]:
     how = "every byte kept" if summary["keeps_bytes"] else "converted"
     return [
-        "{source}: {tensors:,} tensors, {source_bytes:,} bytes, {mtp_layers} MTP layers".format(
-            **summary
+        "{source}: {tensors:,} tensors, {source_bytes:,} bytes, {mtp}".format(
+            mtp=counted(summary["mtp_layers"], "MTP layer"), **summary
         ),
         "to {to}, {how}: {arrays:,} arrays in {files:,} files, {store_bytes:,} bytes "
         "({free_bytes:,} free); memory below {peak_bytes:,} bytes".format(how=how, **summary),

@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from dsv3_jax.checkpoint.export import export, plan_export
+from dsv3_jax.checkpoint.export import export, how_to_resume, plan_export
+from dsv3_jax.checkpoint.find import DEMO
+from dsv3_jax.checkpoint.kinds import described, is_store
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.checkpoint.store import StoreReader, is_store
+from dsv3_jax.checkpoint.store import StoreReader
+from dsv3_jax.checkpoint.unfinished import check_new
 from dsv3_jax.cli import flags, hf_directory
 from dsv3_jax.cli.byte_progress import ByteProgress
+from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.stopped import saying_what_is_kept
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.model import DeepSeekV3, abstract, random_model
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("source", type=Path, metavar="STORE|RUN_DIR", help="what dsv3 convert or dsv3 train made")
-    add("hf_directory", type=Path, metavar="HF_DIR", help="a new directory")
-    add("--step", type=int, metavar="N", help="of a run's checkpoint (default: the last)")
-    add(
-        "--to",
-        choices=["bf16", "fp8", "float32"],
-        help="default: a store's own form, bf16 of integers and of a run; float32: of a run only",
-    )
-    flags.add_workers(parser, "shards of a store")
-    add("--json", action="store_true", help="one JSON object on stdout")
-
-
 def run(arguments: argparse.Namespace) -> None:
     source, destination = arguments.source, arguments.hf_directory
-    if destination.exists():
-        raise ValueError(f"expected a directory that does not exist yet, got {destination}")
-    result = _store(arguments) if is_store(source) else _run(arguments)
+    check_new(destination)
+    if is_store(source):
+        result = _store(arguments)
+    elif (source / record.RECORD).is_file():
+        result = _run(arguments)
+    else:
+        found = described(DEMO if source == Path("demo") and not source.exists() else source)
+        raise ValueError(
+            f"{source}: expected a store or a training run, found no {record.RECORD}: {found}"
+        )
     if arguments.json:
-        print(json.dumps(result | {"model": str(destination)}))
+        print_json(result | {"model": str(destination)})
 
 
 def _store(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +47,11 @@ def _store(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.to == "float32":
         raise ValueError("--to: expected bf16 or fp8 for a store, got float32")
     planned = plan_export(StoreReader(arguments.source), arguments.to)
-    with ByteProgress(planned.bytes, "export") as progress:
+    out = arguments.hf_directory
+    with (
+        saying_what_is_kept("export", lambda: how_to_resume(out)),
+        ByteProgress(planned.bytes, "export") as progress,
+    ):
         export(
             arguments.source,
             arguments.hf_directory,
@@ -83,7 +82,8 @@ def restored(out: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     """The model of a run's checkpoint in float32, and the step.
 
     Raises:
-      ValueError: no run there, or no such checkpoint in it.
+      ValueError: no run there, or no such checkpoint in it; or the frozen weights of low-rank
+        updates are not those that the run began with.
     """
     from dsv3_jax.training.run import CHECKPOINTS
     from dsv3_jax.training.step import Trainer
@@ -98,17 +98,32 @@ def restored(out: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     step = steps[-1] if step is None else step
     if step not in steps:
         raise ValueError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
-    training = TrainingConfig(**flags.with_tuples(recorded["training"]))
+    training = TrainingConfig(**flags.recorded(recorded["training"], TrainingConfig))
     config = ModelConfig.from_hf(recorded["model"])
-
-    def begin():
-        return Trainer(DeepSeekV3(config, rngs=nnx.Rngs(0)), training).init()
-
     # Low-rank updates are of weights that are not in the checkpoint.
     if training.lora_rank:
-        model = load(recorded["plan"]["source"], dtype=jnp.float32)[0]
+        model = _base(out, recorded, config)
     else:
         model = abstract(config, dtype=jnp.float32)
-    state, _ = store.restore(step, jax.eval_shape(begin)._replace(optimizer=()))
+    trainer = Trainer(model, training)
+    state, _ = store.restore(step, trainer.shapes()._replace(optimizer=()))
     store.close()
-    return Trainer(model, training).model(state), step
+    return trainer.model(state, share=True), step
+
+
+def _base(out: Path, recorded: dict[str, Any], config: ModelConfig) -> DeepSeekV3:
+    """Loads the model whose weights a run of low-rank updates has frozen."""
+    from dsv3_jax.training.fingerprint import fingerprint
+
+    if "plan" not in recorded:
+        raise ValueError(
+            f"{out}: expected a run of dsv3 train, which records where its frozen weights are, got "
+            "one begun in Python; use dsv3_jax.training.step.Trainer.model"
+        )
+    source = recorded["plan"]["source"]
+    if source is None:  # it began with random weights
+        model = random_model(config, recorded["data"]["seed"])
+    else:
+        model = load(source, dtype=jnp.float32)[0]
+    record.check_weights(out, fingerprint(model))
+    return model

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -38,24 +37,27 @@ def add_fields(
         group.add_argument(flag, help=says, **_reading(hints[field.name]))
 
 
-def add_workers(parser: argparse.ArgumentParser, of: str) -> None:
-    """``--workers N`` for passes over files."""
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
-        metavar="N",
-        help=f"{of} at once: memory grows with them (default: cores, 8 at most)",
-    )
-
-
 def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
     """Values of the flags that were given, by field."""
     found = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(settings)}
-    return with_tuples({name: value for name, value in found.items() if value is not None})
+    return _with_tuples({name: value for name, value in found.items() if value is not None})
 
 
-def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(values: Mapping[str, Any], settings: type) -> dict[str, Any]:
+    """Returns values that a run.json has for the fields of a settings dataclass, to make one of.
+
+    Raises:
+      ValueError: it has one that is no field, because another version wrote it.
+    """
+    names = [field.name for field in dataclasses.fields(settings)]
+    if unknown := [name for name in values if name not in names]:
+        raise ValueError(
+            f"run.json: {unknown[0]}: expected a setting of this version ({settings.__name__})"
+        )
+    return _with_tuples(values)
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with tuples for the lists that argparse and JSON make of them."""
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 

@@ -1,165 +1,117 @@
-"""Complete prompts with a model."""
+"""Complete prompts with a model.
+
+Everything that can be wrong with a call is checked here, before JAX is imported and before weights
+are read: ranges first, then the prompts, then both against the model's config and tokenizer.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
-from dsv3_jax.cli.layouts import add_exchange, add_layout, layout_of, one_speaks
-from dsv3_jax.generation.generator import Generator
-from dsv3_jax.tokenizer import Tokenizer
-from sharding import Layout
+from dsv3_jax.cli.prompts import check_text, read_prompts
+from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
+
+if TYPE_CHECKING:
+    from dsv3_jax.config import ModelConfig
+    from dsv3_jax.tokenizer import Tokenizer
 
 _LENGTH_STEP = 256  # max_len is rounded up to this, so that few lengths are ever compiled
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default="demo", help="demo, a directory, a store, or a Hub name (default: demo)")
-    add(
-        "--prompt",
-        action="append",
-        required=True,
-        help="text to complete; give it several times for a batch; - reads standard input",
-    )
-    add("--chat", action="store_true", help="render each prompt as a user's message")
-    add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--max-len", type=int, metavar="N", help="cache length (default: what the request needs)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all (default)")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--seed", type=int, default=0, metavar="N", help="of every request")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    add("--ignore-eos", action="store_true", help="go on past the end of the text")
-    add("--logprobs", type=int, default=0, metavar="N", help="alternatives a token, with --json")
-    add(
-        "--draft",
-        default="none",
-        metavar="WHO",
-        help="speculate: mtp, ngram, synthetic:RATE (speed alone, not the model's text), or none",
-    )
-    add("--draft-depth", default="1", metavar="N", help="1 to 4 tokens ahead (default 1), or auto")
-    add("--dtype", choices=["bfloat16", "float32"], help="default: float32 on a CPU, else bfloat16")
-    add(
-        "--quantization",
-        choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored: float8 as published, integers of a store",
-    )
-    add(
-        "--activations",
-        choices=["float8"],
-        help="with --quantization fp8: rounds activations too, where rows are many",
-    )
-    add_layout(parser, default="the first device")
-    add_exchange(parser)
-    add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
-    add("--echo", action="store_true", help="print the prompt before its completion")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    output.add_argument("--stream", action="store_true", help="print text as it comes (one prompt)")
-
-
 def run(arguments: argparse.Namespace) -> None:
-    compile_cache.enable(arguments.compile_cache)
-    layout = layout_of(arguments)
-    with one_speaks():
-        _generate(arguments, layout)
+    settings = _settings(arguments)
+    texts = read_prompts(arguments.prompts)
+    if arguments.stream and len(texts) != 1:
+        raise ValueError(f"--stream: expected one prompt, got {len(texts)}")
+    if arguments.stream and arguments.n not in (None, 1):
+        raise ValueError(f"--stream: expected one completion, got --n {arguments.n}")
 
+    from dsv3_jax.generation.request import RequestReader
 
-def _generate(arguments: argparse.Namespace, layout: Layout | None) -> None:
-    began = time.perf_counter()
-    model, tokenizer = load(
-        arguments.model,
-        dtype=arguments.dtype,
-        quantization=arguments.quantization,
-        activations=arguments.activations,
-        layout=layout,
-    )
-    _say(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
-    if tokenizer is None:
-        raise ValueError(f"{arguments.model} has no tokenizer.json; expected one to read a prompt")
-    texts = [sys.stdin.read() if p == "-" else p for p in arguments.prompt]
-    prompts = [_encode(tokenizer, text, arguments.chat) for text in texts]
-    if arguments.stream and len(prompts) != 1:
-        raise ValueError(f"--stream: expected one prompt, got {len(prompts)}")
-    needed = max(map(len, prompts)) + max(arguments.max_new_tokens, 1)
-    reach = model.config.max_position_embeddings
-    max_len = arguments.max_len or min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, reach)
-    generator = Generator(model, tokenizer, max_len)
-    settings = {
-        name: getattr(arguments, name)
-        for name in (
-            *("max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
-            *("seed", "stop", "ignore_eos", "logprobs"),
+    config, tokenizer = _describe(arguments.model)
+    prompts = [_encode(arguments, tokenizer, text) for text in texts]
+    max_len = _room(arguments, config, max(map(len, prompts)), settings)
+    longest = max_len - max(map(len, prompts))
+    if arguments.max_new_tokens is None:
+        settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, longest)
+    elif 1 <= longest < arguments.max_new_tokens:
+        raise ValueError(
+            f"--max-new-tokens: expected at most {longest} (a cache of {max_len} tokens, less the"
+            f" prompt), got {arguments.max_new_tokens}"
         )
-    }
+    RequestReader(config, tokenizer, max_len).read(prompts, **_of_a_request(settings))
+
+    from dsv3_jax.cli.completing import complete
+
+    complete(arguments, config, texts, prompts, max_len, settings)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of :meth:`Generator.generate`, their ranges checked."""
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "ignore_eos")
+    settings = {name: getattr(arguments, name) for name in (*names, "logprobs")}
+    settings["max_new_tokens"] = arguments.max_new_tokens
     depth = arguments.draft_depth
-    speculation = {
-        "draft": None if arguments.draft == "none" else arguments.draft,
-        "draft_depth": int(depth) if depth.isdecimal() else depth,
-    }
-    settings |= speculation
-    generator.requests(prompts, **settings)  # refuses wrong ones before minutes of compilation
-    compiled = generator.warm_up(len(prompts), logprobs=arguments.logprobs, **speculation)
-    _say(f"compiled, or found in the cache, in {compiled:.1f} s")
-    if arguments.draft.startswith("synthetic"):
-        _say(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
-    if arguments.stream:
-        _stream(generator, texts[0], prompts[0], settings, arguments.echo)
-        return
-    generation = generator.generate(prompts, **settings)
-    if arguments.json:
-        result = {
-            "model": arguments.model,
-            "completions": [completion.as_json() for completion in generation],
-            "stats": generation.stats.as_json(),
-        }
-        print(json.dumps(result, ensure_ascii=False))
-    else:
-        for text, completion in zip(texts, generation, strict=True):
-            print((text if arguments.echo else "") + completion.text)
-    stats = generation.stats
-    _report(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
-    if (drafts := stats.speculation) is not None:
-        by_place = ", ".join(f"{rate:.0%}" for rate in drafts.acceptance)
-        _say(f"{drafts.draft}: {drafts.accept_length:.2f} tokens a step, accepted {by_place}")
+    settings["draft"] = None if arguments.draft == "none" else arguments.draft
+    settings["draft_depth"] = int(depth) if depth.isdecimal() else depth
+    # Those that were not given have the Generator's own default.
+    settings = {n: v for n, v in settings.items() if v is not None or n == "draft"}
+    for stop in arguments.stop:
+        check_text("--stop", stop)
+    check_settings(**settings)
+    if arguments.max_len is not None:
+        check("--max-len", arguments.max_len, "an integer of at least 2", int, 2)
+    if arguments.logprobs and not arguments.json:
+        raise ValueError("--logprobs: expected --json beside it, which prints them; got none")
+    if arguments.system is not None:
+        if not arguments.chat:
+            raise ValueError("--system: expected --chat beside it, got none")
+        check_text("--system", arguments.system)
+    if arguments.activations is not None and arguments.quantization != "fp8":
+        raise ValueError("--activations: expected --quantization fp8 beside it, got none")
+    return settings
 
 
-def _encode(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
-    if not text:
-        raise ValueError("prompt: expected text, got an empty prompt")
-    if chat:
-        return tokenizer.chat([{"role": "user", "content": text}])
-    return tokenizer.encode(text)
+def _of_a_request(settings: dict[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
 
 
-def _stream(
-    generator: Generator, text: str, prompt: list[int], settings: dict[str, Any], echo: bool
-) -> None:
-    if echo:
-        print(text, end="", flush=True)
-    began = first = time.perf_counter()
-    tokens = 0
-    for piece in generator.stream(prompt, **settings):
-        if not tokens:
-            first = time.perf_counter()
-        print(piece, end="", flush=True)
-        tokens += len(piece.tokens)
-    print(flush=True)
-    seconds = time.perf_counter() - first
-    _report(tokens, (tokens - 1) / seconds if tokens > 1 else 0.0, first - began)
+def _describe(model: str) -> tuple[ModelConfig, Tokenizer]:
+    """Config and tokenizer of a model; reads no weights.
+
+    Raises:
+      ValueError: no such model, or one without a tokenizer.
+    """
+    from dsv3_jax.checkpoint.find import find_description
+    from dsv3_jax.hf_config import read, with_end_tokens
+    from dsv3_jax.tokenizer import Tokenizer
+
+    directory = find_description(model)
+    config = with_end_tokens(read(directory), directory)
+    if not (directory / "tokenizer.json").is_file():
+        raise ValueError(f"{model} has no tokenizer.json; expected one to read a prompt")
+    return config, Tokenizer(directory)
 
 
-def _report(tokens: int, rate: float, first: float) -> None:
-    _say(f"{tokens} tokens, {rate:.0f} tokens/s, first token after {first * 1000:.0f} ms")
+def _encode(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str) -> list[int]:
+    split = not arguments.special_tokens
+    if not arguments.chat:
+        return tokenizer.encode(text, split_special_tokens=split)
+    messages = [{"role": "user", "content": text}]
+    if arguments.system is not None:
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    return tokenizer.chat(messages, split_special_tokens=split)
 
 
-def _say(line: str) -> None:
-    print(f"dsv3: {line}", file=sys.stderr, flush=True)
+def _room(
+    arguments: argparse.Namespace, config: ModelConfig, longest: int, settings: dict[str, Any]
+) -> int:
+    """Length of the cache, as asked for or as the longest prompt needs."""
+    reach = config.max_position_embeddings
+    if arguments.max_len is not None:
+        expected = f"2 to {reach} (max_position_embeddings)"
+        check("max_len", arguments.max_len, expected, int, 2, reach)
+        return arguments.max_len
+    needed = longest + settings.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+    return min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, reach)

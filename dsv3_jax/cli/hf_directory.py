@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Literal
-
-import jax
 
 from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.checkpoint.writer import write_checkpoint
@@ -25,6 +24,5 @@ def write(model: DeepSeekV3, directory: Path, to: To, tokenizer: Path | None) ->
     """
     quantization = BlockQuantization() if to == "fp8" else None
     dtype = "float32" if to == "float32" else "bfloat16"
-    write_checkpoint(model, directory, quantization=quantization, dtype=dtype)
-    if tokenizer is not None and jax.process_index() == 0:
-        tokenizers.copy(tokenizer, directory)
+    copy = None if tokenizer is None else functools.partial(tokenizers.copy, tokenizer)
+    write_checkpoint(model, directory, quantization=quantization, dtype=dtype, add_files=copy)

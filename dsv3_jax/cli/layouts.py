@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import get_args
+import io
 
 import jax
 
 from dsv3_jax.distributed import initialize
-from sharding import PRESETS, Exchange, Layout, make_layout
-
-
-def add_layout(parser: argparse.ArgumentParser, default: str) -> None:
-    """``--layout`` and ``--distributed``."""
-    parser.add_argument(
-        "--layout", choices=tuple(PRESETS), help=f"over all devices (default: {default})"
-    )
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="one of several processes: see docs/multi_host.md",
-    )
-
-
-def add_exchange(parser: argparse.ArgumentParser) -> None:
-    """``--exchange``, of a layout that spreads experts."""
-    parser.add_argument(
-        "--exchange",
-        choices=get_args(Exchange),
-        help="how tokens get to other devices' experts: see dsv3 doctor --collectives"
-        " (default: all_gather)",
-    )
+from sharding import Layout, make_layout
 
 
 def layout_of(arguments: argparse.Namespace) -> Layout | None:
@@ -56,4 +34,4 @@ def one_speaks() -> contextlib.AbstractContextManager[object]:
     """Of several processes with the same results the first prints them."""
     if jax.process_index() == 0:
         return contextlib.nullcontext()
-    return contextlib.redirect_stdout(None)  # pyright: ignore[reportArgumentType]
+    return contextlib.redirect_stdout(io.StringIO())  # a stream that can be flushed, unlike None

@@ -1,55 +1,74 @@
 """The ``dsv3`` command: parsing, exit statuses, and the way to each subcommand.
 
-Exit status 0: good. 2: bad usage or bad input, with one line on stderr. 1: an internal error, with
-its traceback. Results go to stdout, everything else to stderr.
+Exit status 0: good. 2: bad usage, bad input, or a file that the system refuses, with one line on
+stderr. 1: an internal error, with its traceback. 130: interrupted. Results go to stdout, everything
+else to stderr.
+
+Arguments are parsed before anything heavy is imported: ``cli/arguments/`` has those of a subcommand
+and needs no JAX, the module of the same name in ``cli/`` runs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import dsv3_jax
-from dsv3_jax.cli import convert, doctor, export, generate, plan, train, verify
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that complains in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+from dsv3_jax.cli.arguments import convert, doctor, export, generate, plan, train, verify
+from dsv3_jax.cli.arguments.parser import Parser
+from dsv3_jax.cli.interrupts import STATUS, Interrupts
 
 
 def parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="dsv3", description="DeepSeek-V3/R1 in JAX.", allow_abbrev=False)
+    top = Parser(prog="dsv3", description="DeepSeek-V3/R1 in JAX.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (generate, convert, verify, export, train, plan, doctor):
         name = module.__name__.rsplit(".", 1)[1]
-        summary = (module.__doc__ or "").splitlines()[0]
+        summary = module.SUMMARY
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
+def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
+    """Runs one command; returns its exit status.
+
+    Args:
+      arguments: those behind ``dsv3``; None takes the process's own.
+      interrupts: handles Ctrl-C, where the process is the command's own.
+    """
     parsed = parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        command = importlib.import_module(f"dsv3_jax.cli.{parsed.command}")
+        if interrupts is not None:
+            interrupts.raise_from_now_on()
+        command.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
         # Who read has read enough, as head does; what is still buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except ValueError as error:
-        print(f"dsv3 {parsed.command}: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(parsed.command, str(error))
+    except OSError as error:
+        # A disk that is full, a directory that may not be written: nothing that a traceback tells.
+        from dsv3_jax.checkpoint.failures import said
+
+        return _refuse(parsed.command, said(error))
     except KeyboardInterrupt:
-        return 130
+        return STATUS
+    except Exception:
+        if interrupts is not None and interrupts.seen:
+            return STATUS
+        raise
     return 0
+
+
+def _refuse(command: str, why: str) -> int:
+    print(f"dsv3 {command}: error: {why}", file=sys.stderr)
+    return 2

@@ -11,16 +11,26 @@ from rich.text import Text
 
 
 class Progress:
-    """Shows the rows of a run. A context; what else is said meanwhile goes through :meth:`say`."""
+    """Shows the rows of a run. On a terminal it shows the seconds of preparation before the first
+    row. A context; what else is said meanwhile goes through :meth:`say`.
 
-    def __init__(self, steps: int):
+    Args:
+      steps: of the whole run.
+      shown: False for all processes of a run but one.
+      console: where to write; default: stderr.
+    """
+
+    def __init__(self, steps: int, *, shown: bool = True, console: Console | None = None):
         self._steps = steps
-        self._console = Console(stderr=True, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False)
+        self._console = console or Console(stderr=True, highlight=False, quiet=not shown)
+        self._latest: str | None = None
+        self._entered = time.perf_counter()
+        self._live = Live(console=self._console, get_renderable=self._shown, refresh_per_second=4)
         self._held_out: float | None = None
         self._began: tuple[int, float] | None = None
 
     def __enter__(self) -> Progress:
+        self._entered = time.perf_counter()
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -36,11 +46,17 @@ class Progress:
             self._held_out = row["held_out"]["main"]
         line = self._line(row)
         if self._console.is_terminal:
-            # One line, whatever the terminal's width: more of them would not be written over.
-            short = Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
-            self._live.update(short, refresh=True)
+            self._latest = line
+            self._live.refresh()
         else:
             self.say(line)
+
+    def _shown(self) -> Text:
+        line = self._latest
+        if line is None:
+            line = f"preparing the first step, {time.perf_counter() - self._entered:.0f} s"
+        # One line, whatever the terminal's width: more of them would not be written over.
+        return Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
 
     def _line(self, row: dict[str, Any]) -> str:
         step = row["step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import shlex
 import shutil
 import sys
 import time
@@ -15,12 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.checkpoint.load import find_description, load
+from dsv3_jax.checkpoint.find import find_description
+from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
-from dsv3_jax.cli.layouts import add_layout
+from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.progress import Progress
+from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, parameter_count, random_model
+from dsv3_jax.files import publish_directory
+from dsv3_jax.model import DeepSeekV3, abstract, parameter_count, random_model
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
@@ -32,40 +35,6 @@ from sharding.distributed import initialize, wait_for_all
 MODEL = "model"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--config", metavar="JSON", help="config.json of a model to begin at random"
-    )
-    source.add_argument(
-        "--from", dest="source", metavar="MODEL", help="demo, a directory, a store, or a Hub name"
-    )
-    add(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="an .npz or .npy of token ids; or text files, patterns, directories",
-    )
-    add(
-        "--tokenizer",
-        metavar="PATH",
-        help="tokenizer.json or its directory (default: the model's, or the one beside --data)",
-    )
-    add("--out", type=Path, required=True, metavar="DIR", help="a new directory for the run")
-    add("--resume", action="store_true", help="go on with the run in --out; it knows its settings")
-    add_layout(parser, default="the first device")
-    add("--expert-devices", type=int, metavar="N", help="of --layout train (default: all devices)")
-    add("--to", choices=["bf16", "fp8", "float32"], help="type of OUT/model (default: bf16)")
-    add("--plot", action="store_true", help="draw OUT/loss.png and OUT/expert_load.png")
-    add("--json", action="store_true", help="one JSON object on stdout at the end")
-    add("--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla")
-    flags.add_fields(parser, "run", RunSettings, training_flags.RUN, {})
-    flags.add_fields(
-        parser, "training", TrainingConfig, training_flags.TRAINING, training_flags.DEFAULTS
-    )
-
-
 def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     if arguments.plot:
@@ -73,61 +42,117 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.distributed:
         initialize()
     # These bring grain and orbax: seconds that no other command should wait for.
+    from dsv3_jax.training import run as runs
+    from dsv3_jax.training.batches import check_length
     from dsv3_jax.training.corpus import read_corpus
-    from dsv3_jax.training.run import train
 
-    recorded = record.read(arguments.out) if arguments.resume else {}
+    out: Path = arguments.out
+    recorded = record.read(out) if arguments.resume else {}
     plan = _plan(arguments, recorded)
     settings = _settings(arguments, plan.pop("settings"))
     config = _training_config(arguments, recorded.get("training", {}))
+    if arguments.resume:
+        record.check_writable(out)
+    else:
+        record.check_new(out)
     compile_cache.enable(arguments.compile_cache)
     model_config = _model_config(plan, recorded)
     layout = _layout(plan)
-    tokenizer = _tokenizer(plan, arguments.out)
+    tokenizer = _tokenizer(plan, out, given=arguments.tokenizer is not None)
+    # As it is trained, whatever form its source has.
+    shapes = abstract(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
+    if layout is not None:
+        shapes.lay_out(layout)
+    runs.check(shapes, out, config, settings, resume=arguments.resume)
     corpus = read_corpus(plan["data"], model_config, tokenizer and Tokenizer(tokenizer))
-    model = _model(plan, model_config, settings.seed, layout)
-    first = jax.process_index() == 0
-    with Progress(config.steps) as progress:
+    check_length(corpus.train, settings.length)
+    first, alone = jax.process_index() == 0, jax.process_count() == 1
+    counts: dict[str, int] = {}
+    with Progress(config.steps, shown=first) as progress, StopRequest(alone) as request:
         say = progress.say if first else _nothing
-        say(
-            f"{parameter_count(model):,} parameters and {parameter_count(model, mtp=True):,} of "
-            f"MTP; {len(corpus.train):,} tokens, {len(corpus.held_out):,} held out; "
-            f"{1 if layout is None else layout.mesh.size} x {jax.devices()[0].device_kind}"
-        )
-        trained = train(
-            model,
-            corpus,
-            arguments.out,
-            config,
-            _less(settings, time.perf_counter() - began),
-            resume=arguments.resume,
-            report=progress.row if first else _nothing,
-            beside={"plan": plan | {"settings": dataclasses.asdict(settings)}},
-            tokenizer=tokenizer,
-        )
-    directory = arguments.out / MODEL
-    if directory.exists() and first:  # as this run was when it was stopped before
-        shutil.rmtree(directory)
-    wait_for_all("no model")
-    hf_directory.write(trained.model, directory, plan["to"], tokenizer)
+
+        # Called by the run, so that nothing here keeps the initial weights in memory.
+        def make() -> DeepSeekV3:
+            model = _model(plan, model_config, settings.seed, layout)
+            counts["parameters"] = parameter_count(model)
+            counts["mtp_parameters"] = parameter_count(model, mtp=True)
+            say(
+                f"{counts['parameters']:,} parameters and {counts['mtp_parameters']:,} of MTP; "
+                f"{len(corpus.train):,} tokens, {len(corpus.held_out):,} held out; "
+                f"{1 if layout is None else layout.mesh.size} x {jax.devices()[0].device_kind}"
+            )
+            return model
+
+        if (before := recorded.get("training", {}).get("steps", config.steps)) < config.steps:
+            say(
+                f"extends the run from {before} to {config.steps} steps: from here on its schedules"
+                f" are those of {config.steps} steps"
+            )
+        try:
+            trained = runs.train(
+                make,
+                corpus,
+                out,
+                config,
+                _less(settings, time.perf_counter() - began),
+                resume=arguments.resume,
+                report=progress.row if first else _nothing,
+                stop=request.made if alone else None,
+                beside={"plan": plan | {"settings": dataclasses.asdict(settings)}},
+                tokenizer=tokenizer,
+            )
+            if request.made() and not trained.finished:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if first:
+                say(_kept(out))
+            raise
+    _write_model(trained.model, out, plan["to"], tokenizer)
     if not first:
         return
-    _say(f"wrote {directory}")
+    _say(f"wrote {out / MODEL}")
     if arguments.plot:
         from dsv3_jax.viz.training import draw_run
 
-        _say("drew " + " and ".join(map(str, draw_run(arguments.out))))
+        _say("drew " + " and ".join(map(str, draw_run(out))))
     if arguments.json:
         last = trained.rows[-1] if trained.rows else {}
         result = {
-            "out": str(arguments.out),
-            "model": str(directory),
+            "out": str(out),
+            "model": str(out / MODEL),
             "finished": trained.finished,
-            "parameters": parameter_count(model),
-            "mtp_parameters": parameter_count(model, mtp=True),
+            **counts,
             "total_seconds": round(time.perf_counter() - began, 1),
         }
-        print(json.dumps(result | last))
+        print_json(result | last)
+
+
+def _write_model(model: DeepSeekV3, out: Path, to: hf_directory.To, tokenizer: Path | None) -> None:
+    """Writes OUT/model. One that is there, from before the run was resumed, stays until the new one
+    is whole."""
+    directory, fresh = out / MODEL, out / f".{MODEL}.new"
+    first = jax.process_index() == 0
+    if first and fresh.exists():
+        shutil.rmtree(fresh)
+    wait_for_all("no new model")
+    hf_directory.write(model, fresh, to, tokenizer)
+    if first:
+        if directory.exists():
+            shutil.rmtree(directory)
+        publish_directory(fresh, directory)
+
+
+def _kept(out: Path) -> str:
+    """What an interrupted run leaves, and how to go on."""
+    from dsv3_jax.training.run import CHECKPOINTS
+
+    saved = [int(path.name) for path in (out / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    if saved:
+        return (
+            f"interrupted; the checkpoint of step {max(saved)} is kept; go on with "
+            f"dsv3 train --out {shlex.quote(str(out))} --resume"
+        )
+    return f"interrupted; {out} holds no checkpoint"
 
 
 def _plan(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +181,13 @@ def _plan(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[st
 
 def _settings(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> RunSettings:
     # The time limit is one session's.
-    recorded = {name: value for name, value in recorded.items() if name != "max_minutes"}
-    return RunSettings(**(recorded | flags.given(arguments, RunSettings)))
+    before = flags.recorded(recorded, RunSettings)
+    before.pop("max_minutes", None)
+    return RunSettings(**(before | flags.given(arguments, RunSettings)))
 
 
 def _training_config(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> TrainingConfig:
-    values = flags.with_tuples(recorded) | flags.given(arguments, TrainingConfig)
+    values = flags.recorded(recorded, TrainingConfig) | flags.given(arguments, TrainingConfig)
     if "steps" not in values:
         raise ValueError("expected --steps, the length of the whole run")
     values.setdefault("learning_rate", training_flags.LEARNING_RATE)
@@ -205,8 +231,16 @@ def _model(
     return load(plan["source"], dtype=jnp.float32, layout=layout)[0]
 
 
-def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
-    """The directory that holds the run's tokenizer, where there is one."""
+def _tokenizer(plan: Mapping[str, Any], out: Path, given: bool) -> Path | None:
+    """The directory that holds the run's tokenizer, where there is one.
+
+    Args:
+      given: the plan's is from this command line. A recorded one may have gone or changed since the
+        run began; the run has a copy.
+    """
+    copied = out / record.TOKENIZER
+    if not given and (copied / "tokenizer.json").is_file():
+        return copied
     if plan["tokenizer"] is not None:
         path = Path(plan["tokenizer"])
         named = path.name == "tokenizer.json"
@@ -216,7 +250,7 @@ def _tokenizer(plan: Mapping[str, Any], out: Path) -> Path | None:
         return directory
     model = find_description(plan["source"]) if plan["source"] else Path(plan["config"])
     model = model if model.is_dir() else model.parent
-    places = (out / record.TOKENIZER, model, Path(plan["data"][0]).parent)
+    places = (model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
 
 

@@ -13,7 +13,7 @@ RUN = {
 }
 
 TRAINING = {
-    "steps": "length of the whole run, which the schedules refer to",
+    "steps": "length of the whole run, which the schedules refer to; more extend a run",
     "learning_rate": "the largest",
     "final_learning_rate": "where the cosine ends",
     "warmup_steps": "of linear rise",

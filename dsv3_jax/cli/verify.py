@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from pathlib import Path
 
-from dsv3_jax.cli import flags
 from dsv3_jax.cli.byte_progress import ByteProgress
-from dsv3_jax.viz.canvas import check_matplotlib, save
+from dsv3_jax.cli.output import print_json
+from dsv3_jax.viz.canvas import check_picture, save
 
 _LISTED = 100  # findings
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("a", metavar="A", help="demo, a Hugging Face directory, a store, or a Hub name")
-    add("b", metavar="B", nargs="?", help="another checkpoint of the same model, in any form")
-    add("--equal", action="store_true", help="with B: any difference is an error")
-    add(
-        "--plot", type=Path, metavar="PNG", help="draw weights and scales, or differences, by layer"
-    )
-    flags.add_workers(parser, "tensors")
-    add("--json", action="store_true", help="one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         "plot": arguments.plot and str(arguments.plot),
     }
     if arguments.json:
-        print(json.dumps(report))
+        print_json(report)
     elif findings:
         print("\n".join(f"dsv3: {line}" for line in findings[:_LISTED]), file=sys.stderr)
     else:
@@ -86,10 +72,5 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--workers: expected at least 1, got {arguments.workers}")
     if arguments.equal and arguments.b is None:
         raise ValueError("--equal: expected two checkpoints, got one")
-    if arguments.plot is None:
-        return
-    check_matplotlib("--plot")
-    if arguments.plot.suffix != ".png" or not arguments.plot.absolute().parent.is_dir():
-        raise ValueError(
-            f"--plot: expected a .png in a directory that exists, got {arguments.plot}"
-        )
+    if arguments.plot is not None:
+        check_picture("--plot", arguments.plot)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "interrupted", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Completion:
     logprobs: list[float]
     """Natural-log probability of each, before temperature and filters."""
     finish_reason: FinishReason
-    """``stop``: a stop token or stop string; ``length``: max_new_tokens or max_len."""
+    """``stop``: a stop token or stop string; ``length``: max_new_tokens. What an exception carries
+    (:mod:`dsv3_jax.generation.errors`) also has ``interrupted``, not at its end, and ``error``: the
+    next token's logits were not finite."""
     prompt_tokens: int
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each token, the most probable (token, logprob) pairs, best first."""
@@ -150,6 +152,10 @@ class Piece(str):
         piece.tokens = tokens
         piece.finish_reason = finish_reason
         return piece
+
+    def __reduce__(self) -> tuple[type[Piece], tuple[str, list[int], FinishReason | None]]:
+        """For copies and pickles: those of a str keep its text alone."""
+        return type(self), (self.text, self.tokens, self.finish_reason)
 
     @property
     def text(self) -> str:

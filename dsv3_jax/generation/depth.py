@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 AUTO_DEPTHS = (0, 1, 2, 4)  # what "auto" chooses from; a compiled program each
-MAX_DEPTH = 4
 AUTO_STEPS = 32  # of a dispatch where the depth is chosen anew for each
 
 _MEMORY = 0.9  # how much of the acceptance seen still counts after another dispatch

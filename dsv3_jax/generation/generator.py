@@ -6,21 +6,26 @@ import inspect
 import itertools
 import numbers
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from dsv3_jax.generation.batch import Batch
-from dsv3_jax.generation.completion import Completion, Generation, Piece, Speculation, Stats
+from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.errors import Interrupted
+from dsv3_jax.generation.interruption import InterruptsDeferred
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.programs import Programs
-from dsv3_jax.generation.request import Prompt, Request, RequestReader, check
+from dsv3_jax.generation.request import Prompt, Request, RequestReader
+from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
+from dsv3_jax.generation.tally import Tally, non_finite
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
+from sharding.distributed import slowest
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -62,10 +67,20 @@ class Generator:
         stride: int = 16,
         count_routing: bool = False,
     ):
+        if not isinstance(model, DeepSeekV3):
+            raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
+        wanted = ("encode", "decode", "vocab_size", "eos_token_id", "special_token_id")
+        if tokenizer is not None and not all(hasattr(tokenizer, name) for name in wanted):
+            got = type(tokenizer).__name__
+            raise ValueError(f"tokenizer: expected a dsv3_jax.Tokenizer or None, got {got}")
         reach = model.config.max_position_embeddings
         integer = numbers.Integral
         expected = f"2 to {reach} (max_position_embeddings)"
         check("max_len", max_len, expected, integer, 2, reach)
+        if not isinstance(batch_sizes, Sequence):
+            raise ValueError(
+                f"batch_sizes: expected a sequence of sizes, such as (1, 4), got {batch_sizes!r}"
+            )
         if not batch_sizes:
             raise ValueError("batch_sizes: expected sizes of at least 1, got none")
         for size in batch_sizes:
@@ -97,33 +112,43 @@ class Generator:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int | Sequence[int] = 64,
+        max_new_tokens: int | Sequence[int | None] | None = DEFAULT_NEW_TOKENS,
         temperature: float | Sequence[float] = 0.0,
         top_p: float | Sequence[float] = 1.0,
         top_k: int | Sequence[int] = 0,
         min_p: float | Sequence[float] = 0.0,
-        seed: int | Sequence[int] = 0,
-        stop: str | Sequence[str] = (),
-        stop_tokens: Sequence[int] = (),
-        ignore_eos: bool = False,
-        logprobs: int = 0,
+        seed: int | Sequence[int] | None = None,
+        n: int = 1,
+        stop: str | Sequence[str | Sequence[str]] = (),
+        stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+        ignore_eos: bool | Sequence[bool] = False,
+        logprobs: int | Sequence[int] = 0,
         draft: str | Drafter | None = None,
         draft_depth: int | Literal["auto"] = 1,
+        progress: Callable[[int], object] | None = None,
     ) -> Generation:
         """Completes every prompt.
+
+        All settings but ``n``, ``draft``, ``draft_depth`` and ``progress`` are one value for all
+        prompts, or a sequence with one for each.
 
         Args:
           prompts: text, or token ids; one, or several of different lengths. Text is encoded with
             the special tokens its tokenizer adds.
-          max_new_tokens: and the other settings up to ``seed``: one value for all prompts, or one
-            for each.
+          max_new_tokens: most tokens of a completion. The default, 64, takes the room that is left
+            in ``max_len`` where that is less; another number has to fit. None takes all the room.
           temperature: 0 is greedy. Then ``top_k``, ``top_p`` and ``min_p`` apply, in this order.
-          seed: equal seeds give equal tokens for equal prompts, alone or in any batch.
-          stop: ends a request where one of these strings appears, and cuts the text before it.
-          stop_tokens: end a request beside the model's own end-of-sequence tokens.
+          seed: equal seeds give equal tokens for equal prompts, alone or in any batch. None: the
+            i-th completion of the call has seed i, so that equal prompts differ.
+          n: completions a prompt, run as that many prompts would be: the first prompt's come
+            first. The j-th has the prompt's seed plus j, modulo 2**32.
+          stop: ends a request where one of these strings appears, and cuts the text before it. For
+            each prompt its own: a sequence of sequences.
+          stop_tokens: end a request beside the model's own end-of-sequence tokens. For each prompt
+            its own: a sequence of sequences.
           ignore_eos: go on past the model's own end-of-sequence tokens.
-          logprobs: how many of the most probable tokens to report at each place (at most 20). The
-            chosen token's own logprob always comes.
+          logprobs: how many of the most probable tokens to report at each position (at most 20).
+            The chosen token's own logprob always comes.
           draft: who guesses tokens ahead for the model to check several at once: None (nobody),
             ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a Drafter.
             Greedy tokens stay the same, drawn ones keep their distribution; a seed gives other
@@ -131,9 +156,15 @@ class Generator:
             model says: for measuring speed alone, its text is not the model's.
           draft_depth: most tokens guessed at a time, 1 to 4; ``"auto"`` follows the acceptance and
             the cost measured so far, and may leave off. Then a seed's tokens also depend on them.
+          progress: called after each dispatch, about twice a second, with the number of tokens that
+            all prompts have generated so far.
 
         Raises:
           ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
+          Interrupted: Ctrl-C, within about half a second on the device; it carries the completions
+            so far. A KeyboardInterrupt.
+          NonFiniteLogitsError: the model computed NaN or an infinity. It ends all sequences of the
+            call, and carries the completions so far. A ValueError.
         """
         began = time.perf_counter()
         requests = self.requests(
@@ -144,67 +175,97 @@ class Generator:
             top_k=top_k,
             min_p=min_p,
             seed=seed,
+            n=n,
             stop=stop,
             stop_tokens=stop_tokens,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             draft=draft,
             draft_depth=draft_depth,
+            progress=progress,
         )
         plan = self._plan({"draft": draft, "draft_depth": draft_depth})
-        completions: list[Completion] = []
-        first: float | None = None
-        steps, later_tokens, later_seconds = 0, 0, 0.0
+        tally = Tally(requests, began, n)
+        with InterruptsDeferred() as interrupts:
+
+            def between() -> None:
+                if progress is not None:
+                    progress(tally.new_tokens)
+                # All processes of a mesh, or those that go on would wait for the others.
+                anywhere = self._programs.spans_processes and slowest(interrupts.pending) > 0
+                interrupts.deliver(elsewhere=anywhere)
+
+            try:
+                self._run(requests, plan, tally, between)
+            except KeyboardInterrupt:
+                raise Interrupted(tally.generation()) from None
+        return tally.generation()
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        plan: DraftPlan,
+        tally: Tally,
+        between: Callable[[], None],
+    ) -> None:
+        """Runs all requests, batch by batch, and adds each batch to ``tally``."""
         largest = self.batch_sizes[-1]
         for at in range(0, len(requests), largest):
-            batch = self._batch(requests[at : at + largest], plan)
-            batch.advance(1)
-            first_done = time.perf_counter()
-            first = first_done - began if first is None else first
-            first_tokens = sum(len(t.tokens) for t in batch.trackers)
-            while batch.running:
-                batch.advance(self.stride if batch.watches_text else None)
-            later_seconds += time.perf_counter() - first_done
-            later_tokens += sum(len(t.tokens) for t in batch.trackers) - first_tokens
-            steps += batch.steps
-            completions += batch.completions()
-        return Generation(
-            completions,
-            Stats(
-                steps=steps,
-                new_tokens=sum(len(c.tokens) for c in completions),
-                time_to_first_token=first or 0.0,
-                seconds=time.perf_counter() - began,
-                tokens_per_second=later_tokens / later_seconds if later_tokens > 0 else 0.0,
-                speculation=Speculation.total([c.speculation for c in completions]),
-            ),
-        )
+            batch = self._batch(requests[at : at + largest], plan, between=between)
+            tally.begin(batch)
+            try:
+                batch.prefill()
+                batch.advance(1)
+                tally.has_first_tokens()
+                while batch.running and not batch.broken:
+                    batch.advance(self.stride if batch.watches_text else None)
+            finally:
+                # Before the next batch has its own cache, and though a traceback may hold this one.
+                batch.free()
+                tally.end()
+            if batch.broken:
+                raise non_finite(batch, tally, at)
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
         """The completion of one prompt, piece by piece, ``stride`` tokens at a time.
 
-        Takes the settings of :meth:`generate`. A piece never ends inside a character or inside what
-        may become a stop string; joined, the pieces are generate's text. Settings are checked at
-        the call, before the first piece.
+        Takes the settings of :meth:`generate` but ``progress``, and no ``n`` but 1. A piece never
+        ends inside a character or inside what may become a stop string; joined, the pieces are
+        generate's text. Without a tokenizer pieces hold tokens alone. Settings are checked at the
+        call, before the first piece.
         """
         requests = self.requests(prompt, **settings)
         plan = self._plan(settings)
+        if (n := settings.get("n", 1)) != 1:
+            raise ValueError(f"n: expected 1 in a stream, got {n}")
+        if (progress := settings.get("progress")) is not None:
+            raise ValueError(
+                f"progress: expected None in a stream, whose pieces show it, got {progress!r:.80}"
+            )
         if len(requests) != 1:
             raise ValueError(f"stream: expected one prompt, got {len(requests)}")
 
         def pieces() -> Iterator[Piece]:
+            tally = Tally(requests, time.perf_counter())
             batch = self._batch(requests, plan)
+            tally.begin(batch)
             tracker = batch.trackers[0]
             sent = 0
+            batch.prefill()
             batch.advance(1)
             while True:
-                reason = None if batch.running else batch.finish_reason(0)
+                reason = None if batch.running or batch.broken else batch.finish_reason(0)
                 text = tracker.piece(final=reason is not None)
-                if text or reason is not None:
-                    yield Piece(text, tracker.tokens[sent:], reason)
+                fresh = tracker.tokens[sent:]
+                if text or reason is not None or (fresh and self.tokenizer is None):
+                    yield Piece(text, fresh, reason)
                     sent = len(tracker.tokens)
                 if reason is not None:
                     return
+                if batch.broken:
+                    batch.free()
+                    tally.end()
+                    raise non_finite(batch, tally, 0)
                 batch.advance(self.stride)
 
         return pieces()
@@ -217,31 +278,35 @@ class Generator:
         draft: str | Drafter | None = None,
         draft_depth: int | Literal["auto"] = 1,
     ) -> float:
-        """Compiles what a batch of that size needs, and measures depths where "auto" is to choose
-        among them; seconds it took."""
+        """Compiles what a batch of that size needs (prompts times ``n``), and measures depths where
+        "auto" is to choose among them; seconds it took."""
         began = time.perf_counter()
         settings = {"logprobs": logprobs, "draft": draft, "draft_depth": draft_depth}
         requests = self.requests(
-            [[0]] * batch_size, max_new_tokens=self.max_len, ignore_eos=True, **settings
+            [[0]] * batch_size, max_new_tokens=None, ignore_eos=True, **settings
         )
         plan, largest = self._plan(settings), self.batch_sizes[-1]
         # To be chosen among, a depth runs twice: with its compilation, and to be measured.
         runs = [1] if len(plan.depths) == 1 else [None, None]
         for size in {min(batch_size, largest), batch_size % largest} - {0}:
-            batch = self._batch(requests[:size], plan)
+            batch: Batch | None = None
             for depth, tokens in itertools.product(plan.depths, runs):
-                if not batch.running:
-                    batch = self._batch(requests[:size], plan)
+                if batch is None or not batch.running:
+                    batch = None  # frees its cache before the next one is made
+                    batch = self._batch(requests[:size], plan, warms_up=True)
+                    batch.prefill()
                 batch.advance(tokens, depth=depth)
         return time.perf_counter() - began
 
     def use(self, model: DeepSeekV3) -> None:
-        """Goes on with another model of the same arrays, such as one whose experts were placed
-        anew (:meth:`~dsv3_jax.model.DeepSeekV3.place_experts`), also between the pieces of a
-        stream. Nothing is compiled.
+        """Continues with another model of the same config, options and arrays' shapes, such as one
+        whose experts were placed anew (:meth:`~dsv3_jax.model.DeepSeekV3.place_experts`), also
+        between the pieces of a stream. Nothing is compiled. The arrays of the model used so far are
+        freed when the caller no longer holds them.
 
         Raises:
-          ValueError: its arrays differ in number, shape, dtype or place.
+          ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
+            or its arrays differ in number, shape, dtype or sharding.
         """
         self._programs.use(model)
 
@@ -267,14 +332,18 @@ class Generator:
         """
         inspect.signature(self.generate).bind(prompts, **settings)
         self._plan(settings)
-        of_a_request = {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
+        progress = settings.get("progress")
+        if progress is not None and not callable(progress):
+            raise ValueError(f"progress: expected a function or None, got {progress!r:.80}")
+        of_a_call = ("draft", "draft_depth", "progress")
+        of_a_request = {n: v for n, v in settings.items() if n not in of_a_call}
         return self._reader.read(prompts, **of_a_request)
 
     def _plan(self, settings: Mapping[str, Any]) -> DraftPlan:
         draft, depth = settings.get("draft"), settings.get("draft_depth", 1)
         return DraftPlan.read(draft, depth, self._programs.model_config)
 
-    def _batch(self, requests: Sequence[Request], plan: DraftPlan) -> Batch:
+    def _batch(self, requests: Sequence[Request], plan: DraftPlan, **options: Any) -> Batch:
         size = next(size for size in self.batch_sizes if size >= len(requests))
         chooser = self._choosers.setdefault((plan, size), DepthChooser(plan.depths))
-        return Batch(self._programs, self.tokenizer, requests, size, plan, chooser)
+        return Batch(self._programs, self.tokenizer, requests, size, plan, chooser, **options)

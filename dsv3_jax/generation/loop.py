@@ -10,20 +10,33 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from dsv3_jax.generation.drafters import Drafter, Drafts, mask_padding, no_drafts
 from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
+from dsv3_jax.generation.state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.model import DeepSeekV3
 
 
 def prefill(
-    model: DeepSeekV3, state: DecodeState, drafter: Drafter | None, *, chunk: int
+    model: DeepSeekV3,
+    state: DecodeState,
+    chunks: Int[Array, ""],
+    drafter: Drafter | None = None,
+    *,
+    chunk: int,
 ) -> DecodeState:
-    """Caches every prompt token but the last of each row, ``chunk`` tokens a row at a time."""
+    """Caches every prompt token but the last of each row, ``chunk`` tokens a row at a time.
+
+    Args:
+      chunks: most of them in this dispatch; another goes on where it ended.
+    """
 
     def missing(state: DecodeState) -> Int[Array, " B"]:
         return state.lengths - 1 - state.cache.lengths
 
-    def body(state: DecodeState) -> DecodeState:
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        i, state = carry
+        return i + 1, extended(state)
+
+    def extended(state: DecodeState) -> DecodeState:
         starts = state.cache.lengths
         positions = starts[:, None] + jnp.arange(chunk)
         tokens = jnp.take_along_axis(state.tokens, positions, axis=1, mode="clip")
@@ -45,7 +58,12 @@ def prefill(
             pending=jnp.minimum(cache.lengths, 1),
         )
 
-    return jax.lax.while_loop(lambda s: jnp.any(missing(s) > 0), body, state)
+    def proceed(carry: tuple[jax.Array, DecodeState]) -> Bool[Array, ""]:
+        i, state = carry
+        return (i < chunks) & jnp.any(missing(state) > 0)
+
+    _, state = jax.lax.while_loop(proceed, body, (jnp.int32(0), state))
+    return state
 
 
 def decode(
@@ -88,7 +106,8 @@ def decode_step(
 ) -> DecodeState:
     """Drafts, checks all drafts in one pass of the model, and appends what holds.
 
-    A running row gains one token at least: the model's own behind the accepted drafts.
+    A running row gains one token at least: the model's own behind the accepted drafts. Where its
+    logits are not finite, it gains what comes before them, and ends.
     """
     running = state.finished == RUNNING
     if drafter is None:
@@ -104,7 +123,10 @@ def decode_step(
     hidden, cache = model.extend(
         fed, jnp.where(running, 1 + drafts.counts, 0), state.cache, "absorbed"
     )
-    logits = mask_padding(model.logits(hidden.post_norm), vocab_size)
+    logits = model.logits(hidden.post_norm)
+    # An infinity of the model's own must not pass for one of mask_padding's. As NaN it is the
+    # largest of the logits, as argmax orders them, and so shows without another pass over them.
+    logits = mask_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
     acceptance = None if drafter is None else drafter.acceptance
     tokens, accepted = verify(logits, drafts, sampling, state.lengths, acceptance)
 
@@ -113,10 +135,15 @@ def decode_step(
     stops &= place <= accepted[:, None]
     stopped = jnp.any(stops, axis=1)
     gained = jnp.where(stopped, jnp.argmax(stops, axis=1), accepted) + 1
-    gained = jnp.where(running, gained, 0).astype(jnp.int32)
+    # verify searches for the most probable token too: XLA does it once for both.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
+    peak = jnp.take_along_axis(logits, best, axis=-1)
+    finite = jnp.cumprod(jnp.isfinite(peak[..., 0]).astype(jnp.int32), axis=1).sum(axis=1)
+    broken = finite < gained
+    gained = jnp.where(running, jnp.minimum(gained, finite), 0).astype(jnp.int32)
     # The rewind: what was cached of refused drafts lies past the length, and is overwritten.
     cache = dataclasses.replace(cache, lengths=before + gained)
-    state = _append(dataclasses.replace(state, cache=cache), gained, tokens, logits)
+    state = _append(dataclasses.replace(state, cache=cache), gained, tokens, logits, peak)
     state = _count(state, drafts, gained)
     if drafter is not None and drafter.mtp_hidden is not None:
         feed = hidden.feed(drafter.mtp_hidden)
@@ -128,6 +155,7 @@ def decode_step(
         )
     full = state.lengths >= state.limits
     outcome = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
+    outcome = jnp.where(broken, NOT_FINITE, outcome)
     return dataclasses.replace(
         state, finished=jnp.where(running, outcome, state.finished), steps=state.steps + 1
     )
@@ -138,8 +166,10 @@ def _append(
     gained: Int[Array, " B"],
     tokens: Int[Array, "B T"],
     logits: Float32[Array, "B T W"],
+    peak: Float32[Array, "B T 1"],
 ) -> DecodeState:
-    """Writes each row's new tokens and their log-probabilities at the row's end."""
+    """Writes each row's new tokens and their log-probabilities at the row's end. ``peak`` is the
+    largest logit of each position."""
     rows = jnp.arange(tokens.shape[0])[:, None]
     step = jnp.arange(tokens.shape[1])
     inside = step < gained[:, None]
@@ -148,10 +178,7 @@ def _append(
     def put(array: jax.Array, values: jax.Array) -> jax.Array:
         return array.at[rows, places].set(values, mode="drop")
 
-    # log_softmax of what is asked for. The largest logit is the most probable token's, whose search
-    # XLA shares with the choice of tokens.
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
-    peak = jnp.take_along_axis(logits, best, axis=-1)
+    # log_softmax of what is asked for.
     total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
     chosen = (jnp.take_along_axis(logits, tokens[..., None], axis=-1) - peak - total)[..., 0]
     top_logits, top_tokens = jax.lax.top_k(logits, state.top_tokens.shape[-1])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.generation.depth import AUTO_DEPTHS, MAX_DEPTH
+from dsv3_jax.generation.depth import AUTO_DEPTHS
 from dsv3_jax.generation.drafters import Drafter, MTPDrafter, NgramDrafter, SyntheticDrafter
-from dsv3_jax.generation.request import check
+from dsv3_jax.generation.settings import check_draft, parse_draft, unknown_draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +31,12 @@ class DraftPlan:
         Raises:
           ValueError: no such drafter, a depth out of range, or a model that cannot draft so.
         """
-        if draft_depth != "auto":
-            expected = f"an integer from 1 to {MAX_DEPTH}, or 'auto'"
-            check("draft_depth", draft_depth, expected, numbers.Integral, 1, MAX_DEPTH)
+        check_draft(draft, draft_depth)
         if draft is None:
             return cls()
         drafter = _named(draft) if isinstance(draft, str) else draft
         if not isinstance(drafter, Drafter):
-            raise _unknown(draft)
+            raise unknown_draft(draft)
         if drafter.mtp_hidden is not None and not config.num_nextn_predict_layers:
             raise ValueError(
                 f"draft: expected a model with an MTP layer for {drafter.name!r}, got one without "
@@ -49,20 +46,7 @@ class DraftPlan:
 
 
 def _named(draft: str) -> Drafter:
-    """The drafter called ``mtp``, ``ngram`` or ``synthetic:RATE``."""
-    kind, _, rate = draft.partition(":")
-    if kind == "synthetic":
-        try:
-            return SyntheticDrafter(float(rate))
-        except ValueError:
-            raise _unknown(draft) from None
-    if draft in ("mtp", "ngram"):
-        return MTPDrafter() if draft == "mtp" else NgramDrafter()
-    raise _unknown(draft)
-
-
-def _unknown(draft: object) -> ValueError:
-    return ValueError(
-        "draft: expected None, 'mtp', 'ngram', 'synthetic:RATE' with a rate from 0 to 1, or a "
-        f"Drafter; got {draft!r}"
-    )
+    kind, rate = parse_draft(draft)
+    if rate is not None:
+        return SyntheticDrafter(rate)
+    return MTPDrafter() if kind == "mtp" else NgramDrafter()

@@ -56,14 +56,16 @@ class Program:
         # where a Module takes 3.7 ms.
         graph, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
+        layout = model.layout
 
+        # Captures nothing that holds arrays: they must go when `leaves` are replaced.
         def run(leaves: list[jax.Array], state: DecodeState, *args: Any) -> DecodeState:
             state = loop(nnx.merge(graph, jax.tree.unflatten(treedef, leaves)), state, *args)
-            return _laid_out(state, model.layout)
+            return _laid_out(state, layout)
 
-        platform = (model.layout and model.layout.platform) or target.platform()
+        platform = (layout and layout.platform) or target.platform()
         options = GPU_OPTIONS if platform == "gpu" else {}
-        return cls(run, leaves, static, options, model.layout)
+        return cls(run, leaves, static, options, layout)
 
     @functools.cached_property
     def jitted(self) -> Any:
@@ -137,18 +139,22 @@ class Programs:
     """Both loops of a model, for rows of up to ``max_len`` tokens."""
 
     prefill: Program
-    """Of a state and a drafter, or None."""
+    """Of a state, a number of chunks, and a drafter or None."""
     decode: Program
     """Of a state, Sampling, a number of steps, a drafter or None, and a depth."""
+    graph: nnx.GraphDef[DeepSeekV3]
+    """The model's modules and options, without its arrays."""
     model_config: ModelConfig
     dtype: DTypeLike
     max_len: int
+    prefill_chunk: int
     layout: Layout | None
     attn_impl: AttnImpl | None
     routing_counts: np.ndarray | None
     """int64, of all batches so far: see LatentKVCache.routing_counts. Batches add to it."""
-    ran: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
-    """Decode programs that have run, and hence are compiled."""
+    seconds: dict[tuple[object, ...], float | None] = dataclasses.field(default_factory=dict)
+    """Seconds of a step, or of a chunk, the last time each program ran, by its static arguments and
+    shapes. None where that run compiled it."""
 
     @classmethod
     def of(
@@ -163,25 +169,44 @@ class Programs:
         """``vocab_size``: ids from here on are padding of the embedding and never chosen."""
         counted = (len(model.moe_layers()), model.config.n_routed_experts)
         return cls(
-            prefill=Program.of(model, functools.partial(prefill, chunk=prefill_chunk), static=(2,)),
+            prefill=Program.of(model, functools.partial(prefill, chunk=prefill_chunk), static=(3,)),
             decode=Program.of(
                 model, functools.partial(decode, vocab_size=vocab_size), static=(4, 5)
             ),
+            graph=nnx.split(model)[0],
             model_config=model.config,
             dtype=model.dtype,
             max_len=max_len,
+            prefill_chunk=prefill_chunk,
             layout=model.layout,
             attn_impl=model.attn_impl,
             routing_counts=np.zeros(counted, np.int64) if count_routing else None,
         )
 
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the model's mesh has devices of several processes."""
+        mesh = None if self.layout is None else self.layout.mesh
+        return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
+
     def use(self, model: DeepSeekV3) -> None:
-        """From the next dispatch on, with this model's arrays; nothing is compiled.
+        """Replaces the model's arrays from the next dispatch on; nothing is compiled. The arrays
+        used so far are freed when nobody else holds them.
 
         Raises:
-          ValueError: they are not those of the model before in number, shape, dtype and place.
+          ValueError: the model differs in its config, layout, ``attn_impl``, dtype or modules, or
+            its arrays differ in number, shape, dtype or sharding.
         """
-        leaves = jax.tree.leaves(nnx.split(model)[1])
+        if not isinstance(model, DeepSeekV3):
+            raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
+        self._check_options(model)
+        graph, state = nnx.split(model)
+        if graph != self.graph:
+            raise ValueError(
+                "model: expected the modules and options of the model in use (quantization, float8 "
+                "activations, whether experts are placed), got others"
+            )
+        leaves = jax.tree.leaves(state)
         for program in (self.prefill, self.decode):
             before = [(x.shape, x.dtype, x.sharding) for x in program.leaves]
             if before != [(x.shape, x.dtype, x.sharding) for x in leaves]:
@@ -190,6 +215,25 @@ class Programs:
                 )
         for program in (self.prefill, self.decode):
             program.leaves[:] = leaves
+
+    def _check_options(self, model: DeepSeekV3) -> None:
+        """Names the option that differs: the graphs would differ too, but do not say where."""
+        changed = [
+            f"{f.name} {new!r} instead of {old!r}"
+            for f in dataclasses.fields(self.model_config)
+            if (new := getattr(model.config, f.name)) != (old := getattr(self.model_config, f.name))
+        ]
+        if changed:
+            raise ValueError(
+                f"model: expected the config of the model in use, got {', '.join(changed)}"
+            )
+        if model.layout != self.layout:
+            raise ValueError("model: expected the layout of the model in use, got another")
+        for name, new in (("attn_impl", model.attn_impl), ("dtype", model.dtype)):
+            if new != (old := getattr(self, name)):
+                raise ValueError(
+                    f"model: expected the {name} of the model in use, {old}, got {new}"
+                )
 
     def empty_state(
         self, rows: int, *, depth: int = 0, mtp: bool = False, top: int = 0

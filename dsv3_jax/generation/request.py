@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.settings import (
+    DEFAULT_NEW_TOKENS,
+    MAX_STOP_TOKENS,
+    Default,
+    check,
+    check_setting,
+    check_unicode,
+)
 from dsv3_jax.tokenizer import Tokenizer
-
-FLOAT32_MAX = 2.0**128 - 2.0**104
-
-MAX_TOP_LOGPROBS = 20
-MAX_STOP_TOKENS = 8  # slots in the compiled program, the model's own end tokens among them
+from dsv3_jax.words import counted
 
 Prompt = str | Sequence[int]
+
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers too, but never meant as ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    max_new_tokens: int = 64
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -39,29 +44,9 @@ class Request:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        integer, real = numbers.Integral, numbers.Real  # NumPy's are among them
-        check("max_new_tokens", self.max_new_tokens, "an integer of at least 1", integer, 1)
-        expected = "a number in [0, 3.4e38]"
-        check("temperature", self.temperature, expected, real, 0, FLOAT32_MAX)
-        check("top_p", self.top_p, "a number in (0, 1]", real, 0, 1)
-        if self.top_p == 0:
-            raise ValueError("top_p: expected a number in (0, 1], got 0")
-        check("top_k", self.top_k, "an integer in [0, 2**31)", integer, 0, 2**31 - 1)
-        check("min_p", self.min_p, "a number in [0, 1]", real, 0, 1)
-        check("seed", self.seed, "an integer in [0, 2**32)", integer, 0, 2**32 - 1)
-        if "" in self.stop:
-            raise ValueError("stop: expected strings that are not empty, got ''")
-        expected = f"an integer from 0 to {MAX_TOP_LOGPROBS}"
-        check("logprobs", self.logprobs, expected, integer, 0, MAX_TOP_LOGPROBS)
-
-
-def check(
-    name: str, value: Any, expected: str, kind: type, least: float, most: float = math.inf
-) -> None:
-    """Raises ValueError unless the value is of that kind, no bool, and from least to most."""
-    right = isinstance(value, kind) and not isinstance(value, bool)
-    if not right or not least <= value <= most:  # NaN compares false
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        for field in dataclasses.fields(self):
+            if field.name != "prompt":
+                check_setting(field.name, getattr(self, field.name))
 
 
 class RequestReader:
@@ -80,43 +65,69 @@ class RequestReader:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        stop: str | Sequence[str] = (),
-        stop_tokens: Sequence[int] = (),
-        ignore_eos: bool = False,
-        logprobs: int = 0,
+        n: int = 1,
+        max_new_tokens: Any = DEFAULT_NEW_TOKENS,
+        seed: Any = None,
+        stop: Any = (),
+        stop_tokens: Any = (),
+        ignore_eos: Any = False,
         **settings: Any,
     ) -> list[Request]:
-        """One request a prompt; each of ``settings`` is one value for all, or one for each."""
-        prompts = _plain(prompts)
-        several: list[Any] = list(prompts) if _are_several(prompts) else [prompts]
-        if not several:
-            raise ValueError("prompts: expected at least one, got none")
-        columns = {name: _spread(name, v, len(several)) for name, v in settings.items()}
-        stop = self._stop_strings(stop)
-        ends = self._stop_ids(stop, stop_tokens, ignore_eos)
-        return [
+        """``n`` requests a prompt, the first prompt's first. Each setting is one value for all
+        prompts, or a sequence with one for each; see :meth:`Generator.generate`."""
+        check_setting("n", n)
+        texts = [self._prompt_ids(prompt) for prompt in _several(prompts)]
+        count = len(texts)
+        seeds = list(range(0, n * count, n)) if seed is None else _spread("seed", seed, count)
+        columns = {name: _spread(name, value, count) for name, value in settings.items()}
+        columns["max_new_tokens"] = [
+            self._new_tokens(value, len(ids))
+            for value, ids in zip(
+                _spread("max_new_tokens", max_new_tokens, count), texts, strict=True
+            )
+        ]
+        stops = [_stop_strings(s) for s in _spread("stop", stop, count, of_sequences=True)]
+        ends = _spread("stop_tokens", stop_tokens, count, of_sequences=True)
+        ignores = _spread("ignore_eos", ignore_eos, count)
+        columns["stop"] = [self._with_tokenizer(strings) for strings in stops]
+        columns["stop_tokens"] = [
+            self._stop_ids(*each) for each in zip(stops, ends, ignores, strict=True)
+        ]
+        first = [
             Request(
-                prompt=self._prompt_ids(prompt),
-                stop=stop,
-                stop_tokens=ends,
-                logprobs=logprobs,
+                prompt=ids,
+                seed=seeds[i],
                 **{name: column[i] for name, column in columns.items()},
             )
-            for i, prompt in enumerate(several)
+            for i, ids in enumerate(texts)
+        ]
+        return [
+            dataclasses.replace(request, seed=(int(request.seed) + j) % 2**32)
+            for request in first
+            for j in range(n)
         ]
 
-    def _stop_strings(self, stop: str | Sequence[str]) -> tuple[str, ...]:
-        strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(strings, Collection) or not all(isinstance(s, str) for s in strings):
-            raise ValueError(f"stop: expected a string or several, got {stop!r}")
-        strings = tuple(strings)
+    def _new_tokens(self, value: Any, prompt_tokens: int) -> int:
+        room = self._max_len - prompt_tokens
+        if value is None or (isinstance(value, Default) and value > room):
+            return room
+        check_setting("max_new_tokens", value)
+        if value > room:
+            raise ValueError(
+                f"max_new_tokens: expected at most {room} (max_len {self._max_len}, less a prompt "
+                f"of {counted(prompt_tokens, 'token')}; None takes all of it), got {value}"
+            )
+        return value
+
+    def _with_tokenizer(self, strings: tuple[str, ...]) -> tuple[str, ...]:
         if strings and self._tokenizer is None:
             raise ValueError(f"stop: expected none, for there is no tokenizer; got {strings[0]!r}")
         return strings
 
     def _stop_ids(
-        self, stop: tuple[str, ...], stop_tokens: Sequence[int], ignore_eos: bool
+        self, stop: tuple[str, ...], stop_tokens: Any, ignore_eos: Any
     ) -> tuple[int, ...]:
+        check_setting("ignore_eos", ignore_eos)
         ends = [*self._ids("stop_tokens", _plain(stop_tokens))]
         ends += () if ignore_eos else self._end_tokens()
         if self._tokenizer is not None:
@@ -140,19 +151,20 @@ class RequestReader:
         if isinstance(prompt, str) and prompt:
             if self._tokenizer is None:
                 raise ValueError("prompt: expected token ids, for there is no tokenizer; got text")
+            check_unicode("prompt", prompt)
             prompt = self._tokenizer.encode(prompt)
         ids = self._ids("prompt", _plain(prompt))
         if not ids:
             raise ValueError("prompt: expected text or token ids, got an empty prompt")
         if len(ids) >= self._max_len:
             raise ValueError(
-                f"prompt: expected at most {self._max_len - 1} tokens (max_len {self._max_len}, "
-                f"less one to generate), got {len(ids)}"
+                f"prompt: expected at most {counted(self._max_len - 1, 'token')} (max_len "
+                f"{self._max_len}, less one to generate), got {len(ids)}"
             )
         return ids
 
     def _ids(self, name: str, value: Any) -> tuple[int, ...]:
-        if isinstance(value, bytes) or not isinstance(value, Sequence):
+        if isinstance(value, _BYTES) or not isinstance(value, Sequence):
             raise ValueError(f"{name}: expected token ids, got {value!r}")
         ids = tuple(_plain(i) for i in value)
         last = self._config.vocab_size - 1
@@ -161,14 +173,41 @@ class RequestReader:
         return ids
 
 
-def _spread(name: str, value: Any, count: int) -> list[Any]:
-    """One value a prompt, from one for all or one for each."""
+def _spread(name: str, value: Any, count: int, *, of_sequences: bool = False) -> list[Any]:
+    """One value a prompt, from one for all or one for each. Values that are ``of_sequences`` are
+    for each prompt where one of them is a sequence itself."""
     value = _plain(value)
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    for_all = isinstance(value, str) or not isinstance(value, Sequence)
+    if for_all or (of_sequences and not any(map(_is_collection, value))):
         return [value] * count
     if len(value) != count:
         raise ValueError(f"{name}: expected one value or {count}, one a prompt; got {len(value)}")
-    return list(value)
+    return [_plain(v) for v in value]
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(_plain(value), Collection) and not isinstance(value, str | bytes)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    check_setting("stop", stop)
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _several(prompts: Any) -> list[Any]:
+    """A list of prompts, from one or several."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
+        hint = "; decode it" if isinstance(prompts, _BYTES) else ""
+        hint = "; make it a list" if isinstance(prompts, Iterable) and not hint else hint
+        got = type(prompts).__name__ if hint else repr(prompts)
+        raise ValueError(
+            f"prompt: expected text, token ids, or a sequence of such prompts; got {got}{hint}"
+        )
+    several = list(prompts) if _are_several(prompts) else [prompts]
+    if not several:
+        raise ValueError("prompts: expected at least one, got none")
+    return several
 
 
 def _plain(value: Any) -> Any:
@@ -176,8 +215,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _are_several(prompts: Any) -> bool:
+def _are_several(prompts: Sequence[Any]) -> bool:
     """Whether these are prompts, and not one: text or token ids."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str):
         return False
     return not prompts or isinstance(_plain(prompts[0]), Sequence)

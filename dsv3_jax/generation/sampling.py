@@ -13,6 +13,10 @@ from jaxtyping import Array, Bool, Float32, Int, Key, Shaped, UInt32
 # What a random number is for: the purposes at one position must not share theirs.
 NEXT, DRAFT, ACCEPT = range(3)
 
+# Higher temperatures sample alike. Their reciprocals are subnormal, which devices take for zero,
+# and zero times the -inf of a token that is out is NaN.
+_HOTTEST = 2.0**125
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,8 @@ def filtered(
     cold = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
     # Relative to the best, so that no temperature turns several logits into +inf.
     relative = rows - jnp.max(rows, axis=-1, keepdims=True)
-    scaled = relative / jnp.where(cold, 1.0, settings.temperature[:, None])
+    temperature = jnp.minimum(settings.temperature, _HOTTEST)[:, None]
+    scaled = relative / jnp.where(cold, 1.0, temperature)
     best = jnp.arange(W) == jnp.argmax(rows, axis=-1)[:, None]
     keep = jnp.where(cold, best, kept(scaled, settings))
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.kv_cache import LatentKVCache
 
-RUNNING, STOPPED, FULL = 0, 1, 2  # values of DecodeState.finished
+RUNNING, STOPPED, FULL, NOT_FINITE = range(4)  # values of DecodeState.finished
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,8 @@ class DecodeState:
     """Length at which a row is full. Set by the Generator."""
 
     finished: Int[Array, " B"]
-    """RUNNING, STOPPED (a stop token or stop string) or FULL. A finished row no longer changes.
+    """RUNNING, STOPPED (a stop token or stop string), FULL, or NOT_FINITE (the logits behind the
+    last token hold NaN or an infinity). A finished row no longer changes.
     Written by the decode loop, and by the Generator when a stop string appears."""
 
     logprobs: Float32[Array, "B S"]

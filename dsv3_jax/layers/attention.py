@@ -237,7 +237,9 @@ class MultiHeadLatentAttention(nnx.Module):
         tables = jnp.pad(
             cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages))
         )
-        lengths = share.lengths(cache.starts)
+        # Past the room nothing is cached; without a bound the last pages would count twice.
+        room = cache.block_tables.shape[1] * page_size
+        lengths = jnp.minimum(share.lengths(cache.starts), room)
         everything = jnp.full((B,), block, jnp.int32)  # all queries stand behind the whole block
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):

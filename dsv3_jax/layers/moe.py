@@ -155,7 +155,11 @@ class MoE(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def place(self, phy2log: Int32[Array, " P"], replicas: Replicas) -> None:
-        """From now on, place p of the stacks holds expert ``phy2log[p]``."""
+        """From now on, slot p of the stacks holds expert ``phy2log[p]``.
+
+        Sets this layer's Variables: :meth:`~dsv3_jax.model.DeepSeekV3.place_experts` calls it on
+        the layers of a copy.
+        """
         now = self.replicas
         # A copy of an expert is as good as any: the first.
         source = phy2log if now is None else now.log2phy[phy2log, 0]
@@ -180,7 +184,9 @@ class MoE(nnx.Module):
         out = out[routes.inverse].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
         if valid is not None:
             out = jnp.where(valid[:, None, None], out, 0.0)
-        return jnp.einsum("mkd,mk->md", out, routes.weights)
+        # HIGHEST: a GPU may otherwise take both in TF32, with 10 bits after the point.
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("mkd,mk->md", out, routes.weights, precision=highest)
 
     def _mix_placed(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None

@@ -68,7 +68,11 @@ def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
-    """cos and sin of every position's angles; positions below ``max_position_embeddings``."""
+    """cos and sin of every position's angles.
+
+    Exact below ``max_position_embeddings``. Later positions, of padding or of tokens that callers
+    drop, get finite numbers that mean nothing.
+    """
     coarse, fine = _tables(config)
     i, j = positions // _STRIDE, positions % _STRIDE
     cos_i, sin_i = jnp.asarray(np.real(coarse))[i], jnp.asarray(np.imag(coarse))[i]

@@ -72,7 +72,7 @@ def _compiled(deployment: Deployment, layout: Layout, phase: Phase) -> Compiled:
         deployment.batch, depth=deployment.depth, mtp=deployment.mtp
     )
     drafter = MTPDrafter() if deployment.mtp else None
-    arguments, static = (), (drafter,)
+    arguments, static = (np.int32(1),), (drafter,)
     if phase == "decode":
         arguments = Sampling.greedy(deployment.batch), np.int32(1)
         static = (drafter, deployment.depth)

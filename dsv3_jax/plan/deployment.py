@@ -6,7 +6,7 @@ import dataclasses
 
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig, check_choice
 from dsv3_jax.plan.target import Target
-from sharding import Exchange, Layout, abstract_layout
+from sharding import PRESETS, Exchange, Layout, abstract_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check_choice("quantization", self.quantization, tuple(QUANTIZATIONS))
+        if self.layout_name in PRESETS and PRESETS[self.layout_name].storage:
+            raise ValueError(
+                f"layout: expected one for serving, got {self.layout_name}, which is for training"
+            )
         if self.activations is not None and self.quantization != "fp8":
             raise ValueError(
                 f"activations: expected them with quantization fp8, got {self.quantization}"

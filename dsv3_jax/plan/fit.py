@@ -1,73 +1,91 @@
-"""What fits a device, how much of it would, and what would where this does not."""
+"""A deployment that fits its devices, with its bounds; or what it lacks, and what would fit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import get_args
 
-from dsv3_jax.config import QUANTIZATIONS
-from dsv3_jax.plan import memory, roofline
+from dsv3_jax.plan import capacity, memory, roofline
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.memory import Memory
+from dsv3_jax.plan.memory import MEANINGS, Memory
+from dsv3_jax.plan.remedies import remedies
 from dsv3_jax.plan.roofline import Roofline
-from dsv3_jax.plan.weights import Shapes, Share
-from sharding import PRESETS, Exchange
+from dsv3_jax.plan.shares import Shares
+from dsv3_jax.plan.weights import Shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Of a deployment that fits."""
+    """A deployment that fits."""
 
     deployment: Deployment
     memory: dict[str, Memory]
-    """While decoding, and in prefill."""
+    """Bytes of one device while decoding, and in prefill."""
     largest_batch: int
-    """At this context."""
+    """The most sequences that fit at this context."""
     largest_context: int
-    """At this batch, up to what the model reaches."""
+    """The most tokens a sequence that fit at this batch, up to what the model reaches."""
     rooflines: dict[str, Roofline]
+    """Bounds on a decode step, and on a prefill."""
 
     @property
     def peak(self) -> int:
         return max(each.peak for each in self.memory.values())
 
 
-def plan(deployment: Deployment) -> Plan:
-    """What the deployment takes, and could.
+class DoesNotFitError(ValueError):
+    """A deployment that needs more memory than its devices have.
+
+    Attributes:
+      deployment: what was asked for; where settings were left open, the combination of them with
+        the lowest peak.
+      memory: bytes of one device while decoding, and in prefill.
+      missing: bytes a device by which the higher peak of the two is too large.
+      largest_part: name and bytes of what takes most at that peak.
+      remedies: flags of ``dsv3 plan`` each of which, added to it, make it fit.
+    """
+
+    def __init__(
+        self, deployment: Deployment, needed: dict[str, Memory], remedies: tuple[str, ...]
+    ) -> None:
+        fullest = max(needed, key=lambda phase: needed[phase].peak)
+        parts = dataclasses.asdict(needed[fullest])
+        part = max(parts, key=parts.__getitem__)
+        self.deployment, self.memory, self.remedies = deployment, needed, remedies
+        self.missing = needed[fullest].peak - deployment.target.chip.memory
+        self.largest_part = MEANINGS[part], parts[part]
+        super().__init__(
+            f"expected at most {_gb(deployment.target.chip.memory)} a device of"
+            f" {deployment.target.name}, got {_gb(needed[fullest].peak)}: {_gb(self.missing)} too"
+            f" much in {fullest}, whose largest part is {MEANINGS[part]}, {_gb(parts[part])}; what"
+            f" fits: {'; '.join(remedies) or 'nothing near does'}"
+        )
+
+    @classmethod
+    def of(cls, deployment: Deployment, shares: Shares) -> DoesNotFitError:
+        needed = memory.phases(shares.of(deployment), deployment)
+        return cls(deployment, needed, tuple(remedies(deployment, shares)))
+
+
+def plan(deployment: Deployment, shares: Shares | None = None) -> Plan:
+    """Returns what the deployment takes, and could.
+
+    Args:
+      shares: those of earlier plans for the same model, to save their time.
 
     Raises:
-      ValueError: parameters that cannot be cut as the layout says, rows that do not divide over the
-        devices, or what does not fit: then with the nearest that does.
+      DoesNotFitError: a ValueError with what is missing and what would fit.
+      ValueError: parameters that cannot be cut as the layout says, or a batch that does not divide
+        over the devices.
     """
-    shapes = shapes_of(deployment)
-    share = shapes.on(deployment.layout)
-    share.layout.check_batch(deployment.batch)
-    if (peak := _peak(share, deployment)) > deployment.target.chip.memory:
-        nearest = "; ".join(_nearest(shapes, deployment)) or "nothing near does"
-        raise ValueError(
-            f"expected at most {_gb(deployment.target.chip.memory)} a device of"
-            f" {deployment.target.name}, got {_gb(peak)}; what fits: {nearest}"
-        )
-    multiple = share.layout.row_multiple
-    rows = _largest(
-        lambda k: fits(share, dataclasses.replace(deployment, batch=k * multiple)),
-        deployment.batch // multiple,
-        None,
-    )
-    context = _largest(
-        lambda tokens: fits(share, dataclasses.replace(deployment, context=tokens)),
-        deployment.context,
-        shapes.config.max_position_embeddings - 1,
-    )
+    shares = shares or Shares()
+    share = shares.of(deployment)
+    if not capacity.fits(share, deployment):
+        raise DoesNotFitError.of(deployment, shares)
     return Plan(
         deployment,
-        {
-            "decode": memory.decoding(share, deployment),
-            "prefill": memory.prefilling(share, deployment),
-        },
-        rows * multiple,
-        context,
+        memory.phases(share, deployment),
+        capacity.largest_batch(share, deployment),
+        capacity.largest_context(share, deployment),
         {
             "decode": roofline.decode(share, deployment),
             "prefill": roofline.prefill(share, deployment),
@@ -84,73 +102,5 @@ def shapes_of(deployment: Deployment) -> Shapes:
     )
 
 
-def _peak(share: Share, deployment: Deployment) -> int:
-    found = memory.decoding(share, deployment), memory.prefilling(share, deployment)
-    return max(each.peak for each in found)
-
-
-def fits(share: Share, deployment: Deployment) -> bool:
-    return _peak(share, deployment) <= deployment.target.chip.memory
-
-
-def _largest(enough: Callable[[int], bool], fitting: int, limit: int | None) -> int:
-    """The largest number that fits, from one that does; what takes more does not get less."""
-    low, high = fitting, fitting * 2
-    while (limit is None or high <= limit) and enough(high):
-        low, high = high, high * 2
-    if limit is not None:
-        high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low
-
-
-def _nearest(shapes: Shapes, deployment: Deployment) -> Iterator[str]:
-    """One change each that would do: of batch, prefill, exchange, layout, weights, or devices."""
-    share = shapes.on(deployment.layout)
-    multiple = share.layout.row_multiple
-
-    def with_rows(k: int) -> bool:
-        return fits(share, dataclasses.replace(deployment, batch=k * multiple))
-
-    if deployment.batch > multiple and with_rows(1):
-        yield f"--batch {_largest(with_rows, 1, deployment.batch // multiple) * multiple}"
-
-    def with_chunk(tokens: int) -> bool:
-        return fits(share, dataclasses.replace(deployment, prefill_chunk=tokens))
-
-    if with_chunk(1):
-        yield f"--prefill-chunk {_largest(with_chunk, 1, deployment.prefill_chunk)}"
-    for exchange in get_args(Exchange):
-        if _would(shapes, dataclasses.replace(deployment, exchange=exchange)):
-            yield f"--exchange {exchange}"
-            break
-    for name in PRESETS:
-        if _would(shapes, dataclasses.replace(deployment, layout_name=name)):
-            yield f"--layout {name}"
-            break
-    for name in list(QUANTIZATIONS)[list(QUANTIZATIONS).index(deployment.quantization) + 1 :]:
-        smaller = dataclasses.replace(deployment, quantization=name, activations=None)
-        if _would(shapes_of(smaller), smaller):
-            yield f"--quantization {name}"
-            break
-    target = deployment.target.doubled()
-    while target is not None:
-        if _would(shapes, dataclasses.replace(deployment, target=target)):
-            yield f"--target {target.name}"
-            break
-        target = target.doubled()
-
-
-def _would(shapes: Shapes, deployment: Deployment) -> bool:
-    try:
-        share = shapes.on(deployment.layout)
-        share.layout.check_batch(deployment.batch)
-    except ValueError:
-        return False
-    return fits(share, deployment)
-
-
 def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 5e7 else f"{nbytes / 1e6:.1f} MB"

@@ -54,11 +54,39 @@ class Memory:
         return sum(vars(self).values())
 
 
+MEANINGS = {
+    "weights": "weights",
+    "cache": "latent cache",
+    "state": "tokens, counters",
+    "up_projections": "up-projections held to decode",
+    "dequantized": "weights dequantized for many rows",
+    "tiled": "weights in other tiles",
+    "exchange": "exchange of tokens",
+    "workspace": "workspace",
+}
+"""What each field of :class:`Memory` is called in tables."""
+
+
+def phases(share: Share, plan: Deployment) -> dict[str, Memory]:
+    """Returns what a device holds while decoding, and in prefill."""
+    held = _state(share, plan)
+    return {"decode": _decoding(share, plan, held), "prefill": _prefilling(share, plan, held)}
+
+
 def decoding(share: Share, plan: Deployment) -> Memory:
     """Of a step."""
+    return _decoding(share, plan, _state(share, plan))
+
+
+def prefilling(share: Share, plan: Deployment) -> Memory:
+    """Of a chunk of all rows."""
+    return _prefilling(share, plan, _state(share, plan))
+
+
+def _decoding(share: Share, plan: Deployment, held: tuple[int, int]) -> Memory:
     rows = share.own_rows(plan.batch)
     places = rows * (1 + plan.depth)
-    cache, state = _state(share, plan)
+    cache, state = held
     # Logits come when the layers are done with.
     logits = _SAMPLING_BYTES * places * share.shapes.config.vocab_size
     layer, exchange = _layer(share, plan, places, "absorbed")
@@ -75,10 +103,9 @@ def decoding(share: Share, plan: Deployment) -> Memory:
     )
 
 
-def prefilling(share: Share, plan: Deployment) -> Memory:
-    """Of a chunk of all rows."""
+def _prefilling(share: Share, plan: Deployment, held: tuple[int, int]) -> Memory:
     tokens = share.own_rows(plan.batch) * min(plan.prefill_chunk, plan.context)
-    cache, state = _state(share, plan)
+    cache, state = held
     layer, exchange = _layer(share, plan, tokens, "expanded")
     return Memory(
         weights=share.weights,
@@ -93,12 +120,14 @@ def prefilling(share: Share, plan: Deployment) -> Memory:
 
 
 def _state(share: Share, plan: Deployment) -> tuple[int, int]:
-    """Pages, and everything else of a DecodeState of the device's rows."""
+    """Bytes of the cache's pages on the device, and of everything else in its DecodeState."""
     config, depth = share.shapes.config, plan.depth
+    rows = share.own_rows(plan.batch)
     max_len = -(-(plan.context + 1) // PAGE_SIZE) * PAGE_SIZE
+    pages = -(-(max_len + depth) // PAGE_SIZE)  # of a sequence, on all devices that share them
+    own_pages = -(-pages // share.layout.parts("cached_tokens"))
 
     def empty() -> tuple[list[jax.Array], list[jax.Array]]:
-        rows = share.own_rows(plan.batch)
         cache = LatentKVCache.init(
             config,
             rows,
@@ -117,8 +146,8 @@ def _state(share: Share, plan: Deployment) -> tuple[int, int]:
         )
         return jax.tree.leaves((cache.pages, cache.mtp_pages)), jax.tree.leaves(state)
 
-    pages, everything = map(_nbytes, jax.eval_shape(empty))
-    return pages, everything - pages
+    cache, everything = map(_nbytes, jax.eval_shape(empty))
+    return cache // (rows * pages) * rows * own_pages, everything - cache
 
 
 def _nbytes(leaves: list[Any]) -> int:
@@ -139,6 +168,8 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
         # which some are expanded at a time.
         attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
         attention += _CONTEXT_TOKENS * H * 2 * (width + V)
+    if not plan.target.chip.kernels:
+        attention += _scores(share, plan, M, form)
     exchange, at_once = _exchanged(share, layout, M)[1], _pairs(share, layout, M)
     if layout.mesh.size == 1:
         # Results of pairs, sorted, in the order of tokens, and with padding masked.
@@ -151,6 +182,20 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
     if plan.target.platform == "tpu":
         pairs = max(pairs, _summed_on_tpu(share, layout, M))
     return max(attention, pairs) + 3 * 2 * M * D, exchange
+
+
+def _scores(share: Share, plan: Deployment, M: int, form: str) -> int:
+    """Bytes of attention without kernels, which has all scores of a layer in memory at once: in
+    float32 and, as probabilities, in bfloat16. An estimate; no such GPU has been measured."""
+    c, layout = share.shapes.config, share.layout
+    H = c.num_attention_heads // layout.parts("heads")
+    rows = share.own_rows(plan.batch)
+    if form == "absorbed":
+        own_tokens = -(-plan.context // layout.parts("cached_tokens"))
+        # The cached tokens are gathered from their pages, and masked in a copy.
+        return M * H * own_tokens * (4 + 2) + 2 * 2 * rows * own_tokens * c.latent_dim
+    chunk = min(plan.prefill_chunk, plan.context)
+    return M * H * max(chunk, _CONTEXT_TOKENS // max(rows, 1)) * (4 + 2)
 
 
 def _summed_on_tpu(share: Share, layout: Layout, M: int) -> int:
@@ -220,14 +265,17 @@ def _dequantized(share: Share, plan: Deployment, M: int, but: str | None = None)
     Args:
       but: not those of this name.
     """
-    if plan.quantization == "bf16" or plan.activations or plan.target.platform == "tpu":
+    if plan.quantization == "bf16" or plan.target.platform == "tpu":
         return 0  # a TPU's kernels read weights as they are stored, whatever the rows
+    kernels = plan.target.chip.kernels
+    if plan.activations and kernels:
+        return 0
     pairs = _pairs(share, share.layout, M)
     total = spread = 0
     for part in share.parts:
         rows = pairs if "experts" in part.path else M
         stored = part.is_matrix and part.dtype.itemsize == 1 and but not in part.path
-        if stored and _too_many(part, rows):
+        if stored and (not kernels or _too_many(part, rows)):
             total += 2 * part.elements
             if "experts" in part.path:
                 columns = part.elements // math.prod(part.shape[:-1])

@@ -53,6 +53,10 @@ def sent(share: Share, plan: Deployment, tokens: int, sums: DTypeLike = jnp.floa
         out += reached * (moe * each)
     if (parts := layout.parts("heads")) > 1:
         out += _all_reduce(plan, parts, tokens * total) * (moe + dense)
+    if (parts := layout.parts("cached_tokens")) > 1:
+        # Attention's results in float32, with their log-sum-exp.
+        merged = 4 * c.num_attention_heads // layout.parts("heads") * (c.v_head_dim + 1)
+        out += _all_reduce(plan, parts, tokens * merged) * (moe + dense)
     if (parts := layout.parts("ffn")) > 1:
         out += _all_reduce(plan, parts, tokens * total) * dense
     within = math.prod(layout.mesh.shape[a] for a in summed) * layout.parts("expert_ffn")

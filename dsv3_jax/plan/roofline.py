@@ -67,13 +67,15 @@ def decode(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) -> 
     own = share.own_rows(plan.batch)
     each = 1 + plan.depth
     places, together = own * each, share.rows_together(plan.batch) * each
-    attention = flops_per_token(c, plan.context, "decode").attention
+    # Devices that share a sequence's cached tokens run the same queries, each over its part.
+    shared = share.layout.parts("cached_tokens")
+    attention = flops_per_token(c, plan.context, "decode").attention / shared
     return _roofline(
         share,
         plan,
         passes=1,
         weights=share.read_bytes(together, places, decoding=True),
-        cache=own * plan.context * _token_bytes(plan),
+        cache=own * plan.context / shared * _token_bytes(plan),
         operations=share.operations(
             together, places, decoding=True, float8=plan.activations is not None
         ),
@@ -102,6 +104,11 @@ def prefill(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) ->
     )
     expanded = sum(p.elements for p in share.parts if p.is_matrix and "kv_b_proj" in p.path)
     attention = flops_per_token(c, plan.context, "prefill").attention
+    # Devices that share a sequence's cached tokens divide the chunks before; each attends to the
+    # new one, 1 / passes of all, itself.
+    shared = share.layout.parts("cached_tokens")
+    attention *= 1 / passes + (1 - 1 / passes) / shared
+    again /= shared
     per_pass = share.read_bytes(-(-together // passes), -(-own_tokens // passes), decoding=False)
     return _roofline(
         share,

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 
 from dsv3_jax.plan import roofline
+from dsv3_jax.plan.capacity import fits
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import fits, shapes_of
+from dsv3_jax.plan.fit import shapes_of
 
 ACCEPTED = 0.85
 """Share of drafts that hold, at the least, as DeepSeek reports (V3 report, section 5.4.3)."""

@@ -1,54 +1,71 @@
-"""So many devices of a kind, by name: ``gpu:h200x8``, ``tpu:v5p:4x4x8``."""
+"""So many devices of a kind, by name: ``gpu:h200x8``, ``tpu:v5p:4x4x8``, or short ``h200x8``."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
+from collections.abc import Sequence
 
 from dsv3_jax.plan.chips import CHIPS, Chip
 
-_EXPECTED = (
-    "target: expected gpu:KINDxDEVICES or tpu:KIND:AxB[xC], such as gpu:h200x8 or tpu:v5p:4x4x8"
-)
 _MOST_GPUS = 2048
 
 # Dimensions of a topology, most chips of a slice (Google Cloud's pages), devices a chip.
 _TPUS = {"v5e": (2, 256, 1), "v5p": (3, 8960, 1), "v6e": (2, 256, 1), "tpu7x": (3, 9216, 2)}
 
+_EXPECTED = (
+    "target: expected a number of GPUs, such as h200x8, or the chips of a TPU slice, such as"
+    " v5p:4x4x8"
+)
+# The family may be left out, and of a GPU the number, which is 1 then.
+_NAME = re.compile(
+    r"(?:(?P<family>gpu|tpu):)?"
+    r"(?P<kind>[a-z][a-z0-9-]*?)"
+    r"(?:x(?P<gpus>\d+)|:(?P<slice>\d+(?:x\d+)*))?"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     name: str
+    """In full, such as ``gpu:h200x8``, however it was written."""
     kind: str
     sizes: tuple[int, ...]
     """The number of GPUs, or chips along each dimension of a slice."""
 
     @classmethod
     def parse(cls, name: str) -> Target:
-        """Raises ValueError for a name of another form, an unknown kind, or no such slice."""
-        kind, sizes = name, ""
-        if gpu := re.fullmatch(r"gpu:([a-z0-9]+?)x(\d+)", name):
-            kind, sizes = gpu.groups()
-        elif tpu := re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+)*)", name):
-            kind, sizes = tpu.groups()
-        else:
+        """Reads ``gpu:h200x8`` or ``tpu:v5p:4x4x8``. ``gpu:`` and ``tpu:`` may be left out, and the
+        number of GPUs where it is 1: ``h200`` is ``gpu:h200x1``.
+
+        Raises:
+          ValueError: a name of another form, an unknown kind (the message has the nearest), or no
+            such slice.
+        """
+        if (found := _NAME.fullmatch(name.lower())) is None:
             raise ValueError(f"{_EXPECTED}; got {name!r}")
-        family = name.partition(":")[0]
-        known = [each for each in CHIPS if (each in _TPUS) == (family == "tpu")]
+        family, kind, gpus, chips = found.group("family", "kind", "gpus", "slice")
+        known = [each for each in CHIPS if family in (None, _family(each))]
         if kind not in known:
-            raise ValueError(f"target: expected {family} of {', '.join(known)}; got {kind!r}")
-        found = cls(name, kind, tuple(map(int, sizes.split("x"))))
-        if min(found.sizes) < 1:
+            raise ValueError(
+                f"target: expected a kind among {', '.join(known)}; got {kind!r}{_nearest(kind)}"
+            )
+        family = _family(kind)
+        if (gpus or not chips) if family == "tpu" else chips:
+            raise ValueError(f"{_EXPECTED}; got {name!r}, of a {family.upper()}")
+        sizes = tuple(map(int, (chips or gpus or "1").split("x")))
+        if min(sizes) < 1:
             raise ValueError(f"target: expected 1 device or more, got {name!r}")
         if family == "tpu":
             dimensions, most, _ = _TPUS[kind]
-            if len(found.sizes) != dimensions or math.prod(found.sizes) > most:
+            if len(sizes) != dimensions or math.prod(sizes) > most:
                 raise ValueError(
                     f"target: expected {dimensions} dimensions of {most} chips at most for {kind},"
                     f" got {name!r}"
                 )
-        return found
+        return cls(_full_name(kind, sizes), kind, sizes)
 
     @property
     def chip(self) -> Chip:
@@ -73,13 +90,23 @@ class Target:
         """Twice as many devices, along the shortest dimension; None where there are no more."""
         sizes = list(self.sizes)
         sizes[sizes.index(min(sizes))] *= 2
-        shape = "x".join(map(str, sizes))
-        if self.kind in _TPUS:
-            if math.prod(sizes) > _TPUS[self.kind][1]:
-                return None
-            return Target(f"tpu:{self.kind}:{shape}", self.kind, tuple(sizes))
-        return (
-            Target(f"gpu:{self.kind}x{shape}", self.kind, tuple(sizes))
-            if (sizes[0] <= _MOST_GPUS)
-            else None
-        )
+        most = _TPUS[self.kind][1] if self.kind in _TPUS else _MOST_GPUS
+        if math.prod(sizes) > most:
+            return None
+        return Target(_full_name(self.kind, sizes), self.kind, tuple(sizes))
+
+
+def _family(kind: str) -> str:
+    return "tpu" if kind in _TPUS else "gpu"
+
+
+def _full_name(kind: str, sizes: Sequence[int]) -> str:
+    shape = "x".join(map(str, sizes))
+    return f"tpu:{kind}:{shape}" if kind in _TPUS else f"gpu:{kind}x{shape}"
+
+
+def _nearest(kind: str) -> str:
+    """The known kinds that are most like ``kind``, for a message."""
+    close = [each for each in CHIPS if each.startswith(kind)]
+    close = close or difflib.get_close_matches(kind, CHIPS, n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

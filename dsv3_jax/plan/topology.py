@@ -44,7 +44,8 @@ def topology(target: Target) -> list[Any]:
     """Devices that programs compile for and do not run on.
 
     Raises:
-      ValueError: the compiler is not installed; says which extra has it. Or it knows no such slice.
+      ValueError: the compiler is not installed; says which extra has it. Or it knows no such slice,
+        or the GPUs are none of the Hopper generation's, which no program here is written for.
     """
     if target.platform == "tpu":
         _require("libtpu", "tpu")
@@ -54,6 +55,11 @@ def topology(target: Target) -> list[Any]:
         what: dict[str, Any] = {"topology_name": f"{target.kind}:{shape}"}
         platform = "tpu"
     else:
+        if not target.chip.kernels:
+            raise ValueError(
+                f"--compile: expected TPUs or Hopper GPUs, got {target.name}, for which this"
+                " project has no kernels"
+            )
         _require("jax_cuda13_plugin", "gpu")
         chip = target.chip
         node = min(target.devices, chip.node or target.devices)

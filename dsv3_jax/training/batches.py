@@ -13,6 +13,17 @@ import grain
 import numpy as np
 from jaxtyping import Int32, Integer
 
+from dsv3_jax import words
+
+
+def check_length(tokens: Integer[np.ndarray, " N"], length: int) -> None:
+    """Raises ValueError if a stream to train on is shorter than one window."""
+    if len(tokens) < length:
+        raise ValueError(
+            f"data: expected at least one window of length {length}, "
+            f"got {words.counted(len(tokens), 'token')} to train on"
+        )
+
 
 class TrainingBatches:
     """An endless iterator of int32 [B, T] windows.
@@ -26,11 +37,7 @@ class TrainingBatches:
     """
 
     def __init__(self, tokens: Integer[np.ndarray, " N"], batch: int, length: int, seed: int):
-        if len(tokens) < length:
-            raise ValueError(
-                f"data: expected at least one window of length {length}, "
-                f"got {len(tokens)} tokens to train on"
-            )
+        check_length(tokens, length)
         self._tokens, self._length, self._seed = tokens, length, seed
         # One window less than there could be: what is left over gives the offset its room.
         self._windows = max(len(tokens) // length - 1, 1)
@@ -69,7 +76,7 @@ def held_out_batches(
     """Neighbouring windows of the stream, the last one filled up with BOS.
 
     So is the last batch. A place whose target is BOS counts in no loss, so the filling counts
-    nowhere; :func:`counted` gives each batch its weight in a mean.
+    nowhere; :func:`counted` gives the number of those that count.
 
     Args:
       limit: batches at most, of windows spread over the stream; 0 takes all.
@@ -85,6 +92,12 @@ def held_out_batches(
     return list(rows.reshape(-1, batch, length))
 
 
-def counted(tokens: Int32[np.ndarray, "B T"], bos: int) -> int:
-    """Places whose next token is a target: all but those before a BOS."""
-    return int(np.count_nonzero(tokens[:, 1:] != bos))
+def counted(tokens: Int32[np.ndarray, "B T"], bos: int, ahead: int = 1) -> int:
+    """Returns how many positions count when position i predicts token i+ahead: all but those with a
+    BOS among tokens i+1 to i+ahead, as in :func:`~dsv3_jax.training.losses.counted_places`."""
+    starts = tokens == bos
+    span = tokens.shape[1] - ahead
+    crossed = np.zeros_like(starts[:, :span])
+    for step in range(1, ahead + 1):
+        crossed |= starts[:, step : step + span]
+    return int(np.count_nonzero(~crossed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-from dsv3_jax.model import MTPHidden
+from dsv3_jax.config import MTPHidden
 
 # The V3 report's run of 14.8 trillion tokens (section 4.2), as fractions: a run of another length
 # keeps its shape.

@@ -16,6 +16,7 @@ from jaxtyping import Integer
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.words import counted
 
 _ARRAYS = (".npy", ".npz")
 _ONE_IN = 25  # of the documents, or of a single stream's tokens, is held out
@@ -124,7 +125,8 @@ def _flat(path: Path, tokens: np.ndarray) -> np.ndarray:
 
 def _check(name: str, tokens: np.ndarray, vocab_size: int) -> None:
     if len(tokens) < 2:
-        raise ValueError(f"data: the {name} stream has {len(tokens)} tokens; expected text")
+        got = counted(len(tokens), "token")
+        raise ValueError(f"data: the {name} stream has {got}; expected text")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dsv3_jax.files import atomic_write
 from dsv3_jax.training.step import Metrics
 from sharding.distributed import wait_for_all
 
@@ -31,9 +32,7 @@ class Journal:
         if jax.process_index():
             return
         text = "".join(map(_line, self.rows))
-        fresh = path.with_name(path.name + ".partial")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        atomic_write(path, text)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -42,7 +41,8 @@ class Journal:
         Raises:
           ValueError: a number in it is not finite: the run has diverged.
         """
-        _refuse_divergence(row)
+        if wrong := divergence(row):
+            raise ValueError(wrong)
         self.rows.append(row)
         if self._file is not None:
             self._file.write(_line(row))
@@ -59,9 +59,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _whole_rows(path: Path) -> Iterator[Row]:
-    for line in path.read_text("utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for number, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}"
+            ) from None
+        yield row
 
 
 def _line(row: Row) -> str:
@@ -84,13 +92,15 @@ def metrics_row(step: int, metrics: Metrics) -> Row:
     return row
 
 
-def _refuse_divergence(row: Row) -> None:
+def divergence(row: Row) -> str | None:
+    """Returns a line that names the first loss or norm in a row that is not finite, if any."""
     numbers = {"gradient_norm": row.get("gradient_norm", 0.0)}
     for part in ("losses", "held_out"):
         numbers |= {f"{part}.{name}": value for name, value in row.get(part, {}).items()}
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise ValueError(
+            return (
                 f"step {row['step']}: {name} is {value}; expected a finite number: "
                 "the run has diverged"
             )
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float32, Int, Integer
 
 from dsv3_jax.layers.router import RouterBias
@@ -61,7 +64,9 @@ class Trainer:
     trained, its gradients and its moments lie as its parameters do.
 
     Args:
-      model: where training begins; its own arrays stay as they are.
+      model: where training begins; its own arrays stay as they are. The trainer keeps it alive
+        until the first :meth:`init` or :meth:`release`; after that only the weights that
+        ``lora_rank`` freezes. A model with shapes for weights is enough for :meth:`shapes`.
 
     Raises:
       ValueError: the model holds float8 weights, or ``lora_rank`` is too large for one; or as
@@ -74,7 +79,10 @@ class Trainer:
         self.layout = model.layout
         _refuse_float8(nnx.state(model, nnx.Param))
         check_trainable(model)
-        self._graph, self._weights, self._biases = nnx.split(model, nnx.Param, RouterBias)
+        self._graph, weights, biases = nnx.split(model, nnx.Param, RouterBias)
+        self._given_shapes = jax.eval_shape(lambda *given: given, weights, biases)
+        self._given: Callable[[], DeepSeekV3 | None] = lambda: model
+        self._model_reference = weakref.ref(model)
         self._learning_rate = schedule.learning_rate(config)
         self._mtp_weight = schedule.mtp_weight(config)
         self._bias_speed = schedule.bias_update_speed(config)
@@ -90,16 +98,19 @@ class Trainer:
             ),
         )
         # Frozen weights are an argument: a closure would compile them into the program.
-        self._frozen = self._weights if config.lora_rank else None
+        self._frozen = weights if config.lora_rank else None
         if self.layout is None:
-            self._jitted_init = self._init  # nothing to compile: arrays are copied
+            # Nothing to compile: arrays are copied.
+            self._jitted_trained, self._jitted_fresh = self._trained, self._fresh
             self._jitted_step = jax.jit(self._step, donate_argnums=0)
             self._jitted_evaluate = jax.jit(self._evaluate)
             return
         rows, whole = self.layout.sharding(("batch",)), self.layout.sharding(())
-        frozen = weight_shardings(model, self._weights) if config.lora_rank else None
-        self._lies = state = self._shardings(model)
-        self._jitted_init = jax.jit(self._init, out_shardings=state)
+        shardings = weight_shardings(model, weights)
+        frozen = shardings if config.lora_rank else None
+        self._state_shardings = state = self._shardings(shardings)
+        self._jitted_trained = jax.jit(self._trained, out_shardings=(state.params, state.biases))
+        self._jitted_fresh = jax.jit(self._fresh, donate_argnums=(0, 1), out_shardings=state)
         self._jitted_step = jax.jit(
             self._step,
             donate_argnums=0,
@@ -107,34 +118,64 @@ class Trainer:
             out_shardings=(state, whole),
         )
         self._jitted_evaluate = jax.jit(
-            self._evaluate, in_shardings=(state, frozen, rows), out_shardings=whole
+            self._evaluate, in_shardings=(state, frozen, rows, whole), out_shardings=whole
         )
 
     def init(self) -> TrainingState:
-        """The state before the first step, which shares no array with the model: steps donate it.
+        """Returns the state before the first step, which shares no array with the model: steps
+        donate it.
 
-        Under ``jax.eval_shape`` it gives the state's shapes.
+        The first call lets go of the model, so that nothing but the caller keeps its weights in
+        memory beside the trained ones and their two moments. Under ``jax.eval_shape`` it gives the
+        state's shapes.
+
+        Raises:
+          ValueError: the model is gone, because this is not the first call and the caller has not
+            kept it.
         """
-        return self._jitted_init(self._weights, self._biases)
+        model = self._given()
+        if model is None:
+            raise ValueError(
+                "init: expected the model that the trainer was made with, which is gone; keep a "
+                "reference to it to begin a second time"
+            )
+        params, biases = self._jitted_trained(*nnx.state(model, nnx.Param, RouterBias))
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            self.release()
+        del model  # before the moments are made
+        return self._jitted_fresh(params, biases)
 
-    def _init(self, weights: Tree, biases: Tree) -> TrainingState:
+    def release(self) -> None:
+        """Lets go of the model, for a run that goes on from a checkpoint and needs no
+        :meth:`init`."""
+        self._given = self._model_reference
+
+    def _trained(self, weights: Tree, biases: Tree) -> tuple[Tree, Tree]:
+        """Makes what is trained, and copies the biases."""
         c = self.config
         if c.lora_rank:
             params = lora.init(weights, c.lora_rank, c.lora_seed)
         else:
             params = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
-        biases = jax.tree.map(jnp.copy, biases)
+        return params, jax.tree.map(jnp.copy, biases)
+
+    def _fresh(self, params: Tree, biases: Tree) -> TrainingState:
+        """Adds the moments and the step's number."""
         return TrainingState(params, biases, self._optimizer.init(params), jnp.int32(0))
 
-    def _shardings(self, model: DeepSeekV3) -> TrainingState:
+    def _shapes(self) -> TrainingState:
+        def begin(*given: Tree) -> TrainingState:
+            return self._fresh(*self._trained(*given))
+
+        return jax.eval_shape(begin, *self._given_shapes)
+
+    def _shardings(self, weights: Tree) -> TrainingState:
         """As the weights lie; low-rank updates, which are small, are whole on every device."""
         assert self.layout is not None
-        shapes = jax.eval_shape(self._init, self._weights, self._biases)
+        shapes = self._shapes()
         whole: Any = self.layout.sharding(())
-        if self.config.lora_rank:
-            params = jax.tree.map(lambda _: whole, shapes.params)
-        else:
-            params = weight_shardings(model, self._weights)
+        low_rank = jax.tree.map(lambda _: whole, shapes.params)
+        params = low_rank if self.config.lora_rank else weights
         return TrainingState(
             params,
             jax.tree.map(lambda _: whole, shapes.biases),
@@ -144,13 +185,13 @@ class Trainer:
 
     def shapes(self) -> TrainingState:
         """The state's shapes, and where it is laid out how each array lies."""
-        shapes = jax.eval_shape(self.init)
+        shapes = self._shapes()
         if self.layout is None:
             return shapes
         return jax.tree.map(
             lambda leaf, lies: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies),
             shapes,
-            self._lies,
+            self._state_shardings,
         )
 
     def batch(self, tokens: Integer[np.ndarray, "B T"]) -> Int[Array, "B T"]:
@@ -176,22 +217,35 @@ class Trainer:
         self._check(tokens.shape, self.config.accumulate)
         return self._jitted_step(state, self._frozen, tokens)
 
-    def evaluate(self, state: TrainingState, tokens: Int[Array, "B T"]) -> Losses:
+    def evaluate(
+        self, state: TrainingState, tokens: Int[Array, "B T"], whole: Totals | None = None
+    ) -> Losses:
         """The losses of a batch, all of it at once, computed as in a step.
+
+        Args:
+          whole: of several batches together; the result is then this batch's share of their
+            losses.
 
         Raises:
           ValueError: rows too short for the model's MTP layers.
         """
         self._check(tokens.shape, 1)
-        return self._jitted_evaluate(state, self._frozen, tokens)
+        return self._jitted_evaluate(state, self._frozen, tokens, whole)
 
-    def model(self, state: TrainingState) -> DeepSeekV3:
+    def model(self, state: TrainingState, *, share: bool = False) -> DeepSeekV3:
         """The model with the state's weights: float32, or with low-rank updates added to the
-        weights of the model that was given, in their dtype."""
-        weights = self._merged(state.params, self._frozen)
+        weights of the model that was given, in their dtype.
+
+        Args:
+          share: take the state's own arrays in place of copies. Saves memory, but the next step
+            donates them, and then the model is unusable.
+        """
+        weights, biases = self._merged(state.params, self._frozen), state.biases
         if self.config.lora_rank:
-            weights = jax.tree.map(lambda w, given: w.astype(given.dtype), weights, self._weights)
-        made = nnx.merge(self._graph, weights, state.biases)
+            weights = jax.tree.map(lambda w, given: w.astype(given.dtype), weights, self._frozen)
+        elif not share:
+            weights = jax.tree.map(jnp.copy, weights)
+        made = nnx.merge(self._graph, weights, biases if share else jax.tree.map(jnp.copy, biases))
         made.dtype = made.embed_tokens.weight.dtype
         return made
 
@@ -235,9 +289,13 @@ class Trainer:
         return found, jnp.stack(loads) if loads else none
 
     def _evaluate(
-        self, state: TrainingState, frozen: Tree | None, tokens: Int[Array, "B T"]
+        self,
+        state: TrainingState,
+        frozen: Tree | None,
+        tokens: Int[Array, "B T"],
+        whole: Totals | None,
     ) -> Losses:
-        return self._losses(state.params, frozen, state.biases, tokens)[0]
+        return self._losses(state.params, frozen, state.biases, tokens, whole)[0]
 
     def _step(
         self, state: TrainingState, frozen: Tree | None, tokens: Int[Array, "B T"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -13,7 +13,15 @@ from dsv3_jax.viz.canvas import new_figure, visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ACCEPTED, _REFUSED = "#b7e0c0", "#f2b8a8"
+# Told apart by all kinds of colour vision and in grey: blue, and hatched light orange.
+_ACCEPTED: dict[str, Any] = {"color": "#7fb2e0"}
+_REFUSED: dict[str, Any] = {
+    "facecolor": "#fbe3c8",
+    "edgecolor": "#c07a2c",
+    "hatch": "///",
+    "linewidth": 0,
+}
+_SHADE = "#bcd9f2"  # behind letters
 
 
 def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
@@ -28,8 +36,8 @@ def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
     for name, values in acceptance.items():
         axes.plot(range(1, len(values) + 1), values, "o-", label=name)
     axes.set(
-        xlabel="place of the draft in its step",
-        ylabel="accepted, of all at that place",
+        xlabel="position of the draft in its step",
+        ylabel="share of drafts accepted",
         ylim=(0, 1),
     )
     axes.set_xticks(range(1, deepest + 1))
@@ -46,9 +54,9 @@ def gain_by_depth(
     without drafts."""
     figure = new_figure(9, 3.6)
     steps, speed = figure.subplots(1, 2)
-    steps.plot(depths, [d + 1 for d in depths], ":", color="0.4", label="every draft accepted")
-    steps.plot(depths, accept_length, "o-", color="#2f7d4f", label="measured")
-    steps.set(xlabel="depth", ylabel="tokens a step", ylim=(0, None))
+    steps.plot(depths, [d + 1 for d in depths], ":", color="0.4", label="all drafts accepted")
+    steps.plot(depths, accept_length, "o-", color="#1f5f99", label="measured")
+    steps.set(xlabel="depth", ylabel="tokens per step", ylim=(0, None))
     steps.legend()
     speed.bar(depths, tokens_per_second, 0.6, color="#8cb0d6")
     for depth, value in zip(depths, tokens_per_second, strict=True):
@@ -56,7 +64,7 @@ def gain_by_depth(
         speed.annotate(
             f"{ratio:.2f}x", (depth, value), (0, 2), textcoords="offset points", ha="center"
         )
-    speed.set(xlabel="depth", ylabel="tokens a second", title="on this machine")
+    speed.set(xlabel="depth", ylabel="tokens per second", title="on this machine")
     speed.margins(y=0.12)
     steps.set_title("what a step gives")
     for axes in (steps, speed):
@@ -76,14 +84,15 @@ def acceptance_by_class(
     figure = new_figure(7, 1.2 + 0.42 * len(classes))
     axes = figure.subplots()
     y = np.arange(len(classes))
-    axes.barh(y, share[order], 0.7, color=_ACCEPTED)
-    axes.barh(y, 1 - share[order], 0.7, left=share[order], color=_REFUSED)
-    axes.hlines(y, low, high, color="0.25", lw=1.5)
+    axes.barh(y, share[order], 0.7, label="accepted", **_ACCEPTED)
+    axes.barh(y, 1 - share[order], 0.7, left=share[order], label="refused", **_REFUSED)
+    axes.hlines(y, low, high, color="0.15", lw=1.5, label="95 % interval")
     for at, i in enumerate(order):
         axes.annotate(f"{share[i]:.0%}", (0, at), (4, 0), textcoords="offset points", va="center")
     names = [f"{classes[i]}\n{drafted[i]:,} drafts" for i in order]
     axes.set_yticks(y, names)
-    axes.set(xlim=(0, 1), xlabel="accepted (green), refused (red), 95 % interval")
+    axes.set(xlim=(0, 1), xlabel="share of drafts")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -114,7 +123,7 @@ def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
     for at, start, part, drafted in boxes:
         if drafted and part:
             axes.add_patch(
-                Rectangle((start + 0.06, at + 0.06), len(part) - 0.12, 0.88, color=_ACCEPTED)
+                Rectangle((start + 0.06, at + 0.06), len(part) - 0.12, 0.88, color=_SHADE)
             )
         for i, letter in enumerate(part):
             axes.text(

@@ -27,7 +27,11 @@ def balance(
     for i, (label, (steps, loads)) in enumerate(runs.items()):
         axes.plot(steps, loads, color=f"C{i}", lw=0.6, alpha=0.4)
         axes.plot(steps, loads.mean(axis=1), color=f"C{i}", label=label)
-    axes.set(xlabel="step", ylabel="largest load / mean load", title="MoE layers, and their mean")
+    axes.set(
+        xlabel="step",
+        ylabel="largest load / mean load",
+        title="thin: each MoE layer; thick: their mean",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 _COLORS = {
     "weights": "tab:blue",
-    "cache": "tab:cyan",
+    "cache": "#9ecae1",
     "arithmetic": "tab:orange",
     "network": "tab:green",
 }
-_MEMORY = "weights and cache"
+_MEMORY = "weights (dark),\ncache (light)"
 
 
 def bounds(rooflines: Mapping[str, Roofline]) -> Figure:
@@ -36,5 +36,5 @@ def bounds(rooflines: Mapping[str, Roofline]) -> Figure:
         axes.invert_yaxis()
         axes.grid(alpha=0.3, axis="x")
         axes.set_title(f"{name}: {bound.binding}, {1e3 * bound.seconds:,.1f} ms", fontsize=10)
-    panels[-1].set_xlabel("ms at the least")
+    panels[-1].set_xlabel("ms (lower bound)")
     return figure

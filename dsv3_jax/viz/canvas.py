@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dsv3_jax.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 110
+
+FORMATS = (".png", ".svg", ".pdf")
+"""Suffixes of files that pictures are saved to."""
+
+_FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
 def check_matplotlib(what: str) -> None:
@@ -24,6 +32,30 @@ def check_matplotlib(what: str) -> None:
         raise ValueError(
             f"{what}: expected matplotlib to be installed; pip install 'dsv3-jax[plot]'"
         )
+
+
+def check_picture(what: str, path: str | Path) -> None:
+    """Checks that a picture can be saved at ``path``, for a command to call before it begins work
+    that may take an hour.
+
+    Args:
+      what: the flag or argument that the path came with; messages begin with it.
+
+    Raises:
+      ValueError: matplotlib is not installed; the path ends with none of .png, .svg and .pdf, is a
+        directory, or is in one that does not exist or cannot be written to.
+    """
+    check_matplotlib(what)
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{what}: expected a file name that ends with {_FORMATS}, got {path}")
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"{what}: expected a file in a directory that exists, got {path}")
+    if path.is_dir():
+        raise ValueError(f"{what}: expected a file, got the directory {path}")
+    if not os.access(directory, os.W_OK):
+        raise ValueError(f"{what}: expected a directory that can be written to, got {directory}")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -47,8 +79,17 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """In the format that the path ends with."""
-    figure.savefig(path, dpi=_DPI)
+    """Writes the picture in the format that the path ends with. A file that was there is replaced
+    only by a finished picture.
+
+    Raises:
+      ValueError: as :func:`check_picture`.
+      OSError: the disk is full or failed.
+    """
+    check_picture("picture", path)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=_DPI, format=Path(path).suffix[1:].lower())
+    atomic_write(path, content.getvalue())
 
 
 def visible(text: str) -> str:

@@ -17,15 +17,16 @@ def frontier(points: list[Point], title: str) -> Figure:
     from matplotlib.ticker import LogLocator, NullFormatter  # new_figure says where it is missing
 
     axes = figure.subplots()
-    drafts = f"with MTP drafts, {ACCEPTED:.0%} of which hold"
-    for mtp, label, side in ((False, "a token a step", -1), (True, drafts, 1)):
+    drafts = f"MTP, {ACCEPTED:.0%} of drafts accepted"
+    kinds = ((False, "no speculation", "o-", -1), (True, drafts, "s--", 1))
+    for mtp, label, style, side in kinds:
         of_kind = [point for point in points if point.mtp == mtp]
         if not of_kind:
             continue
         (line,) = axes.plot(
             [point.tokens_per_s_per_user for point in of_kind],
             [point.tokens_per_s_per_device for point in of_kind],
-            "o-",
+            style,
             ms=4,
             lw=1.2,
             label=label,
@@ -42,8 +43,8 @@ def frontier(points: list[Point], title: str) -> Figure:
                 color=line.get_color(),
             )
     axes.set(
-        xlabel="tokens/s a user, at most",
-        ylabel="tokens/s a device, at most",
+        xlabel="tokens/s per user (upper bound)",
+        ylabel="tokens/s per device (upper bound)",
         title=title,
         yscale="log",
     )
@@ -53,5 +54,7 @@ def frontier(points: list[Point], title: str) -> Figure:
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(title="decode steps; numbers: rows of all devices")
+    # Below the axes, where it hides no point.
+    said = "decoding; numbers: sequences on all devices"
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, title=said)
     return figure

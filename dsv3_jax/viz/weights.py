@@ -59,14 +59,24 @@ def weights(config: ModelConfig, figures: Mapping[str, Figures], title: str = ""
 def weight_differences(
     config: ModelConfig, differences: Mapping[str, Difference], title: str = ""
 ) -> Figure:
-    """Relative root mean square of the differences."""
+    """Relative root mean square of the differences. Kinds of tensors that are equal in both
+    checkpoints have no line and no place in the legend; each panel says how many they are."""
     figure, panels = _panels(config, 1, title)
-    for panel, lines in zip(panels[0], _lines(config, differences, Difference()), strict=True):
+    of_columns = _lines(config, differences, Difference())
+    differing = [
+        {kind: line for kind, line in lines.items() if any(d.squares for d in line.values())}
+        for lines in of_columns
+    ]
+    for panel, lines in zip(panels[0], differing, strict=True):
         for pen in _pens(panel, config, lines):
             pen.draw(lambda d: d.relative_rms, label=True)
     panels[0][0].set_ylim(bottom=0)
     panels[0][0].set_ylabel("rms of the difference / rms of the first's weights")
     _finish(panels)
+    for panel, lines, shown in zip(panels[0], of_columns, differing, strict=True):
+        if equal := len(lines) - len(shown):
+            said = f"{equal} of {len(lines)} kinds equal" if shown else "all values equal"
+            panel.set_title(f"{panel.get_title()} ({said})")
     return figure
 
 
@@ -213,6 +223,8 @@ def _finish(panels: list[list[Axes]]) -> None:
         lines, kinds = drawn[0].get_legend_handles_labels()
         columns = 2 if column == _BESIDE_LAYERS else 3
         style = {"frameon": False, "fontsize": "small", "columnspacing": 1.0}
+        if not lines:
+            continue
         legend = place.legend(lines, kinds, loc="upper center", ncols=columns, **style)
         legend.set_in_layout(False)  # or it would widen its column
 

@@ -209,6 +209,18 @@ def test_a_gap_before_the_first_tensor(checkpoint):
     assert_refused(directory, r"model\.safetensors: \S+: expected .* begin at 0, got 8")
 
 
+def test_tensors_that_overlap(checkpoint):
+    """Each is as long as its shape says, and the file as long as they reach."""
+    directory, _ = checkpoint()
+    header, data = files.split(directory / SINGLE)
+    first = min(entry["data_offsets"][1] for entry in header.values())
+    for entry in header.values():
+        if entry["data_offsets"][0] >= first:
+            entry["data_offsets"] = [offset - 8 for offset in entry["data_offsets"]]
+    files.join(directory / SINGLE, header, data[:-8])
+    assert_refused(directory, rf"model\.safetensors: \S+: .* begin at {first}, got {first - 8}")
+
+
 def test_a_file_without_tensors(checkpoint):
     directory, _ = checkpoint()
     files.join(directory / SINGLE, {}, b"")
@@ -243,7 +255,8 @@ def test_a_shard_that_is_no_safetensors_file(checkpoint, shard):
     got = re.escape(repr(shard))
     assert_refused(
         directory,
-        re.escape(f"{INDEX}: {NORM}: ") + f"expected the name of a safetensors file, got {got}",
+        re.escape(f"{INDEX}: {NORM}: ")
+        + f"expected a plain file name ending in .safetensors, got {got}",
     )
 
 
@@ -264,7 +277,8 @@ def test_a_shard_outside_of_the_directory(checkpoint, where):
     files.edit_json(directory / INDEX, move)
     assert_refused(
         directory,
-        rf"{INDEX}: \S+: expected the name of a safetensors file, got {re.escape(repr(shard))}",
+        rf"{INDEX}: \S+: expected a plain file name ending in .safetensors, "
+        f"got {re.escape(repr(shard))}",
     )
 
 

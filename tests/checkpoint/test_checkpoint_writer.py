@@ -18,9 +18,12 @@ from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.model import parameter_count
+from sharding import Placement, make_layout
 from tests.checkpoint.files import CONFIG, INDEX, read, read_directory
 from tests.checkpoint.values import assert_holds, loaded, same_bytes, small_config
-from tests.support.checkpoints import is_fp8, quantize_blocks
+from tests.support.checkpoints import is_fp8, quantize_blocks, tiny_config
+from tests.support.filled import filled_model
 from tests.support.oracle import dequantize
 
 SCALE = "_scale_inv"
@@ -70,6 +73,28 @@ def test_a_model_without_its_mtp_layer(checkpoint, out):
     write_checkpoint(model, out)
     assert ModelConfig.from_hf(out).num_nextn_predict_layers == 0
     assert same_bytes(loaded(out), loaded(directory, mtp=False))
+
+
+@pytest.mark.parametrize(("quantization", "layout"), [(None, "dp_attention_ep"), (BLOCKS, None)])
+def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layout):
+    """Every file is that of the model without replicas, byte for byte."""
+    config = ModelConfig.from_hf(tiny_config(num_hidden_layers=2))
+    config = dataclasses.replace(config, quantization=quantization)
+    model = filled_model(config, quantization, layout and make_layout(layout))
+    balanced = Placement.balanced(np.random.default_rng(1).zipf(1.5, (2, 8)), 16, 4, 2, 8)
+    turned = Placement.of(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8)
+    models = {
+        "logical": model,
+        "balanced": model.place_experts(balanced),
+        "turned": model.place_experts(balanced).place_experts(turned),
+        "ready": model.place_experts(turned).ready_to_decode(),
+    }
+    assert len({parameter_count(each) for each in models.values()}) == 1
+    written = {}
+    for name, each in models.items():
+        write_checkpoint(each, tmp_path / name, quantization=quantization, dtype="float32")
+        written[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+    assert all(files == written["logical"] for files in written.values())
 
 
 @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
@@ -264,6 +289,46 @@ def test_interrupted(model, out, monkeypatch, last):
     assert written == {CONFIG, INDEX, *index["weight_map"].values()}
     assert [path.name for path in out.parent.iterdir()] == [out.name]
     assert_holds(loaded(out, dtype="bfloat16"), published_tensors(model), "bfloat16")
+
+
+def test_the_model_is_only_read_and_the_destination_is_locked(model, out, monkeypatch):
+    before = {name: np.copy(value) for name, value in published_tensors(model).items()}
+    write = writer.write_file
+
+    def meanwhile(path, tensors):
+        with pytest.raises(ValueError, match=r"there: another process is writing it$"):
+            write_checkpoint(model, out)
+        write(path, tensors)
+
+    monkeypatch.setattr(writer, "write_file", meanwhile)
+    write_checkpoint(model, out)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    after = published_tensors(model)
+    assert list(after) == list(before)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+def test_a_full_disk_leaves_nothing(model, out, monkeypatch):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer, "write_file", full)
+    with pytest.raises(ValueError, match=r": No space left on device; nothing was written$"):
+        write_checkpoint(model, out)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_other_files_appear_with_the_weights(model, out):
+    seen = []
+
+    def add(directory):
+        seen.append(out.exists())
+        (directory / "tokenizer.json").write_text("{}")
+
+    write_checkpoint(model, out, add_files=add)
+    assert seen == [False]
+    assert (out / "tokenizer.json").read_text() == "{}"
 
 
 def until(last, write):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.checkpoint.names import copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint.files import CONFIG, read_directory

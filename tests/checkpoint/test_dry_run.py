@@ -1,5 +1,6 @@
 """dsv3 convert --dry-run: the headers of a whole DeepSeek-V3 in files without values."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ TARGETS = ("fp8", "bf16", "int8", "int4")
 SHARDS = 163
 GIB = 2**30
 SCALE = "_scale_inv"
-LAST = "model.layers.60.mlp.experts.255.down_proj.weight"
+LAST = "model.layers.4.mlp.experts.255.down_proj.weight"  # of the short V3
 
 # A process counts the memory of the one that it was forked from, here pytest's: one lies between.
 MEASURE = """
@@ -71,6 +72,15 @@ def dry_run(*arguments: object) -> Measured:
 def v3(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("v3") / "source"
     write_sparse_checkpoint(directory, presets.DEEPSEEK_V3.to_hf(), SHARDS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def short_v3(tmp_path_factory) -> Path:
+    """As wide as V3, of five layers."""
+    config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=5)
+    directory = tmp_path_factory.mktemp("short") / "source"
+    write_sparse_checkpoint(directory, config.to_hf(), 11)
     return directory
 
 
@@ -124,6 +134,7 @@ def test_a_whole_v3(v3, tmp_path, target, least, most):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_whole_v3_on_too_small_a_disk(v3, tmp_path, capsys, monkeypatch):
     """What it takes is said all the same."""
     usage = shutil.disk_usage("/")._replace(free=10**11)
@@ -165,9 +176,9 @@ def fp8_as_int8(header: dict) -> None:
 
 
 @pytest.fixture
-def last_shard(v3) -> Iterator[Path]:
+def last_shard(short_v3) -> Iterator[Path]:
     """Of the last expert; afterwards it is as it was."""
-    path = v3 / json.loads((v3 / INDEX).read_text())["weight_map"][LAST]
+    path = short_v3 / json.loads((short_v3 / INDEX).read_text())["weight_map"][LAST]
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -180,12 +191,12 @@ def last_shard(v3) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("damage", [transpose, fp8_as_int8, truncate])
-def test_a_damaged_v3(v3, tmp_path, capsys, last_shard, damage):
+def test_a_damaged_v3(short_v3, tmp_path, capsys, last_shard, damage):
     if damage is truncate:
         truncate(last_shard)
     else:
         change_header(last_shard, damage)
-    arguments = (v3, tmp_path / "store", "--to", "bf16", "--dry-run", "--json")
+    arguments = (short_v3, tmp_path / "store", "--to", "bf16", "--dry-run", "--json")
     assert run("convert", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -233,7 +244,10 @@ def test_too_small_a_disk(source, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert run("convert", source, tmp_path / "store", "--to", "bf16", "--dry-run") == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+    err = capsys.readouterr().err
+    held = files.read_directory(source).values()
+    assert f"{len(held)} tensors, {sum(len(tensor.data) for tensor in held):,} bytes" in err
+    line = err.splitlines()[-1]
     assert re.fullmatch(r"dsv3 convert: error: .*bytes of free disk, got 100,000", line)
     assert not (tmp_path / "store").exists()
 

@@ -22,7 +22,7 @@ from tests.checkpoint.values import loaded, same_bytes, small_config
 from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
 from tests.support.tables import small_v3_2, write_table
-from tests.support.trees import contents
+from tests.support.trees import contents, snapshot
 
 FP8 = [name for name in STORAGE if name.startswith("fp8")]
 
@@ -186,6 +186,7 @@ def test_transformers_loads_float8(checkpoint, tmp_path):
         assert not np.array_equal(held, want[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_loads_it(checkpoint, tmp_path):
     import torch
@@ -250,7 +251,8 @@ def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatc
         return plain(array)
 
     monkeypatch.setattr(exporting, "as_bytes", failing)
-    with pytest.raises(ValueError, match=r"partial: No space left on device; shards that"):
+    kept = r"finished shards are kept in .*hf\.partial; the same command continues with them$"
+    with pytest.raises(ValueError, match=f"No space left on device; {kept}"):
         export(store, tmp_path / "hf", workers=1)
     assert not (tmp_path / "hf").exists()
     finished = list((tmp_path / "hf.partial").glob("*.safetensors"))
@@ -261,6 +263,39 @@ def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatc
     assert (tmp_path / "hf" / finished[0].name).stat().st_mtime_ns == before.st_mtime_ns
     assert contents(tmp_path / "hf") == contents(directory)
     assert not (tmp_path / "hf.partial").exists()
+
+
+@pytest.mark.parametrize("second", [None, "bf16"])
+def test_two_exports_to_one_destination_do_not_mix(checkpoint, tmp_path, monkeypatch, second):
+    """One begins while the other is at work, and once more when that has ended."""
+    directory, _ = checkpoint(dtype="fp8", shards=3)
+    store = converted(directory)
+    plain, refused = exporting.as_bytes, []
+
+    def meanwhile(array):
+        if not refused:
+            refused.append(None)
+            with pytest.raises(ValueError, match=r"hf: another process is writing it$") as caught:
+                export(store, tmp_path / "hf", second, workers=1)
+            refused.append(str(caught.value))
+        return plain(array)
+
+    monkeypatch.setattr(exporting, "as_bytes", meanwhile)
+    export(store, tmp_path / "hf", workers=1)
+    assert len(refused) == 2
+    assert contents(tmp_path / "hf") == contents(directory)
+    with pytest.raises(ValueError, match="does not exist yet"):
+        export(store, tmp_path / "hf", second)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "hf", "store-fp8"]
+
+
+def test_the_store_is_only_read(checkpoint, tmp_path):
+    directory, _ = checkpoint(dtype="fp8", shards=3)
+    store = converted(directory)
+    before = snapshot(store)
+    for to in (None, "bf16"):
+        export(store, tmp_path / f"hf-{to}", to)
+    assert snapshot(store) == before
 
 
 def test_an_interrupted_export_of_another_kind_is_not_gone_on_with(checkpoint, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 import dsv3_jax
+from dsv3_jax.checkpoint.find import find_description
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, edit_json
 from tests.checkpoint.values import assert_holds, loaded
 
@@ -219,3 +220,31 @@ def test_a_file_is_not_its_directory(checkpoint, monkeypatch, file):
     # The second of them looks like a Hub name.
     for path in (directory / file, f"checkpoint/{file}"):
         assert refusal(path).endswith(f"got the file {str(path)!r}")
+
+
+def test_a_description_needs_no_weights(hub):
+    """Of a Hub name only the small files are downloaded, so that prompts are checked first."""
+    _, given = hub()
+    assert (find_description("org/name") / CONFIG).is_file()
+    assert given
+    assert not [name for name in given if name.endswith((".safetensors", ".bin"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("demmo", "demo"),
+        ("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
+        ("deepsek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1"),
+        ("here/mdoel", os.path.join("here", "model")),
+    ],
+)
+def test_a_misspelt_name(tmp_path, monkeypatch, name, meant):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    assert refusal(name).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "org/name", "???", ""])
+def test_a_name_like_no_other(name):
+    assert "did you mean" not in refusal(name)

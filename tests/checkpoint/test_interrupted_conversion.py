@@ -3,6 +3,8 @@ are those that an undisturbed one writes.
 """
 
 import errno
+import functools
+import itertools
 import json
 import os
 import random
@@ -19,6 +21,8 @@ from pathlib import Path
 import pytest
 
 import dsv3_jax
+from dsv3_jax.checkpoint import journal
+from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.convert import convert
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX
@@ -90,18 +94,30 @@ def store(tmp_path) -> Path:
     return tmp_path / "store"
 
 
-@pytest.fixture
-def interrupted(source, store, reads, monkeypatch) -> Callable[..., Path]:
-    """A store whose conversion ended by a disk error, by default at its very last read."""
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory, sound, reads) -> Callable[[str, float], Path]:
+    """Stores whose conversion ended by a disk error at a share of the reads, each made once."""
 
-    def interrupt(target: str = "fp8", *, share: float = 1.0, workers: int = 1) -> Path:
-        with monkeypatch.context() as patch:
+    @functools.cache
+    def convert_in_part(target: str, share: float) -> Path:
+        store = tmp_path_factory.mktemp("halves") / "store"
+        with pytest.MonkeyPatch.context() as patch:
             after = int((reads[target] - 1) * share)
             patch.setattr(os, "preadv", FailingReads(after))
-            message = refusal(source, store, target, workers=workers)
+            message = refusal(sound, store, target, workers=1)
         assert os.strerror(errno.EIO) in message
         assert journal_lines(store)
         return store
+
+    return convert_in_part
+
+
+@pytest.fixture
+def interrupted(store, halves) -> Callable[..., Path]:
+    """One's own such store, by default of a conversion that ended at its very last read."""
+
+    def interrupt(target: str = "fp8", *, share: float = 1.0) -> Path:
+        return shutil.copytree(halves(target, share), store)
 
     return interrupt
 
@@ -314,7 +330,14 @@ def test_workers_do_not_matter(sound, wholes, store, target, workers):
 
 @pytest.mark.parametrize(
     ("target", "limit"),
-    [("fp8", 1_000), ("fp8", 3_000), ("fp8", 15_000), ("bf16", 6_000), ("int4", 10_000)],
+    [
+        ("fp8", 1_000),
+        ("int4", 10_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("fp8", 3_000), ("fp8", 15_000), ("bf16", 6_000)]
+        ),
+    ],
 )
 def test_files_that_cannot_grow(sound, wholes, tmp_path, store, target, limit):
     command = ("convert", sound, store, "--to", target)
@@ -357,7 +380,15 @@ def size_on_disk(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("target", "share"), [("fp8", 0.02), ("fp8", 0.4), ("fp8", 0.97), ("bf16", 0.4), ("int8", 0.8)]
+    ("target", "share"),
+    [
+        ("fp8", 0.4),
+        ("int8", 0.8),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("fp8", 0.02), ("fp8", 0.97), ("bf16", 0.4)]
+        ),
+    ],
 )
 def test_a_full_disk(sound, wholes, tmp_path, small_disk, target, share):
     room = int(size_on_disk(wholes[target]) * share)
@@ -579,6 +610,12 @@ def test_a_torn_last_line(source, wholes, interrupted, cut):
     assert_whole(store, wholes["fp8"])
 
 
+def test_a_line_without_its_end_does_not_count():
+    """What is appended to it would be part of it."""
+    whole = b'{"to": "fp8"}\n'
+    assert journal._parsed(whole + b'{"unit": "a"}') == ([{"to": "fp8"}], len(whole))
+
+
 @pytest.mark.parametrize("tail", [b'{"unit": "lay', b"\0" * 64, b"\xff\xfe", b"{", b"[]\n", b"\n"])
 def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
     """What a power cut may leave of a block that was never written."""
@@ -605,6 +642,42 @@ def test_a_spoiled_journal(source, wholes, interrupted, damage):
     if damage in spoiled:
         journal.write_bytes(spoiled[damage])
     assert_right_or_refused(source, store, "fp8", wholes["fp8"])
+
+
+def test_odd_lines_in_a_journal(source, wholes, interrupted):
+    """JSON that no conversion writes is refused by its line, and nothing is changed."""
+    store = interrupted("int8")
+    journal = store / JOURNAL
+    content = journal.read_bytes()
+    lines = [json.loads(line) for line in content.splitlines()]
+    copy = next(i for i, line in enumerate(lines) if "model.layers.2.embed" in line.get("unit", ""))
+    unit = next(i for i, line in enumerate(lines) if "error" in line)
+    error = lines[unit]["error"]
+    odd = [
+        *((0, {key: value}) for key in lines[0] for value in (None, 5, [1])),
+        (0, {"files": {SHARD: 5}}),
+        *((unit, {key: value}) for key in lines[unit] for value in (None, 5, [[]], {"a": 1})),
+        *((unit, {"error": error | {key: value}}) for key in error for value in (None, [], -1)),
+        (unit, {"error": error | {"weight": 10**400}}),
+        (unit, {"error": None, "source": {}}),
+        (unit, {"source": {"model.norm.weight": "00"}}),
+        (unit, {"source": lines[unit]["source"] | {"no such tensor": "00"}}),
+        (unit, {"unit": "no such unit", "source": {"no such tensor": "00"}}),
+        (copy, {"source": {}}),
+        (copy, {"stored": {"model.norm.weight": "00"}}),
+    ]
+    cases = [(i, lines[i] | change) for i, change in odd]
+    cases += [(unit, {"undo": []}), (unit, {"stats": 5}), (unit, {}), (unit, {"done": "x"})]
+    for number, line in cases:
+        changed = [*lines[:number], line, *lines[number + 1 :]]
+        journal.write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in changed))
+        before = contents(store)
+        message = refusal(source, store, "int8", resume=True)
+        assert f"{JOURNAL}, line {number + 1}: expected " in message, line
+        assert contents(store) == before
+    journal.write_bytes(content + b"[" * 10**5 + b"\n")  # deeper than Python's parser goes
+    convert(source, store, "int8", resume=True)
+    assert_whole(store, wholes["int8"])
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp8", "bf16"), ("int8", "int4"), ("bf16", "fp8")])
@@ -667,9 +740,15 @@ def test_spoiled_chunks_are_written_again(source, wholes, interrupted, target, h
     assert_whole(store, wholes[target])
 
 
-@pytest.mark.parametrize("how", ["a bit", "truncated", "longer", "deleted"])
-def test_other_spoiled_files(source, wholes, interrupted, tmp_path, how):
+OTHER_SPOILS = ["a bit", "truncated", "longer", "deleted"]
+
+
+@pytest.mark.parametrize(
+    "ways", ["in turns", *(pytest.param(how, marks=pytest.mark.slow) for how in OTHER_SPOILS)]
+)
+def test_other_spoiled_files(source, wholes, interrupted, tmp_path, ways):
     """Headers of arrays, orbax's own files, the copies of the source's small files."""
+    turns = itertools.cycle(OTHER_SPOILS if ways == "in turns" else [ways])
     store = interrupted("bf16")
     every = [path for path in sorted(store.rglob("*")) if path.is_file() and path.stat().st_size]
     others = [path for path in every if path not in chunks(store) and path.name != JOURNAL]
@@ -678,10 +757,10 @@ def test_other_spoiled_files(source, wholes, interrupted, tmp_path, how):
     kept = shutil.copytree(store, tmp_path / "kept")
     wrong = []
     for path in [path for path in others if path not in headers[1:-1]]:
-        spoil(path, how)
+        spoil(path, how := next(turns))
         if (line := resumed(source, store, "bf16")) is None:
             if contents(store) != contents(wholes["bf16"]):
-                wrong.append(f"{path.relative_to(store)}: not noticed")
+                wrong.append(f"{path.relative_to(store)}: {how}: not noticed")
         elif not re.fullmatch(r".{10,500}", line) or (store / MANIFEST).exists():
             wrong.append(f"{path.relative_to(store)}: {line}")
         shutil.rmtree(store)
@@ -689,10 +768,22 @@ def test_other_spoiled_files(source, wholes, interrupted, tmp_path, how):
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_is_written_is_read_back(source, store, monkeypatch):
+    """A disk that says that all is well, and holds other bytes."""
+    write = ArrayFiles.write
+
+    def forgets(self, name, begin, block):
+        write(self, name, begin, block * 0 if name == "norm.weight" else block)
+
+    monkeypatch.setattr(ArrayFiles, "write", forgets)
+    line = refusal(source, store, "fp8")
+    assert re.search(r"model\.norm\.weight.*what was read back is not what was written", line), line
+
+
 def test_what_a_killed_writer_leaves(source, wholes, interrupted):
     """TensorStore writes beside a chunk and renames; the manifest is written so too."""
     store = interrupted()
-    leavings = [chunks(store)[0].with_name("0.__lock"), store / "manifest.json.partial"]
+    leavings = [chunks(store)[0].with_name("0.__lock"), store / ".manifest.json.0a1b2c3d.partial"]
     for path in leavings:
         path.write_bytes(b"half")
     convert(source, store, "fp8", resume=True)

@@ -1,6 +1,7 @@
 """The arrays of stores of the published models, at their true sizes; and TensorStore takes them."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -15,12 +16,60 @@ from dsv3_jax.checkpoint.names import copies, tensor_table
 from dsv3_jax.config import INT4, INT8, BlockQuantization
 
 FORMS = {"fp8": BlockQuantization(), "bf16": None, "int8": INT8, "int4": INT4}
+LAYERS = 12  # layers of two digits are among them
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", presets.PRESETS)
-def test_every_tensor_has_its_place(model, form):
-    config = dataclasses.replace(presets.get(model), quantization=FORMS[form])
+def of_form(model, form, layers=None):
+    """A published model, of so many layers."""
+    config = presets.get(model)
+    layers = layers or config.num_hidden_layers
+    return dataclasses.replace(config, quantization=FORMS[form], num_hidden_layers=layers)
+
+
+def short_of_each():
+    """Every form of every model; those that differ from V3 only by their form are V3."""
+    configs = {}
+    for model, form in itertools.product(presets.PRESETS, FORMS):
+        config = of_form(model, form, LAYERS)
+        if config not in configs.values():
+            configs[f"{model}-{form}"] = config
+    return configs
+
+
+SHORT = short_of_each()
+
+
+def test_the_models_above_are_those_that_differ():
+    assert len(SHORT) == 6 * len(FORMS)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_every_tensor_has_its_place(name):
+    assert_places(SHORT[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        ("deepseek-v3", "int4"),
+        *(
+            pytest.param(model, form, marks=pytest.mark.slow)
+            for model, form in [
+                ("deepseek-v3", "fp8"),
+                ("deepseek-v3.2", "bf16"),
+                ("kimi-k2", "int8"),
+                ("deepseek-v2", "fp8"),
+                ("deepseek-v2-lite", "int4"),
+                ("moonlight-16b", "bf16"),
+            ]
+        ),
+    ],
+)
+def test_every_tensor_of_a_whole_model_has_its_place(model, form):
+    assert_places(of_form(model, form))
+
+
+def assert_places(config):
     table, arrays = tensor_table(config), stored_arrays(config, multiple=128)
     held = [name for array in arrays.values() for name in array.tensors]
     assert sorted(held) == sorted(set(table) - set(copies(config)))
@@ -40,8 +89,17 @@ def test_every_tensor_has_its_place(model, form):
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "moonlight-16b", "kimi-k2", "deepseek-v3.2"])
 def test_the_tree_opens(model, form, tmp_path):
+    assert_opens(of_form(model, form, layers=4), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "form"), [("kimi-k2", "fp8"), ("deepseek-v3.2", "int4")])
+def test_the_tree_of_a_whole_model_opens(model, form, tmp_path):
+    assert_opens(of_form(model, form), tmp_path)
+
+
+def assert_opens(config, tmp_path):
     """Headers alone: hundreds of gigabytes that are a few megabytes."""
-    config = dataclasses.replace(presets.get(model), quantization=FORMS[form])
     arrays = stored_arrays(config, multiple=128)
     array_tree.create(tmp_path / "weights", arrays.values())
     files = ArrayFiles(tmp_path / "weights")

@@ -14,12 +14,13 @@ from dsv3_jax.checkpoint import scan as scan_module
 from dsv3_jax.checkpoint.compare import compare
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.opened import by_kind, open_checkpoint
+from dsv3_jax.checkpoint.plan import plan
 from dsv3_jax.checkpoint.verify import Figures, total_bytes, verify
 from dsv3_jax.cli import byte_progress
 from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint import files
-from tests.checkpoint.files import SINGLE, Stored
+from tests.checkpoint.files import CONFIG, SINGLE, Stored, edit_json
 from tests.checkpoint.values import small_config
 from tests.support.checkpoints import BIAS, is_fp8, random_tensors, write_checkpoint
 from tests.support.command import run
@@ -122,6 +123,16 @@ def test_mtp_layers_that_were_left_out(checkpoint):
     directory, _ = checkpoint()
     damage(directory, lambda t: [t.pop(n) for n in list(t) if n.startswith("model.layers.2.")])
     assert findings(directory) == []
+
+
+def test_mtp_layers_that_are_not_promised(checkpoint):
+    """As load does, verify leaves them out; a store could not give them back."""
+    directory, _ = checkpoint()
+    edit_json(directory / CONFIG, lambda config: config.pop("num_nextn_predict_layers"))
+    assert findings(directory) == []
+    message = r"^checkpoint: unknown tensor model\.layers\.2\.\S+ and 31 more: an MTP layer; expec"
+    with pytest.raises(ValueError, match=message):
+        plan(directory, "int8")
 
 
 # ---- findings ------------------------------------------------------------------------------------
@@ -589,8 +600,8 @@ def test_a_picture_without_scales_and_of_zeros(checkpoint, tmp_path):
     [
         (["demo", "--workers", "0"], "--workers: expected at least 1, got 0"),
         (["demo", "--equal"], "--equal: expected two checkpoints, got one"),
-        (["demo", "--plot", "x.jpg"], "--plot: expected a .png in a directory that exists"),
-        (["demo", "--plot", "/nowhere/x.png"], "--plot: expected a .png in a directory that"),
+        (["demo", "--plot", "x.jpg"], "--plot: expected a file name that ends with .png, .svg"),
+        (["demo", "--plot", "/nowhere/x.png"], "--plot: expected a file in a directory that"),
         (["/nowhere/at all"], "expected 'demo', a directory"),
         ([], "A"),
     ],

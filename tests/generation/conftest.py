@@ -31,6 +31,15 @@ def tiny(tmp_path_factory) -> DeepSeekV3:
 
 
 @pytest.fixture(scope="session")
+def dense(tmp_path_factory) -> DeepSeekV3:
+    """One layer without experts, for tests that compile programs of their own."""
+    directory = tmp_path_factory.mktemp("dense")
+    config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    write_checkpoint(directory, config, random_tensors(config))
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     """152 tokens for the model's 160 rows; see fragments.py."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -48,7 +48,10 @@ def expected(forward):
 
 
 class TestGreedy:
-    @pytest.mark.parametrize("chunk", [1, 4, 16])
+    # `generator` has chunks of 4, and is held to whole passes by most of the other tests.
+    @pytest.mark.parametrize(
+        "chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16]
+    )
     def test_equals_repeated_forward_passes(self, tiny, bare, expected, chunk):
         generator = bare  # chunks of 16
         if chunk != 16:
@@ -70,7 +73,7 @@ class TestGreedy:
 
     def test_the_longest_prompt_has_room_for_one_token(self, generator, forward):
         prompt = [(7 * i) % 150 for i in range(MAX_LEN - 1)]
-        out = generator.generate([prompt, [5]], max_new_tokens=3, ignore_eos=True)
+        out = generator.generate([prompt, [5]], max_new_tokens=[1, 3], ignore_eos=True)
         assert out[0].tokens == [int(forward(prompt)[-1, :VOCAB_SIZE].argmax())]
         assert out[0].finish_reason == "length"
         assert len(out[1].tokens) == 3
@@ -146,6 +149,46 @@ class TestBatches:
         out = generator.generate([PROMPTS[2], PROMPTS[0], PROMPTS[2]], **settings)
         assert out[1] == alone[0]
         assert out[0] == out[2]
+
+
+SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+
+
+class TestSeveralOfOnePrompt:
+    def test_equal_prompts_differ_by_default(self, generator):
+        out = generator.generate([PROMPTS[1]] * 4, **SAMPLED)
+        assert len({tuple(c.tokens) for c in out}) == 4
+        assert out[0] == generator.generate(PROMPTS[1], **SAMPLED, seed=0)[0]
+        assert out[3] == generator.generate(PROMPTS[1], **SAMPLED, seed=3)[0]
+        same = generator.generate([PROMPTS[1]] * 4, **SAMPLED, seed=2)
+        assert list(same) == [out[2]] * 4
+
+    def test_n_completions_a_prompt(self, generator):
+        """More than a batch has room for, the first prompt's first."""
+        out = generator.generate(PROMPTS[:2], **SAMPLED, n=3, seed=[5, 9])
+        alone = [
+            generator.generate(prompt, **SAMPLED, seed=seed + j)[0]
+            for prompt, seed in zip(PROMPTS[:2], (5, 9), strict=True)
+            for j in range(3)
+        ]
+        assert list(out) == alone
+        greedy = generator.generate(PROMPTS[1], max_new_tokens=4, n=2)
+        assert greedy[0] == greedy[1]
+
+    def test_settings_for_each_prompt(self, generator):
+        want = generator.generate([PROMPTS[1]] * 2, **SAMPLED, seed=3, logprobs=4)[0]
+        stop = want.tokens[5]
+        out = generator.generate(
+            [PROMPTS[1]] * 2,
+            **SAMPLED,
+            seed=3,
+            stop_tokens=[[], [stop]],
+            logprobs=[0, 4],
+        )
+        assert out[0].tokens == want.tokens
+        assert out[0].top_logprobs is None
+        assert out[1].tokens == want.tokens[: want.tokens.index(stop) + 1]
+        assert out[1].top_logprobs == want.top_logprobs[: len(out[1].tokens)]
 
 
 class TestSettingsReachTheSampler:
@@ -241,12 +284,13 @@ class TestFinishedRows:
     def state(self, model) -> DecodeState:
         rng = np.random.default_rng(0)
         B, S = len(self.LENGTHS), self.S
-        lengths = jnp.array(self.LENGTHS)
+        lengths = jnp.array(np.array(self.LENGTHS, np.int32))
         cache = LatentKVCache.init(model.config, B, S, dtype=model.dtype, page_size=8)
+        before = np.array(self.LENGTHS, np.int32) - 1
         noise = [rng.standard_normal(p.shape, np.float32) for p in cache.pages]
         return DecodeState(
             cache=dataclasses.replace(
-                cache, pages=tuple(map(jnp.asarray, noise)), lengths=lengths - 1
+                cache, pages=tuple(map(jnp.asarray, noise)), lengths=jnp.array(before)
             ),
             tokens=jnp.asarray(rng.integers(0, 160, (B, S)), jnp.int32),
             lengths=lengths,
@@ -263,18 +307,18 @@ class TestFinishedRows:
             steps=jnp.int32(0),
         )
 
-    def test_never_change(self, tiny):
+    def test_never_change(self, dense):
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
         sampling = Sampling.pack(
             stop_tokens=np.full((4, 1), -1), **{n: np.full(4, v) for n, v in settings.items()}
         )
-        graph, weights = nnx.split(tiny)
+        graph, weights = nnx.split(dense)
 
         @jax.jit
         def step(weights: nnx.State, state: DecodeState, steps: jax.Array) -> DecodeState:
             return decode(nnx.merge(graph, weights), state, sampling, steps, vocab_size=160)
 
-        before = self.state(tiny)
+        before = self.state(dense)
         after = step(weights, before, jnp.int32(7))
         assert after.steps == 7
         assert after.lengths.tolist() == [9, 5, 8, 6]
@@ -293,8 +337,8 @@ class TestFinishedRows:
     def check_unchanged(self, before: DecodeState, after: DecodeState, rows) -> None:
         for name in ("tokens", "lengths", "finished", "logprobs", "top_tokens", "top_logprobs"):
             for b in rows:
-                old, new = getattr(before, name)[b], getattr(after, name)[b]
+                old, new = (np.asarray(getattr(state, name))[b] for state in (before, after))
                 np.testing.assert_array_equal(new, old, err_msg=f"{name} of row {b}")
+        pages = np.asarray(before.cache.block_tables)[list(rows)].ravel()
         for old, new in zip(before.cache.pages, after.cache.pages, strict=True):
-            for page in before.cache.block_tables[jnp.array(rows)].ravel():
-                np.testing.assert_array_equal(new[page], old[page])
+            np.testing.assert_array_equal(np.asarray(new)[pages], np.asarray(old)[pages])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.generation.request import MAX_STOP_TOKENS
+from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from tests.generation.fragments import MAX_LEN, letters
 
 PROMPT = letters("abc")
@@ -21,6 +21,13 @@ PROMPTS: list[tuple[Any, str]] = [
     ([], "prompts"),
     ((), "prompts"),
     (None, "prompt"),
+    ("a lone \ud800", "prompt"),
+    (["fine", "\udfff"], "prompt"),
+    (bytearray(b"ab"), "prompt"),
+    ({"a", "b"}, "prompt"),
+    (iter(["a"]), "prompt"),
+    ([{3, 4}], "prompt"),
+    ([b"bytes"], "prompt"),
     (7, "prompt"),
     (3.5, "prompt"),
     (b"bytes", "prompt"),
@@ -51,16 +58,42 @@ WRONG_NUMBERS = [True, np.True_, None, "1", "x", [None], ["1"], [[1]], 1j, {}, o
 NOT_INTEGERS = [*WRONG_NUMBERS, 1.5, 1.0, np.float32(1)]
 
 SETTINGS: dict[str, list[Any]] = {
-    "max_new_tokens": [0, -1, [0], *NOT_INTEGERS],
+    "max_new_tokens": [
+        0,
+        -1,
+        [0],
+        *(x for x in NOT_INTEGERS if x not in (None, [None])),
+    ],  # all the room
     "temperature": [-0.1, -1, float("nan"), float("inf"), 1e39, 10**400, [-1.0], *WRONG_NUMBERS],
     "top_p": [0, 0.0, 1.5, -0.5, float("nan"), 10**400, *WRONG_NUMBERS],
     "top_k": [-1, 2**31, 2**32 + 1, 10**400, *NOT_INTEGERS],
     "min_p": [-0.1, 2, 1.01, float("nan"), float("inf"), *WRONG_NUMBERS],
-    "seed": [-1, 2**32, 10**400, *NOT_INTEGERS],
-    "stop": [None, 5, 1.5, [5], ["a", None], b"ab", [b"ab"], True, "", ["a", ""]],
-    "stop_tokens": [None, 5, [-1], [160], [1.5], ["a"], [True], "ab", [[1]], [2**40]],
-    "logprobs": [21, -1, 2.0, True, None, "5", [1], 10**400],
-    "draft": ["mtp", "none", "synthetic", "synthetic:2", "synthetic:x", "ngram:1", "", 1, True],
+    "seed": [-1, 2**32, 10**400, *(x for x in NOT_INTEGERS if x is not None)],  # by prompt
+    "stop": [
+        *(None, 5, 1.5, [5], ["a", None], b"ab", [b"ab"], True, "", ["a", ""]),
+        *([["a"], ["b"]], [["a", ""]], [["a", 5]], [[["a"]]], "a\ud800", ["\udfff"]),
+    ],
+    "stop_tokens": [
+        *(None, 5, [-1], [160], [1.5], ["a"], [True], "ab", [2**40]),
+        *([[1], [2]], [[160]], [[True]], [[[1]]], [["a"]]),
+    ],
+    "ignore_eos": [None, "no", "", 0, 1, 1.0, ["no"], [0], [None], [True, False], [[True]], ()],
+    "logprobs": [21, -1, 2.0, True, None, "5", [21], [1, 2], [None], [[1]], 10**400],
+    "n": [0, -1, 1.5, True, None, "2", [1], 2.0],
+    "draft": [
+        ("mtp",),
+        ["mtp", None],
+        "mtp",
+        "none",
+        "synthetic",
+        "synthetic:2",
+        "synthetic:x",
+        "ngram:1",
+        "",
+        1,
+        True,
+    ],
+    "progress": [5, "bar", [print]],
     "draft_depth": [0, 5, -1, 1.0, True, "1", "AUTO", None, (1,)],
 }
 
@@ -134,7 +167,7 @@ def test_words(idle, settings, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed"]
+    "name", ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs"]
 )
 def test_as_many_values_as_prompts(idle, name):
     for values in ([1], [1, 1, 1], (), np.ones(4, int)):
@@ -170,6 +203,70 @@ def test_streamed_prompts(idle, prompts, name):
 def test_only_one_prompt_can_be_streamed(idle):
     with pytest.raises(ValueError, match=r"^stream: expected one prompt, got 2"):
         idle.stream([PROMPT, PROMPT])
+
+
+def test_one_completion_of_a_prompt_can_be_streamed(idle):
+    with pytest.raises(ValueError, match=r"^n: expected 1 in a stream, got 2"):
+        idle.stream(PROMPT, n=2)
+
+
+def test_progress_is_of_generate_alone(idle):
+    assert idle.requests(PROMPT, progress=print) == idle.requests(PROMPT)
+    with pytest.raises(ValueError, match=r"^progress: expected None in a stream, .* got <built-in"):
+        idle.stream(PROMPT, progress=print)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ({"a", "b"}, "got set; make it a list"),
+        ((text for text in "ab"), "got generator; make it a list"),
+        (b"text", "got bytes; decode it"),
+        (None, "got None"),
+        ("a\ud83d", r"got a lone surrogate, '\\ud83d', at character 1"),
+    ],
+)
+def test_words_about_prompts(idle, prompts, words):
+    with pytest.raises(ValueError, match=f"^prompt: expected .*{words}$"):
+        idle.generate(prompts)
+
+
+def test_a_value_for_each_prompt(idle):
+    requests = idle.requests(
+        [PROMPT] * 3,
+        stop=[["x", "y"], "z", ()],
+        stop_tokens=[[5], [], range(7, 9)],
+        ignore_eos=[True, False, np.True_],
+        logprobs=[0, 3, 20],
+    )
+    assert [r.stop for r in requests] == [("x", "y"), ("z",), ()]
+    assert [r.stop_tokens for r in requests] == [(5,), (1,), (7, 8)]
+    assert [r.logprobs for r in requests] == [0, 3, 20]
+    for stop in ("xy", ["x", "y"], {"x"}):
+        assert {r.stop for r in idle.requests([PROMPT] * 2, stop=stop)} == {
+            (stop,) if isinstance(stop, str) else tuple(stop)
+        }
+    same = idle.requests([PROMPT] * 2, stop_tokens=[5, 6], ignore_eos=True)
+    assert {r.stop_tokens for r in same} == {(5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "seeds"),
+    [
+        ({}, [0, 1, 2]),
+        ({"seed": 0}, [0, 0, 0]),
+        ({"n": 2}, [0, 1, 2, 3, 4, 5]),
+        ({"n": 2, "seed": 7}, [7, 8, 7, 8, 7, 8]),
+        ({"n": 2, "seed": [1, 2**32 - 1, 3]}, [1, 2, 2**32 - 1, 0, 3, 4]),
+    ],
+)
+def test_seeds(idle, settings, seeds):
+    prompts = [[5], [6], [7]]
+    requests = idle.requests(prompts, **settings)
+    assert [r.seed for r in requests] == seeds
+    assert [list(r.prompt) for r in requests] == [
+        p for p in prompts for _ in range(len(seeds) // 3)
+    ]
 
 
 def test_checked_without_running(idle):
@@ -216,6 +313,11 @@ def test_text_that_encodes_to_nothing(generator, monkeypatch):
         ("batch_sizes", ()),
         ("batch_sizes", (0, 4)),
         ("batch_sizes", (1.5,)),
+        ("batch_sizes", 5),
+        ("batch_sizes", None),
+        ("batch_sizes", "4"),
+        ("max_len", None),
+        ("max_len", "64"),
         ("prefill_chunk", 0),
         ("prefill_chunk", 2.0),
         ("stride", 0),
@@ -232,3 +334,13 @@ def test_settings_of_the_generator(tiny, name, value):
 def test_the_default_length_is_refused_by_a_short_model(tiny):
     with pytest.raises(ValueError, match=r"2 to 128 .*max_position_embeddings.* got 4096"):
         Generator(tiny, None)
+
+
+def test_other_things_than_a_model_and_its_tokenizer(tiny, tokenizer):
+    for wrong in ((tokenizer, tiny), (None, None), ("demo", tokenizer)):
+        with pytest.raises(ValueError, match=r"^model: expected a DeepSeekV3, got ") as error:
+            Generator(*wrong, MAX_LEN)
+        check_message(error, "model")
+    for wrong in (tiny, "demo", 64):
+        with pytest.raises(ValueError, match=r"^tokenizer: expected a .*Tokenizer or None, got "):
+            Generator(tiny, wrong, MAX_LEN)

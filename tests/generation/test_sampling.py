@@ -235,6 +235,15 @@ class TestRows:
             np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
 
+@pytest.mark.parametrize("temperature", [1e37, 9e37, 3.4e38])
+def test_the_hottest_rows_sample_evenly(temperature):
+    """1 / temperature is subnormal there, and -inf times zero is NaN."""
+    logits = np.where(np.arange(8) < 5, np.linspace(-3, 3, 8), -np.inf).astype(np.float32)
+    rows = [{"temperature": temperature, "seed": seed} for seed in range(64)]
+    tokens = draw(np.tile(logits, (64, 1)), rows, np.zeros(64, int))
+    assert set(tokens) == set(range(5))
+
+
 def test_greedy_rows_have_their_own_seeds():
     """By which rows accept synthetic drafts one without the other."""
     found = Sampling.greedy(3)

@@ -110,14 +110,29 @@ class TestLength:
         assert out.tokens == endless[5].tokens[:1]
         assert out.finish_reason == "length"
 
-    @pytest.mark.parametrize("most", [60, 10_000, sys.maxsize, 10**30])
-    def test_room_in_the_cache(self, generator, most):
+    def test_room_in_the_cache(self, generator):
+        """None takes all of it; so does the default, where that is less."""
         prompt = [(3 * i) % 150 for i in range(MAX_LEN - 9)]
-        settings = LONG | {"max_new_tokens": most}
+        settings = LONG | {"max_new_tokens": None}
         out = generator.generate([prompt, PROMPT], **settings)
-        assert len(out[0].tokens) == 9
-        assert len(out[1].tokens) == min(most, MAX_LEN - len(PROMPT))
+        assert [len(c.tokens) for c in out] == [9, MAX_LEN - len(PROMPT)]
         assert [c.finish_reason for c in out] == ["length", "length"]
+        del settings["max_new_tokens"]
+        by_default = generator.generate([prompt, PROMPT], **settings)
+        assert [len(c.tokens) for c in by_default] == [9, 64]
+        assert by_default[0] == out[0]
+        mixed = generator.generate([prompt, PROMPT], **settings, max_new_tokens=[None, 3])
+        assert [len(c.tokens) for c in mixed] == [9, 3]
+
+    @pytest.mark.parametrize("most", [10, 64, 10_000, sys.maxsize, 10**30])
+    def test_more_than_the_room_is_refused(self, generator, most):
+        """A completion must not end early and say that its length was reached."""
+        prompt = [(3 * i) % 150 for i in range(MAX_LEN - 9)]
+        for value in (most, [most, 5]):
+            with pytest.raises(ValueError, match="max_new_tokens: expected at most 9 ") as error:
+                generator.generate([prompt, PROMPT], **LONG | {"max_new_tokens": value})
+            assert f"less a prompt of {MAX_LEN - 9} tokens" in str(error.value)
+            assert str(error.value).endswith(f"got {most}")
 
     def test_a_length_for_each_prompt(self, generator, endless):
         lengths = [1, 33, 7, 2]

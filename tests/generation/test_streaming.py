@@ -1,9 +1,12 @@
 """Streamed pieces against generate's text."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
+from dsv3_jax.generation.completion import Piece
 from tests.generation.fragments import MAX_LEN, as_text, letters
 
 PROMPT = letters("tell me")
@@ -27,7 +30,7 @@ def check_pieces(pieces, expected):
     [
         {"max_new_tokens": 1},
         {"max_new_tokens": 80},
-        {"max_new_tokens": 10**9, "temperature": 1.0, "ignore_eos": True, "seed": 1},
+        {"max_new_tokens": None, "temperature": 1.0, "ignore_eos": True, "seed": 1},
         {"max_new_tokens": 60, "temperature": 2.0, "seed": 2},
         {"max_new_tokens": 60, "temperature": 2.0, "seed": 3, "stop_tokens": range(30, 37)},
     ],
@@ -145,13 +148,26 @@ def test_a_single_prompt_in_a_list(generator):
     check_pieces(pieces, expected)
 
 
-def test_without_a_tokenizer(bare):
+def test_without_a_tokenizer(bare, monkeypatch):
+    monkeypatch.setattr(bare, "stride", 4)
     pieces = list(bare.stream(PROMPT, max_new_tokens=9, ignore_eos=True))
-    assert [p.text for p in pieces] == [""]
+    assert [len(p.tokens) for p in pieces] == [1, 4, 4]
+    assert [p.text for p in pieces] == [""] * 3
+    assert [p.finish_reason for p in pieces] == [None, None, "length"]
     expected = bare.generate(PROMPT, max_new_tokens=9, ignore_eos=True)[0]
-    assert pieces[-1].tokens == expected.tokens
-    assert len(expected.tokens) == 9
+    assert [t for piece in pieces for t in piece.tokens] == expected.tokens
     assert expected.text == ""
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda piece: pickle.loads(pickle.dumps(piece))]
+)
+def test_pieces_can_be_copied(duplicate):
+    piece = Piece("some text", [3, 4], "stop")
+    got = duplicate(piece)
+    assert type(got) is Piece
+    assert (got, got.text, got.tokens, got.finish_reason) == (piece, "some text", [3, 4], "stop")
+    assert (got.tokens is piece.tokens) == (duplicate is copy.copy)
 
 
 class TestDemo:
@@ -159,8 +175,9 @@ class TestDemo:
 
     PROMPTS = ("def fibonacci(n):\n", "# ½ café 日本 🎉\nimport ")
 
-    @pytest.mark.parametrize("stride", [1, 3, 16])
-    @pytest.mark.parametrize("stop", [(), ("\n\n", "return"), ("    r", "port")])
+    @pytest.mark.parametrize(
+        ("stop", "stride"), [((), 1), (("\n\n", "return"), 3), (("    r", "port"), 16)]
+    )
     def test_equals_generate(self, demo, monkeypatch, stop, stride):
         monkeypatch.setattr(demo, "stride", stride)
         settings = {"max_new_tokens": 50, "stop": stop}

@@ -26,6 +26,23 @@ class Words:
         return "".join(self.words[i] for i in ids)
 
 
+class Counting(Bytes):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        self.decoded += len(ids)
+        return super().decode(ids)
+
+
+class Stripping:
+    """A decoder that drops the space before its first word, as those of some checkpoints do."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        return as_text(ids).removeprefix(" ")
+
+
 def feed(tracker: TextTracker, tokens: Sequence[int], stride: int) -> list[str]:
     """The pieces that come out when tokens go in, so many at a time; as the Generator does it."""
     pieces = []
@@ -158,6 +175,51 @@ class TestStopping:
                 assert (tracker.text, tracker.tokens) == (text, kept), (tokens, stop, stride)
                 assert "".join(pieces) == text
         assert 50 < stopped < 150
+
+    @pytest.mark.parametrize("words", [(3, VOCAB_SIZE), (0, 40), (29, 35)])
+    @pytest.mark.parametrize("decoder", ["fragments", "stripping"])
+    def test_long_texts(self, words, decoder):
+        """Longer than the tail that is decoded again: equal to the text of all tokens at once."""
+        rng = np.random.default_rng(words)
+        tokens = rng.integers(*words, 700).tolist()
+        made = Fragments() if decoder == "fragments" else Stripping()
+        for stride in (1, 16, 333, 1000):
+            tracker = TextTracker(made, ())
+            pieces = feed(tracker, tokens, stride)
+            assert tracker.text == "".join(pieces) == made.decode(tokens)
+            assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
+        text = made.decode(tokens)
+        at = int(rng.integers(len(text) // 2, len(text) - 20))
+        stop = [s for s in (text[at : at + 9], text[at - 30 : at - 18]) if "\ufffd" not in s]
+        want = None
+        for stride in (1, 16, 333, 1000):
+            tracker = TextTracker(made, stop)
+            pieces = feed(tracker, tokens, stride)
+            got = ("".join(pieces), tracker.text, tracker.tokens)
+            assert got[0] == got[1]
+            assert got == (want := want or got)
+        if stop and decoder == "fragments":
+            assert want[1:] == stop_by_hand(tokens, stop)
+
+    @pytest.mark.parametrize("stop", [(), ("no such thing",)])
+    def test_tokens_are_decoded_a_bounded_number_of_times(self, stop):
+        counts = []
+        for length in (2_000, 8_000):
+            decoder = Counting()
+            text = ("naïve 日本 🎉 " * length)[:length].encode()
+            tracker = TextTracker(decoder, stop)
+            feed(tracker, text, 16)
+            assert tracker.text == text.decode("utf-8", "replace")
+            counts.append(decoder.decoded / len(text))
+        assert counts[1] < 1.1 * counts[0]
+        assert counts[1] < 16
+
+    def test_garbage_is_not_decoded_over_and_over(self):
+        """Bytes that never make a character, for which no cut is found."""
+        decoder = Counting()
+        tracker = TextTracker(decoder, ())
+        pieces = feed(tracker, b"\xe2\x82" * 1000, 50)
+        assert "".join(pieces) == tracker.text == "\ufffd" * 1000
 
 
 class Fragments:

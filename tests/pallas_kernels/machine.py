@@ -1,9 +1,14 @@
 """Where the Hopper kernels are tested: on such a GPU, or interpreted with race detection.
 
-On one, with JAX for its CUDA, the same classes run the kernels themselves:
+On one, with JAX for its CUDA, the same tests run the kernels themselves:
 
-    JAX_PLATFORMS=cuda pytest -m 'not slow' -k 'not Reference and not Cpu' \\
+    JAX_PLATFORMS=cuda pytest -k 'not Reference and not Cpu' \\
         tests/pallas_kernels/test_{*hopper,few_rows,grouped_swiglu,mla_decode_float8}.py
+    JAX_PLATFORMS=cuda pytest -k 'kernel' \\
+        tests/pallas_kernels/test_{route,rms_norm,quantized_matmul,swiglu}.py
+
+Slow cases run there too; interpreted they cost seconds each, and ``make test-all`` with Python 3.12
+runs them.
 """
 
 import jax

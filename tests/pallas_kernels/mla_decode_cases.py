@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from pallas_kernels import mla_decode
 from pallas_kernels.dispatch import Implementation
 from tests.pallas_kernels.numerics import TOLERANCES, Array, check, device, rounded, tolerance
+from tests.support.covering import slow_except
 
 # What a table may hold past a row's last page.
 _STRAY_ENTRIES = (10**6, -1, 0, -(10**6), 2**31 - 1)
@@ -74,8 +74,8 @@ class Inputs:
         """The arguments of mla_decode."""
         return (
             *(device(a, self.dtype) for a in (self.q_latent, self.q_rope, self.pages)),
-            jnp.asarray(self.block_tables),
-            jnp.asarray(self.lengths, jnp.int32),
+            jax.device_put(self.block_tables),
+            device(self.lengths, "int32"),
         )
 
     def wider(self) -> "Inputs":
@@ -128,8 +128,9 @@ def compiled(implementation: Operation, scale: float) -> Callable[..., tuple[jax
     return jax.jit(functools.partial(mla_decode, scale=scale, implementation=implementation))
 
 
-def run(x: Inputs, implementation: Operation) -> tuple[jax.Array, ...]:
-    return compiled(implementation, x.scale)(*x.arrays())
+def run(x: Inputs, implementation: Operation) -> tuple[npt.NDArray, ...]:
+    """In NumPy, for every slice of an array on a device is a program."""
+    return tuple(map(np.asarray, compiled(implementation, x.scale)(*x.arrays())))
 
 
 class MlaDecodeCases:
@@ -140,10 +141,9 @@ class MlaDecodeCases:
     widths: ClassVar[tuple[int, int]] = (24, 8)  # C, R
     page: ClassVar[int] = 16
     heads: ClassVar[int] = 2
-    more_heads: ClassVar[tuple[tuple[int, int], ...]] = ((1, 1), (3, 2), (16, 1))  # H, T
+    more_heads: ClassVar[tuple[tuple[int, int], ...]] = ((1, 2), (16, 1))  # H, T
     page_borders: ClassVar[tuple[tuple[int, tuple[int, ...]], ...]] = (
         (1, (9, 2, 290)),
-        (8, (1, 8, 9)),
         (64, (320, 63, 256)),
         (320, (10, 330)),
     )
@@ -169,7 +169,7 @@ class MlaDecodeCases:
         # Products of bfloat16 are exact in float32: the log-sum-exp is as good from either.
         check(np.ravel(lse), np.ravel(want_lse), bound)
 
-    @pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
+    @pytest.mark.parametrize("T", slow_except((1, 2, 3, 4, 5), quick=(0, 4)))
     def test_queries_and_ragged_rows(self, T):
         page = self.page
         self.check(self.random((2 * page + 5, 5, page, 3 * page, page + 1), T=T))

@@ -83,7 +83,8 @@ def rounded(x: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
 
 
 def device(x: npt.ArrayLike, dtype: npt.DTypeLike) -> jax.Array:
-    return jnp.asarray(np.asarray(x).astype(_numpy(dtype)))
+    """By device_put, for jnp.asarray compiles a program for every shape."""
+    return jax.device_put(np.asarray(x).astype(_numpy(dtype)))
 
 
 def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray:

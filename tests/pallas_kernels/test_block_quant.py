@@ -1,6 +1,5 @@
 """The back-ends of block_quant and its kin, each through the public function."""
 
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import block_dequant, block_quant
@@ -10,6 +9,7 @@ from tests.pallas_kernels.block_quant_cases import (
     IntegerQuantCases,
     activations,
 )
+from tests.pallas_kernels.numerics import device
 
 
 class TestReference(BlockQuantCases, IntegerQuantCases, BlockDequantCases):
@@ -18,7 +18,7 @@ class TestReference(BlockQuantCases, IntegerQuantCases, BlockDequantCases):
 
 def test_default():
     """Bit for bit what the only back-end gives."""
-    x = jnp.asarray(activations((3, 200)), jnp.float32)
+    x = device(activations((3, 200)), "float32")
     values, scale = block_quant(x, (2, 128), scale_fmt="ue8m0")
     want = block_quant(x, (2, 128), scale_fmt="ue8m0", implementation="reference")
     np.testing.assert_array_equal(np.float32(values), np.float32(want[0]))

@@ -25,6 +25,7 @@ from tests.pallas_kernels.grouped_matmul_cases import (
 )
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, tolerance
+from tests.support.covering import slow_except
 
 
 def back_end(config: Config | None = None):
@@ -60,48 +61,51 @@ class TestInt4(FewRowsCases):
     groups = 384 if ON_GPU else 64  # the interpreter is slow
 
 
-CONFIGS = pytest.mark.parametrize(
-    ("rhs_dtype", "N", "K", "block_shape", "config"),
-    [
-        # A ring that goes round, two warpgroups, tiles of every width.
-        ("int8", 128, 512, (1, 512), Config(2, (8, 16), stages=2)),
-        ("int4", 128, 1024, (1, 128), Config(2, (8, 16), stages=2)),
-        (FLOAT8, 128, 512, (128, 128), Config(2, (8, 16), stages=2)),
-        # Copies of 64 bytes of a row, a last tile that is moved back, one width of x.
-        ("int8", 192, 320, (1, 320), Config(2, (8,), stages=3)),
-        ("int4", 192, 384, (1, 128), Config(2, (8,), stages=3)),
-        (FLOAT8, 192, 320, (128, 128), Config(2, (8,), stages=3)),
-        # Scales by 64 columns, by 256, and one a row.
-        ("int8", 64, 256, (1, 64), Config(1, (16,))),
-        ("int8", 64, 512, (1, 256), Config(1, (16,))),
-        ("int4", 64, 512, (1, 512), Config(1, (16,))),
-        ("int4", 64, 512, (1, 256), Config(1, (16,))),
-        (FLOAT8, 64, 256, (64, 64), Config(1, (16,))),
-        # Warpgroups that share a tile, more tiles than blocks; K that ends early for some of them.
-        ("int8", 192, 512, (1, 512), Config(2, (8, 16), split=2, stages=2)),
-        ("int4", 128, 1024, (1, 128), Config(4, (8, 16), split=2)),
-        (FLOAT8, 192, 512, (128, 128), Config(4, (8,), split=4, stages=2)),
-        ("int8", 128, 320, (1, 64), Config(4, (8,), split=4)),
-        (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), split=2)),
-        # K in pieces: even, with a step that is none, and both with warpgroups that share a tile.
-        ("int8", 192, 512, (1, 512), Config(2, (8, 16), pieces=2, stages=2)),
-        ("int4", 128, 1280, (1, 128), Config(2, (8, 16), pieces=3)),
-        (FLOAT8, 192, 896, (128, 128), Config(4, (8,), split=4, pieces=2, stages=2)),
-        # Rows of a tile that warpgroups multiply.
-        ("int8", 64, 256, (1, 256), Config(1, (32,))),
-    ],
-)
+CONFIGS = [
+    # A ring that goes round, two warpgroups, tiles of every width.
+    ("int8", 128, 512, (1, 512), Config(2, (8, 16), stages=2)),
+    ("int4", 128, 1024, (1, 128), Config(2, (8, 16), stages=2)),
+    (FLOAT8, 128, 512, (128, 128), Config(2, (8, 16), stages=2)),
+    # Copies of 64 bytes of a row, a last tile that is moved back, one width of x.
+    ("int8", 192, 320, (1, 320), Config(2, (8,), stages=3)),
+    ("int4", 192, 384, (1, 128), Config(2, (8,), stages=3)),
+    (FLOAT8, 192, 320, (128, 128), Config(2, (8,), stages=3)),
+    # Scales by 64 columns, by 256, and one a row.
+    ("int8", 64, 256, (1, 64), Config(1, (16,))),
+    ("int8", 64, 512, (1, 256), Config(1, (16,))),
+    ("int4", 64, 512, (1, 512), Config(1, (16,))),
+    ("int4", 64, 512, (1, 256), Config(1, (16,))),
+    (FLOAT8, 64, 256, (64, 64), Config(1, (16,))),
+    # Warpgroups that share a tile, more tiles than blocks; K that ends early for some of them.
+    ("int8", 192, 512, (1, 512), Config(2, (8, 16), split=2, stages=2)),
+    ("int4", 128, 1024, (1, 128), Config(4, (8, 16), split=2)),
+    (FLOAT8, 192, 512, (128, 128), Config(4, (8,), split=4, stages=2)),
+    ("int8", 128, 320, (1, 64), Config(4, (8,), split=4)),
+    (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), split=2)),
+    # K in pieces: even, with a step that is none, and both with warpgroups that share a tile.
+    ("int8", 192, 512, (1, 512), Config(2, (8, 16), pieces=2, stages=2)),
+    ("int4", 128, 1280, (1, 128), Config(2, (8, 16), pieces=3)),
+    (FLOAT8, 192, 896, (128, 128), Config(4, (8,), split=4, pieces=2, stages=2)),
+    # Rows of a tile that warpgroups multiply.
+    ("int8", 64, 256, (1, 256), Config(1, (32,))),
+]
+QUICK = [0, 5, 9, 13, 14, 17, 18, 19]  # every dtype and every kind of setting
+QUICK_TOGETHER = [1, 18, 19]
 
 
 @kernel_runs
-@CONFIGS
+@pytest.mark.parametrize(
+    ("rhs_dtype", "N", "K", "block_shape", "config"), slow_except(CONFIGS, QUICK)
+)
 def test_configs(rhs_dtype, N, K, block_shape, config):
     x = inputs((19, 0, 3, 1), N, K, rhs_dtype, block_shape)
     check(run(x, back_end(config)), x.expected(), tolerance("bfloat16"))
 
 
 @kernel_runs
-@CONFIGS
+@pytest.mark.parametrize(
+    ("rhs_dtype", "N", "K", "block_shape", "config"), slow_except(CONFIGS, QUICK_TOGETHER)
+)
 def test_several_matrices(rhs_dtype, N, K, block_shape, config):
     """Side by side they are what each is alone, bit by bit."""
     sizes = (19, 0, 3, 1)

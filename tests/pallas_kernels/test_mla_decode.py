@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import mla_decode, mla_decode_schedule
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, run
-from tests.pallas_kernels.numerics import central_difference, check_slope
+from tests.pallas_kernels.numerics import central_difference, check_slope, device
 
 
 class TestReference(MlaDecodeCases):
@@ -25,10 +25,10 @@ class TestReference(MlaDecodeCases):
         def loss(q_latent):
             out, _ = mla_decode(
                 q_latent,
-                jnp.asarray(x.q_rope, jnp.float32),
-                jnp.asarray(x.pages, jnp.float32),
-                jnp.asarray(x.block_tables),
-                jnp.asarray(x.lengths, jnp.int32),
+                device(x.q_rope, "float32"),
+                device(x.pages, "float32"),
+                jax.device_put(x.block_tables),
+                device(x.lengths, "int32"),
                 scale=x.scale,
                 implementation="reference",
             )
@@ -38,7 +38,7 @@ class TestReference(MlaDecodeCases):
             out, _ = dataclasses.replace(x, q_latent=moved).expected()
             return np.sum(out * weights)
 
-        gradient = jax.jit(jax.grad(loss))(jnp.asarray(x.q_latent, jnp.float32))
+        gradient = jax.jit(jax.grad(loss))(device(x.q_latent, "float32"))
         slope = central_difference(expected_loss, x.q_latent, direction)
         check_slope(gradient, direction, slope)
 

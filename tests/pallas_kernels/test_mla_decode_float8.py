@@ -26,6 +26,8 @@ from tests.pallas_kernels.numerics import (
 )
 
 WIDTHS = (512, 64)
+QUANTIZE = jax.jit(quantize_latent)
+DEQUANTIZE = jax.jit(dequantize_latent, static_argnums=1)
 
 
 def packed(values, scale, rope):
@@ -72,7 +74,7 @@ class Float8Inputs(Inputs):
 
     def arrays(self):
         q_latent, q_rope, _, block_tables, lengths = super().arrays()
-        return q_latent, q_rope, jnp.asarray(encoded(self.pages)), block_tables, lengths
+        return q_latent, q_rope, jax.device_put(encoded(self.pages)), block_tables, lengths
 
     def tokens(self, b, count):
         return rounded(super().tokens(b, count), self.dtype)
@@ -108,7 +110,14 @@ class TestCpu(Float8Cases):
 
 @kernel_runs
 class TestMosaicGpu(Float8Cases, HopperCases):
-    @pytest.mark.parametrize(("H", "parts"), [(8, 1), (8, 2), (128, 5)])
+    @pytest.mark.parametrize(
+        ("H", "parts"),
+        [
+            (8, 2),
+            pytest.param(8, 1, marks=pytest.mark.slow),
+            pytest.param(128, 5, marks=pytest.mark.slow),
+        ],
+    )
     def test_rows_in_pieces(self, H, parts):
         """Segments that begin with either of the two warpgroups, and end with either."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(parts))
@@ -159,7 +168,7 @@ def test_no_backend_takes_other_widths(changes):
         mla_decode(*arrays(**changes), scale=0.1)
 
 
-@pytest.mark.parametrize("H", [8, 128])
+@pytest.mark.parametrize("H", [8, pytest.param(128, marks=pytest.mark.slow)])
 def test_lowers_for_cuda(H, monkeypatch):
     """SMEM's size and the layouts of registers are checked without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
@@ -177,7 +186,7 @@ def test_bytes():
     latent[[0, 1, 128, 511]] = 448, -1, 896, 2**-9 * 448 * 0.5
     rope = np.zeros(64, np.float32)
     rope[1] = -2
-    found = np.asarray(quantize_latent(jnp.asarray(latent), jnp.asarray(rope)))
+    found = np.asarray(QUANTIZE(latent, rope))
     assert found.dtype == np.uint8
     assert found.shape == (656,)
     assert found[[0, 1, 2, 128, 511]].tolist() == [0x7E, 0xB8, 0, 0x7E, 0x7E]
@@ -185,7 +194,7 @@ def test_bytes():
     np.testing.assert_array_equal(scales, [1, 2, 1, 2**-10])
     assert found[528:534].tolist() == [0, 0, 0, 0xC0, 0, 0]
     for dtype in (jnp.float32, jnp.bfloat16):
-        got_latent, got_rope = dequantize_latent(jnp.asarray(found), dtype)
+        got_latent, got_rope = DEQUANTIZE(found, dtype)
         assert got_latent.dtype == got_rope.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got_latent, np.float32), latent)
         np.testing.assert_array_equal(np.asarray(got_rope, np.float32), rope)
@@ -199,8 +208,8 @@ def test_round_trip(dtype):
     latent[0, 0, 1] = 0
     latent = rounded(latent.reshape(3, 5, 512), dtype)
     rope = rounded(rng.standard_normal((3, 5, 64)), dtype)
-    tokens = jax.jit(quantize_latent)(device(latent, dtype), device(rope, dtype))
-    got, got_rope = jax.jit(dequantize_latent)(tokens)
+    tokens = QUANTIZE(device(latent, dtype), device(rope, dtype))
+    got, got_rope = DEQUANTIZE(tokens)
     np.testing.assert_array_equal(np.asarray(got_rope, np.float64), rounded(rope, "bfloat16"))
     groups, want = np.asarray(got, np.float64).reshape(3, 5, 4, 128), latent.reshape(3, 5, 4, 128)
     largest = np.abs(want).max(axis=-1, keepdims=True)
@@ -217,11 +226,11 @@ def test_what_float8_holds_comes_back():
     scale = rounded(rng.uniform(1e-4, 10, (7, 4)), "bfloat16").astype(np.float32)
     rope = rng.standard_normal((7, 64)).astype(ml_dtypes.bfloat16)
     want = packed(values, scale, rope)
-    latent, got_rope = dequantize_latent(jnp.asarray(want))
+    latent, got_rope = DEQUANTIZE(want)
     exact = decoded(want)
     np.testing.assert_array_equal(np.asarray(latent, np.float64), exact[:, :512])
     np.testing.assert_array_equal(np.asarray(got_rope, np.float64), exact[:, 512:])
-    np.testing.assert_array_equal(quantize_latent(latent, got_rope), want)
+    np.testing.assert_array_equal(QUANTIZE(latent, got_rope), want)
 
 
 def test_scales_of_other_writers():
@@ -231,7 +240,7 @@ def test_scales_of_other_writers():
     tokens = packed(values, rng.uniform(0.1, 1, (3, 4)).astype(np.float32), rope)
     want = decoded(tokens)[:, :512]
     for dtype, bound in ((jnp.float32, 2.0**-24), (jnp.bfloat16, BFLOAT16_ROUNDING)):
-        got, _ = dequantize_latent(jnp.asarray(tokens), dtype)
+        got, _ = DEQUANTIZE(tokens, dtype)
         check(np.ravel(got)[:, None], np.ravel(want)[:, None], bound * (1 + 1e-6))
 
 
@@ -246,7 +255,7 @@ def test_the_kernel_rounds_scales_of_other_writers(factor):
     tokens[..., 512:528] = scale.view(np.uint8)
     run = compiled(TestMosaicGpu.implementation, x.scale)
     for got, want in zip(
-        run(q_latent, q_rope, jnp.asarray(tokens), *rest),
+        run(q_latent, q_rope, jax.device_put(tokens), *rest),
         run(q_latent, q_rope, pages, *rest),
         strict=True,
     ):

@@ -35,13 +35,13 @@ class TestMosaicGpu(HopperCases):
     @pytest.mark.parametrize(
         ("H", "parts", "pieces"),
         [
-            (8, 1, [1, 1, 1]),
             (8, 5, [2, 2, 1]),
-            (24, 2, [1, 2, 1]),
-            (32, 5, [2, 2, 1]),
-            (128, 1, [1, 1, 1]),
             (128, 2, [1, 2, 1]),
-            (128, 5, [2, 2, 1]),
+            pytest.param(8, 1, [1, 1, 1], marks=pytest.mark.slow),
+            pytest.param(24, 2, [1, 2, 1], marks=pytest.mark.slow),
+            pytest.param(32, 5, [2, 2, 1], marks=pytest.mark.slow),
+            pytest.param(128, 1, [1, 1, 1], marks=pytest.mark.slow),
+            pytest.param(128, 5, [2, 2, 1], marks=pytest.mark.slow),
         ],
     )
     def test_rows_in_pieces(self, H, parts, pieces):
@@ -56,27 +56,44 @@ class TestMosaicGpu(HopperCases):
         assert pieces_of_rows(x, 3) == [3]
         self.check(x, kernel(3))
 
+    @pytest.mark.slow
     def test_without_multicast(self):
         x = self.random((640, 9 * 64 - 3, 0), H=128, max_pages=10)
         self.check(x, kernel(2, Config(multicast=False)))
 
-    @pytest.mark.parametrize(("H", "T"), [(8, 1), (8, 3), (32, 1)])
+    @pytest.mark.parametrize(
+        ("H", "T"),
+        [
+            (8, 3),
+            pytest.param(8, 1, marks=pytest.mark.slow),
+            pytest.param(32, 1, marks=pytest.mark.slow),
+        ],
+    )
     def test_kernel_of_many_rows_with_few(self, H, T):
         x = self.random((640, 9 * 64 - 3, 0, 1), H=H, T=T, max_pages=10)
         self.check(x, kernel(3, Config()))
 
     # Rings of 192 and of 64 columns a piece; of one block; of one warpgroup, that holds two.
     @pytest.mark.parametrize(
-        "config",
+        ("config", "T"),
         [
-            FewRows(width=192),
-            FewRows(width=64),
-            FewRows(width=192, stages=6),
-            FewRows(warpgroups=1),
-            FewRows(warpgroups=1, width=192, stages=3),
+            (FewRows(width=192, stages=6), 2),
+            (FewRows(warpgroups=1), 1),
+            *(
+                pytest.param(config, T, marks=pytest.mark.slow)
+                for config, T in [
+                    (FewRows(width=192), 1),
+                    (FewRows(width=192), 2),
+                    (FewRows(width=64), 1),
+                    (FewRows(width=64), 2),
+                    (FewRows(width=192, stages=6), 1),
+                    (FewRows(warpgroups=1), 2),
+                    (FewRows(warpgroups=1, width=192, stages=3), 1),
+                    (FewRows(warpgroups=1, width=192, stages=3), 2),
+                ]
+            ),
         ],
     )
-    @pytest.mark.parametrize("T", [1, 2])
     def test_settings_for_few_rows(self, config, T):
         """Rows of an even and an odd number of blocks, of one, of none, one after the other."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
@@ -159,12 +176,12 @@ def test_no_gpu():
 @pytest.mark.parametrize(
     ("T", "H", "config"),
     [
-        (1, 8, None),
         (2, 16, None),
-        (2, 16, Config()),
-        (3, 24, None),
-        (2, 128, Config(multicast=False)),
         (3, 64, None),
+        pytest.param(1, 8, None, marks=pytest.mark.slow),
+        pytest.param(2, 16, Config(), marks=pytest.mark.slow),
+        pytest.param(3, 24, None, marks=pytest.mark.slow),
+        pytest.param(2, 128, Config(multicast=False), marks=pytest.mark.slow),
     ],
 )
 def test_lowers_for_cuda(T, H, config, monkeypatch):

@@ -12,6 +12,7 @@ from pallas_kernels.mla_prefill import mosaic_gpu, reference
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config, heads_together
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, run
+from tests.pallas_kernels.numerics import device
 
 
 def kernel(**config):
@@ -38,7 +39,7 @@ class TestMosaicGpu(MlaPrefillCases):
         starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
         self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
 
-    @pytest.mark.parametrize("programs", [1, 3])
+    @pytest.mark.parametrize("programs", [3, pytest.param(1, marks=pytest.mark.slow)])
     def test_several_tiles_a_program(self, programs):
         """Small blocks, rings longer and shorter than a tile's blocks, heads one after another."""
         x = self.random((100, -3), (230, 113), T=132, S=230, H=programs, scale=0.07)
@@ -71,8 +72,8 @@ class TestMosaicGpu(MlaPrefillCases):
         x = self.random((0, 2), (9, 9), T=9, S=9)
         *qkv, starts, lengths = x.arrays()
         rng = np.random.default_rng(1)
-        of_out = jnp.asarray(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), jnp.bfloat16)
-        of_lse = jnp.asarray(rng.standard_normal(x.q.shape[:-1]), jnp.float32)
+        of_out = device(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), "bfloat16")
+        of_lse = device(rng.standard_normal(x.q.shape[:-1]), "float32")
 
         def gradients(function):
             def loss(*qkv):
@@ -132,8 +133,15 @@ def test_no_gpu():
         mla_prefill(*arrays(), scale=0.1, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("config", [Config(), Config(block=64, stages=4)])
-@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
+@pytest.mark.parametrize(
+    ("config", "T", "S"),
+    [
+        (Config(), 8, 8),
+        (Config(block=64, stages=4), 1000, 1208),
+        pytest.param(Config(), 1000, 1208, marks=pytest.mark.slow),
+        pytest.param(Config(block=64, stages=4), 8, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_lowers_for_cuda(config, T, S, monkeypatch):
     """SMEM's size and the layouts of registers are checked without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)

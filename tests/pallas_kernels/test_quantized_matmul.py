@@ -13,6 +13,7 @@ from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
 
 BLOCKS = {"float8": (128, 128), "int8": (1, 320), "int4": (1, 128)}
+QUICK = [("float8", (64,)), ("int8", (1,)), ("int4", (2, 3))]
 WIDTHS = {"float8": (192, 320), "int8": (192, 320), "int4": (192, 384)}  # N, K
 
 
@@ -24,11 +25,11 @@ def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16", seed=0):
     rng = np.random.default_rng([seed, N, K])
     if form == "float8":
         values = random_e4m3(rng, (N, K))
-        weight, exact = jnp.asarray(values), np.asarray(values, np.float64)
+        weight, exact = jax.device_put(values), np.asarray(values, np.float64)
         scale = rng.uniform(0.5, 2, (-(-N // block[0]), -(-K // block[1]))).astype(np.float32)
     else:
         weight, scale = integer_quant(
-            jnp.asarray(rng.standard_normal((N, K)), jnp.float32), int(form[3:]), block[1]
+            device(rng.standard_normal((N, K)), "float32"), int(form[3:]), block[1]
         )
         exact = np.asarray(weight).astype(np.int64)
         if form == "int4":
@@ -36,7 +37,7 @@ def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16", seed=0):
             exact = (exact ^ 8) - 8
         scale = np.asarray(scale)
     spread = np.repeat(np.repeat(scale.astype(np.float64), block[0], 0), block[1], 1)[:N, :K]
-    arrays = device(x, dtype), weight, jnp.asarray(scale)
+    arrays = device(x, dtype), weight, jax.device_put(scale)
     return arrays, np.einsum("...k,nk->...n", x, exact * spread)
 
 
@@ -60,8 +61,14 @@ def test_reference(form, dtype):
 
 
 @kernel_runs
-@pytest.mark.parametrize("form", list(BLOCKS))
-@pytest.mark.parametrize("batch", [(1,), (2, 3), (64,)])
+@pytest.mark.parametrize(
+    ("form", "batch"),
+    [
+        pytest.param(form, batch, marks=() if (form, batch) in QUICK else pytest.mark.slow)
+        for form in BLOCKS
+        for batch in [(1,), (2, 3), (64,)]
+    ],
+)
 def test_kernel(form, batch):
     arrays, want = inputs(form, batch)
     got = jax.jit(functools.partial(kernel, block_shape=BLOCKS[form]))(*arrays)

@@ -10,28 +10,32 @@ import pytest
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.rms_norm import mosaic_gpu
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
-from tests.pallas_kernels.numerics import check, tolerance
+from tests.pallas_kernels.numerics import check, device, tolerance
 
 EPS = 1e-6
 kernel = functools.partial(mosaic_gpu.rms_norm, eps=EPS, interpret=INTERPRET)
 add_kernel = functools.partial(mosaic_gpu.add_rms_norm, eps=EPS, interpret=INTERPRET)
+REFERENCE = jax.jit(functools.partial(rms_norm, eps=EPS, implementation="reference"))
 
 
 def inputs(shape, dtype="bfloat16", scale=3.0):
     """x, weight; and the result in float64."""
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.standard_normal(shape) * scale, dtype)
-    weight = jnp.asarray(random.uniform(0.5, 1.5, shape[-1:]), dtype)
+    x = device(random.standard_normal(shape) * scale, dtype)
+    weight = device(random.uniform(0.5, 1.5, shape[-1:]), dtype)
     exact, factors = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     mean = np.mean(exact**2, axis=-1, keepdims=True)
     return (x, weight), exact / np.sqrt(mean + EPS) * factors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(24,), (2, 3, 24), (0, 24)])
-def test_reference(shape, dtype):
-    arrays, want = inputs(shape, dtype)
-    got = rms_norm(*arrays, eps=EPS, implementation="reference")
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((24,), 3), ((2, 3, 24), 3), ((2, 3, 24), 1e-3), ((0, 24), 3)]
+)
+def test_reference(shape, scale, dtype):
+    """Where squares are about eps too."""
+    arrays, want = inputs(shape, dtype, scale)
+    got = REFERENCE(*arrays)
     assert got.dtype == dtype
     check(got, want, tolerance(dtype))
 
@@ -39,7 +43,7 @@ def test_reference(shape, dtype):
 def check_sum(norm, shape, dtype):
     """The sum to the bit, and the norm of what it was rounded to."""
     (x, weight), _ = inputs(shape, dtype)
-    y = jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
+    y = device(np.random.default_rng(1).standard_normal(shape), dtype)
     total, normed = norm(x, y, weight)
     want = (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
     np.testing.assert_array_equal(total, want)

@@ -11,22 +11,25 @@ from pallas_kernels import route
 from pallas_kernels.route import mosaic_gpu, mosaic_gpu_kernel, reference
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
+from tests.pallas_kernels.numerics import device
+from tests.support.covering import covering
 
 V3 = Rule(8, 8, 4, "noaux_tc", "sigmoid", True, 2.5)
 MOONLIGHT = Rule(6, 1, 1, "noaux_tc", "sigmoid", True, 2.446)
 V2 = Rule(6, 8, 3, "group_limited_greedy", "softmax", False, 16.0)
 V2_LITE = Rule(6, 1, 1, "greedy", "softmax", False, 1.0)
 SMALL = Rule(3, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
+ONE, FIVE, NINE = (Rule(K, 1, 1, "greedy", "softmax", False, 1.0) for K in (1, 5, 9))
 
 
 def inputs(tokens, experts, rule, valid=None):
     """``valid``: the part of tokens that are; None leaves it out."""
     rng = np.random.default_rng(tokens + experts)
-    logits = jnp.asarray(rng.standard_normal((tokens, experts)), jnp.float32)
+    logits = device(rng.standard_normal((tokens, experts)), "float32")
     bias = None
     if rule.method == "noaux_tc":
-        bias = jnp.asarray(0.1 * rng.standard_normal(experts), jnp.float32)
-    held = None if valid is None else jnp.asarray(rng.random(tokens) < valid)
+        bias = device(0.1 * rng.standard_normal(experts), "float32")
+    held = None if valid is None else jax.device_put(rng.random(tokens) < valid)
     return logits, bias, held
 
 
@@ -75,66 +78,79 @@ def options(rule):
 
 
 def kernel(*arrays, rule, interpret=INTERPRET):
-    f = functools.partial(mosaic_gpu.route, rule=rule, interpret=interpret)
-    return jax.jit(f)(*arrays)
+    return compiled(mosaic_gpu.route, rule=rule, interpret=interpret)(*arrays)
 
 
-@pytest.mark.parametrize("tokens", [1, 37])
-@pytest.mark.parametrize("valid", [None, 0.6, 0.0])
-@pytest.mark.parametrize(
-    ("experts", "rule"),
-    [(256, V3), (64, MOONLIGHT), (160, V2), (64, V2_LITE), (8, SMALL)],
-    ids=["V3", "Moonlight", "V2", "V2-Lite", "small"],
+def exact(*arrays, rule):
+    return compiled(reference.route, rule=rule)(*arrays)
+
+
+@functools.cache
+def compiled(f, **options):
+    """Cached, so that tests of the same shapes share a compilation."""
+    return jax.jit(functools.partial(f, **options))
+
+
+@covering(
+    {
+        "experts, rule": [(256, V3), (64, MOONLIGHT), (160, V2), (64, V2_LITE), (8, SMALL)],
+        "valid": [None, 0.6, 0.0],
+        "tokens": [1, 37],
+    },
+    sample=1,
 )
 def test_reference(experts, rule, tokens, valid):
     arrays = inputs(tokens, experts, rule, valid)
-    f = functools.partial(route, **options(rule), implementation="reference")
-    check(jax.jit(f)(*arrays), by_loops(*arrays, rule))
+    f = compiled(route, **options(rule), implementation="reference")
+    check(f(*arrays), by_loops(*arrays, rule))
+
+
+def test_choices_below_zero():
+    """Biases so low that even the best choice is negative: other groups' experts are no better."""
+    logits, bias, _ = inputs(37, 8, SMALL)
+    arrays = logits, bias - 2.0, None
+    f = compiled(route, **options(SMALL), implementation="reference")
+    check(f(*arrays), by_loops(*arrays, SMALL))
 
 
 @kernel_runs
 @pytest.mark.parametrize(
     ("tokens", "experts", "rule", "valid"),
     [
-        (3, 256, V3, 0.6),
-        (1, 64, MOONLIGHT, None),
-        (64, 64, MOONLIGHT, 0.8),
-        (4, 160, V2, None),
-        (5, 64, V2_LITE, 0.0),
-        (65, 32, Rule(5, 1, 1, "greedy", "softmax", False, 1.0), 0.5),
-        (33, 32, Rule(9, 1, 1, "greedy", "softmax", False, 1.0), None),
-        (1, 32, Rule(1, 1, 1, "greedy", "softmax", False, 1.0), None),
-    ],
-    ids=[
-        "V3",
-        "one token",
-        "64 tokens",
-        "V2",
-        "all invalid",
-        "65 tokens",
-        "nine choices",
-        "one choice",
+        pytest.param(3, 256, V3, 0.6, id="V3"),
+        pytest.param(4, 160, V2, None, id="V2"),
+        pytest.param(65, 32, FIVE, 0.5, id="65 tokens"),
+        pytest.param(1, 32, ONE, None, id="one choice"),
+        pytest.param(1, 64, MOONLIGHT, None, id="one token", marks=pytest.mark.slow),
+        pytest.param(64, 64, MOONLIGHT, 0.8, id="64 tokens", marks=pytest.mark.slow),
+        pytest.param(5, 64, V2_LITE, 0.0, id="all invalid", marks=pytest.mark.slow),
+        pytest.param(33, 32, NINE, None, id="nine choices", marks=pytest.mark.slow),
     ],
 )
 def test_kernel(tokens, experts, rule, valid):
     arrays = inputs(tokens, experts, rule, valid)
-    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+    check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
 @kernel_runs
 @pytest.mark.parametrize(
     ("tokens", "rule", "valid"),
     [
-        (41, Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5), 0.9),
-        (100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None),
+        pytest.param(
+            41,
+            Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5),
+            0.9,
+            id="two a warp",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None, id="four a warp"),
     ],
-    ids=["two a warp", "four a warp"],
 )
 def test_kernel_of_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
     # The interpreter has no threads for more than 24 warpgroups: here two programs have 32 warps.
     monkeypatch.setattr(mosaic_gpu_kernel, "_MOST_PROGRAMS", 2)
     arrays = inputs(tokens, 32, rule, valid)
-    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+    check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
 @on_gpu
@@ -144,7 +160,7 @@ def test_kernel_of_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
 )
 def test_kernel_of_many_tokens(tokens, experts, rule):
     arrays = inputs(tokens, experts, rule, 0.9)
-    check(kernel(*arrays, rule=rule), reference.route(*arrays, rule=rule))
+    check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
 @kernel_runs
@@ -164,14 +180,14 @@ def test_kernel_of_odd_numbers(case):
         bias = jnp.full_like(bias, -jnp.inf).at[jnp.asarray([3, 50])].set(0.0)
     else:
         logits = logits.at[2, 5].set(jnp.nan).at[2, 50].set(jnp.nan)
-    check(kernel(logits, bias, valid, rule=rule), reference.route(logits, bias, valid, rule=rule))
+    check(kernel(logits, bias, valid, rule=rule), exact(logits, bias, valid, rule=rule))
 
 
 @kernel_runs
 def test_gradient_of_the_logits():
     logits, bias, valid = inputs(2, 64, MOONLIGHT, 0.8)
     rng = np.random.default_rng(0)
-    by = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 64), (2, 6))]
+    by = [device(rng.standard_normal(s), "float32") for s in ((2, 64), (2, 6))]
 
     def pulled(f):
         def loss(logits, bias):

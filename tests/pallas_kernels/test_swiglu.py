@@ -12,12 +12,13 @@ from pallas_kernels.grouped_matmul import few_rows
 from pallas_kernels.swiglu import mosaic_gpu
 from tests.pallas_kernels import test_quantized_matmul as one_product
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
-from tests.pallas_kernels.numerics import check, tolerance
+from tests.pallas_kernels.numerics import check, device, tolerance
 from tests.pallas_kernels.test_quantized_matmul import BLOCKS
 
 # Both products and the result are rounded, and silu multiplies its argument's relative error by at
 # most 1 + |x|; sums here are near 1.
 ROUNDINGS = 6
+QUICK = [("float8", (2, 3)), ("int8", (64,)), ("int4", (1,))]
 FORMS = ["dense", *BLOCKS]
 ROWS = 33  # that the kernel takes of all
 
@@ -42,8 +43,8 @@ def inputs(form, batch=(5,), dtype="bfloat16", **given):
 def dense_inputs(batch, dtype, widths=(192, 320)):
     random = np.random.default_rng(0)
     F, K = widths
-    x = jnp.asarray(random.standard_normal((*batch, K)), dtype)
-    gate, up = (jnp.asarray(random.standard_normal((F, K)) / K**0.5, dtype) for _ in range(2))
+    x = device(random.standard_normal((*batch, K)), dtype)
+    gate, up = (device(random.standard_normal((F, K)) / K**0.5, dtype) for _ in range(2))
     gated, upward = (np.asarray(x, np.float64) @ np.asarray(w, np.float64).T for w in (gate, up))
     return (x, gate, up), gated / (1 + np.exp(-gated)) * upward
 
@@ -67,8 +68,14 @@ def test_reference(form, dtype):
 
 
 @kernel_runs
-@pytest.mark.parametrize("form", list(BLOCKS))
-@pytest.mark.parametrize("batch", [(1,), (2, 3), (64,)])
+@pytest.mark.parametrize(
+    ("form", "batch"),
+    [
+        pytest.param(form, batch, marks=() if (form, batch) in QUICK else pytest.mark.slow)
+        for form in BLOCKS
+        for batch in [(1,), (2, 3), (64,)]
+    ],
+)
 def test_kernel(form, batch):
     arrays, want = inputs(form, batch)
     got = jax.jit(functools.partial(kernel, block_shape=BLOCKS[form]))(*arrays)
@@ -87,7 +94,7 @@ def test_kernel_of_dense_matrices(batch):
 def test_gradient_of_the_rows(form):
     """The kernel's is that of the exact result."""
     (x, *weights), _ = inputs(form, (ROWS,))
-    cotangent = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, 192)), jnp.bfloat16)
+    cotangent = device(np.random.default_rng(0).standard_normal((ROWS, 192)), "bfloat16")
 
     def pulled(f):
         result = functools.partial(f, **options(form))

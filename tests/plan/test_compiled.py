@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from dsv3_jax.checkpoint.load import find_description
+from dsv3_jax.checkpoint.find import find_description
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
@@ -53,6 +53,11 @@ def test_a_compiler_that_is_not_installed(monkeypatch, target, module, extra):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"expected {module} .* 'dsv3-jax\[{extra}\]'"):
         topology.topology(Target.parse(target))
+
+
+def test_gpus_without_kernels_are_not_compiled_for():
+    with pytest.raises(ValueError, match="expected TPUs or Hopper GPUs, got gpu:b200x8"):
+        topology.topology(Target.parse("b200x8"))
 
 
 def test_kernels_by_name():

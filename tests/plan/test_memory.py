@@ -1,18 +1,23 @@
 """What the planner says a device holds, against checkpoints and measured peaks."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.decode import models
 from dsv3_jax import accounting, presets
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.plan import fit, memory
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import Shapes
+from sharding import make_layout
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = [
@@ -76,6 +81,33 @@ def test_the_cache_is_whole_pages(v3):
     assert drafting.cache == 8 * 192 * 62 * 1152  # a draft behind two full pages
 
 
+def test_devices_share_a_long_requests_cache():
+    """As LatentKVCache lays it out on a mesh of eight devices."""
+    config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=1, first_k_dense_replace=0)
+    shapes = Shapes.of(config, "bf16", mtp=False, redundant_experts=0)
+    plan = deployment(
+        config=config, quantization="bf16", layout_name="context_parallel", batch=2, context=5119
+    )
+    found = memory.decoding(shapes.on(plan.layout), plan)
+    layout = make_layout("context_parallel", devices=jax.devices()[:8])
+    cache = LatentKVCache.init(config, 2, 5120, dtype=jnp.bfloat16, layout=layout, platform="gpu")
+    (pages,) = cache.pages
+    assert found.cache == pages.addressable_shards[0].data.nbytes == pages.nbytes // 8
+    whole = dataclasses.replace(plan, layout_name="tp_attention_ep")
+    assert memory.decoding(shapes.on(whole.layout), whole).cache == 8 * found.cache
+
+
+def test_gpus_without_our_kernels_hold_quantized_weights_twice(v3):
+    """XLA multiplies in bfloat16, whatever the rows are rounded to; attention has all scores."""
+    plan = deployment(target=Target.parse("b200x8"), activations="float8", batch=8)
+    found = memory.decoding(v3.on(plan.layout), plan)
+    on_hopper = dataclasses.replace(plan, target=Target.parse("h200x8"))
+    assert memory.decoding(v3.on(on_hopper.layout), on_hopper).dequantized == 0
+    stored = sum(p.elements for p in v3.on(plan.layout).parts if p.dtype.itemsize == 1)
+    assert 2 * 0.98 * stored < found.dequantized < 2 * 1.02 * stored
+    assert found.workspace > 128 * 4096 * 6
+
+
 @pytest.mark.parametrize(
     ("exchange", "held"),
     [("all_gather", 512), ("all_to_all", None), ("ragged_all_to_all", 512), ("one_sided", 512)],
@@ -97,17 +129,19 @@ def test_float8_rows_are_half_as_long(v3):
     assert sizes == [2 * 7168 + 64, 7168 + 4 * 56 + 64]
 
 
+@functools.cache
+def on_one_gpu(model: str, dtype: str, mtp: bool):
+    shapes = Shapes.of(models.SHAPES[model], dtype, mtp=mtp, redundant_experts=0)
+    return shapes.on(deployment(target=Target.parse("gpu:h200x1"), layout_name="single").layout)
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_peaks(name):
     """Within 5 % of what XLA took on an H200, every row. A prefill's program does not take the LM
     head, which lies there all the same."""
     rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["rows"]
-    made: dict[tuple[str, str, bool], Shapes] = {}
     for row in rows:
         config, depth = models.SHAPES[row["model"]], row.get("depth", 0)
-        kind = row["model"], row["dtype"], bool(depth)
-        if kind not in made:
-            made[kind] = Shapes.of(config, row["dtype"], mtp=bool(depth), redundant_experts=0)
         decoding = row["phase"] == "decode"
         plan = Deployment(
             config=dataclasses.replace(config, max_position_embeddings=2**20),
@@ -120,7 +154,7 @@ def test_measured_peaks(name):
             mtp=bool(depth),
             prefill_chunk=row.get("chunk", 512),
         )
-        share = made[kind].on(plan.layout)
+        share = on_one_gpu(row["model"], row["dtype"], bool(depth))
         found = memory.decoding(share, plan) if decoding else memory.prefilling(share, plan)
         head = 0 if decoding else 2 * config.vocab_size * config.hidden_size
         assert found.peak - head == pytest.approx(row["peak_bytes"], rel=0.05), row

@@ -67,6 +67,21 @@ def test_a_tpu_reads_wider_pages(shapes):
     assert found.cache == pytest.approx(16 * 4096 * 61 * 2 * 640 / 2765e9)
 
 
+def test_devices_that_share_cached_tokens_read_their_part(shapes):
+    plan = plan_of(layout_name="context_parallel", batch=2, context=100_000)
+    whole = plan_of(layout_name="tp_attention_ep", batch=2, context=100_000)
+    share = shapes.on(plan.layout)
+    found = roofline.decode(share, plan)
+    assert found.cache == pytest.approx(2 * 100_000 * 61 * 1152 / 8 / 4.8e12)
+    assert found.cache == roofline.decode(shapes.on(whole.layout), whole).cache / 8
+    # Of a prompt, chunks of 512 before the last: nearly all of what is read is shared.
+    cached = (roofline.prefill(shapes.on(p.layout), p).cache for p in (whole, plan))
+    assert 6 < next(cached) / next(cached) < 8
+    # The parts are merged: 128 heads of 128 numbers and a log-sum-exp, and the experts' sums.
+    merged = 61 * 4 * 128 * 129 + 58 * 4 * 7168 + 3 * 4 * 7168
+    assert sent(share, plan, 2).link == pytest.approx(2 * 2 * 7 / 8 * merged)
+
+
 def test_bound_by_each(shapes):
     def binding(phase, **changes):
         plan = plan_of(**changes)

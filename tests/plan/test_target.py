@@ -14,6 +14,8 @@ from dsv3_jax.plan.target import Target
         ("tpu:v5p:4x4x8", 128, 1),
         ("tpu:v5e:16x16", 256, 1),
         ("tpu:tpu7x:4x4x4", 128, 1),  # 64 chips of two devices
+        ("gpu:a100-80gbx16", 16, 2),
+        ("gpu:gb200x72", 72, 1),  # a rack is one NVLink domain
     ],
 )
 def test_devices(name, devices, nodes):
@@ -22,21 +24,44 @@ def test_devices(name, devices, nodes):
 
 
 @pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("h100x16", "gpu:h100x16"),
+        ("h200", "gpu:h200x1"),
+        ("gpu:h200", "gpu:h200x1"),
+        ("H200x8", "gpu:h200x8"),
+        ("a100-40gbx8", "gpu:a100-40gbx8"),
+        ("v5p:4x4x8", "tpu:v5p:4x4x8"),
+        ("tpu7x:2x2x1", "tpu:tpu7x:2x2x1"),
+    ],
+)
+def test_short_names(short, name):
+    assert Target.parse(short) == Target.parse(name)
+    assert Target.parse(short).name == name
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h200x4", "expected gpu:KINDxDEVICES or tpu:KIND:AxB"),
-        ("gpu:h200", "expected gpu:KINDxDEVICES"),
-        ("gpu:b300x8", "expected gpu of h100, h200, h800; got 'b300'"),
-        ("gpu:v5ex4", "expected gpu of h100"),
-        ("tpu:v8e:2x2", "expected tpu of v5e, v5p, v6e, tpu7x; got 'v8e'"),
+        ("", "expected a number of GPUs, such as h200x8"),
+        ("8xh200", "expected a number of GPUs, such as h200x8"),
+        ("gpu:b300x8", r"expected a kind among h100, h200, .*; got 'b300'; did you mean b200"),
+        ("a100x8", r"got 'a100'; did you mean a100-40gb or a100-80gb\?$"),
+        ("gpu:v5ex4", "expected a kind among h100, .*gb200; got 'v5e'"),
+        ("tpu:v8e:2x2", r"expected a kind among v5e, v5p, v6e, tpu7x; got 'v8e'; did you mean v"),
+        ("h2000x8", r"did you mean h200"),
+        ("v5p", "expected .*, or the chips of a TPU slice, .*; got 'v5p', of a TPU"),
+        ("v5px8", "got 'v5px8', of a TPU"),
+        ("h200:2x2", "got 'h200:2x2', of a GPU"),
         ("gpu:h200x0", "expected 1 device or more"),
         ("tpu:v5e:4x4x4", "expected 2 dimensions of 256 chips at most for v5e"),
         ("tpu:v6e:16x32", "expected 2 dimensions of 256"),
     ],
 )
 def test_what_there_is_not(name, says):
-    with pytest.raises(ValueError, match="target: " + says):
+    with pytest.raises(ValueError, match="^target: .*" + says) as refused:
         Target.parse(name)
+    assert "\n" not in str(refused.value)
 
 
 def test_doubling():
@@ -48,6 +73,7 @@ def test_doubling():
     bigger = Target.parse("gpu:h200x4").doubled()
     assert bigger is not None
     assert bigger.name == "gpu:h200x8"
+    assert Target.parse("h200x2048").doubled() is None
 
 
 def test_chips_are_what_they_are():
@@ -56,3 +82,20 @@ def test_chips_are_what_they_are():
         assert 10 < chip.bf16 / chip.bandwidth < 1000, name
         assert chip.fp8 is None or chip.fp8 == pytest.approx(2 * chip.bf16, rel=1e-3), name
         assert (chip.node is None) == (chip.between_nodes == 0), name
+
+
+def test_chips_as_published():
+    """Per GPU, from the aggregates of NVIDIA's pages: DGX B200 (8 GPUs: 64 TB/s, 72 PFLOP/s of
+    sparse fp8, 14.4 TB/s of NVLink both ways), GB200 NVL72 (576 TB/s, 720 PFLOP/s, 130 TB/s)."""
+    b200, gb200, a100 = CHIPS["b200"], CHIPS["gb200"], CHIPS["a100-80gb"]
+    assert (b200.fp8, gb200.fp8) == (72e15 / 8 / 2, 720e15 / 72 / 2)
+    assert (8 * b200.bandwidth, 72 * gb200.bandwidth) == (64e12, 576e12)
+    assert 8 * 2 * b200.link == 14.4e12
+    assert 72 * 2 * gb200.link == pytest.approx(130e12, rel=0.01)
+    assert (a100.bf16, a100.fp8, 2 * a100.link) == (312e12, None, 600e9)
+    assert CHIPS["a100-40gb"].bandwidth == 1.555e12
+
+
+def test_kernels_of_gpus_are_hoppers():
+    without = {name for name, chip in CHIPS.items() if not chip.kernels}
+    assert without == {"a100-40gb", "a100-80gb", "b200", "gb200"}

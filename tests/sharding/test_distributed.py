@@ -40,7 +40,9 @@ def launch(*words, processes, devices=1, grace=20.0, member="member.py"):
     return ran.returncode, ran.stdout + ran.stderr, time.monotonic() - began
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_host_values(processes, devices):
     status, output, _ = launch("gather", processes=processes, devices=devices)
     assert status == 0, output
@@ -134,7 +136,7 @@ def test_a_process_that_never_arrives(missing, expected):
     assert seconds < 3 + 12
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_process_killed_while_others_compute_with_it(processes):
     status, output, seconds = launch("dies", "killed", "busy", 60, processes=processes)
     assert output.count("together") == processes

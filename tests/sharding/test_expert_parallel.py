@@ -208,8 +208,24 @@ COMBINATIONS = [
 ]
 
 
+# Every exchange over one axis; each kind of mesh with what other tests below compile for it.
+QUICK = [
+    *(("8", exchange) for exchange in EXCHANGES),
+    *(
+        (name, exchange)
+        for name in ("4x2", "4x2 reduced")
+        for exchange in ("all_gather", "all_to_all")
+    ),
+    ("2x4 both reduced", "all_gather"),
+]
+
+
+def slow_unless(quick, cases):
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(("name", "exchange"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "exchange"), slow_unless(QUICK, COMBINATIONS))
 def test_sums_are_those_of_one_device(name, exchange, choice):
     agree(compiled(name, exchange)(*inputs(choice)), expected(choice), 1e-5)
 
@@ -219,9 +235,9 @@ def test_sums_are_those_of_one_device(name, exchange, choice):
     [
         ("8", "all_gather", jnp.float32),
         ("8", "all_to_all in rounds", jnp.float32),
-        ("8", "ragged_all_to_all", jnp.float32),
+        pytest.param("8", "ragged_all_to_all", jnp.float32, marks=pytest.mark.slow),
         ("8", "one_sided", jnp.float32),
-        ("4x2 reduced", "all_gather", jnp.bfloat16),
+        pytest.param("4x2 reduced", "all_gather", jnp.bfloat16, marks=pytest.mark.slow),
         ("4x2 reduced", "all_to_all", jnp.bfloat16),
     ],
 )
@@ -246,10 +262,10 @@ def bound(dtype):
 @pytest.mark.parametrize(
     ("exchange", "combine_dtype", "atol"),
     [
-        ("all_gather", jnp.float32, 2e-2),
+        pytest.param("all_gather", jnp.float32, 2e-2, marks=pytest.mark.slow),
         ("all_to_all in rounds", jnp.float32, 2e-2),
-        ("all_to_all in rounds", jnp.bfloat16, 5e-2),
-        ("ragged_all_to_all", jnp.bfloat16, 5e-2),
+        pytest.param("all_to_all in rounds", jnp.bfloat16, 5e-2, marks=pytest.mark.slow),
+        pytest.param("ragged_all_to_all", jnp.bfloat16, 5e-2, marks=pytest.mark.slow),
         ("one_sided", jnp.bfloat16, 5e-2),
     ],
 )

@@ -1,5 +1,7 @@
 """Which replica a token takes, whose weights stand at a place, and shapes that never change."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,6 +10,8 @@ import pytest
 
 from sharding import Placement, choose_replicas, physical_experts
 from tests.sharding.placements import check_tables
+
+GOOD = Placement.identity(2, 12, 16)
 
 
 def loads(seed, L=2, E=12):
@@ -120,11 +124,42 @@ def test_a_new_placement_compiles_nothing():
         (lambda: Placement.identity(0, 12), "num_layers: expected 1 or more, got 0"),
         (lambda: Placement.identity(1, 0), "num_experts: expected 1 or more, got 0"),
         (lambda: Placement.identity(1, 12, 11), "num_replicas: expected 12 experts .*, got 11"),
+        (
+            lambda: dataclasses.replace(GOOD, phy2log=GOOD.phy2log[:, ::-1]).check(),
+            "placement: expected log2phy and logcnt to be those of phy2log, got others; .*",
+        ),
+        (
+            lambda: dataclasses.replace(GOOD, phy2log=GOOD.phy2log + 9).check(),
+            "phy2log: expected experts 0 to 11, got 12",
+        ),
         (lambda: Placement.of(np.array([[0, 0]]), 2), ".* got none of expert 1 in layer 0"),
         (lambda: Placement.of(np.array([[0]]), 2), ".* got none of expert 1 in layer 0"),
         (lambda: Placement.balanced([[1, 2]], 3, 1, 1, 2), "num_replicas: .* num_gpus=2, got 3"),
     ],
 )
 def test_refusals(make, message):
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Placement.of(np.arange(8), 8),
+            r"phy2log: expected integers of shape \[L, P\], got int64 of shape \(8,\)",
+        ),
+        (
+            lambda: Placement.of(np.zeros((1, 2)), 1),
+            r"phy2log: expected integers of shape \[L, P\], got float64 of shape \(1, 2\)",
+        ),
+        (
+            lambda: dataclasses.replace(GOOD, logcnt=GOOD.logcnt[:1]).check(),
+            r"placement: .* logcnt of shape \(2, 12\) beside phy2log of shape \(2, 16\), got .*",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_refusals_of_wrong_types(make, message):
     with pytest.raises(ValueError, match=rf"\A{message}\Z"):
         make()

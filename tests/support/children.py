@@ -23,7 +23,7 @@ Hook = Callable[[], object]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["dsv3_jax.cli.main", "dsv3_jax.checkpoint.convert", "tests.support.children"]
+    ["dsv3_jax.cli.convert", "dsv3_jax.cli.export", "dsv3_jax.cli.verify", "tests.support.children"]
 )
 
 

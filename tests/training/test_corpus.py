@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax import ModelConfig, Tokenizer
-from dsv3_jax.checkpoint.load import DEMO
+from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
 from dsv3_jax.training.losses import counted_places
 

@@ -130,6 +130,7 @@ def test_loss_is_the_oracles(trainer, oracle):
     assert weighted(found) == pytest.approx(oracle_loss(oracle), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_of_mtp_layers_fed_before_the_norm(model, trainer, oracle):
     before = Trainer(model, dataclasses.replace(RUN, mtp_hidden="pre_norm"))
     found = evaluate(before, before.init())

@@ -132,7 +132,9 @@ def test_record(whole):
 def test_pictures(whole, tmp_path):
     out = tmp_path / "copy"
     out.mkdir()
-    for name in ("metrics.jsonl", "expert_load.npy"):
+    with pytest.raises(ValueError, match="expected the directory of a run"):
+        draw_run(out)
+    for name in ("run.json", "metrics.jsonl", "expert_load.npy"):
         shutil.copy(whole[0] / name, out)
     for path in draw_run(out):
         content = path.read_bytes()
@@ -146,7 +148,7 @@ def test_pictures(whole, tmp_path):
 # ---- resuming ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stopped_at", [2, 4])
+@pytest.mark.parametrize("stopped_at", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
     """Stopped before its first checkpoint, and between two."""
     out = tmp_path / "run"
@@ -271,3 +273,11 @@ def test_a_run_that_diverges_says_so(tmp_path):
             journal.write({"step": 2, **wrong})
     journal.close()
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_row_that_is_damaged_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for damaged in ("\0\0\0", "[1]", '{"losses": 1}'):
+        path.write_text('{"step": 1}\n' + damaged + '\n{"step": 3}\n')
+        with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: expected a JSON object"):
+            read_rows(path)

@@ -13,8 +13,10 @@ import dsv3_jax
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import schedule
 from dsv3_jax.training.step import Trainer
+from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import relative_error
+from tests.support.unchanged import Snapshot
 from tests.training.tiny import (
     CONFIG,
     RUN,
@@ -92,13 +94,27 @@ def test_every_parameter_moves(trainer):
 
 
 def test_training_leaves_the_model_it_began_from_alone(model, trainer):
-    """Steps donate their state, which must not be the model's own arrays."""
-    before = jax.tree.map(jnp.copy, nnx.state(model))
+    """Steps donate their state, which must not be the model's own arrays; nor are those of the
+    models that come from a state."""
+    before, trained = Snapshot(model), []
     for _ in range(2):
-        trainer.step(trainer.init(), jnp.asarray(TOKENS))
-    after = nnx.state(model)
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(one, other)
+        state, _ = trainer.step(trainer.init(), jnp.asarray(TOKENS))
+        trained += [trainer.model(state), trainer.model(state, share=True)]
+        before.check()
+    for each in trained:
+        each.lay_out(make_layout("single"))
+        before.check()
+
+
+def test_a_model_of_a_state_outlives_the_next_step(trainer):
+    """Which destroys the state, and a model that shares its arrays."""
+    state = trainer.init()
+    kept, shared = trainer.model(state), trainer.model(state, share=True)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(kept))]
+    trainer.step(state, jnp.asarray(TOKENS))
+    for leaf, value in zip(jax.tree.leaves(nnx.state(kept)), before, strict=True):
+        np.testing.assert_array_equal(leaf, value)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(shared)))
 
 
 # ---- accumulation --------------------------------------------------------------------------------
@@ -165,6 +181,7 @@ def test_shapes_of_other_models(settings, layers, routers, model):
 # ---- dtypes and refusals -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_nearly_the_same(model, trainer):
     rounded = Trainer(model, dataclasses.replace(RUN, compute_dtype="bfloat16"))
     start = trainer.init()

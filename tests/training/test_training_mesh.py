@@ -1,6 +1,7 @@
 """Training on eight devices: the steps of one, whatever is split and wherever it is stored."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -348,6 +349,8 @@ def test_two_processes(directory, corpus, tmp_path):
     assert run("train", *words, "--out", tmp_path / "one") == 0
     got, want = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     assert_same_losses(got, want)
+    prints = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("two", "one"))
+    assert len({found["weights"]["fingerprint"] for found in prints}) == 1
     models = (
         dsv3_jax.load(tmp_path / name / "model", dtype="float32")[0] for name in ("two", "one")
     )

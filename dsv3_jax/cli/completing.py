@@ -1,0 +1,131 @@
+"""The part of ``dsv3 generate`` that needs JAX: loads the model, completes prompts, prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dsv3_jax.checkpoint.load import load
+from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.layouts import layout_of, one_speaks
+from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.waiting import Waiting
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.generation.completion import Generation
+from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.words import counted
+from sharding import Layout
+
+
+def complete(
+    arguments: argparse.Namespace,
+    config: ModelConfig,
+    texts: Sequence[str],
+    prompts: Sequence[list[int]],
+    max_len: int,
+    settings: dict[str, Any],
+) -> None:
+    """Completes prompts that were checked against the model's config and tokenizer.
+
+    Raises:
+      ValueError: the layout, the draft or the checkpoint is refused.
+    """
+    DraftPlan.read(settings["draft"], settings["draft_depth"], config)
+    compile_cache.enable(arguments.compile_cache)
+    layout = layout_of(arguments)
+    with one_speaks():
+        _complete(arguments, layout, texts, prompts, max_len, settings)
+
+
+def _complete(
+    arguments: argparse.Namespace,
+    layout: Layout | None,
+    texts: Sequence[str],
+    prompts: Sequence[list[int]],
+    max_len: int,
+    settings: dict[str, Any],
+) -> None:
+    began = time.perf_counter()
+    with Waiting(f"loading {arguments.model}"):
+        model, tokenizer = load(
+            arguments.model,
+            dtype=arguments.dtype,
+            quantization=arguments.quantization,
+            activations=arguments.activations,
+            layout=layout,
+        )
+    _say(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
+    generator = Generator(model, tokenizer, max_len)
+    generator.requests(prompts, **settings)  # what depends on the weights' names, such as MTP
+    speculation = {name: settings[name] for name in ("draft", "draft_depth")}
+    with Waiting("compiling"):
+        rows = len(prompts) * settings.get("n", 1)
+        compiled = generator.warm_up(rows, logprobs=arguments.logprobs, **speculation)
+    _say(f"compiled, or found in the cache, in {compiled:.1f} s")
+    if arguments.draft.startswith("synthetic"):
+        _say(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
+    if arguments.stream:
+        _stream(generator, texts[0], prompts[0], settings, arguments.echo)
+        return
+    try:
+        with Waiting("generating") as waiting:
+            generation = generator.generate(
+                prompts,
+                **settings,
+                progress=lambda tokens: waiting.show(counted(tokens, "token")),
+            )
+    except (Interrupted, NonFiniteLogitsError) as ended:
+        _print(arguments, texts, ended.generation)  # what there is, before the exit status
+        raise
+    _print(arguments, texts, generation)
+
+
+def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Generation) -> None:
+    if arguments.json:
+        result = {
+            "model": arguments.model,
+            "completions": [completion.as_json() for completion in generation],
+            "stats": generation.stats.as_json(),
+        }
+        print_json(result)
+    else:
+        n = arguments.n or 1
+        for i, completion in enumerate(generation):
+            print((texts[i // n] if arguments.echo else "") + completion.text)
+    sys.stdout.flush()
+    stats = generation.stats
+    _report(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
+    if (drafts := stats.speculation) is not None:
+        by_place = ", ".join(f"{rate:.0%}" for rate in drafts.acceptance)
+        _say(f"{drafts.draft}: {drafts.accept_length:.2f} tokens a step, accepted {by_place}")
+
+
+def _stream(
+    generator: Generator, text: str, prompt: list[int], settings: dict[str, Any], echo: bool
+) -> None:
+    if echo:
+        print(text, end="", flush=True)
+    began = first = time.perf_counter()
+    tokens = 0
+    for piece in generator.stream(prompt, **settings):
+        if not tokens:
+            first = time.perf_counter()
+        print(piece, end="", flush=True)
+        tokens += len(piece.tokens)
+    print(flush=True)
+    seconds = time.perf_counter() - first
+    _report(tokens, (tokens - 1) / seconds if tokens > 1 else 0.0, first - began)
+
+
+def _report(tokens: int, rate: float, first: float) -> None:
+    number, milliseconds = counted(tokens, "token"), first * 1000
+    _say(f"{number}, {rate:.0f} tokens/s, first token after {milliseconds:.0f} ms")
+
+
+def _say(line: str) -> None:
+    print(f"dsv3: {line}", file=sys.stderr, flush=True)

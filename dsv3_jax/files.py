@@ -1,0 +1,223 @@
+"""Writing files whole or not at all, and checking file names that come from data."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+_LONGEST_NAME = 255  # bytes; the limit of common file systems
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial", re.DOTALL)
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file so that other processes, and a machine after a power cut, see all of it or
+    what was there before.
+
+    Args:
+      path: file to create or replace, in a directory that exists. See :func:`atomic_file` for
+        permissions and symbolic links.
+      content: bytes, or text that is encoded as UTF-8 without changing line ends.
+
+    Raises:
+      OSError: the disk is full or failed, or the directory cannot be written to. It names the
+        file; nothing is left behind, and a file that was there stays as it was.
+    """
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yields a binary file that appears at ``path`` when the block ends without an exception.
+
+    The content goes to a temporary file beside the target, with a name that no other writer uses.
+    It is synced, renamed, and the directory is synced. An exception inside the block deletes it;
+    only a killed process leaves it behind, as ``.NAME.TOKEN.partial``.
+
+    A new file gets the permissions that ``open`` would give it; one that replaces another keeps
+    the other's. A symbolic link stays, and the file it points to is replaced or created, as
+    ``open(path, "w")`` would do. A device or a pipe, such as ``/dev/stdout``, is written to
+    directly.
+
+    Raises:
+      OSError: as :func:`atomic_write` documents. Only when syncing the directory itself fails, the
+        new file is in place already.
+    """
+    target = Path(os.path.realpath(path))
+    with naming(Path(path)):
+        mode = _mode_of(target)
+        if mode is not None and not stat.S_ISREG(mode):
+            with target.open("wb") as file:
+                yield file
+            return
+        partial = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.partial")
+        with _created(partial, path) as file:
+            try:
+                if mode is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != (
+                    stat.S_IMODE(mode)
+                ):
+                    os.fchmod(file.fileno(), stat.S_IMODE(mode))
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                partial.replace(target)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first failure is the one to report
+                    partial.unlink()
+                raise
+        sync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Holds an exclusive lock for the block, against other processes and other threads.
+
+    Args:
+      path: lock file, which is created here and deleted at the end. What a killed process leaves
+        of it locks nothing.
+      busy: message of the error if another holds the lock.
+
+    Raises:
+      ValueError: another process or thread holds the lock.
+      OSError: the file cannot be created, or the file system has no locks.
+    """
+    with contextlib.ExitStack() as stack:
+        while True:
+            file = path.open("ab")
+            try:
+                lock_file(file, busy)
+            except BaseException:
+                file.close()
+                raise
+            if is_at(file, path):
+                stack.callback(file.close)
+                break
+            file.close()  # deleted by the holder before, who ended in between
+        stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def lock_file(file: IO[bytes], busy: str) -> None:
+    """Locks an open file until it is closed; see :func:`locked` for the errors."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(busy) from None
+
+
+def is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file is still the one at ``path``, neither deleted nor replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def remove_partial_files(directory: Path) -> None:
+    """Deletes what killed processes left of :func:`atomic_file` in a directory, not below it. The
+    caller makes sure that no other process writes there."""
+    for path in directory.iterdir():
+        if _PARTIAL.fullmatch(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def publish_directory(partial: Path, directory: Path) -> None:
+    """Renames a directory that is finished to its final name, with everything in it synced before
+    and the rename itself after.
+
+    Raises:
+      OSError: the disk failed, or ``directory`` exists and is not an empty directory.
+    """
+    sync_tree(partial)
+    partial.rename(directory)
+    sync_directory(directory.absolute().parent)
+
+
+def sync_tree(directory: Path) -> None:
+    """Syncs every file and directory below ``directory``, and itself, to the disk."""
+    for folder, _, files in os.walk(directory):
+        for file in files:
+            descriptor = os.open(os.path.join(folder, file), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(Path(folder))
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the creations, renames and deletions in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems sync directories by themselves and refuse the call.
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_file_name(name: object, where: object, suffix: str = "") -> str:
+    """Returns ``name`` if it is the plain name of a file in a directory.
+
+    Every file name that comes from data (an index, a manifest, a header, a record) passes through
+    here before it becomes a path, so that no data can lead out of a directory. Refused are
+    separators of any system, ``.`` and ``..``, control characters, what is not valid Unicode, the
+    empty name, names of more than 255 bytes, and values that are not strings.
+
+    Args:
+      name: the value as it was read.
+      where: file that contains the name, and perhaps the key in it; the message begins with it.
+      suffix: required end of the name, such as ``".safetensors"``.
+
+    Raises:
+      ValueError: one line with ``where``, what is expected, and the name.
+    """
+    if (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not any(c in "/\\" or unicodedata.category(c) in ("Cc", "Cs") for c in name)
+        and len(name.encode()) <= _LONGEST_NAME
+        and name.endswith(suffix)
+        and name != suffix
+    ):
+        return name
+    ending = f" ending in {suffix}" if suffix else ""
+    raise ValueError(f"{where}: expected a plain file name{ending}, got {name!r:.200}")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to errors of reading and writing, which those of open files lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _mode_of(path: Path) -> int | None:
+    """Type and permissions of what is there; None if there is nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _created(partial: Path, path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        return partial.open("xb")
+    except OSError as error:  # a missing or protected directory: the caller knows the target only
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None

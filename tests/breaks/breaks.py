@@ -1,0 +1,371 @@
+"""Deliberate defects: each replaces one piece of source text, and some test must fail for it.
+
+``python -m tests.breaks.run`` applies them one at a time to a copy of the repository.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Break(NamedTuple):
+    """One defect.
+
+    Attributes:
+      path: the file to change, relative to the repository.
+      before: text that occurs exactly once in that file.
+      after: the text that replaces it.
+      tests: test files that should notice, tried first and in this order.
+    """
+
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+_KERNELS = "tests/pallas_kernels/"
+_GENERATION = "tests/generation/"
+_CHECKPOINT = "tests/checkpoint/"
+_TRAINING = "tests/training/"
+_SHARDING = "tests/sharding/"
+
+BREAKS: dict[str, Break] = {
+    # ---- pallas_kernels --------------------------------------------------------------------------
+    "power-of-two scales are one step too large": Break(
+        "pallas_kernels/block_quant/reference.py",
+        "jnp.where(mantissa == 0.5, exponent - 1, exponent)",
+        "exponent",
+        (_KERNELS + "test_block_quant.py",),
+    ),
+    "int4 halves are swapped when unpacked": Break(
+        "pallas_kernels/block_quant/reference.py",
+        "jnp.array([4, 0], jnp.int8)",
+        "jnp.array([0, 4], jnp.int8)",
+        (_KERNELS + "test_block_quant.py",),
+    ),
+    "float8 overflows instead of being clipped": Break(
+        "pallas_kernels/block_quant/reference.py",
+        "values = jnp.clip(x / _spread(scale, block_shape, x.shape[-2:]), -FLOAT8_MAX, FLOAT8_MAX)",
+        "values = x / _spread(scale, block_shape, x.shape[-2:]) * 1.0001",
+        (_KERNELS + "test_block_quant.py",),
+    ),
+    "a token may be routed outside its groups": Break(
+        "pallas_kernels/route/reference.py",
+        "jnp.where(mask[:, :, None], grouped, -jnp.inf)",
+        "jnp.where(mask[:, :, None], grouped, 0.0)",
+        (_KERNELS + "test_route.py",),
+    ),
+    "a group is judged by its best expert alone": Break(
+        "pallas_kernels/route/reference.py",
+        "jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)",
+        "jnp.max(grouped, axis=-1)",
+        (_KERNELS + "test_route.py",),
+    ),
+    "routing weights carry the bias": Break(
+        "pallas_kernels/route/reference.py",
+        "weights = rule.weights(scores, experts)",
+        "weights = rule.weights(choice, experts)",
+        (_KERNELS + "test_route.py",),
+    ),
+    "padding counts as routed": Break(
+        "pallas_kernels/route/reference.py",
+        "counted = experts if valid is None else jnp.where(valid[:, None], experts, E)",
+        "counted = experts",
+        (_KERNELS + "test_route.py",),
+    ),
+    "a decode query sees one token too many": Break(
+        "pallas_kernels/mla_decode/reference.py",
+        "lengths[:, None] - T + 1 + jnp.arange(T)",
+        "lengths[:, None] - T + 2 + jnp.arange(T)",
+        (_KERNELS + "test_mla_decode.py",),
+    ),
+    "NaN in unused cache slots reaches the output": Break(
+        "pallas_kernels/mla_decode/reference.py",
+        "cached = jnp.where((s < visible[:, -1:])[..., None], cached, 0)",
+        "cached = cached * 1",
+        (_KERNELS + "test_mla_decode.py",),
+    ),
+    "prefill attends to the next token": Break(
+        "pallas_kernels/mla_prefill/reference.py",
+        "s <= last[..., None]",
+        "s <= last[..., None] + 1",
+        (_KERNELS + "test_mla_prefill.py",),
+    ),
+    "an attention over nothing gives NaN": Break(
+        "pallas_kernels/softmax.py",
+        "jnp.where(top == -jnp.inf, 0.0, top)",
+        "top",
+        (_KERNELS + "test_mla_decode.py", _KERNELS + "test_mla_prefill.py"),
+    ),
+    "merged attention ignores one weight": Break(
+        "pallas_kernels/softmax.py",
+        "out_b * jnp.exp(lse_b - finite)[..., None]",
+        "out_b * jnp.exp(lse_a - finite)[..., None]",
+        (_KERNELS + "test_merge_attention.py",),
+    ),
+    "grouped matmul takes the wrong group at a border": Break(
+        "pallas_kernels/grouped_matmul/reference.py",
+        'jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="right")',
+        'jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="left")',
+        (_KERNELS + "test_grouped_matmul.py",),
+    ),
+    "the CPU's grouped matmul skips partial blocks": Break(
+        "pallas_kernels/grouped_matmul/cpu.py",
+        "blocks = -(-group_sizes // rows)",
+        "blocks = group_sizes // rows",
+        (_KERNELS + "test_grouped_matmul.py",),
+    ),
+    "rms_norm leaves eps out": Break(
+        "pallas_kernels/rms_norm/reference.py",
+        "jnp.mean(y * y, axis=-1, keepdims=True) + eps",
+        "jnp.mean(y * y, axis=-1, keepdims=True)",
+        (_KERNELS + "test_rms_norm.py",),
+    ),
+    "a named back-end is silently replaced": Break(
+        "pallas_kernels/dispatch.py",
+        "        names = (implementation,)\n",
+        "        names = (implementation, *backends)\n",
+        (_KERNELS + "test_dispatch.py",),
+    ),
+    "a schedule forgets the last block": Break(
+        "pallas_kernels/mla_decode/schedule.py",
+        "(lengths.astype(i32) + BLOCK - 1) // BLOCK",
+        "lengths.astype(i32) // BLOCK",
+        (_KERNELS + "test_mla_decode_schedule.py",),
+    ),
+    "a tile of few tokens is chosen without rounding up": Break(
+        "pallas_kernels/grouped_matmul/waves.py",
+        "read = math.ceil(tiles / _MULTIPROCESSORS) * width",
+        "read = tiles / _MULTIPROCESSORS * width",
+        (_KERNELS + "test_grouped_matmul_hopper.py", _KERNELS + "test_few_rows.py"),
+    ),
+    # ---- sharding --------------------------------------------------------------------------------
+    "EPLB gives replicas to the lightest expert": Break(
+        "sharding/eplb.py",
+        "count[np.argmax(weight / count)] += 1",
+        "count[np.argmin(weight / count)] += 1",
+        (_SHARDING + "test_eplb.py",),
+    ),
+    "replicas are not used in turns": Break(
+        "sharding/replicas.py",
+        "log2phy[experts, token % logcnt[experts]]",
+        "log2phy[experts, 0 * token]",
+        (_SHARDING + "test_replicas.py",),
+    ),
+    "a dimension that does not divide is accepted": Break(
+        "sharding/rules.py",
+        "            if size % parts:\n",
+        "            if size < parts:\n",
+        ("tests/test_rules.py",),
+    ),
+    "a block under one scale is cut": Break(
+        "sharding/rules.py",
+        "if parts > 1 and size // parts % together:",
+        "if parts > 1 and size % together:",
+        ("tests/test_rules.py",),
+    ),
+    "a token is sent twice to one device": Break(
+        "sharding/token_queues.py",
+        "(owner < devices) & ~repeated",
+        "owner < devices",
+        (_SHARDING + "test_expert_parallel.py",),
+    ),
+    "partial sums take what no device computed": Break(
+        "sharding/expert_mixture.py",
+        "jnp.where(keep[..., None], rows[jnp.where(keep, index, 0)].astype(jnp.float32), 0.0)",
+        "rows[jnp.where(keep, index, 0)].astype(jnp.float32)",
+        (_SHARDING + "test_expert_parallel.py",),
+    ),
+    "the exchange has no room for bursts": Break(
+        "sharding/expert_parallel.py",
+        "math.ceil(max(1.25 * expected, expected + 4 * deviation))",
+        "math.ceil(expected)",
+        (_SHARDING + "test_expert_parallel.py", "tests/plan/test_memory.py"),
+    ),
+    # ---- dsv3_jax: model -------------------------------------------------------------------------
+    "YaRN's ramp is turned round": Break(
+        "dsv3_jax/layers/rope.py",
+        "frequencies * (1 - stretched) + frequencies / yarn.factor * stretched",
+        "frequencies * stretched + frequencies / yarn.factor * (1 - stretched)",
+        ("tests/test_model_oracle.py",),
+    ),
+    "rope pairs are taken by halves": Break(
+        "dsv3_jax/layers/rope.py",
+        "x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)",
+        "*jnp.split(x.astype(jnp.float32), 2, axis=-1),",
+        ("tests/test_model_oracle.py",),
+    ),
+    "the latents' norms use the config's eps": Break(
+        "dsv3_jax/layers/attention.py",
+        "_LATENT_NORM_EPS = 1e-6",
+        "_LATENT_NORM_EPS = 1e-5",
+        ("tests/test_model_oracle.py",),
+    ),
+    "W_UK and W_UV overlap": Break(
+        "dsv3_jax/layers/attention.py",
+        "return UpProjections(w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :])",
+        "return UpProjections(w[:, : c.qk_nope_head_dim], w[:, -c.v_head_dim - 1 : -1])",
+        ("tests/test_cached_forms.py",),
+    ),
+    "experts' weights are rounded to bfloat16": Break(
+        "dsv3_jax/layers/moe.py",
+        ".reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)",
+        ".reshape(-1, K, tokens.shape[-1]).astype(jnp.bfloat16).astype(jnp.float32)",
+        ("tests/test_model_oracle.py",),
+    ),
+    "the MTP layer reads the token before": Break(
+        "dsv3_jax/model.py",
+        "upcoming = tokens[:, k + 1 :]",
+        "upcoming = tokens[:, k : tokens.shape[1] - 1]",
+        ("tests/test_model_oracle.py",),
+    ),
+    "two devices hold the same cached page": Break(
+        "dsv3_jax/kv_cache.py",
+        "page // self.parts * self.page_size + slot",
+        "page * self.page_size + slot",
+        ("tests/test_context_parallel.py",),
+    ),
+    # ---- dsv3_jax: generation --------------------------------------------------------------------
+    "top_p keeps one token too few": Break(
+        "dsv3_jax/generation/sampling.py",
+        "(before < sampling.top_p[:, None])",
+        "(before + probabilities < sampling.top_p[:, None])",
+        (_GENERATION + "test_sampling.py",),
+    ),
+    "randomness does not depend on the position": Break(
+        "dsv3_jax/generation/sampling.py",
+        "key = jax.random.fold_in(jax.random.key(seed), position)",
+        "key = jax.random.fold_in(jax.random.key(seed), position * 0)",
+        (_GENERATION + "test_sampling.py", _GENERATION + "test_loop.py"),
+    ),
+    "drafts are accepted too readily": Break(
+        "dsv3_jax/generation/verification.py",
+        "u * q_x < p_x",
+        "u * q_x < 1.2 * p_x",
+        (_GENERATION + "test_verification.py",),
+    ),
+    "the residual distribution is the model's own": Break(
+        "dsv3_jax/generation/verification.py",
+        "return jnp.where(nothing, log_p, rest)",
+        "return jnp.where(nothing, log_p, log_p)",
+        (_GENERATION + "test_verification.py",),
+    ),
+    "refused drafts stay in the cache": Break(
+        "dsv3_jax/generation/loop.py",
+        "lengths=before + gained)",
+        "lengths=before + jnp.where(running, 1 + drafts.counts, 0))",
+        (_GENERATION + "test_speculation.py",),
+    ),
+    "the MTP draft sees the token before": Break(
+        "dsv3_jax/generation/drafters.py",
+        "jnp.take_along_axis(state.tokens, places + 1, axis=1",
+        "jnp.take_along_axis(state.tokens, places, axis=1",
+        (_GENERATION + "test_demo_speculation.py", _GENERATION + "test_speculation.py"),
+    ),
+    "prefill forgets the last chunk's rest": Break(
+        "dsv3_jax/generation/loop.py",
+        "return jax.lax.while_loop(lambda s: jnp.any(missing(s) > 0), body, state)",
+        "return jax.lax.while_loop(lambda s: jnp.all(missing(s) > 0), body, state)",
+        (_GENERATION + "test_loop.py",),
+    ),
+    "stop tokens are not looked for among drafts": Break(
+        "dsv3_jax/generation/loop.py",
+        "stops &= place <= accepted[:, None]",
+        "stops &= place == accepted[:, None]",
+        (_GENERATION + "test_speculation.py", _GENERATION + "test_stopping.py"),
+    ),
+    "padding of the embedding may be chosen": Break(
+        "dsv3_jax/generation/drafters.py",
+        "jnp.where(jnp.arange(W) < vocab_size, logits, -jnp.inf)",
+        "logits",
+        (_GENERATION + "test_loop.py", _GENERATION + "test_speculation.py"),
+    ),
+    # ---- dsv3_jax: checkpoint --------------------------------------------------------------------
+    "bfloat16 is rounded twice": Break(
+        "dsv3_jax/checkpoint/formats.py",
+        "    if dtype != bfloat16:\n        return exact.astype(dtype)\n",
+        "    return exact.astype(np.float32).astype(dtype)\n",
+        (_CHECKPOINT + "test_formats.py", _CHECKPOINT + "test_conversion.py"),
+    ),
+    "a torn journal line counts": Break(
+        "dsv3_jax/checkpoint/journal.py",
+        'json.loads(line) if line.endswith(b"\\n") else None',
+        "json.loads(line)",
+        (_CHECKPOINT + "test_interrupted_conversion.py",),
+    ),
+    "what is written is not read back": Break(
+        "dsv3_jax/checkpoint/work.py",
+        "        if found[name] != wanted:\n",
+        "        if found[name] != wanted and not wanted:\n",
+        (_CHECKPOINT + "test_interrupted_conversion.py", _CHECKPOINT + "test_conversion.py"),
+    ),
+    "NaN weights are converted": Break(
+        "dsv3_jax/checkpoint/values.py",
+        "    if values.dtype not in _EXPONENTS:\n        return\n",
+        "    return\n",
+        (_CHECKPOINT + "test_damaged_sources.py",),
+    ),
+    "overlapping tensors in a safetensors file are accepted": Break(
+        "dsv3_jax/checkpoint/safetensors_file.py",
+        "        if begin != end:\n",
+        "        if begin > end:\n",
+        (_CHECKPOINT + "test_bad_checkpoints.py",),
+    ),
+    "a part of a scaled matrix reads the wrong scales": Break(
+        "dsv3_jax/checkpoint/source.py",
+        "offset = (rows.start % N, first % K)",
+        "offset = (0, 0)",
+        (_CHECKPOINT + "test_sharded_load.py", _CHECKPOINT + "test_loaded_values.py"),
+    ),
+    # ---- dsv3_jax: training ----------------------------------------------------------------------
+    "the loss crosses documents": Break(
+        "dsv3_jax/training/losses.py",
+        "        crossed |= starts[:, step : step + span]\n",
+        "        crossed |= starts[:, step : step + span] & False\n",
+        (_TRAINING + "test_losses.py",),
+    ),
+    "biases move away from balance": Break(
+        "dsv3_jax/training/balance.py",
+        "jnp.sign(jnp.mean(load) - load)",
+        "jnp.sign(load - jnp.mean(load))",
+        (_TRAINING + "test_balance.py",),
+    ),
+    "accumulated gradients see other weights of parts": Break(
+        "dsv3_jax/training/step.py",
+        "found, load = self._losses(params, frozen, state.biases, part, batch)",
+        "found, load = self._losses(params, frozen, state.biases, part)",
+        (_TRAINING + "test_steps.py",),
+    ),
+    "LoRA's factor is left out": Break(
+        "dsv3_jax/training/lora.py",
+        "return weight.astype(jnp.float32) + factor * product",
+        "return weight.astype(jnp.float32) + product",
+        (_TRAINING + "test_lora.py",),
+    ),
+    "warm-up is skipped": Break(
+        "dsv3_jax/training/schedule.py",
+        "optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)",
+        "optax.constant_schedule(config.learning_rate)",
+        (_TRAINING + "test_schedule.py",),
+    ),
+    # ---- dsv3_jax: planner, accounting -----------------------------------------------------------
+    "the roofline adds what overlaps": Break(
+        "dsv3_jax/plan/roofline.py",
+        "return max(self.weights + self.cache, self.arithmetic, self.network)",
+        "return self.weights + self.cache + self.arithmetic + self.network",
+        ("tests/plan/test_roofline.py",),
+    ),
+    "the planner forgets what the exchange holds": Break(
+        "dsv3_jax/plan/memory.py",
+        "return held, (sent + held) * row + unpacked + (held + returned) * total",
+        "return held, (sent + held) * row + unpacked",
+        ("tests/plan/test_memory.py", "tests/plan/test_compiled_table.py"),
+    ),
+    "scales at the edges are not counted": Break(
+        "dsv3_jax/accounting.py",
+        "4 * math.ceil(a / N) * math.ceil(b / K)",
+        "4 * (a // N) * (b // K)",
+        ("tests/test_accounting.py",),
+    ),
+}

@@ -1,0 +1,119 @@
+"""python -m tests.breaks.run [REPOSITORY] [--only TEXT] [--out RESULTS.json] [--whole]
+
+Applies each deliberate defect to a copy of the repository, one at a time, and reports which test
+notices it first. The exit status is 1 if a defect goes unnoticed.
+
+The quick tests of the files that a defect names run first, then their slow tests. ``--whole`` goes
+on with the whole quick and the whole slow suite where neither fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.breaks.breaks import BREAKS, Break
+
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_NO_TESTS_RAN = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+    parser.add_argument("repository", nargs="?", type=Path, default=Path.cwd())
+    parser.add_argument("--only", default="", help="defects whose name contains this text")
+    parser.add_argument("--out", type=Path, help="results, added to what the file holds")
+    parser.add_argument("--whole", action="store_true", help="go on with both whole suites")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.out.read_text()) if _exists(arguments.out) else {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _copied(arguments.repository, Path(folder) / "repository")
+        for name, defect in BREAKS.items():
+            if arguments.only not in name:
+                continue
+            results[name] = noticed(copy, defect, whole=arguments.whole)
+            print(f"{name}: {json.dumps(results[name])}", flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(result["suite"] is None for result in results.values()))
+
+
+def noticed(repository: Path, defect: Break, *, whole: bool) -> dict[str, Any]:
+    """The suite and the test that fail first for a defect, None where none does; and the seconds.
+
+    Raises:
+      ValueError: the text to replace is not there exactly once.
+    """
+    path = repository / defect.path
+    source = path.read_text("utf-8")
+    if (count := source.count(defect.before)) != 1:
+        raise ValueError(f"{defect.path}: expected {defect.before!r} once, found it {count} times")
+    began = time.perf_counter()
+    path.write_text(source.replace(defect.before, defect.after), "utf-8")
+    try:
+        for suite, marker, files in _runs(defect.tests, whole):
+            test = _first_failure(repository, marker, files)
+            if test is not None:
+                return {"suite": suite, "test": test, "seconds": _since(began)}
+    finally:
+        path.write_text(source, "utf-8")
+    return {"suite": None, "test": None, "seconds": _since(began)}
+
+
+def _runs(files: Sequence[str], whole: bool) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Suite, marker expression and files of each run of pytest."""
+    for chosen in (files, ("tests",)) if whole else (files,):
+        yield "quick", "not slow", chosen
+        yield "slow", "slow", chosen
+
+
+def _first_failure(repository: Path, marker: str, files: Sequence[str]) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marker, *files]
+    run = subprocess.run(
+        command,
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)},  # before an installed copy
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode in (0, _NO_TESTS_RAN):
+        return None
+    failed = _FAILED.search(run.stdout)
+    if failed is None:
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {run.stdout[-2000:]}")
+    return failed.group(1)
+
+
+def _copied(repository: Path, folder: Path) -> Path:
+    """The files that git tracks, as they are in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (repository / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((repository / name).read_bytes())
+    return folder
+
+
+def _exists(path: Path | None) -> bool:
+    return path is not None and path.is_file()
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

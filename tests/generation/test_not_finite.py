@@ -1,0 +1,115 @@
+"""A model that computes NaN or an infinity: an error, with what was generated before."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
+from tests.generation.fragments import VOCAB_SIZE, letters
+
+SETTINGS = {"max_new_tokens": 12, "ignore_eos": True}
+PROMPTS = [letters("some prompt"), letters("quiz"), [7]]
+
+
+@contextlib.contextmanager
+def edited(
+    generator: Generator, model: DeepSeekV3, edit: Callable[[DeepSeekV3], None]
+) -> Iterator[None]:
+    """The generator with a changed copy of its model; nothing is compiled."""
+    graph, state = nnx.split(model)
+    broken = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+    edit(broken)
+    generator.use(broken)
+    try:
+        yield
+    finally:
+        generator.use(model)
+
+
+def set_rows(name: str, rows: object, value: object) -> Callable[[DeepSeekV3], None]:
+    def edit(model: DeepSeekV3) -> None:
+        weight = getattr(model, name).weight
+        weight.set_value(weight.get_value().at[rows].set(value))
+
+    return edit
+
+
+def run(generator: Generator, prompts, **settings) -> NonFiniteLogitsError:
+    with pytest.raises(NonFiniteLogitsError) as error:
+        generator.generate(prompts, **SETTINGS | settings)
+    assert "\n" not in str(error.value)
+    for completion in error.value.generation:
+        json.dumps(completion.as_json(), allow_nan=False)
+    json.dumps(error.value.generation.stats.as_json(), allow_nan=False)
+    return error.value
+
+
+def test_everywhere(generator, tiny):
+    with edited(generator, tiny, set_rows("norm", 0, jnp.nan)):
+        error = run(generator, PROMPTS, temperature=[0.0, 1.0, 0.5])
+        assert [c.finish_reason for c in error.generation] == ["error"] * 3
+        assert [c.tokens for c in error.generation] == [[]] * 3
+        message = str(error)
+        assert message.startswith(
+            "prompt 0 (and 2 other sequences): expected finite logits for position 11 "
+            "(11 prompt and 0 generated tokens before it), got NaN or an infinity; "
+        )
+        assert str(run(generator, PROMPTS[:2])).startswith("prompt 0 (and 1 other sequence): ")
+        stream = generator.stream(PROMPTS[0], **SETTINGS)
+        with pytest.raises(NonFiniteLogitsError, match="expected finite logits"):
+            next(stream)
+        assert generator.warm_up(4) > 0  # its prompt is nobody's
+
+
+def test_latents_of_the_prompt(generator, tiny):
+    """The first decode step meets them, in the sequence that has them alone."""
+    poisoned = letters("q")[0]
+    want = [c.tokens for c in generator.generate(PROMPTS, **SETTINGS)]
+    assert not any(poisoned in tokens for tokens in want)
+    with edited(generator, tiny, set_rows("embed_tokens", poisoned, jnp.nan)):
+        error = run(generator, PROMPTS)
+        assert str(error).startswith("prompt 1: expected finite logits for position 4 ")
+        assert [c.finish_reason for c in error.generation][1] == "error"
+        assert error.generation[1].tokens == []
+        # Others have what they had by then, and would go on unharmed.
+        for b in (0, 2):
+            tokens = error.generation[b].tokens
+            assert tokens
+            assert tokens == want[b][: len(tokens)]
+        clean = generator.generate([PROMPTS[0], PROMPTS[2]], **SETTINGS)
+        assert [c.tokens for c in clean] == [want[0], want[2]]
+
+
+def test_behind_tokens_that_were_good(generator, tiny):
+    want = generator.generate(PROMPTS[0], **SETTINGS)[0].tokens
+    at = next(i for i in range(3, 12) if want[i] not in [*want[:i], *PROMPTS[0]])
+    with edited(generator, tiny, set_rows("embed_tokens", want[at], jnp.nan)):
+        completion = run(generator, PROMPTS[0]).generation[0]
+        assert completion.tokens == want[: at + 1]
+        assert len(completion.logprobs) == at + 1
+        pieces = []
+        with pytest.raises(NonFiniteLogitsError, match=f"position {len(PROMPTS[0]) + at + 1} "):
+            pieces += generator.stream(PROMPTS[0], **SETTINGS)
+
+
+@pytest.mark.parametrize("infinity", [float("inf"), -float("inf")])
+def test_infinities(generator, tiny, infinity):
+    """One logit is +inf or -inf: which of both, the hidden state decides."""
+    row = jnp.zeros(tiny.config.hidden_size).at[5].set(infinity)
+    with edited(generator, tiny, set_rows("lm_head", 40, row)):
+        error = run(generator, PROMPTS)
+        assert [c.tokens for c in error.generation] == [[]] * 3
+
+
+def test_what_pads_the_vocabulary_may_hold_anything(generator, tiny):
+    want = generator.generate(PROMPTS, **SETTINGS, logprobs=2)
+    with edited(generator, tiny, set_rows("lm_head", slice(VOCAB_SIZE, None), jnp.nan)):
+        got = generator.generate(PROMPTS, **SETTINGS, logprobs=2)
+    assert list(got) == list(want)

@@ -1,0 +1,20 @@
+"""What a call reports of itself while it runs."""
+
+from dsv3_jax.generation import batch
+from tests.generation.fragments import letters
+
+PROMPTS = [letters(text) for text in ("one", "another", "a third", "four", "five")]
+
+
+def test_tokens_of_all_prompts_so_far(generator, monkeypatch):
+    """Over several batches too, here of four and one: the numbers rise, and the last is that of all
+    tokens."""
+    monkeypatch.setattr(batch, "DISPATCH_SECONDS", 0.0)  # one step a dispatch
+    seen: list[int] = []
+    settings = {"max_new_tokens": [3, 5, 4, 2, 3], "ignore_eos": True}
+    plain = generator.generate(PROMPTS, **settings)
+    out = generator.generate(PROMPTS, **settings, progress=seen.append)
+    assert [each.tokens for each in out] == [each.tokens for each in plain]
+    assert seen == sorted(seen)
+    assert seen[-1] == out.stats.new_tokens == 17
+    assert {4, 8, 11, 13, 14, 15, 16, 17} <= set(seen)

@@ -1,0 +1,106 @@
+"""Pairwise covering sets of products of parameters: few cases for what a full product would test.
+
+``@covering({"dtype": [...], "sizes": [...], "N, K": [(16, 24), ...]})`` parametrizes a test with
+cases among which every two values of different axes meet, and with a random sample of the product.
+The sample's seed ends the names of its cases and stands in pytest's header; ``pytest
+--covering-seed N`` draws another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+DEFAULT_SEED = 0
+
+
+def covering(
+    axes: Mapping[str, Sequence[Any]], *, sample: int = 0, slow_rest: bool = False
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with a covering set of the product of ``axes`` and a random sample.
+
+    Args:
+      axes: the names of each axis' parameters, with commas between them, and its values: a tuple
+        for each case where an axis has several names.
+      sample: how many cases beside the covering set.
+      slow_rest: the rest of the product becomes slow tests; otherwise it is left out.
+    """
+    return pytest.mark.covering(axes, sample=sample, slow_rest=slow_rest)
+
+
+def slow_except(cases: Sequence[Any], quick: Collection[int]) -> list[Any]:
+    """Parameters for pytest.mark.parametrize: slow but for those at the ``quick`` indices."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if index in quick else pytest.mark.slow,
+        )
+        for index, case in enumerate(cases)
+    ]
+
+
+def generate(metafunc: pytest.Metafunc) -> None:
+    """Parametrizes tests under ``covering``; a conftest calls it in pytest_generate_tests."""
+    seed = metafunc.config.getoption("--covering-seed") or DEFAULT_SEED
+    for mark in metafunc.definition.iter_markers("covering"):
+        axes = mark.args[0]
+        names = [name.strip() for axis in axes for name in axis.split(",")]
+        metafunc.parametrize(names, _parameters(axes, seed, **mark.kwargs))
+
+
+def covering_set(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cases as indices, one an axis; any two indices of two axes are together in some case.
+
+    The same for the same sizes: of the cases that cover most pairs not covered yet the first is
+    next.
+    """
+    pairs = {case: _pairs(case) for case in itertools.product(*map(range, sizes))}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(pairs, key=lambda case: len(missing & pairs[case]))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def sampled(sizes: Sequence[int], count: int, seed: int) -> list[tuple[int, ...]]:
+    """``count`` cases, or as many as there are, that the covering set does not have."""
+    chosen = set(covering_set(sizes))
+    others = [case for case in itertools.product(*map(range, sizes)) if case not in chosen]
+    return sorted(random.Random(seed).sample(others, min(count, len(others))))
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    """Each two of a case's indices, with the axes they belong to; of one axis each alone."""
+    return set(itertools.combinations(enumerate(case), min(2, len(case))))
+
+
+def _parameters(
+    axes: Mapping[str, Sequence[Any]], seed: int, *, sample: int, slow_rest: bool
+) -> list[Any]:
+    sizes = [len(values) for values in axes.values()]
+    chosen, drawn = covering_set(sizes), sampled(sizes, sample, seed)
+    rest = set(itertools.product(*map(range, sizes))) - {*chosen, *drawn} if slow_rest else ()
+    return [
+        *(_parameter(axes, case) for case in chosen),
+        *(_parameter(axes, case, ending=f"-seed{seed}") for case in drawn),
+        *(_parameter(axes, case, marks=(pytest.mark.slow,)) for case in sorted(rest)),
+    ]
+
+
+def _parameter(
+    axes: Mapping[str, Sequence[Any]],
+    case: tuple[int, ...],
+    *,
+    ending: str = "",
+    marks: Sequence[pytest.MarkDecorator] = (),
+) -> Any:
+    values: list[Any] = []
+    for (axis, choices), index in zip(axes.items(), case, strict=True):
+        values += choices[index] if "," in axis else [choices[index]]
+    name = "-".join(getattr(value, "__name__", None) or str(value) for value in values)
+    return pytest.param(*values, id=name + ending, marks=marks)

@@ -1,0 +1,30 @@
+"""Whether a model is what it was: the same graph, the same arrays, the same values."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dsv3_jax.model import DeepSeekV3
+
+
+class Snapshot:
+    """A model's graph and arrays, and the arrays of other values, to be compared with later."""
+
+    def __init__(self, model: DeepSeekV3, *others: Any):
+        self._of = model, *others
+        self._graph, self._arrays = self._now()
+        self._values = [np.array(x) for x in self._arrays]
+
+    def _now(self) -> tuple[nnx.GraphDef, list[Any]]:
+        model, *others = self._of
+        graph, state = nnx.split(model)
+        return graph, jax.tree.leaves((state, others))
+
+    def check(self) -> None:
+        graph, now = self._now()
+        assert graph == self._graph
+        assert all(x is y for x, y in zip(now, self._arrays, strict=True))
+        for x, value in zip(now, self._values, strict=True):
+            np.testing.assert_array_equal(np.asarray(x).view(np.uint8), value.view(np.uint8))

@@ -1,0 +1,63 @@
+"""What the tables of scripts/benchmark_tables.py show of a result, and what they leave out."""
+
+import pytest
+
+from benchmarks.ceiling import READ_GBS
+from scripts import benchmark_tables
+
+ROW = {
+    "op": "mla_decode", "dtype": "bf16", "shape": "h1", "us": 10.0, "roof_fraction": 0.5,
+    "peer": "FlashMLA", "peer_us": 9.0, "ratio": 0.9,
+}  # fmt: skip
+ROWS = [
+    ROW,
+    ROW | {"dtype": "fp8", "us": None, "roof_fraction": None, "ratio": None},
+    ROW | {"shape": "h2", "ratio": None, "no_ratio": "spread of ours 28%"},
+    ROW | {"shape": "h3", "peer": None, "peer_us": None, "ratio": None},
+]
+
+
+@pytest.fixture
+def results(monkeypatch):
+    found = {}
+    monkeypatch.setattr(benchmark_tables, "read", found.__getitem__)
+    return found
+
+
+def test_times_that_vary_have_no_ratio(results):
+    results["kernels_h200"] = {"rows": ROWS}
+    _, _, *lines = benchmark_tables.kernels().splitlines()
+    assert [line.split(" | ", 2)[2] for line in lines] == [
+        "h1 | 10 | 50% | FlashMLA | 9 | 0.90 |",
+        "h2 | 10 | 50% | FlashMLA | 9 | spread of ours 28% |",
+        "h3 | 10 | 50% | none |  |  |",
+        "h1 |  |  | FlashMLA | 9 |  |",
+    ]
+    _, _, *lines = benchmark_tables.kernels_by_kind().splitlines()
+    assert lines == [
+        "| `mla_decode` | bf16 | 3 | 1 | FlashMLA | 0.90 | 0.90 | 0.90 |",
+        "| `mla_decode` | fp8 | 1 | 0 | FlashMLA |  |  |  |",
+    ]
+
+
+def test_shares_are_of_one_ceiling():
+    row = {"floor_fraction": 0.9}
+    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS / 2}, row) == "45%"
+    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS}, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "visited", "shown"),
+    [
+        ("int4", 64, 16.0, False),
+        ("int8", 64, None, False),
+        ("int4", 64, 60.0, True),
+        ("int4", 1, None, True),
+        ("fp8", 64, None, True),
+    ],
+)
+def test_rows_that_were_routed_to_few_experts_are_left_out(dtype, batch, visited, shown):
+    """Random int4 weights with a mean of -0.5 sent 64 rows to 16 of 160 experts."""
+    row = {"dtype": dtype, "batch": batch, "experts_expected": 63.9}
+    row |= {} if visited is None else {"experts_visited": visited}
+    assert benchmark_tables._routed_evenly(row) == shown

@@ -1,0 +1,49 @@
+"""The helper that replaces full products of parameters in tests."""
+
+import itertools
+
+import pytest
+
+from tests.support.covering import covering, covering_set, sampled
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3), (3, 3, 3), (5, 2, 1, 4), (2,) * 6])
+def test_every_two_values_meet(sizes):
+    found = covering_set(sizes)
+    assert len(set(found)) == len(found)
+    assert set(found) <= set(itertools.product(*map(range, sizes)))
+    for (a, m), (b, n) in itertools.combinations(enumerate(sizes), 2):
+        assert {(case[a], case[b]) for case in found} == set(itertools.product(range(m), range(n)))
+    assert len(sizes) > 1 or len(found) == sizes[0]
+
+
+def test_few_cases():
+    """The product of two axes is the least; greedy choices need little more of three and more."""
+    assert len(covering_set((3, 4))) == 12
+    assert len(covering_set((3, 3, 3))) <= 11
+    assert len(covering_set((2,) * 6)) <= 8
+
+
+def test_a_seed_draws_a_sample_beside_the_covering_set():
+    sizes = (3, 3, 3)
+    drawn = [sampled(sizes, 4, seed) for seed in range(5)]
+    assert drawn[0] == sampled(sizes, 4, 0)
+    assert len(set(map(tuple, drawn))) > 1
+    for cases in drawn:
+        assert len(set(cases)) == 4
+        assert not set(cases) & set(covering_set(sizes))
+    assert len(sampled((2, 2), 4, 0)) == 0
+
+
+@covering({"a": range(3), "b, c": [(1, 2), (3, 4)], "d": "xyz"}, sample=2, slow_rest=True)
+def test_a_parametrized_test(a, b, c, d, request):
+    """Each name gets its values; the names of sampled cases tell the seed, the rest is slow."""
+    assert (a in range(3), (b, c) in ((1, 2), (3, 4)), d in "xyz") == (True, True, True)
+    seed = request.config.getoption("--covering-seed")
+    name = request.node.callspec.id.removesuffix(f"-seed{seed}")
+    assert name == f"{a}-{b}-{c}-{d}"
+    case = (a, b // 2, "xyz".index(d))
+    was_sampled = name != request.node.callspec.id
+    assert was_sampled == (case in sampled((3, 2, 3), 2, seed))
+    is_slow = request.node.get_closest_marker("slow") is not None
+    assert is_slow == (case not in covering_set((3, 2, 3)) and not was_sampled)

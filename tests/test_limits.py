@@ -1,0 +1,172 @@
+"""Tokens and positions past a limit: refused where they are known, dropped where they are not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax import ModelConfig
+from dsv3_jax.inspection import capture
+from dsv3_jax.kv_cache import LatentKVCache, write
+from dsv3_jax.model import DeepSeekV3, abstract
+from sharding import make_layout
+from tests.support.checkpoints import tiny_config
+from tests.support.filled import filled_model
+
+PAGE, ROOM = 4, 8
+CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1))  # dense; the MTP layer has experts
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 4)), jnp.int32)
+STARTS = jnp.array([6, 2], jnp.int32)
+MODEL = abstract(CONFIG)  # refuses before it computes
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, 2]], r"expected an array \[B, T\], got list"),
+        (np.arange(3), r"expected shape \[B, T\], got \(3,\)"),
+        (np.zeros((2, 0), int), r"expected a token at least, got shape \(2, 0\)"),
+        (np.zeros((0, 2), int), r"expected a token at least, got shape \(0, 2\)"),
+        (np.zeros((1, 2)), "expected integers, got float64"),
+        (np.zeros((1, 2), bool), "expected integers, got bool"),
+        (jnp.array([[3, 999999]]), "expected ids from 0 to 159, got 999999"),
+        (jnp.array([[3, 160]]), "expected ids from 0 to 159, got 160"),
+        (jnp.array([[3, -1]]), "expected ids from 0 to 159, got -1"),
+        (
+            np.zeros((1, 129), int),
+            r"expected 1 to 128 \(max_position_embeddings\) a sequence, got 129",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_what_are_no_tokens(tokens, message):
+    with pytest.raises(ValueError, match=rf"\Atokens: {message}\Z"):
+        MODEL(tokens)
+    with pytest.raises(ValueError, match=rf"\Atokens: {message}\Z"):
+        capture(MODEL, tokens, "hidden")
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sequences_too_short_for_the_mtp_layers(layers):
+    """Layer k predicts T - 1 - k tokens, of which the last has one at least."""
+    model = abstract(dataclasses.replace(CONFIG, num_nextn_predict_layers=layers))
+
+    def shapes(T: int):
+        tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        return nnx.eval_shape(
+            lambda model, t: model(t, return_aux=True)[1].mtp_logits, model, tokens
+        )
+
+    assert shapes(layers + 1)[-1].shape == (1, 1, 160)
+    message = f"^tokens: expected {layers + 1} to 128 .* for {layers} MTP layers, got {layers}\n"
+    with pytest.raises(ValueError, match=message):
+        shapes(layers)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    assert nnx.eval_shape(lambda model, t: model(t), model, tokens).shape == (1, 1, 160)
+
+
+def test_batches_of_another_size_than_the_cache():
+    cache = LatentKVCache.init(CONFIG, 3, ROOM, dtype=jnp.float32)
+    message = (
+        r"^tokens, starts, counts: expected 3 sequences as the cache has, got shapes \(1, 2\),"
+    )
+    with pytest.raises(ValueError, match=message):
+        MODEL.extend(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), cache, "absorbed")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 8), "batch: expected 1 or more, got 0"),
+        ((8, 0), "max_len: expected 1 or more, got 0"),
+        ((3, 8), "batch: expected a multiple of 8 devices, got 3"),
+    ],
+)
+def test_sizes_of_no_cache(sizes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LatentKVCache.init(CONFIG, *sizes, dtype=jnp.float32, layout=make_layout("dp_attention_ep"))
+
+
+# ---- dropped -------------------------------------------------------------------------------------
+
+
+def cache_of(model: DeepSeekV3) -> LatentKVCache:
+    """Pages full of ones: whatever is written, or overwritten, shows."""
+    empty = LatentKVCache.init(
+        model.config, 2, ROOM, dtype=jnp.float32, page_size=PAGE, mtp=True, layout=model.layout
+    )
+    pages, mtp_pages = jax.tree.map(jnp.ones_like, (empty.pages, empty.mtp_pages))
+    return dataclasses.replace(empty, pages=pages, mtp_pages=mtp_pages, lengths=STARTS)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def both(graph, state, counts, cache, form):
+    """The model and its MTP layer, extended alike."""
+    model = nnx.merge(graph, state)
+    starts = cache.lengths
+    hidden, cache = model.extend(TOKENS, counts, cache, form)
+    of_mtp, cache = model.extend_mtp(hidden.post_norm, TOKENS, starts, counts, cache, form)
+    return hidden.post_norm, of_mtp.post_norm, cache
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "reach"),
+    [
+        ("absorbed", None, 128),
+        ("expanded", None, 128),
+        ("absorbed", "context_parallel", 128),
+        ("absorbed", None, 8),  # pages of room for more: see below
+    ],
+)
+def test_tokens_without_room_are_dropped(form, layout, reach):
+    """Two sequences of two pages. The first has two slots left and is given four tokens: what
+    happens is what happens to two tokens and two of padding, in every page and for its neighbour.
+    """
+    devices = jax.devices()[:2]
+    config = dataclasses.replace(CONFIG, max_position_embeddings=reach)
+    model = filled_model(config, layout=layout and make_layout(layout, devices=devices))
+    graph, state = nnx.split(model)
+    cache = cache_of(model)
+    if reach < 128:  # a third page: the limit is that of positions
+        tables = jnp.concatenate([cache.block_tables, jnp.array([[4], [5]])], axis=1)
+        more = jnp.ones((2, *cache.pages[0].shape[1:]))
+        pages = jnp.concatenate([cache.pages[0], more])
+        cache = dataclasses.replace(
+            cache, pages=(pages,), mtp_pages=(pages,), block_tables=tables.astype(jnp.int32)
+        )
+    want = both(graph, state, jnp.array([2, 4], jnp.int32), cache, form)
+    got = both(graph, state, jnp.array([4, 4], jnp.int32), cache, form)
+    pages, wanted = ((*cache.pages, *cache.mtp_pages) for cache in (got[2], want[2]))
+    for x, y in zip(pages, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert (np.asarray(x) != 1).any(-1).sum() == 2 + 4
+    for x, y in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(x[0, :2], y[0, :2])
+        np.testing.assert_array_equal(x[1], y[1])
+        assert np.isfinite(x).all()
+    assert got[2].lengths.tolist() == [10, 6]  # which tells that two were dropped
+    # The next step of a sequence without room writes nothing, and its neighbour is none the wiser.
+    after, other = (both(graph, state, jnp.array([n, 1], jnp.int32), got[2], form) for n in (4, 0))
+    np.testing.assert_array_equal(after[2].pages[0], other[2].pages[0])
+    np.testing.assert_array_equal(after[0][1, 0], other[0][1, 0])
+    with pytest.raises(ValueError, match=r"^cache: expected .* at most 8 tokens \(.*\), got 10$"):
+        model.extend(TOKENS, jnp.array([4, 4], jnp.int32), cache, form)
+    with pytest.raises(ValueError, match=r"^cache: expected .* at most 8 tokens \(.*\), got 10$"):
+        model.extend_mtp(want[0], TOKENS, STARTS, jnp.array([4, 4], jnp.int32), cache, form)
+
+
+def test_a_write_changes_its_own_slots_alone():
+    """Past the table's end, of padding, and through entries that name no page: nothing."""
+    pages = jnp.zeros((5, PAGE, 3))
+    tables = jnp.array([[1, 3], [2, -1], [5, 0]], jnp.int32)  # -1 and 5: no page yet
+    positions = jnp.array([[7, 8, 40], [3, 4, 5], [0, 3, 4]], jnp.int32)
+    valid = jnp.array([[True, True, True], [True, True, True], [True, True, False]])
+    out = write(pages, tables, positions, valid, jnp.ones((3, 3, 3)))
+    assert np.argwhere(np.asarray(out)[..., 0]).tolist() == [[2, 3], [3, 3]]

@@ -1,0 +1,51 @@
+"""What is float32 whatever the model's dtype: router, and sums of experts.
+
+A float32 matmul at JAX's default precision may run in TF32 on a GPU. So the lowered program is read
+for the precision that it asks for.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from dsv3_jax import ModelConfig
+from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.model import abstract
+from tests.support.checkpoints import tiny_config
+
+CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1, first_k_dense_replace=0))
+
+
+def matmuls(dtype) -> list[tuple[str, str]]:
+    """Precision and operand types of every matmul of a pass over whole sequences, MTP layers
+    included, and of a decode step."""
+    graph, state = nnx.split(abstract(CONFIG, dtype=dtype))
+
+    def run(state, tokens):
+        model = nnx.merge(graph, state)
+        cache = LatentKVCache.init(CONFIG, 2, 64, dtype=dtype)
+        step = model.extend(tokens[:, :2], jnp.full((2,), 2, jnp.int32), cache, "absorbed")
+        return model(tokens, return_aux=True), step[0]
+
+    lowered = jax.jit(run).lower(state, jax.ShapeDtypeStruct((2, 9), jnp.int32)).as_text()
+    return re.findall(
+        r"stablehlo\.dot_general .*precision = \[(\w+, \w+)\].* : \((.*)\) ->", lowered
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_router_and_expert_sums_are_float32(dtype):
+    found = matmuls(dtype)
+    # Tokens are 2 x 9, 2 x 8 (MTP) and 2 x 2; of 64 columns, with 8 experts and 3 a token.
+    for tokens in (18, 16, 4):
+        routers = [p for p, types in found if f"<{tokens}x64x" in types and "<8x64x" in types]
+        sums = [
+            p for p, types in found if types == f"tensor<{tokens}x3x64xf32>, tensor<{tokens}x3xf32>"
+        ]
+        assert set(routers) == set(sums) == {"HIGHEST, HIGHEST"}
+    # In a bfloat16 model no other matmul takes float32, whose products would not be exact.
+    if dtype == jnp.bfloat16:
+        assert {p for p, types in found if "f32" in types} == {"HIGHEST, HIGHEST"}

@@ -1,0 +1,53 @@
+"""Held-out losses: means over the targets of several batches, which hold unequal numbers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3_jax.training.batches import counted, held_out_batches
+from dsv3_jax.training.corpus import Corpus
+from dsv3_jax.training.evaluation import Evaluation
+from dsv3_jax.training.losses import counted_places
+from dsv3_jax.training.settings import RunSettings
+from tests.support.running import forward
+from tests.training.tiny import TOKENS
+
+SETTINGS = RunSettings(batch=6, length=12, eval_batches=0)
+# Of the first batch's positions most predict two tokens ahead, of the second's hardly any.
+SHORT = np.where(np.arange(72) % 3, TOKENS.reshape(-1).clip(1), 0)
+HELD_OUT = np.concatenate([np.where(np.arange(72) % 12, SHORT.clip(1), 0), SHORT])
+CORPUS = Corpus(HELD_OUT, HELD_OUT)
+
+
+def test_each_loss_is_the_mean_over_its_own_targets(trainer):
+    """The MTP layer's too: log-probabilities in float64, one mean over both batches."""
+    state = trainer.init()
+    found = Evaluation(trainer, CORPUS, SETTINGS).losses(state)
+    model = trainer.model(state)
+    terms: dict[int, list[float]] = {1: [], 2: []}
+    for tokens in held_out_batches(CORPUS.held_out, 6, 12, 0):
+        logits, aux = forward(model, tokens)
+        mtp = np.asarray(aux.mtp_logits[0], np.float64)
+        for scores, ahead in ((np.asarray(logits, np.float64), 1), (mtp, 2)):
+            for row, each in zip(tokens, scores, strict=True):
+                for i in range(len(row) - ahead):
+                    if 0 not in row[i + 1 : i + 1 + ahead]:
+                        odds = np.exp(each[i])
+                        terms[ahead].append(-np.log(odds[row[i + ahead]] / odds.sum()))
+    assert [len(terms[ahead]) for ahead in (1, 2)] == [66 + 48, 60 + 24]
+    assert found["main"] == pytest.approx(np.mean(terms[1]), rel=1e-5)
+    assert found["mtp"] == pytest.approx(np.mean(terms[2]), rel=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_counts_on_the_host_are_the_losses_own(ahead):
+    want = int(counted_places(jnp.asarray(TOKENS), 0, ahead).sum())
+    assert counted(TOKENS.astype(np.int32), 0, ahead) == want
+
+
+def test_held_out_text_without_a_target_is_refused(trainer):
+    corpus = Corpus(HELD_OUT, np.zeros(24, np.int32))
+    with pytest.raises(ValueError, match=r"^data: expected tokens to predict"):
+        Evaluation(trainer, corpus, dataclasses.replace(SETTINGS, eval_batches=1))

@@ -1,0 +1,294 @@
+"""What a run's directory remembers: the weights it began with, its length, and how a start ends
+that was killed. No step is computed, but for the test of an extended run."""
+
+import dataclasses
+import gc
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax import tokenizer as tokenizers
+from dsv3_jax.model import DeepSeekV3, random_model
+from dsv3_jax.training import record
+from dsv3_jax.training.corpus import Corpus
+from dsv3_jax.training.evaluation import Evaluation
+from dsv3_jax.training.journal import Row, read_rows
+from dsv3_jax.training.losses import Losses
+from dsv3_jax.training.run import train
+from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.step import Metrics, Trainer, TrainingState
+from tests.training.tiny import RUN
+
+SETTINGS = RunSettings(batch=2, length=12, log_every=10, eval_batches=1)
+_NOISE = np.random.default_rng(2).integers(1, 32, 700).astype(np.uint16)
+CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
+LORA = dataclasses.replace(RUN, lora_rank=2)
+
+
+@pytest.fixture
+def no_evaluation(monkeypatch):
+    monkeypatch.setattr(Evaluation, "losses", lambda self, state: {"main": 1.0})
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_at_once(row: Row) -> None:
+    raise StopError
+
+
+def refused(*arguments, **settings) -> str:
+    with pytest.raises(ValueError, match=r"expected|differs|cannot") as error:
+        train(*arguments, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def other(model) -> DeepSeekV3:
+    """The model with another value in one of its frozen weights."""
+    changed = nnx.clone(model)
+    weight = changed.lm_head.weight
+    weight.set_value(weight.get_value().at[5, 7].multiply(1.001))
+    return changed
+
+
+# ---- the weights that a run began with -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [LORA, RUN], ids=["low-rank updates", "all weights"])
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_run_goes_on_with_the_weights_it_began_with(config, model, other, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(StopError):
+        train(model, CORPUS, out, config, SETTINGS, report=stop_at_once)
+    before = (out / "run.json").read_bytes()
+    line = refused(other, CORPUS, out, config, SETTINGS, resume=True)
+    assert line.startswith("weights.fingerprint differs: expected the weights that the run in ")
+    assert (out / "run.json").read_bytes() == before
+    with pytest.raises(StopError):
+        train(nnx.clone(model), CORPUS, out, config, SETTINGS, resume=True, report=stop_at_once)
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_run_without_a_fingerprint_is_refused(model, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(StopError):
+        train(model, CORPUS, out, LORA, SETTINGS, report=stop_at_once)
+    content = json.loads((out / "run.json").read_text())
+    assert len(content.pop("weights")["fingerprint"]) == 32
+    (out / "run.json").write_text(json.dumps(content))
+    line = refused(model, CORPUS, out, LORA, SETTINGS, resume=True)
+    assert "run.json has no fingerprint of the weights that the run began with" in line
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+class KilledError(BaseException):
+    pass
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Path:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text("{}")
+    return source
+
+
+IDENTITY = {"training": {"steps": 3}, "weights": {"fingerprint": "f"}}
+
+
+def killed(*given, **named):
+    raise KilledError
+
+
+@pytest.mark.parametrize("at", ["copy", "publish"])
+def test_a_start_killed_behind_its_record_can_be_resumed(at, tokenizer, tmp_path, monkeypatch):
+    """While the tokenizer is copied, and before the copy is in its place."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if at == "copy":
+            patch.setattr(tokenizers.shutil, "copyfile", killed)
+        else:
+            patch.setattr(record, "publish_directory", killed)
+        with pytest.raises(KilledError):
+            record.begin(out, IDENTITY, {}, tokenizer)
+    with pytest.raises(ValueError, match="or to resume the run in it"):
+        record.begin(out, IDENTITY, {}, tokenizer)
+    record.compare(out, IDENTITY)
+    record.resume(out, IDENTITY, "f", tokenizer)
+    assert {path.name for path in out.iterdir()} == {"run.json", "tokenizer"}
+    copied = {path.name for path in (out / "tokenizer").iterdir()}
+    assert copied == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_start_killed_before_its_record_can_be_repeated(tokenizer, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", killed)  # a killed process cleans nothing up
+        with pytest.raises(KilledError):
+            record.begin(out, IDENTITY, {}, tokenizer)
+    (left,) = out.iterdir()
+    assert left.suffix == ".partial"
+    record.begin(out, IDENTITY, {}, tokenizer)
+    assert {path.name for path in out.iterdir()} == {"run.json", "tokenizer"}
+
+
+def test_a_record_that_is_no_record(tmp_path):
+    for content, wrong in (("{", "expected JSON"), ("[1]", "expected a JSON object, got list")):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=wrong):
+            record.read(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_found_first(model, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for out in (tmp_path / "file" / "run", Path("/proc/run")):
+        line = refused(model, CORPUS, out, RUN, SETTINGS)
+        assert line.startswith(f"{out}: cannot write to ")
+
+
+# ---- length --------------------------------------------------------------------------------------
+
+CONSTANT = dataclasses.replace(
+    RUN,
+    steps=6,
+    final_learning_rate=RUN.learning_rate,
+    final_mtp_weight=RUN.mtp_weight,
+    bias_update_end=1.0,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_finished_run_can_be_extended(model, tmp_path):
+    """With constant schedules it is the run that was as long from the start."""
+    dense = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}  # compiles sooner
+    model = random_model(dataclasses.replace(model.config, **dense), 0)
+    want = train(model, CORPUS, tmp_path / "straight", CONSTANT, SETTINGS)
+    out, short = tmp_path / "extended", dataclasses.replace(CONSTANT, steps=3)
+    assert train(model, CORPUS, out, short, SETTINGS).step == 3
+    got = train(model, CORPUS, out, CONSTANT, SETTINGS, resume=True)
+    assert (got.step, got.finished) == (6, True)
+    assert [row["step"] for row in got.rows] == [0, 1, 3, 4, 6]
+    assert got.rows[-1]["losses"] == want.rows[-1]["losses"]
+    pairs = zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (got, want)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)
+    found = json.loads((out / "run.json").read_text())
+    assert (found["training"]["steps"], found["extended"]) == (6, [3])
+    line = refused(model, CORPUS, out, short, SETTINGS, resume=True)
+    assert line.endswith("began with 6, got 3; expected at least as many")
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def fake_step(wrong_at: int | None = None):
+    """A step that computes nothing, and whose gradient is NaN in one of them."""
+
+    def step(self: Trainer, state: TrainingState, tokens) -> tuple[TrainingState, Metrics]:
+        number = int(state.step) + 1
+        one = jnp.float32(1)
+        norm = jnp.float32(np.nan if number == wrong_at else 1)
+        metrics = Metrics(Losses(one, one, one, one), norm, one, one, one, jnp.ones((2, 8), int))
+        return state._replace(step=jnp.int32(number)), metrics
+
+    return step
+
+
+@pytest.mark.usefixtures("no_evaluation")
+@pytest.mark.parametrize("log_every", [0, 1, 10])
+def test_divergence_names_its_first_step_and_overwrites_nothing(
+    log_every, model, tmp_path, monkeypatch
+):
+    """Whenever rows are due; a row of the steps before it is whole."""
+    monkeypatch.setattr(Trainer, "step", fake_step(wrong_at=5))
+    settings = dataclasses.replace(SETTINGS, log_every=log_every, save_every=4)
+    line = refused(model, CORPUS, tmp_path, RUN, settings)
+    assert line == (
+        "step 5: gradient_norm is nan; expected a finite number: the run has diverged; "
+        "the checkpoint of step 4 is kept"
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
+    assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == 4
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_divergence_is_noticed_in_a_run_without_rows(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", fake_step(wrong_at=5))
+    settings = dataclasses.replace(SETTINGS, log_every=0)
+    config = dataclasses.replace(RUN, steps=1000)
+    steps = []
+    monkeypatch.setattr(Trainer, "batch", lambda self, tokens: steps.append(1))
+    assert "step 5: " in refused(model, CORPUS, tmp_path, config, settings)
+    assert len(steps) < 110
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_request_to_stop_saves_the_step(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", fake_step())
+    answers = iter([False, False, True])
+    stopped = train(model, CORPUS, tmp_path, RUN, SETTINGS, stop=lambda: next(answers))
+    assert (stopped.step, stopped.finished) == (3, False)
+    assert "held_out" not in stopped.rows[-1], "expected no evaluation of who is in a hurry"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
+    resumed = train(model, CORPUS, tmp_path, RUN, SETTINGS, resume=True)
+    assert (resumed.step, resumed.finished) == (RUN.steps, True)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def live_bytes(but: set[int]) -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in but)
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_three_times_the_weights_live(model, tmp_path):
+    """Weights and two moments; the initial weights go, also in a run that is resumed."""
+    graph, state = nnx.split(model)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+    def make() -> DeepSeekV3:
+        return nnx.merge(graph, jax.tree.map(jnp.copy, state))
+
+    gc.collect()
+    there = jax.live_arrays()  # kept, so that no new array has the identity of one of these
+    before = set(map(id, there))
+    found = []
+
+    def weigh(row: Row) -> None:
+        found.append(live_bytes(before) / size)
+        raise StopError
+
+    out = tmp_path / "run"
+    for resume in (False, True):
+        with pytest.raises(StopError):
+            train(make, CORPUS, out, RUN, SETTINGS, report=weigh, resume=resume)
+    assert found == pytest.approx([3, 3], abs=0.05)
+
+
+def test_a_trainer_begins_again_only_while_its_model_is_there(model):
+    model = nnx.clone(model)
+    trainer = Trainer(model, RUN)
+    jax.eval_shape(trainer.init)
+    states = (jax.tree.leaves(trainer.init()) for _ in range(2))
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other)
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match=r"^init: expected the model that"):
+        trainer.init()
+    assert int(trainer.shapes().step.size) == 1
