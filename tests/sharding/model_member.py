@@ -38,12 +38,20 @@ def reads(directory: str, out: str, sizes: str) -> None:
     programs = generator._programs
     rows = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(AXES))
 
-    def decode(*arguments):
-        """The program, but that its result lies row by row on the devices."""
-        state = programs.decode(*arguments)
+    @jax.jit
+    def lay_apart(state):
         return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, rows) if leaf.shape[:1] == (4,) else leaf, state
+            lambda leaf: (
+                jax.lax.with_sharding_constraint(leaf, rows) if leaf.shape[:1] == (4,) else leaf
+            ),
+            state,
         )
+
+    def decode(*arguments):
+        """The program, but its result is split over the devices by sequence."""
+        # One program, and it is waited for: XLA's CPU client launches and runs programs on one
+        # small thread pool, and many collectives in flight at once can block each other there.
+        return jax.block_until_ready(lay_apart(programs.decode(*arguments)))
 
     generator._programs = dataclasses.replace(programs, decode=decode)
     apart = completions(generator)

@@ -1,0 +1,71 @@
+"""What each test costs, compilation counted apart: ``pytest -p tests.support.cost --cost-out F``.
+
+F gets one line of JSON per test, its fixtures included: CPU seconds of this process and of the
+processes it has waited for, wall-clock seconds, seconds in XLA's compiler and the number of
+programs compiled. ``python -m tests.support.cost F`` adds them up by file. A file that exists is
+extended, so that the workers of pytest-xdist can share it.
+"""
+
+import collections
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_compilations: list[float] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cost-out", type=Path, required=True, help="file of JSON lines")
+
+
+def pytest_configure(config):
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: _compilations.append(seconds) if event == _COMPILED else None
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    _compilations.clear()
+    cpu, wall = _cpu_seconds(), time.perf_counter()
+    result = yield
+    cost = {
+        "test": item.nodeid,
+        "cpu": round(_cpu_seconds() - cpu, 3),
+        "wall": round(time.perf_counter() - wall, 3),
+        "compiler": round(sum(_compilations), 3),
+        "programs": len(_compilations),
+    }
+    with open(item.config.getoption("--cost-out"), "a") as file:
+        os.write(file.fileno(), (json.dumps(cost) + "\n").encode())
+    return result
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main(path: str) -> None:
+    """Prints the costs of each file, the dearest first."""
+    files: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for line in Path(path).read_text().splitlines():
+        cost = json.loads(line)
+        files[cost.pop("test").split("::")[0]].update(cost | {"tests": 1})
+    print(f"{'CPU s':>8} {'wall s':>8} {'compiler s':>10} {'programs':>8} {'tests':>6}")
+    total = sum(files.values(), collections.Counter())
+    ranked = sorted(files.items(), key=lambda item: -item[1]["cpu"])
+    for name, c in [*ranked, ("total", total)]:
+        numbers = f"{c['cpu']:8.1f} {c['wall']:8.1f} {c['compiler']:10.1f}"
+        print(f"{numbers} {c['programs']:8} {c['tests']:6}  {name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
