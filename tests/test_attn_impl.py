@@ -26,6 +26,7 @@ from dsv3_jax.layers.attention_variants import materialize
 from dsv3_jax.model import DeepSeekV3, abstract
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.covering import slow_except
 from tests.support.oracle import relative_error
 from tests.support.running import extend, forward
 
@@ -83,12 +84,6 @@ def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
 # ---- one answer ----------------------------------------------------------------------------------
 
 
-def without_q_lora(*values):
-    """The products of AM_CC_ME are others then; elsewhere queries alone are made otherwise."""
-    marks = () if values == ("AM_CC_ME",) else pytest.mark.slow
-    return pytest.param(*values, None, marks=marks)
-
-
 @pytest.fixture(scope="module", params=[40], ids=["q_lora"])
 def layer(request, tmp_path_factory) -> DeepSeekV3:
     """Its attention is all that differs: one dense layer compiles in no time."""
@@ -103,7 +98,13 @@ def whole(layer) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("attn_impl", "layer"),
-    [*((name, 40) for name in ATTN_IMPLS), *(without_q_lora(name) for name in ATTN_IMPLS)],
+    slow_except(
+        [
+            *((name, 40) for name in ATTN_IMPLS),
+            *((name, None) for name in ATTN_IMPLS),
+        ],
+        quick=(0,),
+    ),
     indirect=["layer"],
 )
 def test_prefill_and_decode_equal_the_whole(attn_impl, layer, whole):

@@ -101,8 +101,8 @@ def slow(*values):
     [
         (1, "absorbed"),
         (7, "expanded"),
-        (7, "absorbed"),
-        (113, "expanded"),
+        slow(7, "absorbed"),
+        slow(113, "expanded"),
         slow(1, "expanded"),
         slow(3, "expanded"),
         slow(3, "absorbed"),

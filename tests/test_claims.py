@@ -55,6 +55,7 @@ def counts(model, tokens: list[int]) -> np.ndarray:
     return np.asarray(aux.routing_counts)[0]
 
 
+@pytest.mark.slow
 def test_the_same_token_goes_to_other_experts_elsewhere(tiny):
     """What a token chooses is what it adds to the counts of those before it."""
     before = [[3, 5, 7], [11, 2, 80], [40, 41, 42]]

@@ -186,6 +186,7 @@ def prefilled(model, want):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("2", "4", "8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SLOW, "rows and heads too"])
 def test_logits_of_prefill_and_decode(directory, whole, name):
     """Expanded in chunks; absorbed, three tokens at once, which may lie on two devices; one by one

@@ -77,6 +77,7 @@ def test_experts(config):
         check(got[place], hidden[place] @ down[e].T, 16 * BFLOAT16)
 
 
+@pytest.mark.slow
 def test_model(config):
     """Close to the exact model for many tokens, and equal to it for few."""
     model = DeepSeekV3(config, rngs=nnx.Rngs(0), quantization=BlockQuantization())

@@ -92,6 +92,7 @@ def test_latents_are_what_the_cache_holds(model, found):
             assert relative_error(found.latents[layer, row], held) < BOUND
 
 
+@pytest.mark.slow
 def test_entropy_by_its_definition(model, found):
     """All scores of a layer at once, in float64."""
     T = TOKENS.shape[1]

@@ -113,11 +113,10 @@ def slow(*values):
 
 # An MTP layer's parts lie as those of other layers: quick in one layout of each kind of exchange.
 WITH_MTP = "single", "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
-# Without a cache context_parallel does nothing of its own; the others are like their neighbours.
-SLOW = "context_parallel", "data 8", "the same, experts by data too", "train"
+QUICK = "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
 
 
-@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in LAYOUTS])
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LAYOUTS])
 def test_logits(laid, tokens, want, name):
     assert_same(forward(laid(name, mtp=name in WITH_MTP), tokens), want)
 
@@ -137,6 +136,7 @@ def test_logits_of_mtp_layers(laid, tokens, want, name):
     assert_same(forward(laid(name), tokens), want)
 
 
+@pytest.mark.slow
 def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
     """Each of up to K parts of a layer's sum is rounded once: half of 2^-8 of itself."""
     layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
@@ -216,7 +216,7 @@ def placements(*replicas):
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        (None, (16,)),  # one program of 16 places, as the next
+        slow(None, (16,)),  # one program of 16 places, as the next
         ("dp_attention_ep", (16,)),
         slow(None, (8, 24)),  # with 0 and 16 redundant experts
         slow("dp_attention_ep", (8, 24)),
@@ -231,6 +231,7 @@ def test_logits_do_not_depend_on_placement(laid, tokens, want, name, replicas):
         assert_same(forward(model, tokens), want)
 
 
+@pytest.mark.slow
 def test_a_placement_may_be_loaded(directory, laid, tokens, want):
     """8 experts in 16 places of 8 devices, and in 12 of 6, over which they do not divide."""
     for devices, replicas in ((8, 16), (6, 12)):
@@ -266,7 +267,8 @@ def test_a_placement_may_be_loaded(directory, laid, tokens, want):
     )
 
 
-@pytest.mark.parametrize("draft", [None, pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [None, "mtp"])
 def test_routing_is_counted(alone, tokens, draft):
     """As a pass over the whole text counts: of every token but the last, and of refused drafts."""
     settings = {"max_new_tokens": 5, "ignore_eos": True, "draft": draft}

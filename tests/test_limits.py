@@ -120,8 +120,8 @@ def both(graph, state, counts, cache, form):
     ("form", "layout", "reach"),
     [
         ("absorbed", None, 128),
-        ("expanded", None, 128),
-        ("absorbed", "context_parallel", 128),
+        pytest.param("expanded", None, 128, marks=pytest.mark.slow),
+        pytest.param("absorbed", "context_parallel", 128, marks=pytest.mark.slow),
         ("absorbed", None, 8),  # pages of room for more: see below
     ],
 )

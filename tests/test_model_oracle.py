@@ -140,7 +140,12 @@ def v3(tmp_path_factory) -> Loaded:
 # ---- the whole model -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = "v3", "v2, groups, two shared experts", "moonlight: no YaRN, epsilon 1e-5"
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_forward(case, tmp_path):
     model, oracle = checkpoint(tmp_path, CASES[case])
     check(*forward(model, TOKENS), oracle.forward(TOKENS), experts=8)
@@ -153,6 +158,7 @@ def test_every_expert_and_group_is_chosen_by_some_token_and_not_by_all(v3):
     assert aux.routing_counts.max() < TOKENS.size
 
 
+@pytest.mark.slow
 def test_mtp_layers_may_be_fed_from_before_the_norm(tmp_path):
     model, oracle = checkpoint(tmp_path, CASES["two mtp layers, no dense layer"])
     want = oracle.forward(TOKENS, mtp_hidden="pre_norm")

@@ -108,6 +108,7 @@ def test_infinities(generator, tiny, infinity):
         assert [c.tokens for c in error.generation] == [[]] * 3
 
 
+@pytest.mark.slow
 def test_what_pads_the_vocabulary_may_hold_anything(generator, tiny):
     want = generator.generate(PROMPTS, **SETTINGS, logprobs=2)
     with edited(generator, tiny, set_rows("lm_head", slice(VOCAB_SIZE, None), jnp.nan)):

@@ -28,6 +28,7 @@ from dsv3_jax.model import DeepSeekV3
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 from tests.generation.test_loop import LOGPROB_TOLERANCE, PROMPTS
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.covering import slow_except
 from tests.support.running import forward
 
 SETTINGS = {"max_new_tokens": 24, "ignore_eos": True}
@@ -118,7 +119,9 @@ def check_same(speculative, plain) -> None:
 
 
 # First, while nothing is compiled.
-@pytest.mark.parametrize(("draft", "depth"), [("mtp", 2), ("mtp", "auto"), ("ngram", 1)])
+@pytest.mark.parametrize(
+    ("draft", "depth"), slow_except([("mtp", 2), ("mtp", "auto"), ("ngram", 1)], quick=(0,))
+)
 @pytest.mark.usefixtures("few_depths")
 def test_nothing_compiles_after_the_warm_up(plain, without_mtp, compilations, draft, depth):
     generator = plain if draft == "mtp" else without_mtp
@@ -305,7 +308,8 @@ class TestEndsInsideABlock:
 class TestDrafts:
     """The drafters draft what they say."""
 
-    @pytest.mark.parametrize("mtp_hidden", ["post_norm", slow("pre_norm")])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mtp_hidden", ["post_norm", "pre_norm"])
     def test_first_draft_is_what_the_whole_model_predicts(
         self, plain, models, monkeypatch, mtp_hidden
     ):

@@ -170,6 +170,7 @@ def test_pieces_can_be_copied(duplicate):
     assert (got.tokens is piece.tokens) == (duplicate is copy.copy)
 
 
+@pytest.mark.slow
 class TestDemo:
     """A trained model, text in and text out."""
 

@@ -78,6 +78,7 @@ def test_no_model(bare, wrong):
         bare.use(wrong)
 
 
+@pytest.mark.slow
 def test_placements_of_one_model_in_turn(tiny, bare):
     rng = np.random.default_rng(0)
     experts = tiny.config.n_routed_experts

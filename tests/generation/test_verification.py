@@ -87,8 +87,20 @@ def probabilities(row: Row, logits: np.ndarray) -> np.ndarray:
 
 
 class TestDistribution:
-    @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[str(row) for row in SETTINGS])
-    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize(
+        ("drafter", "number"),
+        [
+            # In the quick suite every drafter once and every setting at least once.
+            pytest.param(
+                drafter,
+                number,
+                id=f"{drafter}-{SETTINGS[number]}",
+                marks=() if i % len(SETTINGS) == number else pytest.mark.slow,
+            )
+            for i, drafter in enumerate(DRAFTERS)
+            for number in range(len(SETTINGS))
+        ],
+    )
     def test_each_place_follows_the_model(self, drafter, number):
         """Given that a step reaches a place, its token is distributed as the model says, and
         independent of the one before: here the model's logits do not depend on it."""

@@ -136,7 +136,8 @@ def test_a_process_that_never_arrives(missing, expected):
     assert seconds < 3 + 12
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_process_killed_while_others_compute_with_it(processes):
     status, output, seconds = launch("dies", "killed", "busy", 60, processes=processes)
     assert output.count("together") == processes
@@ -149,6 +150,7 @@ def test_a_process_killed_while_others_compute_with_it(processes):
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_process_that_raises():
     status, output, seconds = launch("dies", "raises", "busy", 60, processes=2)
     assert status == 1

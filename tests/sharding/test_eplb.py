@@ -50,6 +50,7 @@ def check_placement(weight, phy2log, P, groups, nodes, gpus):
         assert [len(of_node) for of_node in held] == [groups // nodes] * nodes
 
 
+@pytest.mark.slow
 def test_a_thousand_loads():
     """Each placement is valid, and none less even than the greedy one; many are more even."""
     better = hierarchical = 0

@@ -22,6 +22,7 @@ from sharding.expert_parallel import (
     mix_experts,
 )
 from sharding.token_queues import ragged_slices
+from tests.support.covering import slow_except
 
 M, D, F, E, K = 48, 128, 16, 32, 3
 
@@ -298,7 +299,9 @@ def test_devices_that_exchange_nothing_need_not_agree():
 
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    [("8", True), ("8", False), ("4x2 reduced", True), ("2x4 both reduced", True)],
+    slow_except(
+        [("8", True), ("8", False), ("4x2 reduced", True), ("2x4 both reduced", True)], quick=(2,)
+    ),
 )
 def test_gradients_through_all_gather(name, check_vma):
     sizes, axes, reduce_axes = MESHES[name]
