@@ -43,6 +43,7 @@ def test_a_model_that_is_none(monkeypatch, tmp_path):
         run(monkeypatch, "--model", tmp_path / "config.json")
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why(monkeypatch, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config()))

@@ -22,6 +22,7 @@ from dsv3_jax.layers.moe import MoE
 from scripts import bench_decode
 from sharding import make_layout
 from tests.support.checkpoints import tiny_config
+from tests.support.covering import slow_except
 from tests.support.running import forward
 
 
@@ -51,6 +52,7 @@ def run(monkeypatch, config, *words):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_a_tiny_model(config, monkeypatch, capsys):
     words = "--batches 2 --contexts 70 --prefills 3x20 --chunk 24 --acceptances 1 --depth 1"
     result = run(monkeypatch, config, *words.split())
@@ -185,7 +187,7 @@ def test_distinct_experts():
     assert distinct_experts(64, 6, 1) == 6
 
 
-@pytest.mark.parametrize("weights", list(models.WEIGHTS))
+@pytest.mark.parametrize("weights", slow_except(list(models.WEIGHTS), quick=(2,)))
 def test_products_have_unit_variance(weights):
     config = dataclasses.replace(
         ModelConfig.from_hf(tiny_config(num_hidden_layers=2)),

@@ -37,6 +37,7 @@ from benchmarks.kernels.shapes import (
 )
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels
+from tests.support.covering import slow_except
 
 TINY = [
     Decode(3, 100, 2, 4),
@@ -226,11 +227,8 @@ def test_ceilings():
 
 @pytest.mark.parametrize(
     "case",
-    # One of each operation with its scales or its LSE; the others take the same paths.
-    [
-        pytest.param(case, marks=() if case in (TINY[0], TINY[2], TINY[5]) else pytest.mark.slow)
-        for case in TINY
-    ],
+    # The others take the same paths and compile for longer.
+    slow_except(TINY, quick=(2,)),
     ids=key,
 )
 def test_checks_tell_right_from_wrong(case):
@@ -285,6 +283,7 @@ def test_nan_differs_from_itself():
     assert int(checks.unequal((x, None), (x, None))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [TINY[0], TINY[-1]], ids=key)
 def test_xla_decodes_from_a_dense_cache(case):
     session = Session("reference", most_calls=2)
@@ -530,6 +529,7 @@ def test_a_whole_run(tmp_path):
     assert "all scores at once" in result["rows"][2]["no_peer"]
 
 
+@pytest.mark.slow
 def test_an_op_that_is_refused_is_not_timed(tmp_path):
     out = tmp_path / "kernels.json"
     words = ["--implementation", "mosaic_gpu", "--calls", "2", "--out", str(out)]

@@ -45,6 +45,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys):
     assert "tokens/s, first token after" in err
 
 
+@pytest.mark.slow
 def test_speculation_is_reported(tiny, capsys):
     drafting = ("--draft", "mtp", "--draft-depth", "2")
     given = (*tiny, "--json", "--prompt", "import os\n", "--prompt", "x =", "--logprobs", "2")
@@ -121,6 +122,7 @@ def test_a_layout_of_several_processes(capsys):
     assert without_gloo(said[1]) == []
 
 
+@pytest.mark.slow
 def test_a_layout(tiny, capsys):
     given = (*tiny, "--prompt", "import os\n")
     plain = generate(*given), capsys.readouterr().out
@@ -455,6 +457,7 @@ def test_without_a_default_compile_cache(monkeypatch, tmp_path, capsys):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.slow
 def test_the_command_itself():
     """Another process: nothing but the JSON on stdout, whatever the libraries say."""
     command = [

@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_has_a_table_too(capsys):
     """Bytes of each phase, what there is, what is missing and what takes most."""
     changes = {"model": "demo", "context": "512", "batch": "100000", "target": "h100"}
@@ -114,6 +115,7 @@ def test_what_is_given_is_not_chosen(capsys):
         assert given == (None, False, "all_to_all")
 
 
+@pytest.mark.slow
 def test_gpus_without_our_kernels_are_noted(capsys):
     assert plan("--json", target="a100-80gb", batch="4") == 0
     assert finite(capsys.readouterr().out)["kernels"] is False

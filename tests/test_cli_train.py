@@ -71,6 +71,7 @@ def trained(files) -> Path:
 # ---- train ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files(trained):
     assert {path.name for path in trained.iterdir()} == {
         *("run.json", "metrics.jsonl", "expert_load.npy", "checkpoints", "tokenizer", "model"),
@@ -246,6 +247,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch
     assert not (out / "model").exists()
 
 
+@pytest.mark.slow
 def test_other_commands_do_not_wait_for_grain_and_orbax():
     others = ("convert", "doctor", "export", "generate", "plan", "verify")
     code = "import sys\n" + "".join(f"import dsv3_jax.cli.{other}\n" for other in others)
@@ -437,6 +439,7 @@ def test_a_store_to_begin_with(trained, files, tmp_path):
     assert (tmp_path / "other" / "model" / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_computes_the_same_logits(trained, tmp_path):
     """transformers leaves the MTP layer out; the rest it loads without a word."""

@@ -20,6 +20,7 @@ from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, TensorSpec, copies
 from dsv3_jax.config import BlockQuantization
 from tests.support import sparse
 from tests.support.checkpoints import tensor_shapes
+from tests.support.covering import slow_except
 
 TINY = dataclasses.replace(
     presets.DEEPSEEK_V3_2,
@@ -189,7 +190,7 @@ def test_models_with_the_table_of_v3(v3):
         assert copies(EVERY[name]) == copies(presets.DEEPSEEK_V3)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", slow_except(DIFFERENT, quick=(0,)))
 def test_the_table_is_what_accounting_counts(name):
     config = EVERY[name]
     table, count = tensor_table(config), count_parameters(config)
@@ -222,7 +223,7 @@ def component_of(name, config):
     return "embed_tokens" if "embed" in name else "final_norm_and_head"
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", slow_except(DIFFERENT, quick=(0,)))
 def test_bytes_without_the_copies(name):
     config = EVERY[name]
     table = tensor_table(config)

@@ -11,6 +11,7 @@ from scripts import profile_layer
 from tests.support.checkpoints import tiny_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "step"),
     [

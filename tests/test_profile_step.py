@@ -12,6 +12,7 @@ from tests.support.checkpoints import tiny_config
 from tests.test_bench_decode import a_millisecond_a_step
 
 
+@pytest.mark.slow
 def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(tiny_config()))

@@ -1,6 +1,7 @@
 """What a store holds against what its source says, for every target and way of storing."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -22,6 +23,7 @@ from tests.checkpoint.test_loaded_values import CONFIGS, STORAGE
 from tests.checkpoint.values import loaded, same_bytes, small_config
 from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
+from tests.support.covering import slow_except
 from tests.support.tables import small_v3_2, write_table
 from tests.support.trees import contents
 
@@ -154,8 +156,13 @@ def test_a_bfloat16_source_in_float8(checkpoint, tmp_path):
             assert close.all()
 
 
-@pytest.mark.parametrize("storage", [name for name in STORAGE if name.startswith("fp8")])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "storage"),
+    slow_except(
+        [*itertools.product(CONFIGS, (name for name in STORAGE if name.startswith("fp8")))],
+        quick=range(0, 99, 4),
+    ),
+)
 def test_float8_keeps_every_byte(checkpoint, tmp_path, config, storage):
     directory, _ = checkpoint(CONFIGS[config], **STORAGE[storage])
     convert(directory, tmp_path / "store")
@@ -173,8 +180,13 @@ def test_float8_keeps_every_byte(checkpoint, tmp_path, config, storage):
         )
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("storage", ["fp8", "fp8-ue8m0", "fp8-small-blocks"])
+@pytest.mark.parametrize(
+    ("storage", "quantization"),
+    slow_except(
+        [*itertools.product(["fp8", "fp8-ue8m0", "fp8-small-blocks"], [None, "fp8"])],
+        quick=(0, 5),
+    ),
+)
 def test_a_store_loads_as_its_source_does(checkpoint, tmp_path, storage, quantization):
     directory, _ = checkpoint(CONFIGS["wide"], **STORAGE[storage])
     convert(directory, tmp_path / "store")

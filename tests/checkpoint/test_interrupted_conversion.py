@@ -31,6 +31,7 @@ from tests.support import children
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.children import Child, FailingReads
 from tests.support.command import run
+from tests.support.covering import slow_except
 from tests.support.trees import contents, snapshot
 
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
@@ -258,6 +259,7 @@ def test_a_killed_process_of_the_system(many_experts, tmp_path):
     assert_whole(store, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "edge", "middle"),
     [("fp8", 2, 1), *(pytest.param(t, 10, 8, marks=pytest.mark.slow) for t in ("fp8", "int4"))],
@@ -414,7 +416,10 @@ def test_too_small_a_disk_is_seen_first(sound, small_disk):
 
 @pytest.mark.parametrize(
     ("target", "share"),
-    [("fp8", 0), ("bf16", 0.1), ("int8", 0.5), ("int4", 0.9), *((t, 1) for t in TARGETS)],
+    slow_except(
+        [("fp8", 0), ("bf16", 0.1), ("int8", 0.5), ("int4", 0.9), *((t, 1) for t in TARGETS)],
+        quick=(0, 3),
+    ),
 )
 def test_a_source_that_cannot_be_read(source, wholes, interrupted, target, share):
     before = snapshot(source)
@@ -500,8 +505,10 @@ def test_a_converted_tensor_that_changed(source, wholes, interrupted, target, na
     assert_whole(store, wholes[target])
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
-@pytest.mark.parametrize("target", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("target", "share"),
+    slow_except([*itertools.product(["fp8", "int8"], [0.05, 0.3, 0.6, 0.95])], quick=(1, 7)),
+)
 def test_any_tensor_that_changed(source, interrupted, tmp_path, target, share):
     """Not yet converted, the new values are taken, and all of them."""
     store = interrupted(target, share=share)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import shutil
@@ -22,7 +23,7 @@ from dsv3_jax.config import ModelConfig
 from sharding import DEFAULT_RULES, Layout, Rules, make_mesh
 from tests.checkpoint.values import no_array_made
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.support.covering import covering
+from tests.support.covering import covering, slow_except
 from tests.support.running import forward
 
 # Eight experts and eight heads, one layer of each kind; every width divides by eight.
@@ -194,8 +195,13 @@ def store_on_one_device(stores):
     return load
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2"])
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    slow_except(
+        [*itertools.product(["expert=8", "expert=4,tensor=2"], ["bf16", "fp8", "int8", "int4"])],
+        quick=(0, 5, 7),
+    ),
+)
 def test_a_store_dequantised(stores, store_on_one_device, mesh, form):
     mesh = make_mesh(**MESHES[mesh])
     model, _ = dsv3_jax.load(stores / form, dtype="bfloat16", mesh=mesh)
@@ -205,8 +211,13 @@ def test_a_store_dequantised(stores, store_on_one_device, mesh, form):
         assert_same(alone, store_on_one_device("hf", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2"])
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    slow_except(
+        [*itertools.product(["expert=8", "expert=4,tensor=2"], ["fp8", "int8", "int4"])],
+        quick=(1, 3),
+    ),
+)
 def test_a_store_kept_as_it_is(stores, store_on_one_device, mesh, form):
     mesh = make_mesh(**MESHES[mesh])
     model, _ = dsv3_jax.load(stores / form, quantization=form, mesh=mesh)
@@ -218,6 +229,7 @@ def test_a_store_kept_as_it_is(stores, store_on_one_device, mesh, form):
         assert_same(alone, store_on_one_device("hf", quantization="fp8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_integers_kept_are_the_integers_dequantised(stores, tokens, form):
     """One model in three ways: dequantised at use, while loading, and over a mesh."""
@@ -380,6 +392,7 @@ def test_logits(written, on_one_device, tokens, mesh):
 
 
 # The demo's: test_store_logits.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param("expert=8", marks=pytest.mark.slow), "expert=4,tensor=2"]
 )

@@ -59,6 +59,7 @@ class TestCpu(GroupedMatmulCases, GroupedMatmulGradientCases):
             check_slope(gradient, direction, slope)
 
 
+@pytest.mark.slow
 class TestBlocked(GroupedMatmulCases, GroupedMatmulGradientCases):
     implementation = "blocked"
 

@@ -94,6 +94,7 @@ class Float8Cases(MlaDecodeCases):
         return Float8Inputs.random(lengths, **{**fixed, **kwargs})
 
 
+@pytest.mark.slow
 class TestReference(Float8Cases):
     implementation = "reference"
 

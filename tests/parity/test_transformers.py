@@ -21,7 +21,7 @@ from tests.support.checkpoints import random_tensors, tiny_config, write_checkpo
 from tests.support.oracle import relative_error
 from tests.support.running import forward
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 BOUND = 1e-5
 VOCAB = 160

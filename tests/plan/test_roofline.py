@@ -13,6 +13,7 @@ from dsv3_jax.plan.network import Sent, devices_reached, sent
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import Shapes
 from scripts import plan_published
+from tests.support.covering import slow_except
 
 V3 = presets.DEEPSEEK_V3
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -31,7 +32,10 @@ def plan_of(**changes):
     return Deployment(**(settings | changes))
 
 
-@pytest.mark.parametrize("layout", ["dp_attention_ep", "tensor_parallel", "tp_attention_ep"])
+@pytest.mark.parametrize(
+    "layout",
+    slow_except(["dp_attention_ep", "tensor_parallel", "tp_attention_ep"], quick=(1,)),
+)
 def test_operations_are_those_of_the_accounting(shapes, layout):
     """Read off the arrays, against the formula of a token's."""
     plan = plan_of(layout_name=layout)

@@ -52,6 +52,7 @@ def plain(deep):
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat and scan"])
 def test_same_values_and_gradients(remat, deep, plain):
     """Without a loop, layers that are computed again are in the tests of accumulation."""

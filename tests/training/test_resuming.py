@@ -255,6 +255,7 @@ def live_bytes(but: set[int]) -> int:
     return sum(array.nbytes for array in jax.live_arrays() if id(array) not in but)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_evaluation")
 def test_three_times_the_weights_live(model, tmp_path):
     """Weights and two moments; the initial weights go, also in a run that is resumed."""

@@ -169,6 +169,7 @@ def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_a_run_that_can_go_on(model, whole, tmp_path):
     out = tmp_path / "run"
     brief = dataclasses.replace(SETTINGS, max_minutes=1e-9)

@@ -132,6 +132,7 @@ def test_parts_are_uneven():
     assert [counted[part::3].sum() for part in range(3)] == [15, 21, 21]
 
 
+@pytest.mark.slow
 def test_accumulation_is_the_whole_batch(trainer, thirds):
     start = trainer.init()
     whole, parts = step(trainer, start), step(thirds, start)
@@ -159,6 +160,7 @@ SOFTMAX = {"topk_method": "greedy", "norm_topk_prob": False}
 SOFTMAX |= {"n_group": 1, "topk_group": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "layers", "routers"),
     [

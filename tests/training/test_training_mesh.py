@@ -132,6 +132,7 @@ def assert_same(got: Stepped, want: Stepped):
 # ---- the same steps ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, *SLOW])
 def test_gradients(directory, alone, spread, name):
     """Of every parameter: of the losses of next tokens, of MTP and of balance. Also what the second
@@ -265,6 +266,7 @@ def test_collectives(directory, spread, name):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saved_on_eight_restored_on_one_and_back(directory, alone, spread, tmp_path):
     stores = [Store(tmp_path / str(i), 2) for i in range(2)]
     stores[0].save(spread.state, {"next_index": 5})
