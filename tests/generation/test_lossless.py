@@ -11,7 +11,7 @@ import dsv3_jax
 from dsv3_jax.generation.generator import Generator
 from tests.generation.test_sampling import Row, bound, chi_square, reference
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.support.running import forward
+from tests.support.running import forward, optimized
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def generator(tmp_path_factory) -> Generator:
     )
     write_checkpoint(directory, config, random_tensors(config, seed=5))
     model, _ = dsv3_jax.load(directory)
-    made = Generator(model, None, 16, batch_sizes=(ROWS,), prefill_chunk=4)
+    made = optimized(Generator(model, None, 16, batch_sizes=(ROWS,), prefill_chunk=4))
     made.model = model
     return made
 

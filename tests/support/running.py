@@ -1,5 +1,6 @@
 """Compiled calls of a model: one program for all models of a config, whatever their weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form
 from dsv3_jax.model import Aux, DeepSeekV3, MTPHidden
@@ -58,3 +60,16 @@ def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np
     """The latents [length, C+R] that the cache holds of one row."""
     pages = np.asarray(cache.pages[layer])[np.asarray(cache.block_tables)[row]]
     return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[row])]
+
+
+def optimized(generator: Generator) -> Generator:
+    """The same Generator, whose programs are compiled with LLVM's optimizations. The suite goes
+    without them (tests/conftest.py); tests that run a program for a minute are faster with them."""
+    programs = generator._programs
+    options = {"xla_backend_optimization_level": "2"}
+    generator._programs = dataclasses.replace(
+        programs,
+        prefill=dataclasses.replace(programs.prefill, options=options),
+        decode=dataclasses.replace(programs.decode, options=options),
+    )
+    return generator
