@@ -15,7 +15,11 @@ setup: .venv/.installed
 	@touch $@
 
 .venv/.tested: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,parity]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+.venv/.compared: .venv/.tested
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[parity]'
 	@touch $@
 
 .venv/.documented: .venv/.installed
@@ -29,15 +33,15 @@ demo: setup
 test: .venv/.tested
 	$(PYTEST) -m 'not slow'
 
-test-all: .venv/.tested
+test-all: .venv/.compared
 	$(PYTEST)
 
-lint: .venv/.tested
+lint: .venv/.compared
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: .venv/.tested
+bench: .venv/.compared
 	$(BIN)/python scripts/bench_cpu.py
 
 # Whole models compiled for TPUs and GPUs that are not here, beside what `dsv3 plan` counts: hours on

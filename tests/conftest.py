@@ -1,6 +1,7 @@
 """Settings of the whole suite: on a CPU, as eight simulated devices, unless JAX_PLATFORMS says
 otherwise; and a compilation cache between runs."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -23,6 +24,10 @@ import jaxtyping
 import pytest
 
 from tests.support import covering
+
+# JAX traces make many objects that live on: looking through them all for cycles, as often as Python
+# does by default, takes a tenth of the time.
+gc.set_threshold(100_000, 50, 1000)
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

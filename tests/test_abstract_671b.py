@@ -55,6 +55,7 @@ def test_parameters_of_deepseek_v3(v3):
     assert parameter_count(v3, mtp=True) == 11_610_068_224
 
 
+@pytest.mark.slow
 def test_building_it_abstractly_takes_seconds():
     """Processor time; the number of random draws once made it a minute."""
     began = time.process_time()
@@ -83,6 +84,7 @@ def test_tree_is_the_table_of_published_tensors(name):
     assert held(as_published(config)) == table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, presets.DEEPSEEK_V3.quantization])
 def test_count_does_not_depend_on_storage(quantization):
     """Scales are not parameters."""

@@ -80,6 +80,7 @@ def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
         run(monkeypatch, config, "--batches", "1", "--acceptances", "0.7")
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
     class FewRows:
         compiled = steps.Compiled(None, [], None, 1.0, 2, 3)
@@ -187,6 +188,7 @@ def test_distinct_experts():
     assert distinct_experts(64, 6, 1) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", slow_except(list(models.WEIGHTS), quick=(2,)))
 def test_products_have_unit_variance(weights):
     config = dataclasses.replace(

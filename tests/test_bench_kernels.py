@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.ceiling import READ_GBS
-from benchmarks.kernels import checks, clock, hlo, inputs, marlin, ours, pack_peers, peers, report
+from benchmarks.kernels import checks, clock, hlo, inputs, ours, pack_peers, report
 from benchmarks.kernels.ours import Session, call_of, counted, differing, program
 from benchmarks.kernels.shapes import (
     CALLS,
@@ -225,6 +224,7 @@ def test_ceilings():
     assert report.roof_us(TINY[2], report.ceilings(measured)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     # The others take the same paths and compile for longer.
@@ -622,40 +622,3 @@ def test_machine_code_of_other_gpus_is_not_packed():
     packed = pack_peers.for_hopper(library)
     assert len(packed) == len(library)
     assert packed == library.replace(part(2, 80, 8), part(2, 80, 8)[:-8] + bytes(8))
-
-
-def test_marlins_matrices():
-    """Every number stands once, in the tile of 16 x 64 that it belongs to."""
-    for bits in (4, 8):
-        values = torch.arange(128 * 64).reshape(128, 64).remainder(2**bits) - 2 ** (bits - 1)
-        words = marlin.arranged_matrix(values.to(torch.int8), bits)
-        assert words.shape == (4, 128 * bits // 2)
-        shifts = torch.arange(0, 32, bits)
-        stored = ((words.long() % 2**32)[..., None] >> shifts) % 2**bits - 2 ** (bits - 1)
-        tiles = values.T.reshape(4, 16, 2, 64).permute(0, 2, 1, 3).reshape(8, -1)
-        assert torch.equal(stored.reshape(8, -1).sort().values, tiles.sort().values)
-    # Thread 0 holds rows 0, 1, 8 and 9 of columns 0 and 8; its first word interleaves them.
-    order = marlin._order(4)[:8].tolist()
-    assert order == [16 * row + column for column, row in
-                     [(0, 0), (0, 8), (8, 0), (8, 8), (0, 1), (0, 9), (8, 1), (8, 9)]]  # fmt: skip
-
-
-def test_marlins_rows():
-    assert marlin.sorted_rows((1, 0, 3), 2) == ([0, 4, 1, 2, 3, 4], [0, 2, 2])
-    assert [marlin.block_sizes(rows, 8) for rows in (20, 128, 9999)] == [(8,), (16, 32), (48, 64)]
-
-
-def test_a_float8_cache_of_torch_is_read_as_jaxs():
-    x = torch.randn(2, PAGE, 576, generator=torch.manual_seed(0)).bfloat16()
-    stored = peers._float8_tokens(x)
-    assert stored.shape == (2, PAGE, 656)
-    dense = checks.dense_pages(TINY[8], jnp.asarray(stored.numpy()))
-    dense = np.asarray(dense.astype(jnp.float32))
-    np.testing.assert_allclose(peers._latent_of(stored).numpy(), dense, rtol=2.0**-8)
-    np.testing.assert_allclose(dense, x.float().numpy(), rtol=2.0**-4, atol=2.0**-8)
-
-
-def test_deep_gemms_compiler_is_named():
-    assert peers.jit_compiler({}) == "nvcc"
-    assert peers.jit_compiler({"DG_JIT_USE_NVRTC": "1"}) == "nvrtc"
-    assert peers.jit_compiler({"DG_JIT_NVCC_COMPILER": "/x/nvcc"}) == "/x/nvcc"

@@ -156,6 +156,7 @@ def test_table_entries_past_a_row_may_be_anything(form, model, empty):
     np.testing.assert_array_equal(got, clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [slow("expanded"), "absorbed"])
 def test_pages_of_a_tpu(form, model, empty):
     """They are wider than tokens, and what stands there does not matter."""

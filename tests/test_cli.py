@@ -152,6 +152,7 @@ def test_several_completions_of_each_prompt(capsys, monkeypatch):
     assert (settings["n"], settings["seed"]) == (2, 5)
 
 
+@pytest.mark.slow
 def test_streamed_text_is_the_generated_text(tiny, capsys):
     arguments = (*tiny, "--prompt", "import os\n", "--temperature", "0.8", "--seed", "4")
     assert generate(*arguments) == 0
@@ -365,6 +366,7 @@ def test_no_command_and_an_unknown_one(capsys):
     assert "generate" in err
 
 
+@pytest.mark.slow
 def test_doctor(capsys):
     assert run("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)

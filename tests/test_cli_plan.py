@@ -55,6 +55,7 @@ def test_the_demo(capsys):
     assert "demo in bf16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
     settings = {"layout": "tensor_parallel", "target": "gpu:h200x2", "model": "demo"}
     settings |= {"batch": "40000", "context": "512"}

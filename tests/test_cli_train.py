@@ -83,6 +83,7 @@ def test_a_run_leaves_its_files(trained):
             assert copy.read_bytes() == (DEMO / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_trained_model_loads(trained):
     model, tokenizer = dsv3_jax.load(trained / "model", dtype=jnp.float32)
     assert tokenizer is not None
@@ -90,6 +91,7 @@ def test_the_trained_model_loads(trained):
     assert len(model.mtp) == 1
 
 
+@pytest.mark.slow
 def test_json_and_stderr(trained, capsys):
     """A finished run, resumed: nothing is left to do, and everything is said."""
     assert train("--out", trained, "--resume", "--json") == 0
@@ -120,6 +122,7 @@ def test_progress_is_a_line_a_row_where_there_is_no_terminal(files, tmp_path, ca
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_resuming_needs_no_settings_and_takes_no_others(trained, capsys):
     def resume(*arguments: object) -> str:
         assert train("--out", trained, "--resume", *arguments) == 2
@@ -189,6 +192,7 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_settings_and_places_are_checked_before_anything_is_read(trained, files, tmp_path, capsys):
     """Neither the corpus, here one that does not exist, nor the model."""
     new = ("--config", files / "config.json", "--data", tmp_path / "no.txt", "--steps", 4)
@@ -258,6 +262,7 @@ def test_other_commands_do_not_wait_for_grain_and_orbax():
     assert not {"grain", "orbax", "matplotlib"} & loaded
 
 
+@pytest.mark.slow
 def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
     """The tokenizer; and settings of another version are named."""
     out = tmp_path / "run"
@@ -330,6 +335,7 @@ def test_a_field_that_no_flag_can_read_is_noticed():
 # ---- export --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
     """And the run's own bfloat16 directory is its rounding."""
     assert run("export", trained, tmp_path / "hf", "--to", "float32", "--json") == 0
@@ -349,6 +355,7 @@ def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
         np.testing.assert_array_equal(value, exact[name])
 
 
+@pytest.mark.slow
 def test_export_of_an_earlier_step_in_float8(trained, tmp_path):
     assert run("export", trained, tmp_path / "two", "--step", 2, "--to", "fp8") == 0
     kept, _ = dsv3_jax.load(tmp_path / "two", quantization="fp8")
@@ -358,6 +365,7 @@ def test_export_of_an_earlier_step_in_float8(trained, tmp_path):
     assert any((early[name] != late[name]).any() for name in late if name.endswith(BIAS))
 
 
+@pytest.mark.slow
 def test_export_refuses(trained, tmp_path, capsys):
     def refused(*arguments: object) -> str:
         assert run("export", *arguments) == 2

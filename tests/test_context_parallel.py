@@ -220,6 +220,7 @@ def generated(model, draft, **settings):
     return [c.tokens for c in out], [c.speculation for c in out]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize(
     ("name", "draft"),

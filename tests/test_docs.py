@@ -152,6 +152,7 @@ def test_every_page_is_in_the_navigation():
 # ---- tables --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", benchmark_tables.PAGES, ids=name)
 def test_tables_are_of_the_results(page):
     """``python -m scripts.benchmark_tables`` writes them."""

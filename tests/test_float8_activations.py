@@ -50,6 +50,7 @@ def config():
     )
 
 
+@pytest.mark.slow
 def test_experts(config):
     experts = Experts(config, rngs=nnx.Rngs(0), dtype="float32", quantization=BlockQuantization())
     for weight in (experts.gate_proj, experts.up_proj, experts.down_proj):

@@ -86,7 +86,9 @@ def pair_of(name: str) -> Pair:
     return Pair(model, dense(model))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=() if kind == "int8" else pytest.mark.slow) for kind in KINDS]
+)
 def pair(request) -> Pair:
     return pair_of(request.param)
 
@@ -153,6 +155,7 @@ def test_cached_mtp(pair, form):
         assert relative_error(got[row, :count], want[row, :count]) < BOUND
 
 
+@pytest.mark.slow
 def test_initial_weights_are_near_those_without_quantization():
     """Drawn from the same key, within half a step."""
     options = {"std": 0.02, "dtype": jnp.float32}

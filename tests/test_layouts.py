@@ -113,7 +113,7 @@ def slow(*values):
 
 # An MTP layer's parts lie as those of other layers: quick in one layout of each kind of exchange.
 WITH_MTP = "single", "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
-QUICK = "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
+QUICK = "dp_attention_ep", "data 2, expert 2, tensor 2"
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LAYOUTS])
@@ -334,14 +334,14 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
         slow("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
         # Each half exchanges for itself.
         slow("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
-        ("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
+        slow("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         slow("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
         slow(
             "tpu_pod, groups of four",
             {"all-reduce": 2},
             {"all-reduce": 2, "all-to-all": 2},
         ),
-        (
+        slow(
             "context_parallel",
             {"all-gather": 1, "all-reduce": 1},
             {"all-gather": 1, "all-reduce": 1},

@@ -140,7 +140,7 @@ def v3(tmp_path_factory) -> Loaded:
 # ---- the whole model -----------------------------------------------------------------------------
 
 
-QUICK = "v3", "v2, groups, two shared experts", "moonlight: no YaRN, epsilon 1e-5"
+QUICK = "v3", "v2, groups, two shared experts"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ def test_bfloat16_checkpoint(tmp_path):
     check(*forward(model, TOKENS), oracle.forward(TOKENS), experts=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "options"),
     [

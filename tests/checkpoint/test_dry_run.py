@@ -105,6 +105,7 @@ def test_the_checkpoint_is_large_and_takes_no_room(v3):
 # ---- DeepSeek-V3 ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "least", "most"),
     [

@@ -651,6 +651,7 @@ def test_a_spoiled_journal(source, wholes, interrupted, damage):
     assert_right_or_refused(source, store, "fp8", wholes["fp8"])
 
 
+@pytest.mark.slow
 def test_odd_lines_in_a_journal(source, wholes, interrupted):
     """JSON that no conversion writes is refused by its line, and nothing is changed."""
     store = interrupted("int8")

@@ -118,6 +118,7 @@ def check_same(speculative, plain) -> None:
         assert want.speculation is None
 
 
+@pytest.mark.slow
 # First, while nothing is compiled.
 @pytest.mark.parametrize(
     ("draft", "depth"), slow_except([("mtp", 2), ("mtp", "auto"), ("ngram", 1)], quick=(0,))
@@ -179,6 +180,7 @@ class TestGreedy:
         if depth != "auto":
             assert got.stats.drafted > 0
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("few_depths")
     def test_a_depth_that_changes(self, plain):
         want = plain.generate(PROMPTS, **SETTINGS)
@@ -191,6 +193,7 @@ class TestGreedy:
         check_same(got, want)
         assert got.stats.drafted > 0
 
+    @pytest.mark.slow
     def test_whatever_is_accepted(self, plain):
         """With attention over what is cached, so that a wrong length shows; and a drafter that is
         nobody's but this test's. It lies never, always and at every third position."""

@@ -136,6 +136,7 @@ def test_streams_side_by_side(generator, monkeypatch):
         check_pieces(pieces, generator.generate(PROMPT, seed=seed, **settings)[0])
 
 
+@pytest.mark.slow
 def test_logprobs_are_allowed(generator):
     pieces = list(generator.stream(PROMPT, max_new_tokens=9, logprobs=2, ignore_eos=True))
     expected = generator.generate(PROMPT, max_new_tokens=9, ignore_eos=True)[0]

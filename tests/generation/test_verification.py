@@ -12,6 +12,7 @@ from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.sampling import DRAFT, Sampling, filtered, sample
 from dsv3_jax.generation.verification import verify
 from tests.generation.test_sampling import Row, bound, chi_square, run_sample, sampling
+from tests.support.covering import slow_except
 
 N, W, K = 60_000, 6, 2
 RNG = np.random.default_rng(0)
@@ -118,7 +119,11 @@ class TestDistribution:
                 int(keep.sum()) - 1
             )
 
-    @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[str(row) for row in SETTINGS])
+    @pytest.mark.parametrize(
+        "number",
+        slow_except(range(len(SETTINGS)), quick=(1,)),
+        ids=[str(row) for row in SETTINGS],
+    )
     def test_acceptance_is_the_overlap(self, number):
         """A draft stays with probability sum min(p, q); no rule accepts more."""
         row = SETTINGS[number]
@@ -129,6 +134,7 @@ class TestDistribution:
             overlap = np.minimum(p, q).sum()
             assert (accepted >= 1).mean() == pytest.approx(overlap, abs=0.01)
 
+    @pytest.mark.slow
     def test_accepting_always_is_seen(self):
         """The planted bug: the same test tells it from the rule."""
         row = SETTINGS[0]
@@ -139,6 +145,7 @@ class TestDistribution:
         counts = np.bincount(tokens[:, 0], minlength=W)
         assert chi_square(counts, p[0]) > 10 * bound(W - 1)
 
+    @pytest.mark.slow
     def test_without_drafts_it_is_sampling(self):
         """To the bit, so that a seed means the same with and without the machinery."""
         none = Drafts(jnp.zeros((500, 0), jnp.int32), jnp.zeros(500, jnp.int32), None)

@@ -52,6 +52,7 @@ def test_ragged_rows(dtype):
     cases.check(cases.random((64, 37, 0, 48, 1), T=3, dtype=dtype).wider())
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_not_awaited_is_a_race(monkeypatch, capsys):
     def hasty(*args):
         return types.SimpleNamespace(start=pltpu.make_async_copy(*args).start, wait=lambda: None)

@@ -82,6 +82,7 @@ def test_no_layout_runs(shares):
         choose(deployment(target=Target.parse("h100x3"), batch=3), OPEN, shares)
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_the_closest_is_reported(shares):
     """The cache is too large, and largest where every device has all of it."""
     with pytest.raises(fit.DoesNotFitError) as refused:

@@ -39,6 +39,7 @@ def deployment(**changes):
     return Deployment(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_weights_are_the_checkpoints(v3):
     """688,574,839,360 bytes are published; two of them are copies that no model holds."""
     alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")

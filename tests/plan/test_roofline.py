@@ -86,6 +86,7 @@ def test_devices_that_share_cached_tokens_read_their_part(shapes):
     assert sent(share, plan, 2).link == pytest.approx(2 * 2 * 7 / 8 * merged)
 
 
+@pytest.mark.slow
 def test_bound_by_each(shapes):
     def binding(phase, **changes):
         plan = plan_of(**changes)

@@ -176,6 +176,7 @@ def test_bfloat16(directory):
 # ---- where things lie ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_copies_of_matrices(spread):
     """Each device has an eighth of every matrix, in float32, and of its moments."""
     for part in (spread.state.params, spread.state.optimizer):
@@ -187,6 +188,7 @@ def test_no_copies_of_matrices(spread):
             assert np.prod(held) * 8 == leaf.size * copies, name
 
 
+@pytest.mark.slow
 def test_one_program_that_takes_its_state_for_itself(spread):
     assert spread.trainer._jitted_step._cache_size() == 1
     state = jax.tree.map(jnp.copy, spread.state)
@@ -387,6 +389,7 @@ def test_what_does_not_train(directory):
     )
 
 
+@pytest.mark.slow
 def test_batches_divide_over_the_devices(spread, directory, tmp_path):
     refused(
         "^tokens: expected rows in multiples of 8 devices x 1 parts, got 12",

@@ -1,0 +1,18 @@
+"""The deliberate defects can still be applied: what they replace is in the code, once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.breaks.breaks import BREAKS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_text_to_replace_occurs_once(name):
+    defect = BREAKS[name]
+    assert (ROOT / defect.path).read_text("utf-8").count(defect.before) == 1
+    assert defect.after not in ("", defect.before)
+    for test in defect.tests:
+        assert (ROOT / test).is_file()
