@@ -96,6 +96,7 @@ def whole(layer) -> np.ndarray:
     return np.asarray(forward(layer, TOKENS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attn_impl", "layer"),
     slow_except(

@@ -73,6 +73,7 @@ def test_a_tiny_model(config, monkeypatch, capsys):
     assert "2 x 70 decode" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
     shape = json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}
     config.write_text(json.dumps(shape))
@@ -101,6 +102,7 @@ def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
     assert (rows[1]["ms"], rows[1]["peak_bytes"]) == (2, 5)
 
 
+@pytest.mark.slow
 def test_nothing_begins_after_the_time_budget(config, monkeypatch):
     words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
     (row,) = run(monkeypatch, config, *words)["rows"]

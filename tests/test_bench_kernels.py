@@ -554,6 +554,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert [(row["us"], row["run"]) for row in result["rows"]] == [(10.0, 0)]
 
 
+@pytest.mark.slow
 def test_nothing_is_run_without_time(tmp_path):
     out = tmp_path / "kernels.json"
     words = [

@@ -124,6 +124,7 @@ def test_decode_behind_a_prefill(model, whole, empty):
     check(after, whole)
 
 
+@pytest.mark.slow
 def test_both_forms_leave_the_same_cache(model, empty):
     caches = [feed(model, TOKENS, LENGTHS, empty, 7, form)[1] for form in ("expanded", "absorbed")]
     for layer in range(model.config.num_hidden_layers):

@@ -161,6 +161,7 @@ def test_streamed_text_is_the_generated_text(tiny, capsys):
     assert capsys.readouterr().out == whole
 
 
+@pytest.mark.slow
 def test_chat_reads_standard_input(tiny, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.read", lambda: "Hello?", raising=False)
     assert generate(*tiny, "--chat", "--json", "--prompt", "-") == 0
@@ -397,6 +398,7 @@ def test_doctor_times_exchanges(monkeypatch, capsys):
     assert re.fullmatch(rf"{times} us: take ({'|'.join(exchanges)})", found[1])
 
 
+@pytest.mark.slow
 def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):
     from pallas_kernels.mla_decode import api
 

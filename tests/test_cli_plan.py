@@ -36,6 +36,7 @@ def test_a_table(capsys):
     assert "network" in out
 
 
+@pytest.mark.slow
 def test_json_and_the_largest_that_fit(capsys):
     assert plan("--json", model="demo", context="512") == 0
     found = json.loads(capsys.readouterr().out)
@@ -186,6 +187,7 @@ def test_a_model_without_mtp_layers_cannot_draft(capsys):
     assert "mtp: expected a model with an MTP layer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep(capsys, tmp_path):
     picture = tmp_path / "sweep.png"
     assert plan("--json", "--sweep", str(picture), model="demo", context="512") == 0

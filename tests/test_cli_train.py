@@ -107,6 +107,7 @@ def test_json_and_stderr(trained, capsys):
     assert f"wrote {trained / 'model'}" in err
 
 
+@pytest.mark.slow
 def test_progress_is_a_line_a_row_where_there_is_no_terminal(files, tmp_path, capsys):
     status = train(
         *("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo"),
@@ -223,6 +224,7 @@ def test_settings_and_places_are_checked_before_anything_is_read(trained, files,
         assert wrong in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch):
     """The first one; a second one ends the run at once."""
     out = tmp_path / "run"

@@ -51,6 +51,7 @@ def found(model) -> Captured:
 # ---- values --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_routing_is_what_the_layers_chose(model, found):
     _, aux = forward(model, TOKENS)
     routing, c = found.routing, model.config

@@ -120,6 +120,7 @@ def test_without_jit(pair):
     assert relative_error(pair.integers(tokens), forward(pair.dense, tokens)[0]) < BOUND
 
 
+@pytest.mark.slow
 @of_kinds(("int4 in 16s", "absorbed"))
 def test_cached(pair, form):
     """Chunk by chunk; one token a row is six rows for 8 experts."""
@@ -142,6 +143,7 @@ def draft(graph: nnx.GraphDef, state: nnx.State, hidden, tokens, counts, cache, 
     return model.logits(out.post_norm)
 
 
+@pytest.mark.slow
 @of_kinds(("int8", "absorbed"))
 def test_cached_mtp(pair, form):
     hidden = np.random.default_rng(1).normal(size=(2, 5, 64)).astype(np.float32)

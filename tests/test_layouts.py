@@ -145,6 +145,7 @@ def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
     assert 1e-5 < error < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["dp_attention_ep", "dp_attention_ep, all_to_all", "data 2, expert 2, tensor 2"]
 )
@@ -213,6 +214,7 @@ def placements(*replicas):
         yield Placement.balanced(loads, count, 4, 2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [

@@ -141,6 +141,7 @@ def test_a_setter_changes_no_other_model(name):
         now.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT4])
 def test_a_placement_leaves_its_model_as_it_was(quantization):
     """Any number of times from one model, from a placed one too."""

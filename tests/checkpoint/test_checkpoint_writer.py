@@ -75,6 +75,7 @@ def test_a_model_without_its_mtp_layer(checkpoint, out):
     assert same_bytes(loaded(out), loaded(directory, mtp=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "layout"), [(None, "dp_attention_ep"), (BLOCKS, None)])
 def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layout):
     """Every file is that of the model without replicas, byte for byte."""
@@ -272,6 +273,7 @@ def test_integer_weights_are_refused(checkpoint, tmp_path, out):
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [CONFIG, "model-00001-of-", "model-00003-of-", INDEX, "rename"])
 def test_interrupted(model, out, monkeypatch, last):
     """At any point there is no directory of that name; the next run leaves no trace of this one."""

@@ -71,6 +71,7 @@ def test_bfloat16_is_the_float64_product_rounded_once(checkpoint, tmp_path, conf
         np.testing.assert_array_equal(store[name][...], expected, err_msg=name)
 
 
+@pytest.mark.slow
 def test_where_rounding_twice_would_show(checkpoint, tmp_path):
     """Blocks of one element, so that every value has a scale of its own."""
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"  # [40, 64]
@@ -180,6 +181,7 @@ def test_float8_keeps_every_byte(checkpoint, tmp_path, config, storage):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "quantization"),
     slow_except(
@@ -195,6 +197,7 @@ def test_a_store_loads_as_its_source_does(checkpoint, tmp_path, storage, quantiz
         assert same_bytes(loaded(tmp_path / "store", **options), loaded(directory, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_model_with_an_indexer(tmp_path, to):
     """V3.2 cannot be run here, and can be converted: its norms stay float32."""
@@ -258,6 +261,7 @@ def test_orbax_restores_it_sharded(checkpoint, tmp_path):
         np.testing.assert_array_equal(experts[e], store[name][...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_workers_and_pieces_do_not_show(checkpoint, tmp_path, monkeypatch, to):
     """Nor do they in memory: nothing larger than a piece is read or written."""

@@ -119,6 +119,7 @@ def test_bfloat16_is_rounded_once(checkpoint, tmp_path, storage, by_way_of):
     assert config == was | {"torch_dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_integers_become_what_they_stand_for(checkpoint, tmp_path, to):
     directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8")
@@ -128,6 +129,7 @@ def test_integers_become_what_they_stand_for(checkpoint, tmp_path, to):
     assert same_bytes(loaded(tmp_path / "hf", dtype="bfloat16"), stands_for)
 
 
+@pytest.mark.slow
 def test_float8_that_the_store_made(checkpoint, tmp_path):
     """Its values and scales are written as they are, not quantized again."""
     directory, _ = checkpoint(CONFIGS["wide"], dtype="bfloat16")
@@ -139,6 +141,7 @@ def test_float8_that_the_store_made(checkpoint, tmp_path):
     assert export(tmp_path / "again", tmp_path / "twice").verbatim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["bf16", "int8"])
 def test_float8_of_another_form(checkpoint, tmp_path, to):
     directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8", scale_fmt="ue8m0")

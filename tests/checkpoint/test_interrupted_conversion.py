@@ -320,6 +320,7 @@ def test_two_at_once(many_experts, tmp_path):
     assert_whole(store, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 5])
 @pytest.mark.parametrize("target", ["fp8", "int4"])
 def test_workers_do_not_matter(sound, wholes, store, target, workers):
@@ -414,6 +415,7 @@ def test_too_small_a_disk_is_seen_first(sound, small_disk):
     assert not store.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "share"),
     slow_except(
@@ -478,6 +480,7 @@ KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name"),
     [
@@ -505,6 +508,7 @@ def test_a_converted_tensor_that_changed(source, wholes, interrupted, target, na
     assert_whole(store, wholes[target])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "share"),
     slow_except([*itertools.product(["fp8", "int8"], [0.05, 0.3, 0.6, 0.95])], quick=(1, 7)),
@@ -592,6 +596,7 @@ def test_a_tokenizer_that_changed(source, interrupted, tmp_path):
     assert_right_or_refused(source, store, "fp8", fresh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["fp8", "int4"])
 def test_times_and_places_do_not_matter(source, wholes, interrupted, tmp_path, target):
     """The same bytes elsewhere, younger, in the files' other order."""
@@ -623,6 +628,7 @@ def test_a_line_without_its_end_does_not_count():
     assert journal._parsed(whole + b'{"unit": "a"}') == ([{"to": "fp8"}], len(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [b'{"unit": "lay', b"\0" * 64, b"\xff\xfe", b"{", b"[]\n", b"\n"])
 def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
     """What a power cut may leave of a block that was never written."""
@@ -633,6 +639,7 @@ def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
     assert_whole(store, wholes["fp8"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["empty", "gone", "first line torn", "garbage", "middle lost"])
 def test_a_spoiled_journal(source, wholes, interrupted, damage):
     store = interrupted()
@@ -735,6 +742,7 @@ def chunks(store: Path) -> list[Path]:
     return [path for path in found if path.name != "zarr.json" and not path.name.startswith("_")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "how"), [*(("fp8", how) for how in SPOILS), ("int4", "a bit"), ("bf16", "deleted")]
 )
@@ -859,6 +867,7 @@ def complete(wholes, store) -> Callable[[str], Path]:
     return lambda target: shutil.copytree(wholes[target], store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_whole_store_resumed(sound, complete, capsys, target):
     store = complete(target)
@@ -888,6 +897,7 @@ def test_a_whole_store_is_not_written_over(sound, complete, capsys, resume):
     assert snapshot(store) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "shard of another model"])
 def test_a_whole_store_of_another_source(source, complete, change):
     store = complete("fp8")

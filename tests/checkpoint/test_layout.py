@@ -48,6 +48,7 @@ def test_every_tensor_has_its_place(name):
     assert_places(SHORT[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "form"),
     [

@@ -70,6 +70,7 @@ def test_values(checkpoint, config, storage):
     assert_holds(loaded(directory), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["bfloat16-3-shards", "fp8-scales-elsewhere"])
 @pytest.mark.parametrize("config", ["v2", "two-mtp-layers", "no-shared-expert", "dense"])
 def test_values_of_relatives(checkpoint, config, storage):
@@ -264,6 +265,7 @@ def test_scales_stored_as_bfloat16(checkpoint):
     assert_holds(loaded(directory), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_unused_tensors_are_passed_over_and_may_be_odd(checkpoint, quantization):
     """Of any dtype and shape; this one also puts every tensor behind it at an odd address."""

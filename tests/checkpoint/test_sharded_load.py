@@ -195,6 +195,7 @@ def store_on_one_device(stores):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "form"),
     slow_except(
@@ -211,6 +212,7 @@ def test_a_store_dequantised(stores, store_on_one_device, mesh, form):
         assert_same(alone, store_on_one_device("hf", dtype="bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "form"),
     slow_except(
@@ -260,6 +262,7 @@ def test_a_store_of_another_form(stores, form, asked, held):
     assert_refused(stores / form, pattern, quantization=asked)
 
 
+@pytest.mark.slow
 def test_a_store_has_its_tokenizer(tmp_path):
     convert("demo", tmp_path / "store", "bf16")
     _, tokenizer = dsv3_jax.load(tmp_path / "store", mtp=False)
@@ -378,6 +381,7 @@ def tokens():
 ALL_AXES = "data=2,expert=2,tensor=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

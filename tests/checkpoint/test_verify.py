@@ -579,6 +579,7 @@ def test_a_checkpoint_equals_itself(capsys):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["demo"]])
 def test_a_picture(tmp_path, capsys, others):
     path = tmp_path / "figures.png"
@@ -587,6 +588,7 @@ def test_a_picture(tmp_path, capsys, others):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_picture_without_scales_and_of_zeros(checkpoint, tmp_path):
     directory, _ = checkpoint(small_config(num_nextn_predict_layers=0), dtype="bfloat16")
     blank = f"model.layers.1.mlp.gate.{BIAS}"

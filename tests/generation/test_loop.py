@@ -175,6 +175,7 @@ class TestSeveralOfOnePrompt:
         greedy = generator.generate(PROMPTS[1], max_new_tokens=4, n=2)
         assert greedy[0] == greedy[1]
 
+    @pytest.mark.slow
     def test_settings_for_each_prompt(self, generator):
         want = generator.generate([PROMPTS[1]] * 2, **SAMPLED, seed=3, logprobs=4)[0]
         stop = want.tokens[5]

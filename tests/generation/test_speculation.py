@@ -186,6 +186,7 @@ class TestGreedy:
         want = plain.generate(PROMPTS, **SETTINGS)
         check_same(plain.generate(PROMPTS, **SETTINGS, draft="mtp", draft_depth="auto"), want)
 
+    @pytest.mark.slow
     def test_prompt_lookup(self, plain, without_mtp):
         """Of a model that has no MTP layer, too."""
         want = plain.generate(PROMPTS, **SETTINGS)

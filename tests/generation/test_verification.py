@@ -192,6 +192,7 @@ class TestGreedy:
 
 
 class TestSynthetic:
+    @pytest.mark.slow
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize(
         "rate", [0.3, 1.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 0.85))]

@@ -132,6 +132,7 @@ def planned(x: Inputs, chip: str = "v5p") -> Plan:
     return choose_plan(CHIPS[chip], lhs, rhs, scale, x.block_shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), [("bfloat16", (1, 128)), ("int8", (1, 128))])
 def test_copies_do_not_race(rhs_dtype, block_shape):
     """With the copies of a TPU, as the interpreter that looks for races makes them."""
@@ -187,6 +188,7 @@ def test_in_a_while_loop():
     check(out, rolled.expected(), tolerance("bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "rhs_dtype", "scale"), [((0, 40, 3), "float32", 0), ((1, 2, 0), FLOAT8, 1)]
 )

@@ -141,6 +141,7 @@ def test_whole_rows_where_merging_costs_more_than_it_saves():
         assert (len(found) > 128) == cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("queries", "heads", "tiles"), [(1, 8, 1), (1, 128, 2), (2, 72, 3)])
 def test_public_schedule_fills_the_device(queries, heads, tiles):
     lengths = device([100, 5000], "int32")

@@ -99,6 +99,7 @@ def test_nothing_fits_and_the_closest_is_reported(shares):
         assert fit.plan(applied(error.deployment, proposal), shares)
 
 
+@pytest.mark.slow
 def test_combinations_are_proposed(shares):
     """Dequantized weights and a long chunk are each too much: only both changes keep the batch,
     and a batch of 4 was all that used to be proposed."""

@@ -50,6 +50,7 @@ def test_weights_are_the_checkpoints(v3):
     )
 
 
+@pytest.mark.slow
 def test_experts_are_all_that_data_parallel_attention_parts(v3):
     alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")
     whole, part = (v3.on(each.layout).weights for each in (alone, deployment()))

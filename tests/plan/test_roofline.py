@@ -32,6 +32,7 @@ def plan_of(**changes):
     return Deployment(**(settings | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     slow_except(["dp_attention_ep", "tensor_parallel", "tp_attention_ep"], quick=(1,)),

@@ -231,6 +231,7 @@ def test_sums_are_those_of_one_device(name, exchange, choice):
     agree(compiled(name, exchange)(*inputs(choice)), expected(choice), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "exchange", "dtype"),
     [
@@ -408,6 +409,7 @@ def test_default_pairs():
     assert default_pairs(4096 * 2, 8, 2) == 65536  # all that there are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 300, 4096, 5000])
 def test_order_of_pairs_is_a_stable_sort(count):
     """Of few by counting, of many by sorting."""

@@ -27,6 +27,7 @@ def test_imbalance_by_hand():
     assert float(imbalance(jnp.array([[0, 4, 2, 2], [3, 3, 3, 3]]))) == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 def test_step_moves_each_bias_by_the_loads_of_its_layer(trainer):
     start = trainer.init()
     _, aux = forward(trainer.model(start), TOKENS)
@@ -64,6 +65,7 @@ def test_bias_has_no_gradient_and_no_optimiser(trainer):
     assert len(jax.tree.leaves(nnx.state(trainer.model(start), RouterBias))) == 2
 
 
+@pytest.mark.slow
 def test_biases_balance_the_load(trainer):
     """The same steps, with the biases kept and with them put back after each step."""
 

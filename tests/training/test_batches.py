@@ -50,6 +50,7 @@ def test_seeds_decide():
     assert not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 7])
 def test_a_restored_iterator_goes_on(at):
     """In the middle of an epoch, while threads have read further than was asked for."""

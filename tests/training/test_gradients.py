@@ -125,6 +125,7 @@ def errors(trainer, oracle) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_loss_is_the_oracles(trainer, oracle):
     found = evaluate(trainer, trainer.init())
     assert weighted(found) == pytest.approx(oracle_loss(oracle), rel=1e-6)
@@ -139,12 +140,14 @@ def test_loss_of_mtp_layers_fed_before_the_norm(model, trainer, oracle):
     assert float(evaluate(trainer, trainer.init()).mtp) != pytest.approx(want, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient(kind, errors):
     wrong = {n: e for n, e in errors.items() if n.endswith(KINDS[kind]) and not e < BOUND}
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_every_tensor_is_of_a_kind(errors):
     endings = tuple(
         e for kind in KINDS.values() for e in ([kind] if isinstance(kind, str) else kind)

@@ -74,6 +74,7 @@ def test_updates_of_published_models():
     assert len(names) == 27 * 4 + 26 * 3
 
 
+@pytest.mark.slow
 def test_tuning_begins_with_the_model(tuned, trainer):
     want = evaluate(trainer, trainer.init())
     assert weighted(tuned.losses[0]) == pytest.approx(weighted(want), rel=1e-6)
@@ -85,6 +86,7 @@ def test_loss_goes_down(tuned):
     assert float(after.mtp) < 0.8 * float(before.mtp)
 
 
+@pytest.mark.slow
 def test_only_the_named_weights_change(model, tuner, tuned):
     """By ``alpha / r B A``, in float64."""
     before = published_tensors(model)
@@ -104,6 +106,7 @@ def test_only_the_named_weights_change(model, tuner, tuned):
         np.testing.assert_array_equal(new, old)
 
 
+@pytest.mark.slow
 def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
     """Against the oracle, with ``W + alpha / r B A`` in float64; the loss is the tuner's."""
     tensors = {name: np.asarray(t, np.float64) for name, t in published_tensors(model).items()}
@@ -141,6 +144,7 @@ def test_state_is_small(model, tuner):
     assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) - 2 * numbers <= 2  # counts
 
 
+@pytest.mark.slow
 def test_weights_keep_the_dtype_of_the_model(tmp_path):
     write_checkpoint(tmp_path, CONFIG, random_tensors(CONFIG), dtype="bfloat16")
     loaded, _ = dsv3_jax.load(tmp_path, dtype=jnp.bfloat16)

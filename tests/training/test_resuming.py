@@ -281,6 +281,7 @@ def test_three_times_the_weights_live(model, tmp_path):
     assert found == pytest.approx([3, 3], abs=0.05)
 
 
+@pytest.mark.slow
 def test_a_trainer_begins_again_only_while_its_model_is_there(model):
     model = nnx.clone(model)
     trainer = Trainer(model, RUN)

@@ -65,6 +65,7 @@ def test_the_reports_run():
     assert (run.betas, run.weight_decay, run.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
 
 
+@pytest.mark.slow
 def test_a_step_follows_the_schedules(trainer: Trainer):
     state = trainer.init()
     for at in range(20):

@@ -82,6 +82,7 @@ store.save(state._replace(step=jnp.int32(2)), Deadly(next_index=2))
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_was_cut_short_is_not_seen(tmp_path):
     """The process dies when the state of the batches is to be written, its arrays half on disk."""
     died = subprocess.run([sys.executable, "-c", SAVES_AND_DIES, tmp_path], check=False)

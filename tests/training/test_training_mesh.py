@@ -196,6 +196,7 @@ def test_one_program_that_takes_its_state_for_itself(spread):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_the_model_that_training_began_from_stays(directory):
     model = load(directory, QUICK)
     trainer = Trainer(model, RUN)
@@ -237,6 +238,7 @@ def collectives(trainer: Trainer) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, *SLOW[:-2]])
 def test_collectives(directory, spread, name):
     """Each matrix is gathered where it is used, and its gradient reduced and scattered. Experts are
