@@ -23,7 +23,8 @@ from typing import Any
 
 from tests.breaks.breaks import BREAKS, Break
 
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+# A test that failed or whose fixture did; a file that cannot be imported is no test.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+)", re.MULTILINE)
 _NO_TESTS_RAN = 5
 
 
@@ -78,10 +79,11 @@ def _runs(files: Sequence[str], whole: bool) -> Iterator[tuple[str, str, Sequenc
 
 def _first_failure(repository: Path, marker: str, files: Sequence[str]) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marker, *files]
+    paths = [str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]
     run = subprocess.run(
         command,
         cwd=repository,
-        env=os.environ | {"PYTHONPATH": str(repository)},  # before an installed copy
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},  # before an installed copy
         capture_output=True,
         text=True,
         check=False,
