@@ -39,6 +39,7 @@ test-all: .venv/.compared
 lint: .venv/.compared
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m scripts.check_words
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/.compared
