@@ -45,9 +45,9 @@ class Word:
     """The words to write in its place."""
 
 
-# Only phrases that are almost always wrong. "row", "place", "hold" and "product" have right uses, as
-# in matrix row, decimal place or dot product, so the list has them only with neighbours that make
-# them wrong.
+# Only phrases that are almost always wrong. "Row", "place", "hold" and "product" have right uses,
+# as in matrix row, decimal place or dot product, so the list has them only with neighbours that
+# make them wrong.
 WORDS = (
     Word(r"\brows of (a|the|its|one|each) batch\b", "sequences of a batch"),
     Word(r"\brows of [\d,]+ (cached )?tokens\b", "sequences of N tokens"),
