@@ -23,7 +23,8 @@ CONFIG, ROWS, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
 
 
 def program(form, T, *, steps=1, platform="tpu"):
-    """Compiles that many steps of T tokens per sequence with a donated cache; returns its pages too."""
+    """Compiles ``steps`` steps of T tokens per sequence, with a donated cache; returns its pages
+    too."""
 
     def layer():
         rngs = nnx.Rngs(0)
@@ -73,7 +74,7 @@ def test_decode_writes_and_reads_the_cache_in_place():
 
 @needs_libtpu
 def test_a_narrower_cache_is_copied():
-    """XLA copies unpadded pages before and after the loop, which is why a TPU's pages are padded."""
+    """XLA copies unpadded pages before and after the loop, so a TPU's pages are padded."""
     decode, pages = program("absorbed", 1, steps=8, platform="gpu")
     assert copies(decode, pages) == 2
     assert decode.memory_analysis().temp_size_in_bytes > 2 * pages.size

@@ -67,7 +67,7 @@ def empty(model: DeepSeekV3, **settings) -> LatentKVCache:
 
 
 def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
-    """Extends each sequence to its target, `chunk` tokens at a time, and compares with the whole pass."""
+    """Extends each sequence to its target by `chunk` tokens and compares with the whole pass."""
     while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
         starts = np.asarray(cache.lengths)
         window = np.zeros((ROWS, chunk), np.int64)

@@ -84,7 +84,7 @@ def test_sizes():
         (Decode(1, 4096, 2, 128), 2.2814, 4.7186 + 0.557 + 0.001),  # 4096 and 4095 tokens
         (Grouped("", (4096,) * 8, 4096, 7168, "bf16", "both"), 1924.145, 1208.0),
         (ragged("", (2, 4094), 2, 128), 2.2811, 4.7186 + 2 * 0.557 + 0.002),
-        # Weights of the six groups that have rows; one scale per row and 128 columns, and per block.
+        # Weights of the six groups with rows; one scale per row and 128 columns, and per block.
         (Grouped("", (2, 2, 0, 2, 2, 2, 2, 0), 256, 256, "fp8", "both"), 0.0015729, 0.402624),
         (Grouped("", (1, 1), 256, 256, "int8", "both"), 0.000262144, 0.135168),
         (Grouped("", (1, 1), 256, 256, "int4", "both"), 0.000262144, 0.0717),
@@ -359,8 +359,8 @@ def test_clock():
 
 @pytest.mark.parametrize(("count", "laps", "left"), [(6, 1, 6), (2, 3, 2)])
 def test_merged_calls_are_found(count, laps, left):
-    """Makes equal calls that do not wait. A factorization is one custom call on a CPU, as a kernel is on
-    a GPU."""
+    """Makes equal calls that do not wait. A factorization is one custom call on a CPU, like a
+    kernel on a GPU."""
 
     def run(sets):
         return [jnp.linalg.cholesky(arrays["x"]) for _ in range(laps) for arrays in sets]
@@ -462,7 +462,7 @@ def said(**us):
 
 
 def test_turns():
-    """Peers, ours twice, peers; one that is far off once."""
+    """Times peers, ours twice, and peers again; one window is far off once."""
     of_ours = FakeWorker(said(ours=[12.0, 12.1]), said(ours=[12.0, 12.2, 12.3]))
     first = {"a": {"us": [11.9, 12.0], "busy": 0.9}, "b": {"us": [20.0, 20.0]}}
     of_peers = FakeWorker(first, {"a": {"us": [12.4], "busy": 0.8}})

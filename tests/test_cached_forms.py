@@ -49,7 +49,7 @@ def model(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="module")
 def whole(model) -> np.ndarray:
-    """Logits [ROWS, 113, VOCAB] of one pass over all sequences. Causal, so padding has no effect."""
+    """Logits [ROWS, 113, VOCAB] of one pass. It is causal, so padding has no effect."""
     return np.asarray(forward(model, TOKENS)[0])
 
 
@@ -189,7 +189,7 @@ def test_rewind_equals_a_fresh_run(form, model, empty):
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_padding_changes_no_row(form, model, empty):
-    """Other padding tokens, or other tokens in a finished sequence, change nothing else, bit for bit."""
+    """Other padding tokens, or tokens in a finished sequence, change nothing else, bit for bit."""
     _, cache = feed(model, TOKENS, np.array([50, 20, 7]), empty, 7, "expanded")
     window = TOKENS[:, 50:57].copy()
     counts = np.array([7, 4, 0])
@@ -218,7 +218,7 @@ def test_a_row_does_not_depend_on_its_neighbours(form, model, empty):
 
 
 def test_a_prompt_of_many_blocks_really_has_them(model):
-    """The patched sizes are what the compiled programs saw."""
+    """The compiled programs used the patched sizes."""
     longest = LENGTHS.max()
     assert longest > 5 * attention._CONTEXT_TOKENS / ROWS
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings

@@ -227,7 +227,7 @@ BAD_USAGE = pytest.mark.parametrize(
 
 @BAD_USAGE
 def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys, monkeypatch):
-    """The prompt is refused before any weight is read."""
+    """Bad usage is refused before any weight is read."""
     monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate(*arguments) == 2
     out, err = capsys.readouterr()
@@ -262,7 +262,7 @@ def test_a_directory_that_is_misspelt(tmp_path, capsys):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The command reads the prompts and completes nothing."""
+    """Records the calls that would complete prompts, and completes nothing."""
     calls = []
 
     def record(arguments, config, texts, prompts, max_len, settings):
@@ -318,7 +318,7 @@ def test_a_system_message(asked):
 
 
 def test_the_cache_is_as_long_as_needed(asked):
-    """Without --max-new-tokens, a prompt near the model's last position gets the tokens that fit."""
+    """Without --max-new-tokens, a prompt near the model's end gets the tokens that fit."""
     assert run("generate", "--prompt", "x " * 4070) == 0
     assert generate("--prompt", "x") == 0
     (prompts, length, settings), (_, short, _) = asked
