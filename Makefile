@@ -1,7 +1,7 @@
-# Everything stands on `make setup`, which needs Python >= 3.11 and nothing else.
+# All targets depend on `make setup`, which needs only Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# A process a core; a file's tests share what they compile.
+# One process per core. The tests of a file share a process and what it compiles.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: setup demo test test-all lint bench aot docs clean
@@ -39,14 +39,15 @@ test-all: .venv/.compared
 lint: .venv/.compared
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m scripts.check_words
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/.compared
 	$(BIN)/python scripts/bench_cpu.py
 
-# Whole models compiled for TPUs and GPUs that are not here, beside what `dsv3 plan` counts: hours on
-# two cores. A program's row in the file is replaced when it is done. Hopper's kernels want jax 0.11 or
-# newer, hence Python 3.12: make aot PYTHON=python3.12.
+# Compiles whole models for TPUs and GPUs, without having them, and compares the compiler's bytes with
+# `dsv3 plan`. Takes hours on two cores; each finished program replaces its row in the results. Hopper
+# kernels need jax 0.11 or newer and therefore Python 3.12: make aot PYTHON=python3.12.
 RESULTS := benchmarks/results/plan_compiled.json
 aot: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[tpu]'

@@ -128,6 +128,51 @@ def kernels_by_kind() -> str:
     return markdown([*header, ">lowest ratio", ">median", ">highest"], lines)
 
 
+def summary() -> str:
+    """README's table: speed beside a peer, each ratio from one run. All cases count."""
+    header = ("what was timed", "compared with", ">cases", ">lowest", ">median", ">highest", "run")
+    return markdown(header, [_summary_row(*row) for row in _compared()])
+
+
+_PURPOSE = {
+    "mla_decode": "attention, decode",
+    "mla_prefill": "attention, prefill",
+    "grouped_matmul": "expert matmuls",
+    "grouped_swiglu": "expert gate, up and SwiGLU",
+}
+
+
+def _compared() -> Iterator[tuple[str, str, list[float], str]]:
+    """What was timed, what it is compared with, the speedups, and the name of the result."""
+    rows = _kernel_rows()
+    purposes = list(_PURPOSE)
+    for op, dtype in dict.fromkeys(map(_kind, sorted(rows, key=lambda r: purposes.index(r["op"])))):
+        timed = [row for row in rows if _kind(row) == (op, dtype) and row["ratio"]]
+        peers = sorted({re.split("[ ,]", row["peer"])[0] for row in timed})
+        what = f"{_PURPOSE[op]}, {dtype}"
+        yield what, ", ".join(peers), [row["ratio"] for row in timed], "kernels_h200"
+
+    drafted = [r["speed_up"] for r in read("speculation_h200")["rows"] if r["draft"] == "mtp"]
+    yield "decode with MTP drafts, 346 M model", "no drafts", drafted, "speculation_h200"
+
+    steps = read("decode_moonlight_int4_h200")["rows"]
+    ms = {(r["dtype"], r["batch"]): r["ms"] for r in steps}
+    int4 = [ms["bf16", batch] / ms["int4", batch] for dtype, batch in ms if dtype == "int4"]
+    yield "decode with int4 weights, Moonlight-16B", "bf16", int4, "decode_moonlight_int4_h200"
+
+    cpu_ratios = [r["ratio"] for r in read("cpu_decode")["rows"]]
+    yield "the demo on two CPU cores, float32", "transformers", cpu_ratios, "cpu_decode"
+
+    converted = [r["ratio_to_cp"] for r in read("convert_cpu")["rows"] if r["what"] != "cp -r"]
+    yield "`dsv3 convert` to fp8, bf16, int8, int4", "`cp -r`", converted, "convert_cpu"
+
+
+def _summary_row(what: str, peer: str, ratios: list[float], name: str) -> list[object]:
+    spread = (min(ratios), statistics.median(ratios), max(ratios))
+    run = f"[{read(name)['date']}](benchmarks/results/{name}.json)"
+    return [what, peer, len(ratios), *(f"{ratio:.2f}" for ratio in spread), run]
+
+
 def decode() -> str:
     header = ("model", "weights", ">rows", ">cached", ">ms a step", ">tokens/s", ">of the floor")
     rows = (
@@ -240,7 +285,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         kernels, kernels_by_kind, decode, prefill, two_gpus, all_layers, speculation, quantization,
-        conversion, cpu, cold_start,
+        conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
 

@@ -1,18 +1,18 @@
-"""Settings of the whole suite: on a CPU, as eight simulated devices, unless JAX_PLATFORMS says
-otherwise; and a compilation cache between runs."""
+"""Settings of the whole suite: a CPU that simulates eight devices, unless JAX_PLATFORMS names
+another platform, and a compilation cache that is kept between runs."""
 
 import gc
 import os
 import signal
 from pathlib import Path
 
-# A job that a shell started in the background ignores Ctrl-C, and so would its children: the tests
-# of interrupts could only fail.
+# A job that a shell started in the background ignores Ctrl-C, and so would its children. The tests
+# of interrupts would fail then.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Before anything imports jax, which reads the flags once. Tiny programs take longer to compile than
-# to run: without LLVM's optimizations the suite takes about a fifth less time.
+# Set before anything imports jax, which reads the flags once. Tiny programs take longer to compile
+# than to run: without LLVM's optimizations the suite takes about a fifth less time.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     + os.environ.get("XLA_FLAGS", "")
@@ -25,8 +25,8 @@ import pytest
 
 from tests.support import covering
 
-# JAX traces make many objects that live on: looking through them all for cycles, as often as Python
-# does by default, takes a tenth of the time.
+# JAX traces create many long-lived objects. Searching them for cycles as often as Python does by
+# default takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def own_compile_cache():
-    """For tests of the command, which sets a compilation cache of its own: the suite keeps its."""
+    """Keeps the suite's compilation cache in tests of the command, which sets its own."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -66,7 +66,7 @@ def own_compile_cache():
 
 @pytest.fixture
 def untyped():
-    """Without the suite's type checks, as users run it: for what our own messages refuse."""
+    """Switches off the suite's type checks, so that our own error messages appear, as for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -74,9 +74,9 @@ def untyped():
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-    """Compiled functions go before there are too many of them.
+    """Clears compiled functions before there are too many of them.
 
-    XLA maps memory for each, and Linux grants a process 65,530 maps: one more, and it aborts.
+    XLA maps memory for each. Linux grants a process 65,530 maps; beyond that it aborts.
     """
     yield
     maps = Path("/proc/self/maps")

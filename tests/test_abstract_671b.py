@@ -1,4 +1,4 @@
-"""The published models at full size, without weights: what they would hold, name by name."""
+"""The published models at full size without weights: every parameter by name."""
 
 import functools
 import time
@@ -27,12 +27,12 @@ STORED_AS = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
 @functools.cache
 def as_published(config: ModelConfig) -> DeepSeekV3:
-    """Built once; nobody changes it."""
+    """Built once; no test changes it."""
     return abstract(config, dtype=jnp.bfloat16, quantization=config.quantization)
 
 
 def held(model: DeepSeekV3) -> dict[str, TensorSpec]:
-    """Every published tensor that the model's tree stands for, and how it would be stored."""
+    """Returns every published tensor that the model's tree represents, with its stored form."""
     found: dict[str, TensorSpec] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         leaf = variable.get_value()
@@ -57,7 +57,7 @@ def test_parameters_of_deepseek_v3(v3):
 
 @pytest.mark.slow
 def test_building_it_abstractly_takes_seconds():
-    """Processor time; the number of random draws once made it a minute."""
+    """Building it takes little processor time; random initialization once made it a minute."""
     began = time.process_time()
     as_published.__wrapped__(presets.DEEPSEEK_V3)
     assert time.process_time() - began < 15

@@ -1,4 +1,4 @@
-"""Parameters, cache bytes and operations against figures worked out apart from this code."""
+"""Parameters, cache bytes and operations against figures calculated independently of this code."""
 
 import dataclasses
 

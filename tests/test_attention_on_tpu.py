@@ -1,4 +1,4 @@
-"""DeepSeek-V3's attention layer with its cache, compiled for a TPU that is not there."""
+"""DeepSeek-V3's attention layer with its cache, compiled for TPUs without having one."""
 
 import re
 
@@ -23,7 +23,8 @@ CONFIG, ROWS, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
 
 
 def program(form, T, *, steps=1, platform="tpu"):
-    """That many steps of T tokens a row, the cache donated; and its pages."""
+    """Compiles ``steps`` steps of T tokens per sequence, with a donated cache; returns its pages
+    too."""
 
     def layer():
         rngs = nnx.Rngs(0)
@@ -58,7 +59,7 @@ def program(form, T, *, steps=1, platform="tpu"):
 
 
 def copies(compiled_program, pages) -> int:
-    """Of all pages, that XLA has put in."""
+    """Counts the copies of all pages that XLA inserted."""
     dimensions = ",".join(map(str, pages.shape))
     return len(re.findall(rf"= bf16\[{dimensions}\]\S* copy\(", compiled_program.as_text()))
 
@@ -73,7 +74,7 @@ def test_decode_writes_and_reads_the_cache_in_place():
 
 @needs_libtpu
 def test_a_narrower_cache_is_copied():
-    """Before the loop and behind it: why a TPU's pages are padded."""
+    """XLA copies unpadded pages before and after the loop, so a TPU's pages are padded."""
     decode, pages = program("absorbed", 1, steps=8, platform="gpu")
     assert copies(decode, pages) == 2
     assert decode.memory_analysis().temp_size_in_bytes > 2 * pages.size
@@ -82,7 +83,7 @@ def test_a_narrower_cache_is_copied():
 @needs_libtpu
 @pytest.mark.slow
 def test_prefill():
-    """A chunk behind a cache: itself, and blocks of what was cached."""
+    """A chunk after cached tokens attends to itself and to blocks of the cache."""
     prefill, pages = program("expanded", 64)
     assert kernels(prefill) == 2
     assert copies(prefill, pages) == 0

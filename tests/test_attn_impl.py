@@ -1,7 +1,7 @@
 """The five published attention variants give one answer: that of the whole pass without a cache.
 
-Float32, to 1e-5. Rows have different lengths, and a row's tokens lie in several pages and several
-context blocks.
+Float32, to 1e-5. Sequences have different lengths, and each spans several pages and several context
+blocks.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ every_impl = pytest.mark.parametrize("attn_impl", ATTN_IMPLS)
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_blocks():
-    """Two pages of every row: 41 tokens span three blocks."""
+    """Sets context blocks to two pages per sequence, so that 41 tokens span three blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
         patch.setattr(attention_variants, "_STEP_TOKENS", 2 * PAGE)
@@ -67,7 +67,7 @@ def empty(model: DeepSeekV3, **settings) -> LatentKVCache:
 
 
 def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
-    """Extends each row up to its target, `chunk` tokens at a time, each held against the whole."""
+    """Extends each sequence to its target by `chunk` tokens and compares with the whole pass."""
     while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
         starts = np.asarray(cache.lengths)
         window = np.zeros((ROWS, chunk), np.int64)
@@ -86,7 +86,7 @@ def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
 
 @pytest.fixture(scope="module", params=[40], ids=["q_lora"])
 def layer(request, tmp_path_factory) -> DeepSeekV3:
-    """Its attention is all that differs: one dense layer compiles in no time."""
+    """Variants differ only in attention, and one dense layer compiles quickly."""
     shape = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0, "q_lora_rank": request.param}
     return load(tmp_path_factory.mktemp("layer"), **shape)
 
@@ -111,10 +111,10 @@ def whole(layer) -> np.ndarray:
 def test_prefill_and_decode_equal_the_whole(attn_impl, layer, whole):
     variant = using(layer, attn_impl)
     cache = empty(layer, attn_impl=attn_impl)
-    # Of a compressed cache every variant prefills as the engine does: one program.
+    # With a compressed cache every variant prefills like the default: one program.
     prefilled = variant if attn_impl == "CD" else layer
     cache = check_feed(prefilled, whole, PROMPTS, cache, 11, "expanded")
-    # With what is made of the weights beforehand, as a decode loop has it, and without.
+    # With precomputed weights, as in a decode loop, and without.
     decoding = variant if layer.config.q_lora_rank is None else variant.ready_to_decode()
     cache = check_feed(decoding, whole, LENGTHS, cache, 2, "absorbed")
     assert cache.lengths.tolist() == LENGTHS.tolist()
@@ -127,7 +127,7 @@ def small(tmp_path_factory) -> DeepSeekV3:
 
 
 def generated(model: DeepSeekV3, **settings) -> list[list[int]]:
-    """Greedy tokens."""
+    """Returns greedy tokens."""
     generator = Generator(model, None, 40, batch_sizes=(2,), prefill_chunk=16)
     prompts = [TOKENS[0, :20].tolist(), TOKENS[1, :7].tolist()]
     out = generator.generate(prompts, max_new_tokens=12, ignore_eos=True, **settings)
@@ -145,7 +145,7 @@ MTP = {"draft": "mtp", "draft_depth": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attn_impl", "settings"),
-    # Drafts with those of which the MTP layer has a cache, or products of weights, of its own.
+    # Drafts with variants for which the MTP layer has its own kind of cache or multiplied weights.
     [("CD", MTP), ("CC", {}), ("A_CC", {}), ("A_CC_ME", {}), ("AM_CC_ME", MTP)],
 )
 def test_greedy_tokens_are_the_same(attn_impl, settings, small, tokens):
@@ -158,7 +158,7 @@ def test_none_is_the_model_as_it_was(small):
 
 
 def test_on_a_mesh(layer):
-    """Runs what the model does by itself: see test_layouts.py."""
+    """A mesh accepts the default only: see test_layouts.py."""
     layout = make_layout("dp_attention_ep", devices=jax.devices()[:2])
     for attn_impl in ATTN_IMPLS:
         laid = using(layer, None)
@@ -218,7 +218,7 @@ def test_cache_bytes_are_those_of_the_pages(attn_impl):
 
 
 def test_costs_of_v3():
-    """Worked out by hand, in multiply-adds a layer; 187,105,280 elements are its projections."""
+    """Calculated by hand, in multiply-adds per layer; its projections have 187,105,280 elements."""
     S, projections = 4096, 187_107_328 - 1536 - 512
     macs = {
         "CD": projections + S * 128 * 320,
@@ -236,7 +236,7 @@ def test_costs_of_v3():
 
 
 def test_figures_of_the_documentation():
-    """docs/generation.md and notebook 02, in units of 10^9."""
+    """Figures in docs/generation.md and notebook 02, in units of 10^9."""
     cd, cc, a_cc, a_cc_me, am_cc_me = (decode_attention(V3, 4096, name) for name in ATTN_IMPLS)
     assert [round(c.cache_bytes / 1e9, 2) for c in (cd, a_cc_me)] == [20.47, 0.29]
     assert [round(c.flops / 1e9) for c in (cc, a_cc_me)] == [8425, 92]
@@ -269,7 +269,7 @@ def test_costs_agree_with_the_rest_of_the_accounting(config):
 
 
 def abstract_products(config):
-    """Shapes of what AM_CC_ME multiplies with."""
+    """Shapes of the multiplied matrices of AM_CC_ME."""
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
     one = dataclasses.replace(config, **shape)
     graph, state = nnx.split(abstract(one).layers[0].self_attn)

@@ -1,4 +1,4 @@
-"""scripts/bench_decode.py on a tiny model, on a CPU; its floor; its random weights."""
+"""scripts/bench_decode.py on a tiny model on a CPU: timing, memory bound, random weights."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def test_a_tiny_model(config, monkeypatch, capsys):
     assert plain["floor_fraction"] == pytest.approx(plain["floor_ms"] / plain["ms"], rel=1e-3)
     for row in (plain, drafted):
         assert 3 <= row["experts_visited"] <= row["experts_expected"] + 1
-    # All drafts are accepted: two tokens a row and step.
+    # All drafts are accepted: two tokens per sequence and step.
     assert drafted["tokens_per_s"] == pytest.approx(4e3 / drafted["ms"], rel=1e-3)
     assert prefill["chunk"] == 8
     assert prefill["tokens_per_s"] == pytest.approx(60e3 / prefill["ms"], rel=1e-3)
@@ -145,7 +145,7 @@ def test_the_largest_batch_is_run(config, monkeypatch, capsys):
         return real(self, *rest)
 
     monkeypatch.setattr(steps.Decode, "dispatch", dispatch)
-    monkeypatch.setattr(floor, "memory_bytes", lambda: 640_000)  # of about four rows
+    monkeypatch.setattr(floor, "memory_bytes", lambda: 640_000)  # for about four sequences
     (row,) = run(monkeypatch, config, "--batches", "--largest", "9")["rows"]
     assert (row["batch"], row["fails_at"]) == (3, 4)
     assert row["peak_bytes"] > row["workspace_bytes"] > 0
@@ -224,7 +224,7 @@ def test_logits_of_random_weights_are_finite(weights):
 
 @pytest.mark.parametrize(("dtype", "rms"), [("int8", INT8_RMS), ("uint8", INT4_RMS)])
 def test_integer_weights_have_no_mean(dtype, rms):
-    """With one, matrices have a direction in common, and all rows go to the same experts."""
+    """With a mean, matrices share a direction, and all tokens go to the same experts."""
     stored = models._fill(jax.random.key(0), "integers", (2, 512, 512), jnp.dtype(dtype), 0.0)
     values = np.asarray(stored).astype(np.int32)
     if dtype == "uint8":
@@ -253,7 +253,7 @@ def test_bytes_of_a_device():
     spread = models.shapes(config, "fp8", "bfloat16", mtp=False)
     devices = jax.devices()[:2]
     spread.lay_out(make_layout("dp_attention_ep", devices=devices))
-    # 44 MB an expert, of which 256 rows visit all; each device has half of those, and of the cache.
+    # 44 MB per expert; 256 tokens visit all. Each device has half of the experts and of the cache.
     saved = floor.step_bytes(alone, 256, 4096) - floor.step_bytes(spread, 256, 4096)
     experts = 8 * 128 * 3 * 7168 * 2048
     cache = 9 * 128 * 4096 * 576 * 2

@@ -84,7 +84,7 @@ def test_sizes():
         (Decode(1, 4096, 2, 128), 2.2814, 4.7186 + 0.557 + 0.001),  # 4096 and 4095 tokens
         (Grouped("", (4096,) * 8, 4096, 7168, "bf16", "both"), 1924.145, 1208.0),
         (ragged("", (2, 4094), 2, 128), 2.2811, 4.7186 + 2 * 0.557 + 0.002),
-        # Weights of the six groups that have rows; a scale a row and 128 columns, and a block.
+        # Weights of the six groups with rows; one scale per row and 128 columns, and per block.
         (Grouped("", (2, 2, 0, 2, 2, 2, 2, 0), 256, 256, "fp8", "both"), 0.0015729, 0.402624),
         (Grouped("", (1, 1), 256, 256, "int8", "both"), 0.000262144, 0.135168),
         (Grouped("", (1, 1), 256, 256, "int4", "both"), 0.000262144, 0.0717),
@@ -100,7 +100,7 @@ def test_flops_and_bytes(case, gflop, megabytes):
 
 @pytest.mark.parametrize("case", TINY, ids=key)
 def test_bytes_are_those_of_the_arrays(case):
-    """Where every group has rows and pages are full."""
+    """All groups have rows and all pages are full."""
     if isinstance(case, Decode):
         case = Decode(3, 128, 2, 4, dtype=case.dtype)
     elif isinstance(case, Grouped):
@@ -163,7 +163,7 @@ def test_rows():
     np.testing.assert_allclose(found, [1000, 0.8, 1.2], rtol=1e-3)
     assert row["peers"]["broken"] == {"error": "wrong"}
     json.dumps(row, allow_nan=False)
-    # The bandwidth is the limit of a few rows; XLA's lowering is a peer like the others.
+    # Few rows are limited by bandwidth; XLA's lowering is a peer like the others.
     case = Decode(64, 4096, 1, 16)
     least = case.bytes / READ_GBS / 1e3
     ours = {"us": 2 * least, "xla": {"us": 400.0}}
@@ -250,7 +250,7 @@ def test_checks_tell_right_from_wrong(case):
 
 @pytest.mark.parametrize("case", [case for case in TINY if isinstance(case, Grouped)], ids=key)
 def test_ragged_groups(case):
-    """Few rows a group and many, some without any, and no more than the kernels take."""
+    """Groups have few rows, many or none, and no more than the kernels accept."""
     sets = [checks.ragged(case, seed) for seed in checks.seeds(case)]
     means = []
     for each in sets:
@@ -268,7 +268,7 @@ def test_ragged_groups(case):
 
 @pytest.mark.parametrize("odd", [None, 7])
 def test_results_that_differ_between_runs(odd):
-    """By less than what rounding to bfloat16 excuses."""
+    """An error below bfloat16's rounding is accepted."""
     out, count = jnp.ones((3, 4)), iter(range(100))
 
     def repeat(arrays, first, unlike, want):
@@ -322,7 +322,7 @@ def test_every_call_of_a_program_is_made():
 
 
 def test_calls_wait_with_all_that_they_read():
-    """What XLA may compute from an argument that does not wait, it computes once for all laps."""
+    """XLA computes what depends only on an argument that does not wait once for all laps."""
     schedule = {"split": jnp.zeros(2), "table": jnp.zeros(3)}
     sets = [{"lengths": jnp.zeros(4), "schedule": schedule}]
     made = jax.make_jaxpr(program(lambda x: (x["schedule"]["split"], None), laps=2))(sets)
@@ -331,7 +331,7 @@ def test_calls_wait_with_all_that_they_read():
 
 
 def test_stamps_enclose_the_calls():
-    """Each waits for the one before: the first stamp, the calls, the other stamp."""
+    """The first stamp, the calls and the second stamp each wait for the one before."""
 
     def stamp(x):
         return jax.lax.custom_linear_solve(lambda y: y, x, lambda _, y: y)  # seen in the jaxpr
@@ -359,8 +359,8 @@ def test_clock():
 
 @pytest.mark.parametrize(("count", "laps", "left"), [(6, 1, 6), (2, 3, 2)])
 def test_merged_calls_are_found(count, laps, left):
-    """Equal calls that do not wait. A factorisation is one custom call on a CPU, as a kernel is on
-    a GPU."""
+    """Makes equal calls that do not wait. A factorization is one custom call on a CPU, like a
+    kernel on a GPU."""
 
     def run(sets):
         return [jnp.linalg.cholesky(arrays["x"]) for _ in range(laps) for arrays in sets]
@@ -440,7 +440,7 @@ def test_peers_that_are_far_off_have_one_turn():
 
 
 class FakeWorker(Worker):
-    """Answers with ``replies``, in order."""
+    """Returns ``replies`` in order."""
 
     def __init__(self, *replies):
         self.asked, self._replies_left = [], iter(replies)
@@ -462,7 +462,7 @@ def said(**us):
 
 
 def test_turns():
-    """Peers, ours twice, peers; one that is far off once."""
+    """Times peers, ours twice, and peers again; one window is far off once."""
     of_ours = FakeWorker(said(ours=[12.0, 12.1]), said(ours=[12.0, 12.2, 12.3]))
     first = {"a": {"us": [11.9, 12.0], "busy": 0.9}, "b": {"us": [20.0, 20.0]}}
     of_peers = FakeWorker(first, {"a": {"us": [12.4], "busy": 0.8}})

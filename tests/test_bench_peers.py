@@ -1,4 +1,4 @@
-"""The inputs of the kernels that ours are measured beside, which torch prepares."""
+"""The inputs of peer kernels, which torch prepares."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from benchmarks.kernels import marlin, peers  # noqa: E402 (they import torch)
 
 
 def test_marlins_matrices():
-    """Every number stands once, in the tile of 16 x 64 that it belongs to."""
+    """Every number occurs once, in the 16 x 64 tile that it belongs to."""
     for bits in (4, 8):
         values = torch.arange(128 * 64).reshape(128, 64).remainder(2**bits) - 2 ** (bits - 1)
         words = marlin.arranged_matrix(values.to(torch.int8), bits)

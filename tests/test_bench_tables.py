@@ -1,4 +1,4 @@
-"""What the tables of scripts/benchmark_tables.py show of a result, and what they leave out."""
+"""The tables of scripts/benchmark_tables.py show the right rows and leave out the others."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_shares_are_of_one_ceiling():
     ],
 )
 def test_rows_that_were_routed_to_few_experts_are_left_out(dtype, batch, visited, shown):
-    """Random int4 weights with a mean of -0.5 sent 64 rows to 16 of 160 experts."""
+    """Random int4 weights with a mean of -0.5 sent 64 tokens to 16 of 160 experts."""
     row = {"dtype": dtype, "batch": batch, "experts_expected": 63.9}
     row |= {} if visited is None else {"experts_visited": visited}
     assert benchmark_tables._routed_evenly(row) == shown

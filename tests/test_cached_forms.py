@@ -1,8 +1,8 @@
 """Every way to run a prompt gives one answer: whole, cached, in chunks, absorbed, expanded.
 
-Float32, compared with the whole forward pass (which test_model_oracle.py holds to the oracle) to
-1e-5. Rows have different lengths and are padded at the right, pages are scattered, positions go
-past the 32 of the tiny config's original context, and a prefix spans several context blocks.
+Float32, compared to 1e-5 with the whole forward pass, which test_model_oracle.py compares with the
+oracle. Sequences have different lengths and right padding, pages are scattered, positions go past
+the 32 of the tiny config's original context, and a prefix spans several context blocks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.support.oracle import relative_error
 from tests.support.running import cached_latents, extend, forward
 
 BOUND = 1e-5
-PAGE, PAGES, SPARE = 8, 15, 5  # tokens a page, pages a row, pages that are nobody's
+PAGE, PAGES, SPARE = 8, 15, 5  # tokens per page, pages per sequence, pages of no sequence
 LENGTHS = np.array([113, 38, 7])
 ROWS = len(LENGTHS)
 VOCAB = 160
@@ -32,7 +32,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, LENGTHS.max()))
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_blocks():
-    """Blocks of two and of three pages, so that 113 tokens span several."""
+    """Sets context blocks to two and three pages, so that 113 tokens span several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
@@ -49,13 +49,13 @@ def model(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="module")
 def whole(model) -> np.ndarray:
-    """Logits [ROWS, 113, VOCAB] of one pass over all rows; causal, so the padding has no say."""
+    """Logits [ROWS, 113, VOCAB] of one pass. It is causal, so padding has no effect."""
     return np.asarray(forward(model, TOKENS)[0])
 
 
 @pytest.fixture
 def empty(model) -> LatentKVCache:
-    """A cache whose rows lie scattered over more pages than they need, the spare ones not empty."""
+    """A cache with sequences scattered over more pages than needed; spare pages are not empty."""
     numbers = np.random.default_rng(5).permutation(ROWS * PAGES + SPARE).astype(np.int32)
     tables, spare = numbers[SPARE:].reshape(ROWS, PAGES), numbers[:SPARE]
     assert not (np.diff(tables) == 1).all()
@@ -68,10 +68,10 @@ def empty(model) -> LatentKVCache:
 
 
 def feed(model, tokens, targets, cache, chunk, form):
-    """Extends each row up to its target length, `chunk` tokens at a time.
+    """Extends each sequence to its target length, `chunk` tokens at a time.
 
-    The answer is the logits [ROWS, max target, VOCAB], zero where nothing was fed, and the cache.
-    Padding is token 0, which the rows contain too.
+    Returns the logits [ROWS, max target, VOCAB], zero where there was no token, and the cache.
+    Padding is token 0, which the sequences contain too.
     """
     logits = np.zeros((ROWS, max(targets), VOCAB), np.float32)
     while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
@@ -92,7 +92,7 @@ def check(logits, whole, lengths=LENGTHS):
 
 
 def slow(*values):
-    """Each form and chunk is a program."""
+    """Each form and chunk size is a program."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -116,7 +116,7 @@ def test_chunks_equal_the_whole(chunk, form, model, whole, empty):
 
 
 def test_decode_behind_a_prefill(model, whole, empty):
-    """What a generator does: the prompt in expanded chunks, then token by token, absorbed."""
+    """As in a generator: the prompt in expanded chunks, then token by token, absorbed."""
     prompts = np.array([90, 20, 1])
     before, cache = feed(model, TOKENS, prompts, empty, 7, "expanded")
     after, _ = feed(model, TOKENS, LENGTHS, cache, 1, "absorbed")
@@ -147,7 +147,7 @@ def test_order_of_pages_is_nothing_to_the_result(form, model, empty):
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_table_entries_past_a_row_may_be_anything(form, model, empty):
-    """Somebody else's pages, and numbers of no page."""
+    """Table entries that name another sequence's pages, or no page at all, are not read."""
     clean, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
     tables = np.array(empty.block_tables)
     spare = np.setdiff1d(np.arange(ROWS * PAGES + SPARE), tables)
@@ -160,7 +160,7 @@ def test_table_entries_past_a_row_may_be_anything(form, model, empty):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [slow("expanded"), "absorbed"])
 def test_pages_of_a_tpu(form, model, empty):
-    """They are wider than tokens, and what stands there does not matter."""
+    """Pages may be wider than tokens; the extra columns do not matter."""
     kept = {"dtype": "float32", "page_size": PAGE, "platform": "tpu"}
     wide = LatentKVCache.init(model.config, ROWS, PAGE * PAGES, **kept).pages[0].shape[-1]
     assert wide == 128 > model.config.latent_dim
@@ -173,7 +173,7 @@ def test_pages_of_a_tpu(form, model, empty):
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_rewind_equals_a_fresh_run(form, model, empty):
-    """Lowering `lengths` takes tokens back; what lies behind them is overwritten."""
+    """Lowering `lengths` removes tokens; their cache entries are overwritten later."""
     kept = np.array([61, 30, 0])
     targets = np.array([80, 38, 12])
     other = TOKENS.copy()
@@ -190,7 +190,7 @@ def test_rewind_equals_a_fresh_run(form, model, empty):
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_padding_changes_no_row(form, model, empty):
-    """Other padding tokens, other tokens in a finished row: the rest stays the same to the bit."""
+    """Other padding tokens, or tokens in a finished sequence, change nothing else, bit for bit."""
     _, cache = feed(model, TOKENS, np.array([50, 20, 7]), empty, 7, "expanded")
     window = TOKENS[:, 50:57].copy()
     counts = np.array([7, 4, 0])
@@ -219,7 +219,7 @@ def test_a_row_does_not_depend_on_its_neighbours(form, model, empty):
 
 
 def test_a_prompt_of_many_blocks_really_has_them(model):
-    """The patched sizes are what the compiled programs saw."""
+    """The compiled programs used the patched sizes."""
     longest = LENGTHS.max()
     assert longest > 5 * attention._CONTEXT_TOKENS / ROWS
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
@@ -242,7 +242,7 @@ def test_padding_goes_to_no_expert(model):
     np.testing.assert_array_equal(stats.counts, alone_stats.counts)
     assert relative_error(out[valid], alone[0]) < BOUND
 
-    noise = jnp.where(valid[..., None], x, jnp.inf)  # whatever padding computes, it computes alone
+    noise = jnp.where(valid[..., None], x, jnp.inf)  # padding affects only itself
     noisy, noisy_stats = run(noise, valid)
     np.testing.assert_array_equal(noisy[valid], out[valid])
     np.testing.assert_array_equal(noisy_stats.counts, stats.counts)

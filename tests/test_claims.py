@@ -1,4 +1,4 @@
-"""What docs/claims.md says: the tests that it names are there, and those that nobody else needs."""
+"""The tests that docs/claims.md names exist; and tests that only that page needs."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ CLAIMS = TESTS.parent / "docs" / "claims.md"
 
 
 def named() -> dict[str, list[str]]:
-    """File -> the tests of it that the page names."""
+    """Returns a mapping from each file to its tests that the page names."""
     found: dict[str, list[str]] = {}
     for line in CLAIMS.read_text("utf-8").splitlines():
         file = ""
@@ -50,14 +50,14 @@ def tiny(tmp_path_factory):
 
 
 def counts(model, tokens: list[int]) -> np.ndarray:
-    """[E]: how many of the tokens chose each expert."""
+    """Returns the number of tokens that chose each expert, [E]."""
     _, aux = forward(model, np.array([tokens]))
     return np.asarray(aux.routing_counts)[0]
 
 
 @pytest.mark.slow
 def test_the_same_token_goes_to_other_experts_elsewhere(tiny):
-    """What a token chooses is what it adds to the counts of those before it."""
+    """The experts of a token are the difference between the counts with it and without it."""
     before = [[3, 5, 7], [11, 2, 80], [40, 41, 42]]
     chosen = {tuple(counts(tiny, [*b, 9]) - counts(tiny, b)) for b in before}
     assert all(sum(c) == tiny.config.num_experts_per_tok and max(c) == 1 for c in chosen)
@@ -71,7 +71,7 @@ def test_every_token_has_as_many_experts(tiny):
 
 @pytest.mark.parametrize("tokens", [4096, 8192, 131072])
 def test_a_cache_is_linear_in_its_length(tokens):
-    """Of the cache itself, by its shapes; page tables and lengths aside."""
+    """Bytes of the cache's pages by their shapes, without page tables and lengths."""
 
     config = presets.DEEPSEEK_V3
     pages = jax.eval_shape(lambda: LatentKVCache.init(config, 1, tokens, dtype="bfloat16").pages)

@@ -1,4 +1,4 @@
-"""The dsv3 command, in this process but for one real one."""
+"""The dsv3 command, in this process except for one test."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(tiny, capsys):
     assert stats["drafted"] == stats["accepted"] == stats["acceptance_rate"] == 0
 
 
-# What Gloo's threads print when they connect, a word at a time and between each other's.
+# Gloo's threads print this when they connect, one word at a time and interleaved.
 GLOO = re.compile(r"\[Gloo\]|Rank|is|connected|to|peer|ranks|Expected|number|of|[\d\s:.]")
 
 
@@ -131,7 +131,7 @@ def test_a_layout(tiny, capsys):
 
 
 def test_several_completions_of_each_prompt(capsys, monkeypatch):
-    """Each behind its own prompt."""
+    """Each completion follows its own prompt."""
     asked = []
 
     def completes(self, prompts, **settings):
@@ -168,7 +168,7 @@ def test_chat_reads_standard_input(tiny, capsys, monkeypatch):
     tokens = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
     assert generate(*tiny, "--json", "--prompt", "Hello?") == 0
     plain = json.loads(capsys.readouterr().out)["completions"][0]["prompt_tokens"]
-    assert tokens == plain + 2  # <User> before and <Assistant> behind, and no second BOS
+    assert tokens == plain + 2  # <User> before, <Assistant> after, and no second BOS
 
 
 BAD_USAGE = pytest.mark.parametrize(
@@ -228,7 +228,7 @@ BAD_USAGE = pytest.mark.parametrize(
 
 @BAD_USAGE
 def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys, monkeypatch):
-    """Before any weight is read."""
+    """Bad usage is refused before any weight is read."""
     monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate(*arguments) == 2
     out, err = capsys.readouterr()
@@ -263,7 +263,7 @@ def test_a_directory_that_is_misspelt(tmp_path, capsys):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What would be completed, and nothing is."""
+    """Records the calls that would complete prompts, and completes nothing."""
     calls = []
 
     def record(arguments, config, texts, prompts, max_len, settings):
@@ -319,7 +319,7 @@ def test_a_system_message(asked):
 
 
 def test_the_cache_is_as_long_as_needed(asked):
-    """Without --max-new-tokens, a prompt near the model's end gets what room is left."""
+    """Without --max-new-tokens, a prompt near the model's end gets the tokens that fit."""
     assert run("generate", "--prompt", "x " * 4070) == 0
     assert generate("--prompt", "x") == 0
     (prompts, length, settings), (_, short, _) = asked
@@ -375,7 +375,7 @@ def test_doctor(capsys):
     assert found["devices"]["platform"] == "cpu"
     assert found["back-ends"]["mla_decode: reference"] == "works"
     assert found["back-ends"]["grouped_matmul: cpu"] == "works"
-    # Each back-end can take its probe, on the right machine.
+    # Each back-end accepts its probe on the right machine.
     outcomes = set(found["back-ends"].values())
     assert outcomes == {
         "works",
@@ -442,7 +442,7 @@ def test_an_unusable_compile_cache(below, tmp_path, capsys):
 
 
 def test_without_a_default_compile_cache(monkeypatch, tmp_path, capsys):
-    """The command goes on, and says so."""
+    """The command continues and reports it."""
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -463,7 +463,7 @@ def test_without_a_default_compile_cache(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_itself():
-    """Another process: nothing but the JSON on stdout, whatever the libraries say."""
+    """In another process: stdout has only the JSON, whatever libraries print."""
     command = [
         sys.executable,
         "-c",
@@ -485,7 +485,7 @@ def test_the_command_itself():
 
 
 def test_a_reader_that_leaves_early():
-    """As head does: no traceback, and the status of a command that SIGPIPE ended."""
+    """A reader such as head closes the pipe: no traceback, and the status of SIGPIPE."""
     code = "import sys; from dsv3_jax.cli.main import main; sys.exit(main(['verify', 'demo']))"
     command = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""dsv3 plan: what it prints, and what it refuses."""
+"""dsv3 plan: its output and its refusals."""
 
 import json
 
@@ -16,14 +16,14 @@ SETTINGS = {
 
 
 def plan(*more: str, **changes: str | None) -> int:
-    """The exit status; a setting that is None is left out."""
+    """Runs the command and returns its exit status; settings that are None are left out."""
     words = SETTINGS | {f"--{name}": value for name, value in changes.items()}
     pairs = (pair for pair in words.items() if pair[1] is not None)
     return run("plan", *(word for pair in pairs for word in pair), *more)
 
 
 def finite(text: str) -> dict:
-    """One JSON object that any parser takes: none has NaN or Infinity."""
+    """Prints one JSON object without NaN or Infinity, so that any parser accepts it."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
 
 @pytest.mark.slow
 def test_what_does_not_fit_has_a_table_too(capsys):
-    """Bytes of each phase, what there is, what is missing and what takes most."""
+    """JSON has the bytes of each phase, the memory, the missing bytes and the largest part."""
     changes = {"model": "demo", "context": "512", "batch": "100000", "target": "h100"}
     assert plan(**changes) == 2
     out, err = capsys.readouterr()
@@ -146,7 +146,7 @@ def test_help_offers_models_that_can_be_planned(capsys):
 )
 def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_path, capsys):
     (tmp_path / "folder.png").mkdir()
-    # That the model is not found comes later.
+    # The missing model would be reported later.
     assert plan("--sweep", str(tmp_path / path), model="gpt-2") == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -93,7 +93,7 @@ def test_the_trained_model_loads(trained):
 
 @pytest.mark.slow
 def test_json_and_stderr(trained, capsys):
-    """A finished run, resumed: nothing is left to do, and everything is said."""
+    """Resuming a finished run has nothing to do and reports everything."""
     assert train("--out", trained, "--resume", "--json") == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
@@ -195,7 +195,7 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, c
 
 @pytest.mark.slow
 def test_settings_and_places_are_checked_before_anything_is_read(trained, files, tmp_path, capsys):
-    """Neither the corpus, here one that does not exist, nor the model."""
+    """Neither the corpus, which does not exist here, nor the model is read."""
     new = ("--config", files / "config.json", "--data", tmp_path / "no.txt", "--steps", 4)
     new += ("--tokenizer", "demo", "--length", 16)
     (tmp_path / "file").write_text("precious")
@@ -226,7 +226,7 @@ def test_settings_and_places_are_checked_before_anything_is_read(trained, files,
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch):
-    """The first one; a second one ends the run at once."""
+    """The first Ctrl-C saves; a second one ends the run at once."""
     out = tmp_path / "run"
     interrupts = iter([1, 2])
 
@@ -266,7 +266,7 @@ def test_other_commands_do_not_wait_for_grain_and_orbax():
 
 @pytest.mark.slow
 def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
-    """The tokenizer; and settings of another version are named."""
+    """A resumed run keeps the tokenizer; settings of another version are named."""
     out = tmp_path / "run"
     shutil.copytree(trained, out)
     (out / "expert_load.npy").unlink()
@@ -293,7 +293,7 @@ def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
     [(RunSettings, training_flags.RUN), (TrainingConfig, training_flags.TRAINING)],
 )
 def test_every_setting_has_a_flag(settings, meanings):
-    """Each takes a value other than its default, and gives it back in its field's type."""
+    """Each flag takes a value other than its default and returns it in its field's type."""
     names = [field.name for field in dataclasses.fields(settings)]
     assert list(meanings) == names
     hints = typing.get_type_hints(settings)
@@ -339,7 +339,7 @@ def test_a_field_that_no_flag_can_read_is_noticed():
 
 @pytest.mark.slow
 def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
-    """And the run's own bfloat16 directory is its rounding."""
+    """The run's own bfloat16 directory has the rounded weights."""
     assert run("export", trained, tmp_path / "hf", "--to", "float32", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result == {"step": 4, "model": str(tmp_path / "hf"), "to": "float32"}
@@ -394,7 +394,7 @@ def test_low_rank_updates_of_a_run_in_python_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_path, capsys):
-    """From what the first run wrote to the same files with other values in some of them."""
+    """From the weights that the first run wrote to files with some other values."""
     source, out = trained / "model", tmp_path / "run"
     status = train(
         *("--from", source, "--data", files / "text", "--out", out, "--steps", 3),
@@ -415,7 +415,7 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
     assert set(exported) == set(after)
     for name in after:
         assert exported[name][...].tobytes() == after[name][...].tobytes()
-    # And neither an export nor a resumption takes others.
+    # Neither an export nor a resumed run accepts other weights.
     other = tmp_path / "other"
     shutil.copytree(source, other)
     (shard,) = other.glob("*.safetensors")
@@ -437,7 +437,7 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
 
 @pytest.mark.slow
 def test_a_store_to_begin_with(trained, files, tmp_path):
-    """It has config and tokenizer too, and the very weights."""
+    """It also has the config, the tokenizer and exactly the same weights."""
     convert(trained / "model", tmp_path / "store", "bf16")
     for name, source in (("one", trained / "model"), ("other", tmp_path / "store")):
         arguments = ("--from", source, "--data", files / "text", "--out", tmp_path / name)
@@ -452,7 +452,7 @@ def test_a_store_to_begin_with(trained, files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_computes_the_same_logits(trained, tmp_path):
-    """transformers leaves the MTP layer out; the rest it loads without a word."""
+    """transformers leaves out the MTP layer and loads the rest without warnings."""
     import torch
     from transformers import DeepseekV3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""config.json: what is read, what is refused and by which name, what is written."""
+"""config.json: values that are read, refused by name, and written."""
 
 import dataclasses
 import json
@@ -72,7 +72,7 @@ V3 = {
 
 
 def v3(**changes):
-    """The published file with keys changed; a key set to ... is left out."""
+    """Returns the published config with changed keys; a key set to ... is left out."""
     return {k: v for k, v in (V3 | changes).items() if v is not ...}
 
 
@@ -169,8 +169,8 @@ MOONLIGHT = V2_LITE | {
 }
 del MOONLIGHT["rope_scaling"]
 
-# What transformers 5 writes for the same model: rope in one dictionary that says its type twice,
-# the routing keys of V3 left out because it implements one method, its own defaults added.
+# transformers 5 writes this for the same model: rope in one dictionary that has its type twice, no
+# routing keys of V3, because it implements one method only, and its own defaults.
 TRANSFORMERS_5 = v3(
     auto_map=...,
     aux_loss_alpha=...,
@@ -217,7 +217,7 @@ TRANSFORMERS_5_MOONLIGHT = {
     if k not in ("rope_theta", "scoring_func", "topk_method", "quantization_config")
 } | {"rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"}}
 
-# What transformers 4.57 adds to a published file that it reads and saves again.
+# transformers 4.57 adds these keys to a published file that it reads and saves again.
 TRANSFORMERS_4 = rope(rope_type="yarn", beta_fast=32.0, beta_slow=1.0, factor=40.0) | {
     "dtype": "bfloat16",
     "head_dim": 64,
@@ -225,7 +225,7 @@ TRANSFORMERS_4 = rope(rope_type="yarn", beta_fast=32.0, beta_slow=1.0, factor=40
     "rope_interleave": True,
 }
 
-# Everything that the base class of transformers 4 or 5 may write of itself.
+# Keys that the base class of transformers 4 or 5 may add.
 BASE_CLASS_KEYS = """
     _attn_implementation _commit_hash _experts_implementation _name_or_path add_cross_attention
     architectures bad_words_ids begin_suppress_tokens chunk_size_feed_forward
@@ -242,7 +242,7 @@ BASE_CLASS_KEYS = """
 
 
 def refused(source) -> str:
-    """The message that reading ``source`` ends in: always one line."""
+    """Returns the error message of reading ``source``: always one line."""
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
         ModelConfig.from_hf(source)
     message = str(caught.value)
@@ -303,7 +303,7 @@ def test_rope_may_be_stated_in_both_spellings():
     ],
 )
 def test_absent_keys_have_a_meaning(key, field, value):
-    # One group, so that n_group and topk_group are each free to be left out.
+    # One group, so that n_group and topk_group may each be left out.
     config = ModelConfig.from_hf(v3(**{"n_group": 1, "topk_group": 1, key: ...}))
     assert getattr(config, field) == value
 
@@ -447,7 +447,7 @@ def test_unknown_keys_are_named_with_their_values(change):
     "model_type", ["llama", "deepseek_v4", "glm_moe_dsa", "", 3, ["deepseek_v3"]]
 )
 def test_another_model_type_is_the_first_complaint(model_type):
-    # Nothing else of the file fits either.
+    # The rest of the file does not fit either.
     message = refused({"model_type": model_type, "hidden_act": "gelu", "n_embd": 64})
     assert message.startswith("model_type: expected one of deepseek_v2, deepseek_v3")
     assert message.endswith(f"got {model_type!r}")
@@ -661,7 +661,7 @@ def test_configurations_are_static_arguments():
 )
 @pytest.mark.parametrize("size", [10**9, 10**30])
 def test_absurd_sizes(key, size):
-    """Refused before a table is made of them, which would take all memory."""
+    """Absurd sizes are refused before a table is made, which would take all memory."""
     published = presets.get("deepseek-v3").to_hf()
     with pytest.raises(ValueError, match=rf"must not .*{key}={size}"):
         ModelConfig.from_hf({**published, key: size, "layer_types": None})

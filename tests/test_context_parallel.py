@@ -1,4 +1,4 @@
-"""Rows whose cached tokens several devices share: logits and tokens as on one device."""
+"""Sequences whose cached tokens are sharded: logits and tokens are those of one device."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.support.running import cached_latents, extend, forward
 
 BOUND = 1e-5
 PAGE, ROOM = 4, 60  # tokens a page, tokens a row
-# Nothing, one token, before, on and behind borders of pages, more pages than devices.
+# Nothing, one token, tokens before, at and after page borders, more pages than devices.
 STARTS = np.array([0, 1, 3, 4, 5, 15, 33, 50])
 ROWS = len(STARTS)
 TOKENS = np.random.default_rng(2).integers(0, 160, (ROWS, ROOM))
@@ -33,7 +33,7 @@ def of_devices(n):
 
 
 def of_three_kinds():
-    """Two parts of the rows, of their tokens and of the heads."""
+    """Splits sequences, their tokens and the heads in two parts each."""
     rules = Rules({**DEFAULT_RULES.table, "cached_tokens": "expert"})
     return Layout(make_mesh(data=2, expert=2, tensor=2), rules)
 
@@ -48,8 +48,8 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _small():
-    """Context in blocks of two and of three pages; outputs of a prompt's chunk are summed, those of
-    a decode step gathered."""
+    """Sets context blocks to two and three pages, so that outputs of a prompt's chunk are summed
+    and those of a decode step gathered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
@@ -71,7 +71,7 @@ def alone(directory):
 
 @pytest.fixture(scope="module")
 def whole(alone):
-    """Of one pass over all rows on one device."""
+    """Logits of one pass over all sequences on one device."""
     return forward(alone, TOKENS)
 
 
@@ -81,7 +81,7 @@ def whole(alone):
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_shares(page_size, parts):
-    """Pages in turns, said once more in plain Python."""
+    """Round-robin distribution of pages, written again in plain Python."""
     lengths = np.arange(40)
 
     @jax.jit
@@ -100,7 +100,7 @@ def test_shares(page_size, parts):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pages_of_an_empty_cache(name):
-    """Page p of a row lies on device p % n of the row's; all devices have as much."""
+    """Page p of a sequence is on its p % n-th device; all devices hold equally many pages."""
     layout, config = LAYOUTS[name](), ModelConfig.from_hf(CONFIG)
     room = 17 * PAGE
     cache = LatentKVCache.init(
@@ -122,8 +122,8 @@ def test_pages_of_an_empty_cache(name):
 
 @pytest.mark.parametrize(("bytes_at_once", "collectives"), [(0, [1, 1]), (1 << 20, [1, 0])])
 def test_merged(monkeypatch, bytes_at_once, collectives):
-    """Against the formula in float64, in one collective or two: queries that some devices or all
-    have no token for, and log-sum-exps whose exponentials float32 cannot hold."""
+    """Compares with the formula in float64, with one collective or two, for queries for which some
+    or all devices have no token, and log-sum-exps whose exponentials float32 cannot hold."""
     monkeypatch.setattr(context_parallel, "_GATHERED_BYTES", bytes_at_once)
     layout, rng = of_devices(4), np.random.default_rng(0)
     outs, lses = rng.standard_normal((4, 2, 3, 4, 8)), 300 * rng.standard_normal((4, 2, 3, 4))
@@ -152,7 +152,7 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
 
 
 def empty(model):
-    """A cache whose slots are no numbers before they are written."""
+    """A cache whose slots are NaN before they are written."""
     settings = {"dtype": "float32", "page_size": PAGE, "layout": model.layout, "mtp": True}
     cache = LatentKVCache.init(model.config, ROWS, ROOM, **settings)
 
@@ -163,7 +163,7 @@ def empty(model):
 
 
 def feed(model, cache, want, counts, form, queries):
-    """Runs each row's next tokens and checks their logits; the longer cache."""
+    """Runs each sequence's next tokens, checks their logits, and returns the longer cache."""
     starts = np.asarray(cache.lengths)
     places = np.minimum(starts[:, None] + np.arange(queries), ROOM - 1)
     tokens = np.take_along_axis(TOKENS, places, axis=1)
@@ -176,7 +176,7 @@ def feed(model, cache, want, counts, form, queries):
 
 
 def prefilled(model, want):
-    """Rows of STARTS tokens, in chunks."""
+    """A cache with STARTS tokens, filled in chunks."""
     cache = empty(model)
     while (counts := np.clip(STARTS - np.asarray(cache.lengths), 0, 13)).any():
         cache = feed(model, cache, want, counts, "expanded", 13)
@@ -189,8 +189,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("2", "4", "8")]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SLOW, "rows and heads too"])
 def test_logits_of_prefill_and_decode(directory, whole, name):
-    """Expanded in chunks; absorbed, three tokens at once, which may lie on two devices; one by one
-    over a border of pages."""
+    """Expanded in chunks; absorbed with three tokens at once, which may be on two devices; and one
+    by one across a page border."""
     model, want = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], np.asarray(whole[0])
     cache = prefilled(model, want)
     counts = np.array([3, 3, 2, 3, 3, 3, 1, 0])
@@ -233,7 +233,7 @@ def generated(model, draft, **settings):
     ],
 )
 def test_generated_tokens(directory, alone, name, draft):
-    """Each is the most probable one of a pass over the whole text on one device."""
+    """Each token is the most probable one in a pass over the whole text on one device."""
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
     lengths = [17, 9, 20, 12]
     got, _ = generated(model, draft, max_new_tokens=lengths, draft_depth=2)
@@ -250,7 +250,7 @@ def test_generated_tokens(directory, alone, name, draft):
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pages")
 def test_drafts_of_a_trained_model():
-    """The demo's MTP layer drafts the same and is as often right."""
+    """The demo's MTP layer makes the same drafts with the same acceptance."""
     (want, of_one), (got, of_four) = (
         generated(dsv3_jax.load("demo", layout=layout)[0], "mtp", max_new_tokens=28, draft_depth=3)
         for layout in (None, LAYOUTS["4"]())

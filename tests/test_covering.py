@@ -18,7 +18,8 @@ def test_every_two_values_meet(sizes):
 
 
 def test_few_cases():
-    """The product of two axes is the least; greedy choices need little more of three and more."""
+    """The product of two axes is a lower bound; greedy choice needs little more for three or
+    more."""
     assert len(covering_set((3, 4))) == 12
     assert len(covering_set((3, 3, 3))) <= 11
     assert len(covering_set((2,) * 6)) <= 8
@@ -37,7 +38,7 @@ def test_a_seed_draws_a_sample_beside_the_covering_set():
 
 @covering({"a": range(3), "b, c": [(1, 2), (3, 4)], "d": "xyz"}, sample=2, slow_rest=True)
 def test_a_parametrized_test(a, b, c, d, request):
-    """Each name gets its values; the names of sampled cases tell the seed, the rest is slow."""
+    """Each name gets its values; names of sampled cases end with the seed; the rest is slow."""
     assert (a in range(3), (b, c) in ((1, 2), (3, 4)), d in "xyz") == (True, True, True)
     seed = request.config.getoption("--covering-seed")
     name = request.node.callspec.id.removesuffix(f"-seed{seed}")

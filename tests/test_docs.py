@@ -1,5 +1,5 @@
-"""README.md and docs/: every command runs or says what it needs, links lead somewhere, tables are
-those of the results."""
+"""README.md and docs/: every command runs or names what it needs, links resolve, and tables match
+the results."""
 
 import ast
 import os
@@ -31,7 +31,7 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """Where a reader would be: a clone, of which these are what the pages' commands read."""
+    """The directory of a reader: a clone, with the folders that the pages' commands read."""
     for folder in ("docs", "scripts"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,7 @@ def directory(tmp_path, monkeypatch):
     [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.slow, id=p.stem) for p in PAGES],
 )
 def test_what_a_page_says_runs(page, directory, capsys):
-    """A block of text behind one of commands is what they print."""
+    """A text block after a block of commands shows their output."""
     names: dict[str, object] = {}
     printed = None
     for block in blocks(page):
@@ -67,7 +67,7 @@ def test_what_a_page_says_runs(page, directory, capsys):
 
 
 def run_words(words: list[str]) -> None:
-    """One command of a page; others than these are neither run nor marked."""
+    """Runs one command of a page; other kinds of commands need a mark."""
     settings = {}
     while re.fullmatch(r"\w+=.*", words[0]):
         key, _, value = words.pop(0).partition("=")
@@ -92,7 +92,8 @@ def run_words(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_that_are_not_run_can_be_read(page):
-    """Flags of dsv3, and Python's syntax. ``...`` stands for the words of the command before."""
+    """Checks flags of dsv3 and Python syntax. ``...`` stands for the words of the previous
+    command."""
     before: list[str] = []
     for block in blocks(page):
         assert block.language in NO_COMMANDS | {"bash", "python"}, block
@@ -105,7 +106,7 @@ def test_blocks_that_are_not_run_can_be_read(page):
 
 
 def flags(words: list[str], before: list[str]) -> list[str]:
-    """The arguments of a dsv3 command, which its parser takes."""
+    """Returns the arguments of a dsv3 command after its parser has accepted them."""
     words = words[words.index("dsv3") + 1 :]
     if "..." in words:
         assert before, words
@@ -116,7 +117,7 @@ def flags(words: list[str], before: list[str]) -> list[str]:
 
 
 def test_marks_are_few():
-    """Where most is not run, nothing is shown to work."""
+    """Most blocks must run, or the test would show little."""
     of_pages = [block for page in PAGES for block in blocks(page)]
     commands = [block for block in of_pages if block.language not in NO_COMMANDS]
     assert len(commands) > 20
@@ -128,7 +129,7 @@ def test_marks_are_few():
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
-    """Within the repository: file and anchor. Others: a well-formed address."""
+    """Links within the repository need a file and an anchor, others a well-formed address."""
     for link in links(page):
         if "://" in link or link.startswith("mailto:"):
             parts = urlsplit(link)

@@ -1,4 +1,4 @@
-"""Activations in float8: where rows are many, and nowhere else."""
+"""Activations are rounded to float8 for many tokens and nowhere else."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ BFLOAT16 = tolerance("bfloat16")
 
 
 def rounded(x, scale_fmt="float32"):
-    """What is left of rows in float8, in float64."""
+    """Rounds rows to float8 and returns them in float64."""
     values, scale = block_quant(jnp.asarray(x, jnp.float32), (1, 128), scale_fmt=scale_fmt)
     return np.asarray(block_dequant(values, scale, (1, 128)), np.float64)
 

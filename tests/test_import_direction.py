@@ -1,4 +1,4 @@
-"""The house has four storeys, and imports only go down."""
+"""The packages form four storeys, and imports only go down."""
 
 import ast
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ STOREYS = {
     "dsv3_jax": {"pallas_kernels", "sharding", "dsv3_jax"},
 }
 
-# Siblings inside dsv3_jax: each may import what the model is made of, none another sibling.
+# Siblings inside dsv3_jax: each may import the model, none another sibling.
 SIBLINGS = ("checkpoint", "generation", "training")
 
 
 def imports(source: str) -> Iterator[str]:
-    """Full dotted names that a module imports, `from a import b` as a.b."""
+    """Yields the full dotted names that a module imports, `from a import b` as a.b."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,5 +1,5 @@
-"""What capture returns is what the layers computed, and a model that nobody inspects has no trace
-of it."""
+"""capture returns what the layers computed, and leaves no trace in a model that is not
+inspected."""
 
 import ast
 from pathlib import Path
@@ -110,13 +110,13 @@ def test_entropy_by_its_definition(model, found):
 
 
 def test_entropy_of_hand_made_attention():
-    """Over 300 places, which is no multiple of a block of queries."""
+    """At 300 positions, not a multiple of the block of queries."""
     T, rng = 300, np.random.default_rng(1)
     k = jnp.asarray(rng.normal(size=(1, T, 2, 4)), jnp.float32)
     alike = attention_entropy(jnp.zeros_like(k), k, scale=0.5)
     assert alike.shape == (1, 2, T)
     np.testing.assert_allclose(alike[0, 1], np.log(np.arange(T) + 1), atol=1e-5)
-    # Key s is s: the newest key takes all, and to be wholly certain is 0, not NaN.
+    # Key s is s: the newest key gets all weight, and full certainty has entropy 0, not NaN.
     k = jnp.broadcast_to(jnp.arange(T, dtype=jnp.float32)[:, None, None], (1, T, 2, 1))
     np.testing.assert_array_equal(attention_entropy(jnp.full_like(k, 1e6), k, scale=1.0), 0.0)
 
@@ -138,8 +138,8 @@ def test_only_what_is_asked_for(model):
 
 @pytest.mark.slow
 def test_costs(model):
-    """FLOPs as XLA counts them: but for the entropy nothing is computed twice, and without logits
-    the LM head goes."""
+    """By XLA's count of FLOPs only the entropy computes anything twice, and without logits the LM
+    head is not computed."""
     tokens = jnp.asarray(np.tile(TOKENS, (1, 8)))  # one block of queries: XLA counts a loop once
     (B, T), c = tokens.shape, model.config
 
@@ -161,7 +161,7 @@ def test_costs(model):
 
 
 def test_nothing_is_left_behind(model):
-    """The model lowers to the same text, and no module that computes knows of this one."""
+    """The model lowers to the same text, and no computing module imports dsv3_jax.inspection."""
     graph, state = nnx.split(model)
     tokens = jnp.asarray(TOKENS)
 

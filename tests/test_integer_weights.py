@@ -1,7 +1,7 @@
-"""Integer weights inside the model: it computes what it would with the values they stand for.
+"""Integer weights inside the model compute the same as the values that they represent.
 
-Each model is compared with a dense one of the dequantised values, which NumPy makes here from the
-stored integers and scales alone: float32, to 1e-5 in relative norm.
+Each model is compared with a dense one of the dequantized values, which NumPy computes here from
+the stored integers and scales: float32, to 1e-5 in relative norm.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def config(**overrides) -> ModelConfig:
 
 
 def filled(kind: IntegerQuantization) -> DeepSeekV3:
-    """All integers of the kind, with scales that make weights of about 0.1."""
+    """Random integers of the kind, with scales that give weights of about 0.1."""
     rng = np.random.default_rng(0)
     graph, state = nnx.split(abstract(config(), quantization=kind))
     flat = []
@@ -94,7 +94,7 @@ def pair(request) -> Pair:
 
 
 def of_kinds(*quick: tuple[str, str]):
-    """Every kind in either form, each a program: those not named are slow."""
+    """Parametrizes over kinds and forms, each a program; cases that are not named are slow."""
     return pytest.mark.parametrize(
         ("pair", "form"),
         [
@@ -106,7 +106,7 @@ def of_kinds(*quick: tuple[str, str]):
 
 
 def test_whole_sequences_and_mtp(pair):
-    """88 rows for 8 experts: more rows than groups."""
+    """88 (token, expert) pairs for 8 experts: more rows than groups."""
     got, got_aux = forward(pair.integers, TOKENS)
     want, want_aux = forward(pair.dense, TOKENS)
     assert relative_error(got, want) < BOUND
@@ -123,7 +123,7 @@ def test_without_jit(pair):
 @pytest.mark.slow
 @of_kinds(("int4 in 16s", "absorbed"))
 def test_cached(pair, form):
-    """Chunk by chunk; one token a row is six rows for 8 experts."""
+    """Runs chunk by chunk; one token per sequence gives six rows for 8 experts."""
     chunk = {"expanded": 7, "absorbed": 1}[form]
     cache = LatentKVCache.init(pair.dense.config, 2, 24, dtype="float32", page_size=8)
     caches = [cache, cache]
@@ -159,7 +159,7 @@ def test_cached_mtp(pair, form):
 
 @pytest.mark.slow
 def test_initial_weights_are_near_those_without_quantization():
-    """Drawn from the same key, within half a step."""
+    """Sampled with the same key, they differ by at most half a quantization step."""
     options = {"std": 0.02, "dtype": jnp.float32}
     for kind in KINDS.values():
         weight = Weight((3, 20, 40), rngs=nnx.Rngs(5), quantization=kind, **options)
@@ -186,7 +186,7 @@ def test_names_shapes_and_storage_are_the_table_s():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_odd_columns(kind):
-    """int4 packs pairs; int8 has no such wish."""
+    """int4 packs pairs of columns; int8 does not."""
     options = {"std": 0.02, "rngs": nnx.Rngs(0), "dtype": jnp.float32, "quantization": KINDS[kind]}
     if kind == "int8":
         assert Linear(9, 4, **options)(jnp.ones((2, 9))).shape == (2, 4)
@@ -207,7 +207,7 @@ def test_parameters_of_deepseek_v2_lite(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [INT8, INT4])
 def test_parameters_of_deepseek_v3(kind):
-    """A byte counts as two where it holds two, and scales do not count."""
+    """A byte that packs two numbers counts as two, and scales do not count."""
     model = abstract(presets.DEEPSEEK_V3, dtype=jnp.bfloat16, quantization=kind)
     assert parameter_count(model) == 671_026_419_200
     assert parameter_count(model, mtp=True) == 11_610_068_224

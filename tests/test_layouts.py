@@ -1,4 +1,4 @@
-"""A model on eight devices, split in every way that has a name: equal logits, equal tokens."""
+"""A model on eight devices in every named layout: equal logits, equal tokens."""
 
 import dataclasses
 import functools
@@ -94,7 +94,7 @@ def want(alone, tokens):
 
 
 def assert_same(got, want):
-    """Logits, those of MTP, and which experts how many tokens chose."""
+    """Compares logits, MTP logits and routing counts."""
     layers = len(got[1].mtp_logits)
     assert layers in (0, 1)
     wanted = want[0], *want[1].mtp_logits[:layers]
@@ -111,7 +111,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# An MTP layer's parts lie as those of other layers: quick in one layout of each kind of exchange.
+# An MTP layer is sharded like other layers: quick in one layout of each kind of exchange.
 WITH_MTP = "single", "dp_attention_ep", "tensor_parallel", "data 2, expert 2, tensor 2"
 QUICK = "dp_attention_ep", "data 2, expert 2, tensor 2"
 
@@ -138,7 +138,7 @@ def test_logits_of_mtp_layers(laid, tokens, want, name):
 
 @pytest.mark.slow
 def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
-    """Each of up to K parts of a layer's sum is rounded once: half of 2^-8 of itself."""
+    """Each of up to K terms of a layer's sum is rounded once, by at most half of 2^-8 of itself."""
     layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
     got = forward(dsv3_jax.load(directory, layout=layout, mtp=False)[0], tokens)[0]
     error = np.abs(np.asarray(got) - np.asarray(want[0])).max() / np.abs(np.asarray(want[0])).max()
@@ -150,7 +150,7 @@ def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
     "name", ["dp_attention_ep", "dp_attention_ep, all_to_all", "data 2, expert 2, tensor 2"]
 )
 def test_all_tokens_choose_the_same_experts(directory, tokens, name):
-    """Those of one device, and no others."""
+    """The experts chosen on one device, and no others, are chosen on all."""
 
     def biased(name, mtp=True):
         layout = None if name is None else LAYOUTS[name]()
@@ -167,7 +167,7 @@ def test_all_tokens_choose_the_same_experts(directory, tokens, name):
 
 @pytest.fixture(scope="module")
 def generated(alone):
-    """Tokens of one device, without speculation, which changes none."""
+    """Tokens of one device without speculation, which does not change tokens."""
     return tokens_of(alone, None)
 
 
@@ -207,7 +207,7 @@ def test_batches_divide_over_the_devices(laid, tokens):
 
 
 def placements(*replicas):
-    """Of two MoE layers, the second MTP's: identity, then balanced ones."""
+    """Placements for two MoE layers, the second MTP's: the identity, then balanced ones."""
     loads = np.random.default_rng(1).zipf(1.5, (2, 8))
     yield Placement.identity(2, 8, 16)
     for count in replicas:
@@ -218,7 +218,7 @@ def placements(*replicas):
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        slow(None, (16,)),  # one program of 16 places, as the next
+        slow(None, (16,)),  # one program with 16 expert slots, like the next
         ("dp_attention_ep", (16,)),
         slow(None, (8, 24)),  # with 0 and 16 redundant experts
         slow("dp_attention_ep", (8, 24)),
@@ -235,7 +235,7 @@ def test_logits_do_not_depend_on_placement(laid, tokens, want, name, replicas):
 
 @pytest.mark.slow
 def test_a_placement_may_be_loaded(directory, laid, tokens, want):
-    """8 experts in 16 places of 8 devices, and in 12 of 6, over which they do not divide."""
+    """8 experts in 16 slots of 8 devices, and in 12 slots of 6 devices, which do not divide 8."""
     for devices, replicas in ((8, 16), (6, 12)):
         layout = make_layout("dp_attention_ep", devices=jax.devices()[:devices])
         placement = Placement.balanced(np.arange(16).reshape(2, 8), replicas, 1, 1, devices)
@@ -272,7 +272,7 @@ def test_a_placement_may_be_loaded(directory, laid, tokens, want):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_routing_is_counted(alone, tokens, draft):
-    """As a pass over the whole text counts: of every token but the last, and of refused drafts."""
+    """Counts match a pass over the whole text: every token but the last, plus rejected drafts."""
     settings = {"max_new_tokens": 5, "ignore_eos": True, "draft": draft}
     generator = Generator(alone, None, 64, prefill_chunk=4, batch_sizes=(4,), count_routing=True)
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
@@ -300,7 +300,7 @@ def test_routing_is_counted(alone, tokens, draft):
 
 @pytest.mark.slow
 def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_path):
-    """Between two pieces, by the counts so far, without a compilation."""
+    """The placement changes between two pieces, by the counts so far, without compiling."""
     layout = make_layout("dp_attention_ep")
     model = dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16))[0]
     tokenizer = write_tokenizer(tmp_path)  # pieces are of text
@@ -332,7 +332,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
-        # By the reference of the kernel: rows there, how many, and rows back.
+        # With the kernel's reference: rows there, their counts, and rows back.
         slow("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
         # Each half exchanges for itself.
         slow("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
@@ -351,14 +351,14 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     ],
 )
 def test_collectives(laid, name, dense, moe):
-    """Of data-parallel attention none, of shared tokens one; of experts one exchange and back."""
+    """Data-parallel attention has none, shared tokens one, experts one exchange there and back."""
     model = laid(name, mtp=name in WITH_MTP)
     assert Counter(each.name for each in layer_collectives(model, 0)) == dense
     assert Counter(each.name for each in layer_collectives(model, 1)) == moe
 
 
 def test_groups_of_collectives():
-    """As XLA spells them: by list, by shape, turned, and all."""
+    """XLA's notations: a list, a shape, a transposed shape, and all devices."""
     text = """
       %a = f32[2]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
       %b = (f32[2], f32[4]) all-gather-start(%x), replica_groups=[2,2]<=[4], dimensions={0}
@@ -438,7 +438,7 @@ def test_what_cannot_be_laid_out(directory, laid):
 
 
 def test_every_preset_takes_deepseek_v3():
-    """Parameters of each kind of layer, in float8, on as many devices as the preset is made for."""
+    """Lays out each kind of layer in float8, on the number of devices that the preset is for."""
     config = dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
     )
@@ -456,8 +456,8 @@ def test_every_preset_takes_deepseek_v3():
 
 @pytest.mark.parametrize(("devices", "whole"), [(16, True), (32, False)])
 def test_blocks_of_experts_over_tensor_devices(devices, whole):
-    """2,048 columns over 16 devices are a block of 128 each, over 32 half of one: other engines
-    run that, with the wrong scales."""
+    """2,048 columns over 16 devices give one block of 128 each, over 32 half a block. Other engines
+    run that with the wrong scales."""
     config = dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
     )

@@ -55,7 +55,7 @@ def test_what_are_no_tokens(tokens, message):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_sequences_too_short_for_the_mtp_layers(layers):
-    """Layer k predicts T - 1 - k tokens, of which the last has one at least."""
+    """Layer k predicts T - 1 - k tokens; the last layer must predict at least one."""
     model = abstract(dataclasses.replace(CONFIG, num_nextn_predict_layers=layers))
 
     def shapes(T: int):
@@ -98,7 +98,7 @@ def test_sizes_of_no_cache(sizes, message):
 
 
 def cache_of(model: DeepSeekV3) -> LatentKVCache:
-    """Pages full of ones: whatever is written, or overwritten, shows."""
+    """Fills pages with ones, so that every write shows."""
     empty = LatentKVCache.init(
         model.config, 2, ROOM, dtype=jnp.float32, page_size=PAGE, mtp=True, layout=model.layout
     )
@@ -108,7 +108,7 @@ def cache_of(model: DeepSeekV3) -> LatentKVCache:
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def both(graph, state, counts, cache, form):
-    """The model and its MTP layer, extended alike."""
+    """Extends the model and its MTP layer by the same tokens."""
     model = nnx.merge(graph, state)
     starts = cache.lengths
     hidden, cache = model.extend(TOKENS, counts, cache, form)
@@ -122,12 +122,12 @@ def both(graph, state, counts, cache, form):
         ("absorbed", None, 128),
         pytest.param("expanded", None, 128, marks=pytest.mark.slow),
         pytest.param("absorbed", "context_parallel", 128, marks=pytest.mark.slow),
-        ("absorbed", None, 8),  # pages of room for more: see below
+        ("absorbed", None, 8),  # pages with space for more tokens: see below
     ],
 )
 def test_tokens_without_room_are_dropped(form, layout, reach):
-    """Two sequences of two pages. The first has two slots left and is given four tokens: what
-    happens is what happens to two tokens and two of padding, in every page and for its neighbour.
+    """Two sequences of two pages. The first has two slots left and gets four tokens. The result
+    equals that of two tokens and two padding tokens, in every page and for the other sequence.
     """
     devices = jax.devices()[:2]
     config = dataclasses.replace(CONFIG, max_position_embeddings=reach)
@@ -151,8 +151,9 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
         np.testing.assert_array_equal(x[0, :2], y[0, :2])
         np.testing.assert_array_equal(x[1], y[1])
         assert np.isfinite(x).all()
-    assert got[2].lengths.tolist() == [10, 6]  # which tells that two were dropped
-    # The next step of a sequence without room writes nothing, and its neighbour is none the wiser.
+    assert got[2].lengths.tolist() == [10, 6]  # which shows that two were dropped
+    # The next step of a sequence without room writes nothing, and the other sequence is not
+    # affected.
     after, other = (both(graph, state, jnp.array([n, 1], jnp.int32), got[2], form) for n in (4, 0))
     np.testing.assert_array_equal(after[2].pages[0], other[2].pages[0])
     np.testing.assert_array_equal(after[0][1, 0], other[0][1, 0])
@@ -163,7 +164,8 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
 
 
 def test_a_write_changes_its_own_slots_alone():
-    """Past the table's end, of padding, and through entries that name no page: nothing."""
+    """Nothing is written past the table's end, for padding, or through entries that name no
+    page."""
     pages = jnp.zeros((5, PAGE, 3))
     tables = jnp.array([[1, 3], [2, -1], [5, 0]], jnp.int32)  # -1 and 5: no page yet
     positions = jnp.array([[7, 8, 40], [3, 4, 5], [0, 3, 4]], jnp.int32)

@@ -25,13 +25,13 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
         make_mesh(**sizes)
 
 
-# Without the checker, which wants a Device.
+# Without the type checker, which requires a jax Device.
 unchecked = inspect.unwrap(make_mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a mesh asks of one."""
+    """The attributes of a device that a mesh reads."""
 
     platform: str
     device_kind: str
@@ -46,7 +46,7 @@ class Device:
 
 
 def test_a_dimension_of_a_slice_is_cut_in_two():
-    """As tpu_pod's 32 x 8 needs of a v6e's 16 x 16."""
+    """tpu_pod's 32 x 8 mesh needs this on a v6e of 16 x 16."""
     chips = [Device("tpu", "TPU v6 lite", (x, y, 0)) for x in range(16) for y in range(16)]
     mesh = unchecked(data=32, tensor=8, devices=chips)
     assert mesh.devices.shape == (32, 1, 8)

@@ -1,4 +1,4 @@
-"""A whole model on a Hopper GPU, with kernels and without them, and on several."""
+"""A whole model on a Hopper GPU, with and without kernels, and on several GPUs."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, PROMPT +
 
 
 def model_of(dtype):
-    """The same numbers in either dtype: those that bfloat16 has."""
+    """A model with the same weights in either dtype: numbers that bfloat16 can represent."""
     model = models.random_model(models.shapes(CONFIG, "bf16", "bfloat16", mtp=False))
     graph = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[0]
     weights = nnx.split(model)[1]
@@ -51,7 +51,7 @@ def laid_out(model, layout):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """Of arrays that XLA may spread, no kernel is made."""
+    """Runs a function without kernels, as for arrays that XLA may partition."""
 
     def run(function, *args):
         with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
 
 
 def assert_no_larger(ours, plain, exact):
-    """Errors against ``exact``."""
+    """Asserts that our error against ``exact`` is at most 1.1 times that of ``plain``."""
 
     def error(of, places):
         differences = (of - exact)[:, places]
@@ -101,7 +101,7 @@ def assert_no_larger(ours, plain, exact):
         of_plain, of_ours = error(plain, places), error(ours, places)
         print(f"{name}: {of_ours:.4f} with kernels, {of_plain:.4f} without")
         assert 0 < of_plain < 0.5
-        # A choice of experts that rounding turns around weighs much, and falls on either.
+        # Rounding can change the choice of experts, which has a large effect and is random.
         assert of_ours <= 1.1 * of_plain
 
 
@@ -129,7 +129,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """Tokens of float32, logits of float32 at full precision, logits of bfloat16."""
+    """Compares float32 tokens, float32 logits at full precision, and bfloat16 logits."""
     tokens = generated(model_of(jnp.float32))
     with jax.default_matmul_precision("highest"):
         exact = logits(model_of(jnp.float32))

@@ -1,8 +1,8 @@
 """The model in float32 against the float64 oracle, on checkpoints in the published form.
 
 Every model comes through `dsv3_jax.load` from a directory on disk, so names, shapes, dtypes and
-block scales are part of what is compared. Bound: 1e-5 in relative norm; float32 arithmetic leaves
-about 5e-7, and any of the mistakes this guards against more than 1e-3.
+block scales are compared too. Bound: 1e-5 in relative norm. float32 arithmetic gives about 5e-7,
+and any of the mistakes that these tests guard against more than 1e-3.
 """
 
 import dataclasses
@@ -91,8 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Two to three blocks of 128 a side, the last of them partial: kv_a's 320 rows are to 256 latents
-# what DeepSeek-V3's 576 are to 512, and kv_b's heads of 88 rows straddle block borders.
+# Two to three blocks of 128 per side, the last one partial. kv_a's 320 rows correspond to 256
+# latents as DeepSeek-V3's 576 to 512, and kv_b's heads of 88 rows straddle block borders.
 WIDE: dict[str, Any] = {
     "hidden_size": 200,
     "num_hidden_layers": 1,
@@ -115,7 +115,7 @@ class Loaded(NamedTuple):
 
 
 def checkpoint(directory: Path, overrides: dict[str, Any], **kwargs: Any) -> Loaded:
-    """A model from a directory written there, and the oracle of what was written."""
+    """Returns a model loaded from a directory written there, and the oracle of the same weights."""
     config = tiny_config(**overrides)
     tensors = write_checkpoint(directory, config, random_tensors(config), **kwargs)
     model, _ = dsv3_jax.load(directory, dtype=jnp.float32)
@@ -152,7 +152,7 @@ def test_forward(case, tmp_path):
 
 
 def test_every_expert_and_group_is_chosen_by_some_token_and_not_by_all(v3):
-    """What the comparison of routing would be worth otherwise."""
+    """Otherwise the comparison of routing would prove little."""
     _, aux = forward(v3.model, TOKENS)
     assert aux.routing_counts.min() > 0
     assert aux.routing_counts.max() < TOKENS.size
@@ -191,7 +191,8 @@ def test_bfloat16_checkpoint(tmp_path):
     ],
 )
 def test_float8_checkpoint(block, options, tmp_path):
-    """Dequantised on load against the oracle; kept in float8, the same numbers to the bit."""
+    """Dequantized on load it equals the oracle; kept in float8 the numbers are the same bit for
+    bit."""
     cast, oracle = checkpoint(tmp_path, WIDE, dtype="fp8", block=block, **options)
 
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -245,7 +246,7 @@ def router(config: ModelConfig, bias: np.ndarray | None) -> Router:
 
 
 def test_masked_groups_lose_to_negative_biased_scores():
-    """With every bias at -2, masking with 0 in place of -inf would choose masked experts alone."""
+    """With every bias at -2, masking with 0 instead of -inf would choose only masked experts."""
     raw = tiny_config(hidden_size=8)
     logits = np.random.default_rng(2).normal(size=(64, 8)).astype(np.float32)
     bias = np.linspace(-2.2, -1.8, 8).astype(np.float32)

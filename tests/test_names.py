@@ -63,7 +63,7 @@ EVERY = {
 }
 
 
-# Of V3 and Kimi-K2 a hundred thousand tensors each.
+# V3 and Kimi-K2 have a hundred thousand tensors each.
 tensor_table = functools.cache(names.tensor_table)
 
 
@@ -85,7 +85,7 @@ def v3_2():
     [
         ("deepseek-v3", 91_991, 684_531_386_000),
         ("deepseek-v3.2", 92_425, 685_396_921_376),
-        # The published files have a rope buffer of 56 values in each of 61 layers besides.
+        # The published files also have a rope buffer of 56 values in each of 61 layers.
         ("kimi-k2", 139_644 - 61, 1_026_470_731_056 - 61 * 56),
         ("deepseek-v2-lite", 5_291, 15_706_484_224),
     ],
@@ -142,7 +142,8 @@ def test_bytes_of_v3(v3):
     ],
 )
 def test_tables_have_not_changed(name, nbytes, layers, digest):
-    """Bytes in all, runs of (layers, tensors in each), SHA-256 of the lines "name dtype shape"."""
+    """Total bytes, runs of (layers, tensors in each), and the SHA-256 of "name dtype shape"
+    lines."""
     table = tensor_table(presets.get(name))
     assert sum(spec.nbytes for spec in table.values()) == nbytes
     count = Counter(int(m[1]) for n in table if (m := re.match(r"model\.layers\.(\d+)\.", n)))
@@ -155,7 +156,7 @@ def test_tables_have_not_changed(name, nbytes, layers, digest):
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
 def test_the_table_of_another_author(name):
-    """The tests' own list, written apart from the table under test."""
+    """The tests' own list, written independently of the table under test."""
     config = presets.get(name)
     table = {n: (spec.dtype, spec.shape) for n, spec in tensor_table(config).items()}
     assert table == sparse.entries(config.to_hf())
@@ -180,7 +181,7 @@ def test_types_of_v3(v3):
     assert round(sum(v3[name].nbytes for name in scales) / 1e9, 3) == 0.166
 
 
-# What tables are of; V3.1 and R1 differ from V3 in nothing that they hold.
+# Models with tables; V3.1 and R1 have the same tensors as V3.
 DIFFERENT = [name for name in EVERY if name not in ("deepseek-r1", "deepseek-v3.1")]
 
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a kernel of its own, and is kept without outputs."""
+"""Every notebook runs from top to bottom in its own kernel, and is stored without outputs."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MOST_SECONDS = 180  # of a cell
+MOST_SECONDS = 180  # per cell
 
 ids = [path.stem for path in NOTEBOOKS]
 
@@ -28,7 +28,7 @@ def test_the_seven():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_a_notebook_is_kept_as_it_opens(path):
-    """Valid, without outputs, with a badge of its own and the cell that installs."""
+    """It is valid, has no outputs, and has its own badge and the cell that installs the package."""
     notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     first, install, *rest = notebook.cells
@@ -47,7 +47,7 @@ def test_a_notebook_is_kept_as_it_opens(path):
 def test_a_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # as Colab has it: one device
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # one device, as in Colab
     notebook = nbformat.read(path, as_version=4)
     began = time.perf_counter()
     client = NotebookClient(notebook, timeout=MOST_SECONDS, resources={"metadata": {"path": "/"}})

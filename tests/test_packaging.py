@@ -1,4 +1,4 @@
-"""What an installation has, and what it refuses to take for its own."""
+"""Contents of an installation, and its refusal of foreign packages with the same names."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def test_packages_are_listed():
 
 @pytest.mark.slow
 def test_the_wheel(tmp_path):
-    """Has the demo and the markers of typed packages, and is built without a warning."""
+    """The wheel has the demo and the markers of typed packages, and builds without a warning."""
     pytest.importorskip("setuptools", minversion="77")
     for package in TOP:
         shutil.copytree(

@@ -1,6 +1,6 @@
 """The published models: numbers that follow from their configurations.
 
-Each figure was worked out apart from this code, from the published equations.
+Each figure was calculated from the published equations, independently of this code.
 """
 
 import pytest

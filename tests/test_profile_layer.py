@@ -1,4 +1,4 @@
-"""scripts/profile_layer.py on a tiny layer, on a CPU; and what it reads out of XLA's text."""
+"""scripts/profile_layer.py on a tiny layer on a CPU, and its parsing of XLA's text."""
 
 import json
 import sys

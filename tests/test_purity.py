@@ -1,8 +1,8 @@
-"""A method answers, and leaves its model and its arguments as they were.
+"""Methods return results and leave their model and arguments unchanged.
 
 Setters change the model they are called on and no other, though models share arrays. What a model
 computes follows from its graph and its arrays, so these are compared: nothing is compiled. A
-Trainer's case stands in tests/training/test_steps.py, whose compiled steps it shares.
+Trainer's case is in tests/training/test_steps.py, whose compiled steps it shares.
 """
 
 from collections.abc import Callable
@@ -60,11 +60,11 @@ HIDDEN = jnp.ones((2, 5, CONFIG.hidden_size))
 
 
 def program(run: Callable[[], Any]) -> str:
-    """What a call would compute. Tracing runs all of our code, on the model itself."""
+    """Returns the program of a call. Tracing runs all of our code on the model itself."""
     return str(jax.make_jaxpr(run)())
 
 
-# A name for each method: what it is called with, and the call.
+# For each method: its arguments and the call.
 METHODS: dict[str, tuple[tuple[Any, ...], Callable[[DeepSeekV3, Path], Any]]] = {
     "__call__": ((TOKENS,), lambda model, _: program(lambda: model(TOKENS))),
     "__call__, aux": ((TOKENS,), lambda model, _: program(lambda: model(TOKENS, return_aux=True))),
@@ -121,7 +121,7 @@ SETTERS: dict[str, Callable[[DeepSeekV3], None]] = {
 
 @pytest.mark.parametrize("name", SETTERS)
 def test_a_setter_changes_no_other_model(name):
-    """Neither where the model comes from, nor what came from it before."""
+    """It changes neither the model's origin nor models derived from it earlier."""
     model = filled_model(CONFIG, BlockQuantization())
     derived = {
         "placed": model.place_experts(PLACEMENTS[1]),
@@ -133,7 +133,7 @@ def test_a_setter_changes_no_other_model(name):
     SETTERS[name](model)
     for key in derived:
         before[key].check()
-    if name != "lay_out":  # caches apart, and rows so few, nothing is computed otherwise
+    if name != "lay_out":  # which changes only caches with so few tokens
         assert program(lambda: model(TOKENS)) == logits
     now = Snapshot(model)
     for each in derived.values():
@@ -144,7 +144,7 @@ def test_a_setter_changes_no_other_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT4])
 def test_a_placement_leaves_its_model_as_it_was(quantization):
-    """Any number of times from one model, from a placed one too."""
+    """It works any number of times from one model, also from a placed one."""
     base = filled_model(CONFIG, quantization)
     before = arrays(base)
     for placement in PLACEMENTS:

@@ -1,4 +1,4 @@
-"""What a table of rules makes of an array's axes, and what it refuses by name."""
+"""Rules map an array's axes to mesh axes, and refuse bad ones by name."""
 
 import dataclasses
 import functools
@@ -104,7 +104,7 @@ def test_the_default_table_names_the_axes_of_make_mesh():
 
 @functools.cache
 def a_layer_of_each_kind(name, quantization):
-    """Of a published model's widths."""
+    """A model with a published model's widths and one layer of each kind."""
     config = presets.get(name)
     config = dataclasses.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
     return abstract(config, dtype=jnp.bfloat16, quantization=quantization)
@@ -113,7 +113,8 @@ def a_layer_of_each_kind(name, quantization):
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT8, INT4], ids=str)
 def test_every_parameter_has_its_axes(name, quantization):
-    """One axis a dimension; an axis has one size, but for those that hold something beside it."""
+    """Each dimension has one axis, and an axis one size, except where it includes something
+    more."""
     config = presets.get(name)
     model = a_layer_of_each_kind(name, quantization)
     sizes = {}
@@ -177,7 +178,7 @@ def test_two_int4_of_a_byte_stay_together():
 
 @pytest.mark.parametrize("block", [None, BlockQuantization()])
 def test_the_first_that_cannot_lie_is_named(block):
-    """V2-Lite's 10944 columns are 1368 a device, ten blocks and a part."""
+    """V2-Lite's 10944 columns are 1368 per device, ten blocks and a partial one."""
     mesh = make_mesh(tensor=8)
     model = a_layer_of_each_kind("deepseek-v2-lite", block)
     if block is None:

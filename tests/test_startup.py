@@ -1,4 +1,4 @@
-"""What does not need JAX does not wait for it: help, usage errors, and `import dsv3_jax`."""
+"""Help, usage errors and `import dsv3_jax` do not wait for JAX, which they do not need."""
 
 import ast
 import importlib
@@ -23,7 +23,7 @@ COMMANDS = [
     for module in (convert, doctor, export, generate, plan, train, verify)
 ]
 
-# Packages that take long to import, or import one that does.
+# Packages that are slow to import, or import a slow one.
 HEAVY = {
     *("flax", "grain", "huggingface_hub", "jax", "jaxlib", "jinja2", "matplotlib", "ml_dtypes"),
     *("numpy", "optax", "orbax", "pallas_kernels", "rich", "tensorstore", "tokenizers"),
@@ -90,7 +90,7 @@ def test_help_and_usage_errors_import_nothing_heavy():
     ],
 )
 def test_a_usage_error_names_the_argument_and_the_help(arguments, message, capsys):
-    """None: arguments that are good."""
+    """A message of None means valid arguments."""
     if message is None:
         parser().parse_args(arguments.split())
         return
@@ -105,7 +105,7 @@ def test_a_usage_error_names_the_argument_and_the_help(arguments, message, capsy
 
 
 def test_help_is_there_at_once():
-    """Processor time, which other programs on the machine do not add to."""
+    """Measures processor time, to which other programs do not contribute."""
     took = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -195,7 +195,7 @@ def interrupt():
 
 
 def interrupted(code: str) -> tuple[int, str, str]:
-    """Status, stdout and stderr of ``dsv3 doctor``, which what ``code`` does interrupts."""
+    """Returns status, stdout and stderr of ``dsv3 doctor``, which ``code`` interrupts."""
     command = [sys.executable, "-c", INTERRUPTED + code + "sys.exit(main())", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
@@ -203,8 +203,8 @@ def interrupted(code: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("module", ["dsv3_jax.cli.main", "dsv3_jax.config", "jax"])
 def test_an_interrupt_during_an_import(module):
-    """Of the command's own modules, or of those that a subcommand needs. The extension that imports
-    it would make an ImportError of KeyboardInterrupt."""
+    """The import may be of the command's own modules or of those that a subcommand needs. An
+    extension that imports the module may turn KeyboardInterrupt into an ImportError."""
     code = f"""
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -222,9 +222,9 @@ sys.meta_path.insert(0, Finder())
     "run",
     [
         "interrupt()",
-        # A callback from which Python lets no exception out.
+        # A callback from which Python does not propagate exceptions.
         "Dropped(); time.sleep(30)",
-        # What was interrupted fails in another way.
+        # The interrupted code raises another exception.
         "try:\n        interrupt()\n    except KeyboardInterrupt:\n        raise ImportError",
     ],
 )

@@ -1,4 +1,4 @@
-"""Pictures say what their arrays say, and need matplotlib by name."""
+"""Plots show the values of their arrays, and name matplotlib if it is missing."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_classes_are_sorted_and_their_intervals_wilsons():
 
 
 def test_accepted_and_refused_are_told_apart_without_colour():
-    """By lightness, and refused ones by hatching."""
+    """They differ by lightness, and rejected drafts by hatching."""
     from matplotlib.colors import to_rgb
 
     axes = acceptance_by_class(["a", "b"], np.array([81, 5]), np.array([100, 10])).axes[0]
@@ -129,7 +129,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_it_can_be_saved(name, tmp_path):
-    """Without a warning, which the suite makes an error, about what cannot be drawn or laid out."""
+    """matplotlib gives no warning about glyphs or layout; the suite turns warnings into errors."""
     save(PICTURES[name](), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""Pictures of attention show the numbers they were given, under their names."""
+"""Plots of attention show the given numbers under their names."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pictures of layouts, of bounds, and of expert load over steps."""
+"""Plots of layouts, of bounds, and of expert load over steps."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_a_mesh_shows_parts_and_the_groups_of_collectives():
         "experts": abstract_layout("dp_attention_ep", 4),
     }
     axes = mesh(layouts, {"both": ([summed], [summed] * 2), "experts": ([], [])}).axes[0]
-    assert len(axes.patches) == 8 * (1 + 2 * 4)  # a frame, and four bars on their grounds
+    assert len(axes.patches) == 8 * (1 + 2 * 4)  # a frame, and four bars with backgrounds
     filled = [bar.get_width() for bar in axes.patches if bar.get_height() < 1][1::2]
     whole, half, quarter = (pytest.approx(0.84 / parts) for parts in (1, 2, 4))
     assert filled[:4] == [half, half, whole, half]  # rows, heads, experts, columns

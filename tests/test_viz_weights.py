@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint's differences, and of the load of its experts' layers."""
+"""Plots of the differences of two checkpoints, and of expert load by layer."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DEMO = ModelConfig.from_hf(find_description("demo"))
 
 
 def differences(apart: str) -> dict[str, Difference]:
-    """Of the demo and a copy in which tensors with ``apart`` in their names differ."""
+    """Compares the demo with a copy in which tensors with ``apart`` in their names differ."""
     names = open_checkpoint("demo").with_values()
     assert not apart or any(apart in name for name in names)
     return {
@@ -25,7 +25,7 @@ def differences(apart: str) -> dict[str, Difference]:
 
 
 def panels(figure):
-    """The three that are drawn into; the other axes have legends."""
+    """Returns the three axes with plots; the other axes have legends."""
     return [axes for axes in figure.axes if axes.axison]
 
 

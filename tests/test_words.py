@@ -1,4 +1,4 @@
-"""Numbers in messages, and what a terminal shows meanwhile."""
+"""Numbers in messages, and the progress that a terminal shows."""
 
 import io
 

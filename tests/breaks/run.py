@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def noticed(repository: Path, defect: Break, *, whole: bool) -> dict[str, Any]:
-    """The suite and the test that fail first for a defect, None where none does; and the seconds.
+    """Returns the suite and the test that fail first for a defect, or None, and the seconds.
 
     Raises:
       ValueError: the text to replace is not there exactly once.
@@ -71,7 +71,7 @@ def noticed(repository: Path, defect: Break, *, whole: bool) -> dict[str, Any]:
 
 
 def _runs(files: Sequence[str], whole: bool) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Suite, marker expression and files of each run of pytest."""
+    """Yields the suite, marker expression and files of each run of pytest."""
     for chosen in (files, ("tests",)) if whole else (files,):
         yield "quick", "not slow", chosen
         yield "slow", "slow", chosen
@@ -97,7 +97,7 @@ def _first_failure(repository: Path, marker: str, files: Sequence[str]) -> str |
 
 
 def _copied(repository: Path, folder: Path) -> Path:
-    """The files that git tracks, as they are in the working tree."""
+    """Copies the files that git tracks, as they are in the working tree, and returns the folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=True
     )

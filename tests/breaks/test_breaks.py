@@ -1,4 +1,4 @@
-"""The deliberate defects can still be applied: what they replace is in the code, once."""
+"""The deliberate defects can still be applied: the text that each replaces occurs exactly once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A process of a run without a model: ``member.py ACTION ARGUMENT...``, under launch_local."""
+"""One process of a run without a model: ``member.py ACTION ARGUMENT...``, under launch_local."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from sharding.distributed import host_values, initialize
 
 
 def gather() -> None:
-    """Checks what host_values makes of arrays that lie everywhere, apart, and here."""
+    """Checks host_values on arrays that are replicated, sharded over processes, and local."""
     initialize(timeout_s=60)
     want = np.arange(8.0).reshape(4, 2)
     mesh = make_mesh(data=jax.device_count())
@@ -33,14 +33,14 @@ def gather() -> None:
 
 
 def late(number: str, timeout_s: str) -> None:
-    """That process does not come."""
+    """The given process joins too late."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == number:
         time.sleep(100)
     initialize(timeout_s=int(timeout_s))
 
 
 def dies(how: str, others: str, peer_timeout_s: str) -> None:
-    """The last process is killed or raises, while the others compute with it or do nothing."""
+    """Kills the last process or makes it raise, while the others compute with it or are idle."""
     initialize(timeout_s=60, peer_timeout_s=int(peer_timeout_s))
     mesh = make_mesh(data=jax.device_count())
     ones = np.ones(jax.device_count(), np.float32)

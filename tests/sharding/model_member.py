@@ -1,6 +1,6 @@
-"""A process of a run: ``model_member.py ACTION DIRECTORY OUT SIZES``, under launch_local.
+"""One process of a run: ``model_member.py ACTION DIRECTORY OUT SIZES``, under launch_local.
 
-DIRECTORY has a checkpoint, OUT gets what each process found, SIZES are the mesh's axes in JSON.
+DIRECTORY has a checkpoint, OUT receives each process's results, SIZES are the mesh's axes in JSON.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ TOKENS = np.random.default_rng(0).integers(0, 160, (2, 7), np.int32)
 
 
 def model(directory: str, out: str, sizes: str) -> None:
-    """Writes logits and greedy completions of the checkpoint, spread over all processes."""
+    """Writes logits and greedy completions of the checkpoint, sharded over all processes."""
     network, generator = loaded(directory, sizes)
     np.save(f"{out}/logits{jax.process_index()}.npy", host_values(logits(network)))
     write(out, greedy=completions(generator))
 
 
 def reads(directory: str, out: str, sizes: str) -> None:
-    """Writes what the host reads where the state lies apart, and measures depths."""
+    """Writes what the host reads of a sharded state, and measures draft depths."""
     network, generator = loaded(directory, sizes)
     programs = generator._programs
     rows = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(AXES))
@@ -87,7 +87,7 @@ def logits(network: dsv3_jax.DeepSeekV3) -> jax.Array:
 
 
 def completions(generator, **settings) -> list:
-    """Tokens and the best alternatives to each, and why it ended."""
+    """Returns the tokens, the best alternatives to each, and the finish reason."""
     generation = generator.generate(PROMPTS, max_new_tokens=10, logprobs=2, **settings)
     return [[c.tokens, [t for t, _ in c.top_logprobs[0]], c.finish_reason] for c in generation]
 

@@ -1,4 +1,4 @@
-"""Loads to place experts by, how heavy a GPU greedy placements make, and what a placement is."""
+"""Loads for tests of expert placement, a greedy placement to compare with, and a validity check."""
 
 import heapq
 import itertools
@@ -31,12 +31,12 @@ def random_cases(count: int, seed: int):
 
 
 def heaviest_of_greedy(load, num_replicas, num_groups, num_nodes, num_gpus) -> float:
-    """Load of the heaviest GPU when each step takes the best next one: EPLB's, on lists."""
+    """Returns the load of the heaviest GPU under EPLB's greedy algorithm, written on lists."""
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
 
     def packed(items, packs):
-        """Items are (load, whatever), the heaviest first into the lightest pack with room."""
+        """Packs items (load, value), the heaviest first into the lightest pack with room."""
         room, bins = len(items) // packs, [[] for _ in range(packs)]
         for item in sorted(items, key=lambda item: -item[0]):
             free = [held for held in bins if len(held) < room]
@@ -60,7 +60,7 @@ def heaviest_of_greedy(load, num_replicas, num_groups, num_nodes, num_gpus) -> f
 
 
 def check_tables(phy2log, log2phy, logcnt, num_experts):
-    """The three say the same thing, of every replica of every expert."""
+    """Checks that the three arrays agree on every replica of every expert."""
     for of_place, of_expert, count in zip(phy2log, log2phy, logcnt, strict=True):
         assert len(of_expert) == len(count) == num_experts
         for expert in range(num_experts):

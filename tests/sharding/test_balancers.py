@@ -1,4 +1,4 @@
-"""Requests shared out over data-parallel shards: by hand, and what holds of all of them."""
+"""Requests assigned to data-parallel shards: cases worked out by hand, and properties of all."""
 
 import itertools
 
@@ -45,12 +45,12 @@ def test_a_shard_at_its_capacity_gets_nothing_but_empty_requests():
 
 
 def test_decode_goes_where_the_cache_is_least_used():
-    """Though that shard has more requests."""
+    """Chooses that shard although it has more requests."""
     assert assign_decode([2], [10, 4], [20, 20], [1, 6], [8, 8]).tolist() == [1]
 
 
 def test_decode_needs_a_row_and_a_cache():
-    """Shard 0 has no row left, shard 1 no cache; the last one waits for a row of shard 2."""
+    """Shard 0 has no slot left, shard 1 no cache; the last request waits for a slot of shard 2."""
     rooms = {"max_cache": [20, 20, 90], "max_requests": [4, 4, 4]}
     got = assign_decode([6, 7], [0, 15, 50], shard_requests=[4, 0, 3], **rooms)
     assert got.tolist() == [WAITS, 2]
@@ -101,7 +101,7 @@ def test_no_shard_is_overfilled_and_none_waits_beside_room():
 
 
 def test_within_a_third_of_the_best():
-    """Graham's bound for the longest first: 4/3 - 1/(3S) of the best way, found by trying all."""
+    """Graham's bound for longest-first: 4/3 - 1/(3S) of the optimum, found by exhaustive search."""
     rng = np.random.default_rng(1)
     for _ in range(25):
         R, S = int(rng.integers(1, 7)), int(rng.integers(2, 4))

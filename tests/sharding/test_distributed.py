@@ -1,4 +1,4 @@
-"""Several processes on this machine: the same model in all of them, and what becomes of the others
+"""Several processes on this machine: the same model in all of them, and the reaction of the others
 when one is missing."""
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch(*words, processes, devices=1, grace=20.0, member="member.py"):
-    """launch_local with a member's action: its status, output and seconds."""
+    """Runs a member's action under launch_local; returns its status, output and seconds."""
     command = [sys.executable, "scripts/launch_local.py", "-n", processes]
     command += ["--devices-per-process", devices, "--grace", grace, "--"]
     command += [sys.executable, f"tests/sharding/{member}", *words]
@@ -79,7 +79,7 @@ def alone(checkpoint):
 
 
 def found(directory, *words, processes, devices):
-    """What each of the processes has written."""
+    """Returns what each process has written."""
     status, output, _ = launch(
         *words, processes=processes, devices=devices, member="model_member.py"
     )
@@ -114,7 +114,7 @@ def test_what_the_host_reads(checkpoint, alone, tmp_path):
     for each in both:
         assert each["apart"] == alone[1]
         assert each["auto"] == alone[1]
-    # Measured costs decide what runs next: the processes must have the same.
+    # Measured costs decide what runs next, so they must be equal in all processes.
     assert both[0]["observed"] == both[1]["observed"]
     assert any(seconds is not None for _, seconds in both[0]["observed"])
 
@@ -142,7 +142,7 @@ def test_a_process_killed_while_others_compute_with_it(processes):
     status, output, seconds = launch("dies", "killed", "busy", 60, processes=processes)
     assert output.count("together") == processes
     assert status == 128 + 9
-    # By gloo, or by jax: when process 0 has ended by gloo, it is no longer the coordinator.
+    # Either gloo or jax ends it: once gloo has ended process 0, there is no coordinator.
     for number in range(processes - 1):
         ends = rf"^\[{number}\] (distributed: process {number} ends with|.*Terminating process)"
         assert re.search(ends, output, re.M)
@@ -162,7 +162,7 @@ def test_a_process_that_raises():
 
 @pytest.mark.slow
 def test_a_process_killed_while_others_do_nothing():
-    """Nothing but its heartbeats tells of it."""
+    """Only the missing heartbeats reveal a stopped process."""
     status, output, seconds = launch("dies", "killed", "idle", 6, processes=2)
     assert status == 128 + 9
     assert re.search(r"^\[0\] .*Terminating process because .* another task died", output, re.M)

@@ -1,4 +1,4 @@
-"""Placements of experts: what each must be, and how even beside the greedy one."""
+"""Placements of experts are valid, and at least as even as the greedy ones."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_balancedness_of_the_published_example():
 
 
 def check_placement(weight, phy2log, P, groups, nodes, gpus):
-    """Whole groups on a node, as many on each, under the hierarchical policy."""
+    """The hierarchical policy puts whole groups on nodes, the same number on each."""
     E = weight.shape[1]
     assert phy2log.shape == (len(weight), P)
     if groups % nodes:
@@ -52,7 +52,7 @@ def check_placement(weight, phy2log, P, groups, nodes, gpus):
 
 @pytest.mark.slow
 def test_a_thousand_loads():
-    """Each placement is valid, and none less even than the greedy one; many are more even."""
+    """Each placement is valid and at least as even as the greedy one; many are more even."""
     better = hierarchical = 0
     for weight, arguments in random_cases(1000, seed=0):
         tables = rebalance_experts(weight, *arguments)
@@ -71,7 +71,7 @@ def test_a_thousand_loads():
 
 @pytest.mark.parametrize("arguments", [(288, 8, 4, 32), (288, 8, 18, 144), (320, 8, 1, 8)])
 def test_deepseek_v3(arguments):
-    """Its prefill and decode deployments, and one node: no GPU above the greedy's heaviest."""
+    """No GPU exceeds the greedy maximum in V3's prefill and decode deployments and on one node."""
     weight = np.random.default_rng(1).lognormal(0, 0.7, (3, 256))
     phy2log, log2phy, logcnt = rebalance_experts(weight, *arguments)
     check_tables(phy2log, log2phy, logcnt, 256)
@@ -107,14 +107,14 @@ def test_one_replica_each_and_no_load():
 
 
 def test_all_load_on_one_expert_is_shared_by_all_gpus():
-    """12 places, 4 of which the others need: 8 are left, two for each GPU."""
+    """Of 12 expert slots the others need 4: 8 are left, two for each GPU."""
     phy2log, _, logcnt = rebalance_experts([[0, 0, 60, 0, 0]], 12, 1, 1, 4)
     assert logcnt.tolist() == [[1, 1, 8, 1, 1]]
     assert balancedness([[0, 0, 60, 0, 0]], phy2log, 4).tolist() == [1.0]
 
 
 def test_groups_change_nodes_where_that_helps():
-    """Greedy nodes hold 9+6+5 and 8+7+1; one exchange evens them out."""
+    """Greedy packing gives nodes 9+6+5 and 8+7+1; one exchange balances them."""
     load = np.array([9.0, 8, 7, 6, 5, 1])
     greedy = pack(load, 2)
     assert sorted(load[greedy].sum(1)) == [16, 20]
@@ -124,7 +124,7 @@ def test_groups_change_nodes_where_that_helps():
 
 
 def test_evener_nodes_are_not_taken_where_gpus_are_worse():
-    """Evener nodes make a heavier GPU of some loads: a placement is as even as the better way."""
+    """More even nodes can make a GPU heavier: the better of both placements is taken."""
     differ = 0
     for weight, (P, groups, nodes, gpus) in random_cases(400, seed=4):
         if groups % nodes or groups in (1, nodes):
@@ -152,7 +152,7 @@ def test_one_item_a_pack_stays_where_it_is():
 
 
 def test_improved_packs_cannot_be_improved_by_an_exchange():
-    """With the heaviest pack, that is; every item is still packed once."""
+    """No exchange with another pack improves the heaviest; every item is still packed once."""
     rng = np.random.default_rng(5)
     for _ in range(50):
         packs, room = (int(n) for n in rng.integers(2, 6, 2))

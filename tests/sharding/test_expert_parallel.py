@@ -1,4 +1,4 @@
-"""Experts on simulated devices sum as experts on one do, whichever way the tokens travel."""
+"""Experts on simulated devices give the sums of one device, for every exchange."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ from tests.support.covering import slow_except
 
 M, D, F, E, K = 48, 128, 16, 32, 3
 
-# Sizes of the mesh's axes, the axes that split tokens, and those along which shares are added.
+# Sizes of the mesh's axes, the axes that split tokens, and the axes to sum over.
 MESHES = {
     "8": ({"x": 8}, ("x",), ()),
     "4x2": ({"x": 4, "y": 2}, ("x", "y"), ()),
@@ -50,7 +50,7 @@ EXCHANGES = {
 def ragged_emulated(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """What jax.lax.ragged_all_to_all documents, of all-gathers; garbage where sizes contradict."""
+    """jax.lax.ragged_all_to_all as documented, from all-gathers; garbage if sizes contradict."""
     me = lax.axis_index(axis_name)
     operands = lax.all_gather(operand, axis_name)
     slices = lax.all_gather(jnp.stack([input_offsets, send_sizes, output_offsets]), axis_name)
@@ -66,8 +66,8 @@ def ragged_emulated(
 
 
 def one_sided_emulated(rows, counts, *, axes):
-    """What pallas_kernels.token_exchange promises; past the counts rows of zeros that have experts,
-    which is work that experts_mlp refuses, and NaN on the way back."""
+    """pallas_kernels.token_exchange as documented. Past the counts it returns rows of zeros with
+    experts, work that experts_mlp refuses, and NaN on the way back."""
     received, counts = token_exchange(rows, counts, axes=axes, implementation="reference")
     garbage = jnp.broadcast_to(received[:, :1].at[..., :D].set(0), received.shape)
     if jnp.issubdtype(rows.dtype, jnp.floating):
@@ -82,7 +82,7 @@ def make_mesh(sizes):
 
 
 def experts_mlp(gate, up, down):
-    """``run`` of mix_experts, with NaN in all rows that it may leave undefined.
+    """``run`` of mix_experts, which returns NaN in all rows that it may leave undefined.
 
     And in all if it is given work that is none: more rows than came, or a row of zeros, which fill
     messages up.
@@ -147,7 +147,7 @@ def arrays(dtype=jnp.float32):
 
 
 def reference(tokens, experts, weights, gate, up, down):
-    """Every expert of every token, then the chosen ones; nothing sorted, nothing spread."""
+    """Computes every expert for every token, then picks the chosen ones: no sorting, no devices."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = tokens.dtype
     hidden = jax.nn.silu(einsum("md,efd->mef", tokens, gate).astype(dtype))
@@ -164,7 +164,7 @@ def choices():
     yield "one expert", np.tile([5, E, E + 9], (M, 1))
     yield "one device", np.tile([E - 1, E - 3, E - 2], (M, 1))
     yield "one device and others", np.where(np.arange(M)[:, None] < M // 8, [13, 12, 14], free)
-    # Whole tokens, one device's whole tokens, and single places: each of its own "no expert".
+    # Whole tokens, all tokens of one device, and single choices, each with its own "no expert".
     padded = np.where(np.arange(M)[:, None] % 3 == 0, E, free)
     padded[: M // 8], padded[-5:, 1], padded[-9:, 2] = E + 1, -1, np.iinfo(np.int32).max
     yield "padding", padded
@@ -179,7 +179,7 @@ def inputs(choice, dtype=jnp.float32):
     tokens, *matrices = arrays(dtype)
     weights = np.random.default_rng(2).random((M, K), np.float32)
     weights[4:7] = 0
-    # A weight of no expert is never read.
+    # A weight that belongs to no expert is never read.
     nowhere = (CHOICES[choice] < 0) | (CHOICES[choice] >= E)
     experts = jnp.asarray(CHOICES[choice], jnp.int32)
     return (tokens, experts, jnp.where(nowhere, jnp.nan, weights), *matrices)
@@ -209,7 +209,7 @@ COMBINATIONS = [
 ]
 
 
-# Every exchange over one axis; each kind of mesh with what other tests below compile for it.
+# Every exchange over one axis; each kind of mesh with programs that tests below compile too.
 QUICK = [
     *(("8", exchange) for exchange in EXCHANGES),
     *(
@@ -320,7 +320,7 @@ def test_gradients_through_all_gather(name, check_vma):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     jax.tree.map(close, executable(tokens, weights, matrices), want)
     if not reduce_axes:
-        # One of each there, one of each back; and the loss of all devices, which is the test's.
+        # One of each there and back, and the sum of the loss over devices, which the test adds.
         count = {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 1}
         assert collectives(executable) == count
 
@@ -370,7 +370,7 @@ def test_float8_needs_no_more_collectives(exchange):
 
 @pytest.mark.parametrize("load", ["random", "empty", "one sender", "one receiver"])
 def test_ragged_slices(load):
-    """Rows go where their receiver expects them, without gaps, and come back where they were."""
+    """Rows arrive where the receiver expects them, without gaps, and return to their positions."""
     n = 5
     counts = np.random.default_rng(4).integers(0, 4, (n, n))
     keep = {"empty": 0, "one sender": np.arange(n)[:, None] == 2, "one receiver": np.arange(n) == 3}
@@ -383,7 +383,7 @@ def test_ragged_slices(load):
 
 
 def emulate(rows, slices):
-    """A ragged all-to-all of lists; what is not written stays None."""
+    """A ragged all-to-all of lists; positions that are not written stay None."""
     n = len(rows)
     out = [[None] * int(sum(slices[device].recv_sizes)) for device in range(n)]
     for source, (starts, sizes, targets, _) in enumerate(slices):
@@ -412,7 +412,7 @@ def test_default_pairs():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 300, 4096, 5000])
 def test_order_of_pairs_is_a_stable_sort(count):
-    """Of few by counting, of many by sorting."""
+    """Few pairs are ordered by counting, many by sorting."""
     keys = np.random.default_rng(count).integers(0, 7, count, np.int32)
     order, place = expert_mixture._sorted_places(jnp.asarray(keys))
     np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))

@@ -65,7 +65,7 @@ def test_a_process_that_ignores_sigterm_and_its_child():
 
 
 def is_gone(pid: str) -> bool:
-    """Or has ended, and nobody has asked for its status."""
+    """A process that has ended but was not waited for does not count as running."""
     try:
         return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

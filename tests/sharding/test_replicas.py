@@ -1,4 +1,4 @@
-"""Which replica a token takes, whose weights stand at a place, and shapes that never change."""
+"""Choice of replicas, the weights in each expert slot, and shapes that never change."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def test_every_token_finds_its_expert():
 
 
 def test_tokens_take_replicas_in_turn():
-    """Expert 0 stands at 0, 2 and 4, expert 1 at 3, expert 2 at 1."""
+    """Expert 0 is in slots 0, 2 and 4, expert 1 in slot 3, expert 2 in slot 1."""
     placement = Placement.of(np.array([[0, 2, 0, 1, 0]]), 3)
     experts = jnp.array([[0, 1], [0, 2], [2, 0], [0, 1], [1, 0]], jnp.int32)
     chosen = choose_replicas(experts, placement.log2phy[0], placement.logcnt[0])
@@ -88,7 +88,7 @@ def test_a_choice_does_not_depend_on_other_tokens():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e4m3fn, np.uint8])
 def test_weights_stand_where_tokens_go(dtype):
-    """A token meets its expert's own weights, whatever the placement."""
+    """A token meets its own expert's weights, whatever the placement."""
     stack = jnp.asarray(np.random.default_rng(4).integers(0, 100, (12, 3, 5)), dtype)
     experts = jnp.asarray(np.random.default_rng(5).integers(0, 12, (9, 2)), jnp.int32)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Parameters stored in parts, and gathered."""
+"""Parameters that are stored sharded and gathered for use."""
 
 import jax
 import jax.numpy as jnp

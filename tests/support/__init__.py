@@ -1,1 +1,1 @@
-"""What the tests compare against and load: a NumPy oracle and tiny published-style checkpoints."""
+"""Helpers of the tests: a NumPy oracle, and tiny checkpoints in the published format."""

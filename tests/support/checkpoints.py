@@ -84,7 +84,7 @@ def tiny_config(**overrides: Any) -> Config:
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the published checkpoint and its shape, layer by layer; no scales."""
+    """Returns the name and shape of every tensor of the published checkpoint, without scales."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     layers = config["num_hidden_layers"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -155,7 +155,7 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
 
 
 def is_fp8(name: str) -> bool:
-    """Whether a block-quantised checkpoint stores it in FP8: every projection except eh_proj."""
+    """Whether a block-quantised checkpoint stores a tensor in FP8: all projections but eh_proj."""
     projection = name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
     return projection and not name.endswith("eh_proj.weight")
 

@@ -1,6 +1,6 @@
-"""The dsv3 command in processes of its own: killed, short of disk, misled.
+"""Runs the dsv3 command in processes of its own, which can be killed or run out of disk.
 
-They are forked from a server that has imported the command, so that each begins at once.
+They are forked from a server that has imported the command, so that each starts at once.
 """
 
 import errno
@@ -19,7 +19,7 @@ from typing import Any
 from dsv3_jax.cli.main import main
 
 Hook = Callable[[], object]
-"""What the child does before the command: something that pickles."""
+"""Function that the child calls before the command. It must be picklable."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -28,7 +28,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 class Child:
-    """A command that runs, or ran."""
+    """A command that is running or has ended."""
 
     def __init__(self, log: Path, *arguments: object, hook: Hook | None = None):
         self._log = log
@@ -49,12 +49,12 @@ class Child:
         self._process.kill()
 
     def interrupt(self) -> None:
-        """What Ctrl-C sends."""
+        """Sends the signal of Ctrl-C."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGINT)
 
     def wait(self, timeout: float = 120) -> int:
-        """The exit status; of a child that a signal ended, less than 0."""
+        """Waits and returns the exit status, which is negative if a signal ended the child."""
         self._process.join(timeout)
         if self.running:
             self.kill()
@@ -67,9 +67,9 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # What a shell starts in the background ignores Ctrl-C, and so would its children.
+    # A process that a shell started in the background ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.fsync = lambda descriptor: None  # nobody pulls the plug here, and it takes long
+    os.fsync = lambda descriptor: None  # no power cut happens here, and syncing is slow
     if hook is not None:
         hook()
     status = main(arguments)
@@ -82,18 +82,18 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
 
 
 def slow_reads(seconds: float) -> None:
-    """Every read of a tensor takes so much longer: so a small checkpoint takes its time."""
+    """Delays every read of a tensor, so that a small checkpoint takes a while."""
     _wrap(os, "preadv", partial(time.sleep, seconds))
 
 
 def small_files(limit: int) -> None:
-    """No file may grow past `limit` bytes, as on a disk that is full."""
+    """Lets no file grow past `limit` bytes, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def believes_in_space() -> None:
-    """What fills up although it seemed large enough: others write there too."""
+    """Makes the disk look empty, so that it fills up although the check of free space passed."""
     usage = shutil.disk_usage("/")
     shutil.disk_usage = lambda path: usage._replace(total=2**60, free=2**60)
     real = os.statvfs
@@ -107,7 +107,7 @@ def believes_in_space() -> None:
 
 
 def dies_at(directory: str, number: int) -> None:
-    """SIGKILL from within, at the given one of the calls that touch files below `directory`."""
+    """Sends SIGKILL to itself at the given one of the calls that touch files below `directory`."""
     count = 0
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -121,7 +121,7 @@ def dies_at(directory: str, number: int) -> None:
 
 
 def counts_touches(directory: str, out: str) -> None:
-    """Writes down what `dies_at` would count, a line each."""
+    """Logs the calls that `dies_at` would count, one line each."""
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if _touches(event, arguments, directory):

@@ -1,10 +1,10 @@
-"""The dsv3 command, run in this process."""
+"""Runs the dsv3 command in this process."""
 
 from dsv3_jax.cli.main import main
 
 
 def run(*arguments: object) -> int:
-    """The exit status, also where argparse leaves by itself."""
+    """Runs the command and returns its exit status, also if argparse exits."""
     try:
         return main([str(argument) for argument in arguments])
     except SystemExit as left:

@@ -1,4 +1,4 @@
-"""What each test costs, compilation counted apart: ``pytest -p tests.support.cost --cost-out F``.
+"""Measures the cost of each test: ``pytest -p tests.support.cost --cost-out F``.
 
 F gets one line of JSON per test, its fixtures included: CPU seconds of this process and of the
 processes it has waited for, wall-clock seconds, seconds in XLA's compiler and the number of
@@ -54,7 +54,7 @@ def _cpu_seconds() -> float:
 
 
 def main(path: str) -> None:
-    """Prints the costs of each file, the dearest first."""
+    """Prints the costs of each file, the most expensive first."""
     files: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for line in Path(path).read_text().splitlines():
         cost = json.loads(line)

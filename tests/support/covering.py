@@ -1,8 +1,8 @@
-"""Pairwise covering sets of products of parameters: few cases for what a full product would test.
+"""Pairwise covering sets of products of parameters: few cases instead of the full product.
 
 ``@covering({"dtype": [...], "sizes": [...], "N, K": [(16, 24), ...]})`` parametrizes a test with
 cases among which every two values of different axes meet, and with a random sample of the product.
-The sample's seed ends the names of its cases and stands in pytest's header; ``pytest
+The sample's seed is at the end of its cases' names and in pytest's header; ``pytest
 --covering-seed N`` draws another.
 """
 
@@ -26,14 +26,14 @@ def covering(
     Args:
       axes: the names of each axis' parameters, with commas between them, and its values: a tuple
         for each case where an axis has several names.
-      sample: how many cases beside the covering set.
+      sample: number of cases in addition to the covering set.
       slow_rest: the rest of the product becomes slow tests; otherwise it is left out.
     """
     return pytest.mark.covering(axes, sample=sample, slow_rest=slow_rest)
 
 
 def slow_except(cases: Sequence[Any], quick: Collection[int]) -> list[Any]:
-    """Parameters for pytest.mark.parametrize: slow but for those at the ``quick`` indices."""
+    """Returns parameters for pytest.mark.parametrize; all are slow except the ``quick`` indices."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -53,10 +53,10 @@ def generate(metafunc: pytest.Metafunc) -> None:
 
 
 def covering_set(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cases as indices, one an axis; any two indices of two axes are together in some case.
+    """Returns cases as tuples of indices, one per axis. Any two indices of two axes share a case.
 
-    The same for the same sizes: of the cases that cover most pairs not covered yet the first is
-    next.
+    The result depends only on the sizes: the next case is the first of those that cover the most
+    uncovered pairs.
     """
     pairs = {case: _pairs(case) for case in itertools.product(*map(range, sizes))}
     missing, chosen = set().union(*pairs.values()), []
@@ -68,14 +68,14 @@ def covering_set(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def sampled(sizes: Sequence[int], count: int, seed: int) -> list[tuple[int, ...]]:
-    """``count`` cases, or as many as there are, that the covering set does not have."""
+    """Returns up to ``count`` cases that are not in the covering set."""
     chosen = set(covering_set(sizes))
     others = [case for case in itertools.product(*map(range, sizes)) if case not in chosen]
     return sorted(random.Random(seed).sample(others, min(count, len(others))))
 
 
 def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    """Each two of a case's indices, with the axes they belong to; of one axis each alone."""
+    """Returns all pairs of a case's indices with their axes; with one axis, the single index."""
     return set(itertools.combinations(enumerate(case), min(2, len(case))))
 
 

@@ -1,4 +1,4 @@
-"""README.md and docs/ as tests see them: blocks of code, links, anchors."""
+"""Parses README.md and docs/ for the tests: blocks of code, links, anchors."""
 
 import dataclasses
 import re
@@ -17,32 +17,32 @@ _INDENTED = re.compile(r"(?<=\n\n)((?:    \S[^\n]*\n(?:    [^\n]*\n)*)+)")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of code. One without a fence is of shell commands."""
+    """A block of code. One without a fence contains shell commands."""
 
     language: str
     text: str
 
     @property
     def needs(self) -> str | None:
-        """What a test has not got, as the block's first line says to the reader."""
+        """What the block's first line says it needs, or None if the tests can run the block."""
         first = self.text.partition("\n")[0]
         return first.removeprefix("# needs ") if first.startswith("# needs ") else None
 
     @property
     def file(self) -> str | None:
-        """The name of the file that the block is, in its first line."""
+        """The file name in the block's first line, if the block is a file."""
         found = re.match(r"# ([\w.]+\.py)\n", self.text)
         return found and found[1]
 
     def commands(self) -> Iterator[list[str]]:
-        """The words of each line of shell."""
+        """Yields the words of each line of shell."""
         for line in self.text.replace("\\\n", " ").splitlines():
             if words := shlex.split(line, comments=True):
                 yield words
 
 
 def blocks(page: Path) -> list[Block]:
-    """In the page's order."""
+    """Returns the blocks of a page in their order."""
     text = page.read_text("utf-8")
     found = [(m.start(), Block(m[1].strip(), m[2])) for m in _FENCED.finditer(text)]
     bare = _FENCED.sub(lambda m: re.sub(r"[^\n]", "x", m[0]), text)
@@ -53,13 +53,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def links(page: Path) -> list[str]:
-    """Targets, those of pictures too."""
+    """Returns the targets of links and pictures."""
     text = _FENCED.sub("", page.read_text("utf-8"))
     return re.findall(r"\]\(([^()\s]*)\)", re.sub(r"`[^`\n]*`", "code", text))
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the page's headings, as GitHub and mkdocs.yml's slugs make them."""
+    """Returns the anchors of the page's headings, as GitHub and mkdocs.yml's slugs make them."""
     headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", page.read_text("utf-8")), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h).strip().lower() for h in headings)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", h)) for h in plain}

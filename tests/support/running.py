@@ -1,4 +1,4 @@
-"""Compiled calls of a model: one program for all models of a config, whatever their weights."""
+"""Compiled calls of a model. Models of one config share a program, whatever their weights."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def extend(
     cache: LatentKVCache,
     form: Form,
 ) -> tuple[jax.Array, LatentKVCache]:
-    """`model.extend`, with logits in the place of hidden states."""
+    """`model.extend`, but with logits instead of hidden states."""
     graph, state = nnx.split(model)
     return _extend(graph, state, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32), cache, form)
 
@@ -57,7 +57,7 @@ def _extend(
 
 
 def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np.float32]:
-    """The latents [length, C+R] that the cache holds of one row."""
+    """Returns the latents [length, C+R] that the cache holds for one sequence."""
     pages = np.asarray(cache.pages[layer])[np.asarray(cache.block_tables)[row]]
     return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[row])]
 

@@ -1,6 +1,6 @@
-"""Checkpoints of any size that take no room: true headers, and holes in the place of values.
+"""Checkpoints of any size as sparse files: true headers, and holes instead of values.
 
-Names and shapes are those of `tensor_shapes`, so that nothing here rests on the package under test.
+Names and shapes come from `tensor_shapes`, so that nothing depends on the package under test.
 """
 
 import json
@@ -16,7 +16,7 @@ Entry = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 def entries(config: Config) -> dict[str, Entry]:
-    """Every tensor of a published float8 checkpoint, scales behind their weights."""
+    """Yields every tensor of a published float8 checkpoint, each scale after its weight."""
     out: dict[str, Entry] = {}
     for name, shape in tensor_shapes(config).items():
         if is_fp8(name):

@@ -55,7 +55,7 @@ def write_table(directory: Path, config: ModelConfig, shards: int = 3) -> Tensor
     weight_map = {}
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        # Dealt out like cards: a scale never lies with its weight.
+        # Distributed round-robin, so that a scale is never in the file of its weight.
         part = {name: tensors[name] for name in list(tensors)[i::shards]}
         write(directory / file, part)
         weight_map |= dict.fromkeys(part, file)

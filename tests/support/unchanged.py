@@ -1,4 +1,4 @@
-"""Whether a model is what it was: the same graph, the same arrays, the same values."""
+"""Checks that a model is unchanged: the same graph, the same arrays, the same values."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from dsv3_jax.model import DeepSeekV3
 
 
 class Snapshot:
-    """A model's graph and arrays, and the arrays of other values, to be compared with later."""
+    """Keeps a model's graph and arrays, and the arrays of other values, for a later comparison."""
 
     def __init__(self, model: DeepSeekV3, *others: Any):
         self._of = model, *others
