@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode import few_rows_kernel, float8_kernel
-from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS, FewRows
+from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel
+from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_pieces
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config, attend
-from pallas_kernels.mla_decode.schedule import BLOCK, FEW_ROWS, Costs, Schedule, schedule
+from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES, Costs, Schedule, schedule
 
 
 def mla_decode(
@@ -31,7 +31,7 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | FewRows | None = None,
+    config: Config | FewQueries | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """As :func:`pallas_kernels.mla_decode`.
@@ -61,9 +61,9 @@ def mla_decode(
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
     if config is None and not float8:
-        config = FewRows() if M <= MOST_ROWS else Config()
-    if isinstance(config, FewRows) and M > MOST_ROWS:
-        raise NotImplementedError(f"few rows are {MOST_ROWS} at most, got {M}")
+        config = FewQueries() if M <= MAX_QUERY_ROWS else Config()
+    if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
+        raise NotImplementedError(f"few rows are {MAX_QUERY_ROWS} at most, got {M}")
     if scale < 0:
         raise NotImplementedError(f"takes a scale of 0 and more, got {scale}")
     if schedule is None:
@@ -71,8 +71,8 @@ def mla_decode(
     # Whole tiles of query rows, or one that is not full.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
     kernel: Any = float8_kernel.attend
-    if isinstance(config, FewRows):
-        kernel = functools.partial(few_rows_kernel.attend, config=config)
+    if isinstance(config, FewQueries):
+        kernel = functools.partial(few_queries_kernel.attend, config=config)
     elif config is not None:
         kernel = functools.partial(attend, config=config)
     out, lse, pieces = kernel(
@@ -102,5 +102,5 @@ def make_schedule(
     """The schedule that fills the default device; one serves all layers of a step."""
     tiles = -(-queries * heads // TILE)
     parts = max(1, multiprocessors() // tiles)
-    costs = costs or (FEW_ROWS if queries * heads <= MOST_ROWS else Costs())
+    costs = costs or (FEW_QUERIES if queries * heads <= MAX_QUERY_ROWS else Costs())
     return schedule(lengths, max_pages=max_pages, parts=parts, costs=costs)

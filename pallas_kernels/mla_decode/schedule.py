@@ -52,7 +52,7 @@ class Costs:
     least: int = _LEAST_BLOCKS
 
 
-FEW_ROWS = Costs(row=2, merge=1, cuts=2, least=2)
+FEW_QUERIES = Costs(row=2, merge=1, cuts=2, least=2)
 """For 16 query rows: a block is 2.2 us of a multiprocessor's share of HBM, a merge two latencies,
 the pieces of all parts are 9 MB to write and read; two blocks of a part are attended side by side.
 By arithmetic a row costs nothing, as it begins and ends behind the fetching of the next; measured,

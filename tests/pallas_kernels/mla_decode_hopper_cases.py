@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.few_rows_kernel import FewRows
+from pallas_kernels.mla_decode.few_queries_kernel import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
@@ -17,7 +17,7 @@ from tests.pallas_kernels.numerics import device
 
 
 @functools.cache
-def kernel(parts: int, config: Config | FewRows | None = None):
+def kernel(parts: int, config: Config | FewQueries | None = None):
     """The back-end with a schedule of few parts, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.few_rows_kernel import FewRows, rings
+from pallas_kernels.mla_decode.few_queries_kernel import FewQueries, rings
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
@@ -77,29 +77,29 @@ class TestMosaicGpu(HopperCases):
     @pytest.mark.parametrize(
         ("config", "T"),
         [
-            (FewRows(width=192, stages=6), 2),
-            (FewRows(warpgroups=1), 1),
+            (FewQueries(width=192, stages=6), 2),
+            (FewQueries(warpgroups=1), 1),
             *(
                 pytest.param(config, T, marks=pytest.mark.slow)
                 for config, T in [
-                    (FewRows(width=192), 1),
-                    (FewRows(width=192), 2),
-                    (FewRows(width=64), 1),
-                    (FewRows(width=64), 2),
-                    (FewRows(width=192, stages=6), 1),
-                    (FewRows(warpgroups=1), 2),
-                    (FewRows(warpgroups=1, width=192, stages=3), 1),
-                    (FewRows(warpgroups=1, width=192, stages=3), 2),
+                    (FewQueries(width=192), 1),
+                    (FewQueries(width=192), 2),
+                    (FewQueries(width=64), 1),
+                    (FewQueries(width=64), 2),
+                    (FewQueries(width=192, stages=6), 1),
+                    (FewQueries(warpgroups=1), 2),
+                    (FewQueries(warpgroups=1, width=192, stages=3), 1),
+                    (FewQueries(warpgroups=1, width=192, stages=3), 2),
                 ]
             ),
         ],
     )
-    def test_settings_for_few_rows(self, config, T):
+    def test_settings_for_few_queries(self, config, T):
         """Rows of an even and an odd number of blocks, of one, of none, one after the other."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
         self.check(x, kernel(2, config))
 
-    def test_few_rows_that_see_nothing(self):
+    def test_few_queries_without_visible_tokens(self):
         """Of a row, and of a piece: the last of three is a block of two tokens, which two of four
         queries see."""
         x = self.random((2, 20, 0, 3, 1), T=4)
@@ -112,7 +112,7 @@ class TestMosaicGpu(HopperCases):
         assert pieces_of_rows(x, 3) == [3]
         self.check(x, kernel(3))
 
-    def test_few_rows_whose_maximum_rises(self):
+    def test_few_queries_whose_maximum_rises(self):
         """From block to block by more than P may grow, in either warpgroup, and for some query rows
         alone."""
         x = self.random((6 * 64 + 9,), H=16, max_pages=8)
@@ -122,18 +122,18 @@ class TestMosaicGpu(HopperCases):
         self.check(dataclasses.replace(x, pages=pages), kernel(1), bound=TOLERANCES["large scores"])
 
 
-def test_few_rows_fill_shared_memory():
+def test_rings_fill_shared_memory():
     """At least 150 KB of rings, in whole pieces for each warpgroup."""
     for N in (8, 16, 24, 32):
         for warpgroups in (1, 2):
-            width, stages = rings(N, FewRows(warpgroups=warpgroups))
+            width, stages = rings(N, FewQueries(warpgroups=warpgroups))
             assert warpgroups * stages * 64 * width * 2 >= 150_000
 
 
 @pytest.mark.parametrize("stages", [4, 10])
-def test_few_rows_ask_for_rings_that_hold_a_block_and_fit(stages):
+def test_rings_must_contain_a_block_and_fit(stages):
     with pytest.raises(ValueError, match=f"stages={stages}"):
-        rings(16, FewRows(width=192, stages=stages))
+        rings(16, FewQueries(width=192, stages=stages))
 
 
 def arrays(T=1, H=8, page=64, widths=(512, 64), dtype="bfloat16", B=2, max_pages=4):
@@ -162,9 +162,9 @@ def test_what_it_does_not_take(changes, message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
-def test_few_rows_are_few():
+def test_few_queries_kernel_refuses_more_queries():
     with pytest.raises(NotImplementedError, match="32 at most, got 40"):
-        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewRows(), interpret=object())
+        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewQueries(), interpret=object())
 
 
 @off_gpu

@@ -8,14 +8,14 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS
+from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS
 from pallas_kernels.mla_decode.schedule import (
     _CUTS_COST,
     _LEAST_BLOCKS,
     _MERGE_COST,
     _ROW_COST,
     BLOCK,
-    FEW_ROWS,
+    FEW_QUERIES,
     Schedule,
     schedule,
 )
@@ -149,7 +149,7 @@ def test_public_schedule_fills_the_device(queries, heads, tiles):
     )
     made = jax.jit(public)(lengths)
     assert made.parts == multiprocessors() // tiles
-    costs = FEW_ROWS if queries * heads <= MOST_ROWS else None
+    costs = FEW_QUERIES if queries * heads <= MAX_QUERY_ROWS else None
     own = functools.partial(schedule, max_pages=100, parts=made.parts, costs=costs)
     want = jax.jit(own)(lengths)
     np.testing.assert_array_equal(made.table, want.table)

@@ -33,10 +33,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.mla_decode import few_rows_registers as registers
+from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode.barriers import WARPS, Barriers
 from pallas_kernels.mla_decode.clear import clear_tokens
-from pallas_kernels.mla_decode.few_rows_registers import column_vector
+from pallas_kernels.mla_decode.few_queries_registers import column_vector
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,
@@ -51,14 +51,14 @@ from pallas_kernels.mla_decode.rescale import publish
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 from pallas_kernels.mosaic_ir import meet, warp_is
 
-MOST_ROWS = 32
+MAX_QUERY_ROWS = 32
 _WIDTH = LATENT + ROPE
 _SHARED_BYTES = 232448 - 6 * 1024  # what a program may have, less barriers and vectors
 _COPY_REGISTERS, _REGISTERS = 24, 240  # of 3 * 168
 
 
 @dataclasses.dataclass(frozen=True)
-class FewRows:
+class FewQueries:
     """What may be tuned; ``warpgroups`` decides where sums are rounded."""
 
     warpgroups: int = 2
@@ -74,7 +74,7 @@ class FewRows:
     """Launched before the kernel ahead has ended, whose end is then awaited."""
 
 
-def rings(N: int, config: FewRows) -> tuple[int, int]:
+def rings(N: int, config: FewQueries) -> tuple[int, int]:
     """Columns of a piece, and pieces in each warpgroup's ring."""
     if config.warpgroups not in (1, 2):
         raise ValueError(f"expected 1 or 2 warpgroups, got {config}")
@@ -104,7 +104,7 @@ def attend(
     queries: int,
     heads: int,
     scale: float,
-    config: FewRows,
+    config: FewQueries,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Pieces]:
     """As :func:`mosaic_gpu_kernel.attend`, of M = T * H query rows in eights, 32 at most."""
