@@ -67,12 +67,12 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         words = [llvm.bitcast(i32(), pair) for pair in p.registers.flat]
         for first in range(0, len(words), 4):
             some = words[first : first + 4]
-            names = ", ".combine(f"${1 + i}" for i in range(len(some)))
+            names = ", ".join(f"${1 + i}" for i in range(len(some)))
             text = (
                 f"stmatrix.sync.aligned.m8n8.x{len(some)}.trans.shared.b16"
                 f" [$0 + {first // 2 * _TILE_BYTES}], {{{names}}};"
             )
-            asm(text, ",".combine(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
+            asm(text, ",".join(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
 
     write(target, p)
 

@@ -89,8 +89,8 @@ class Inputs:
         new_number = np.argsort(order)
         tables, page = self.block_tables.copy(), self.pages.shape[1]
         for b, length in enumerate(self.lengths):
-            page_counts = -(-length // page)
-            tables[b, :page_counts] = new_number[tables[b, :page_counts]]
+            page_count = -(-length // page)
+            tables[b, :page_count] = new_number[tables[b, :page_count]]
         return dataclasses.replace(self, pages=self.pages[order], block_tables=tables)
 
     def tokens(self, b: int, count: int) -> Array:
@@ -129,12 +129,12 @@ def compiled(implementation: Operation, scale: float) -> Callable[..., tuple[jax
 
 
 def run(x: Inputs, implementation: Operation) -> tuple[npt.NDArray, ...]:
-    """Runs the operation. Returns NumPy arrays, because slicing a device array compiles a program."""
+    """Returns results as NumPy arrays, because slicing a device array compiles a program."""
     return tuple(map(np.asarray, compiled(implementation, x.scale)(*x.arrays())))
 
 
 class MlaDecodeCases:
-    """Each back-end subclasses this, and sets ``implementation`` and the shapes that it requires."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
     implementation: ClassVar[Operation]
     dtype: ClassVar[str] = "float32"
@@ -203,7 +203,7 @@ class MlaDecodeCases:
         self.check(x)
 
     def test_queries_across_the_last_page_s_border(self):
-        """The last page has tokens that the first queries do not see, or only the last query does."""
+        """The last page has tokens that the first queries, or all but the last, do not see."""
         page = self.page
         self.check(self.random((2 * page + 2, page + 4, 3 * page + 1, page, page + 3), T=5))
 

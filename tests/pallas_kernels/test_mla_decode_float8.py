@@ -64,7 +64,7 @@ def decoded(tokens):
 
 
 class Float8Inputs(Inputs):
-    """Pages contain the exact dequantized values; the operation casts them to the queries' dtype."""
+    """Pages contain exact dequantized values; the operation casts them to the queries' dtype."""
 
     @classmethod
     def random(cls, lengths, **kwargs):
