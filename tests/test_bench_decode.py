@@ -129,7 +129,7 @@ def test_largest_batch(most, first, held_back):
 
 
 def test_no_row_fits():
-    with pytest.raises(ValueError, match="expected at least one row to fit"):
+    with pytest.raises(ValueError, match="expected at least one sequence to fit"):
         largest_batch(lambda rows: rows, lambda rows: False, 5, fixed=0, limit=1)
 
 
@@ -154,7 +154,7 @@ def test_the_largest_batch_is_run(config, monkeypatch, capsys):
 def test_shapes_of_prefills(text, capsys):
     with pytest.raises(SystemExit):
         bench_decode.parse(["--prefills", text])
-    assert f"expected ROWSxTOKENS such as 8x2048, got '{text}'" in capsys.readouterr().err
+    assert f"expected BATCHxTOKENS such as 8x2048, got '{text}'" in capsys.readouterr().err
 
 
 @functools.cache
