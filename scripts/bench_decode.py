@@ -6,15 +6,15 @@
         [--layout dp_attention_ep --exchange all_gather one_sided] [--layers 9]
 
 The generator's own programs run on a synthetic state: every sequence has the given number of
-random tokens in the cache and decodes greedily. The time of a step is the difference between a long and a
-short dispatch divided by the difference in steps, as a median over several windows. One program
-serves all contexts. Its cache has ``room`` for the longest one, and ``compile_s`` and
+random tokens in the cache and decodes greedily. The time of a step is the difference between a
+long and a short dispatch divided by the difference in steps, as a median over several windows. One
+program serves all contexts. Its cache has ``room`` for the longest one, and ``compile_s`` and
 ``peak_bytes`` belong to that program.
 
 ``floor_ms`` is the time to read every needed byte once, at the bandwidth that a sum reaches in the
-same run. The bytes are the weights, including the expected number of distinct experts if all experts
-are equally likely, and the cache. ``experts_visited`` is the measured number of distinct experts
-per layer, and ``experts_expected`` the expected one.
+same run. The bytes are the weights, including the expected number of distinct experts if all
+experts are equally likely, and the cache. ``experts_visited`` is the measured number of distinct
+experts per layer, and ``experts_expected`` the expected one.
 
 ``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``. ``--largest`` finds the largest
 batch that runs: it begins with the batch that fits according to the compiler, and changes it until

@@ -5,20 +5,21 @@
         [--resume EARLIER.json]
 
 Each op is checked before it is timed, through the public functions of pallas_kernels. It is
-compared with float32 references on ragged inputs whose unused slots contain NaN, where ``--repeats``
-runs must be bitwise equal, and on samples of every timed shape. Wrong results are not timed. Then,
-for every shape, ours, XLA's own lowering and the peers are timed; the peers' results are checked
-too. Peers come from the directory PEERS (made by ``python -m benchmarks.kernels.pack_peers``) and
-from torch. The same run measures the ceilings: matmul throughput and bandwidth. Inputs are random,
-and calls rotate over enough input sets (at most 32) to exceed the L2 cache.
+compared with float32 references on ragged inputs whose unused slots contain NaN, where
+``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
+timed. Then, for every shape, ours, XLA's own lowering and the peers are timed; the peers' results
+are checked too. Peers come from the directory PEERS (made by
+``python -m benchmarks.kernels.pack_peers``) and from torch. The same run measures the ceilings:
+matmul throughput and bandwidth. Inputs are random, and calls rotate over enough input sets (at most
+32) to exceed the L2 cache.
 
 All times are measured by the GPU's clock (:mod:`benchmarks.kernels.clock`), from before the first
 kernel of a program of many sequential calls to after its last one, and divided by the number of
 calls. JAX and torch run in two processes that alternate, two turns each per shape, after a warm-up
-with the same work. A time is the median over the windows of both turns, and ``spread`` is (max -
-min) / median. If the spread of ours or of the best peer exceeds 10 %, the shape is timed again after
-a longer warm-up, three times at most. If it still does, there is no ratio, and ``no_ratio`` gives
-the reason. Nothing is compiled or prepared while a shape is timed.
+with the same work. A time is the median over the windows of both turns, and ``spread`` is
+(max - min) / median. If the spread of ours or of the best peer exceeds 10 %, the shape is timed
+again after a longer warm-up, three times at most. If it still does, there is no ratio, and
+``no_ratio`` gives the reason. Nothing is compiled or prepared while a shape is timed.
 
 ``ratio`` is the best peer's time divided by ours: above 1, ours is faster. ``roof_fraction`` is the
 roofline time divided by ours. The roofline is the larger of the arithmetic at the run's best matmul
@@ -377,10 +378,10 @@ def _tools() -> dict[str, str]:
         ("nvcc", ["nvcc", "--version"], r"release \S+, V(\S+)"),
     ):
         try:
-            ceilings = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if result := re.search(pattern, ceilings):
+        if result := re.search(pattern, output):
             versions[name] = result[result.re.groups]
     return versions
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.ceiling import READ_GBS
 from benchmarks.kernels import checks, clock, hlo, inputs, ours, pack_peers, report
-from benchmarks.kernels.ours import Session, call_of, counted, differing, program
+from benchmarks.kernels.ours import Session, call_of, counted, program, results_differ
 from benchmarks.kernels.shapes import (
     CALLS,
     OPS,
@@ -210,7 +210,7 @@ def test_rows_without_times():
     row = report.row(case, ours, {"other": {"error": "no module"}}, BEST)
     assert (row["peer"], row["peer_us"], row["ratio"]) == (None, None, None)
     assert row["no_peer"] == "other: no module; XLA: does not fit"
-    assert report.row(case, {"us": 10.0}, {}, BEST)["no_peer"] == "none was asked for"
+    assert report.row(case, {"us": 10.0}, {}, BEST)["no_peer"] == "none was requested"
     row = report.row(case, {"error": "wrong: 0.1"}, {"other": {"us": 5.0}}, {})
     assert (row["us"], row["ratio"], row["roof_fraction"]) == (None, None, None)
     assert (row["peer_us"], row["error"]) == (5.0, "wrong: 0.1")
@@ -275,7 +275,7 @@ def test_results_that_differ_between_runs(odd):
         again = out * (1 + 2.0**-12 * (next(count) == odd)), None
         return again, unlike + checks.unequal(again, first), None
 
-    assert differing(repeat, {}, (out, None), None, 20) == (odd is not None)
+    assert results_differ(repeat, {}, (out, None), None, 20) == (odd is not None)
 
 
 def test_nan_differs_from_itself():

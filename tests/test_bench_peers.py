@@ -17,7 +17,7 @@ def test_marlins_matrices():
     """Every number stands once, in the tile of 16 x 64 that it belongs to."""
     for bits in (4, 8):
         values = torch.arange(128 * 64).reshape(128, 64).remainder(2**bits) - 2 ** (bits - 1)
-        words = marlin.arranged_matrix(values.to(torch.int8), bits)
+        words = marlin.pack_matrix(values.to(torch.int8), bits)
         assert words.shape == (4, 128 * bits // 2)
         shifts = torch.arange(0, 32, bits)
         stored = ((words.long() % 2**32)[..., None] >> shifts) % 2**bits - 2 ** (bits - 1)
