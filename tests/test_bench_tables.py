@@ -42,8 +42,8 @@ def test_times_that_vary_have_no_ratio(results):
 
 def test_shares_are_of_one_ceiling():
     row = {"floor_fraction": 0.9}
-    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS / 2}, row) == "45%"
-    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS}, {}) == ""
+    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS / 2}, row) == "45%"
+    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS}, {}) == ""
 
 
 @pytest.mark.parametrize(
