@@ -3,8 +3,8 @@
     python scripts/bench_speculation.py --model runs/large/model --tokens runs/demo/tokens.npz \\
         --out benchmarks/results/speculation.json
 
-Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and sampled at
-temperature 1, after a warm-up. A result is the median of several runs. ``speed_up`` is the
+Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and sampled
+at temperature 1, after a warm-up. A result is the median of several runs. ``speed_up`` is the
 throughput divided by that without speculation in the same run. It equals ``accept_length`` (tokens
 per step) divided by ``step_cost`` (relative cost of a step). Comparing with ``ngram`` at the same
 depth separates the cost of the MTP layer from that of the main model's wider pass.

@@ -7,9 +7,9 @@ A layer with experts, with random weights of the published widths, runs as in ge
 steps of one token per sequence against a paged cache (absorbed attention), and a prefill chunk of
 one prompt (expanded attention). The profiler's kernel times are summed by kind. The kind of a
 kernel follows from the source lines that XLA records for its operations; a fusion has the kind of
-most of its operations. Kernels are traced without CUDA graphs. ``wall`` is the time of a run with XLA's
-defaults, including CUDA graphs, with many runs in flight. Without ``--experts``, bf16 weights take
-23 GB.
+most of its operations. Kernels are traced without CUDA graphs. ``wall`` is the time of a run with
+XLA's defaults, including CUDA graphs, with many runs in flight. Without ``--experts``, bf16 weights
+take 23 GB.
 """
 
 from __future__ import annotations

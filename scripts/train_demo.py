@@ -3,8 +3,8 @@
     python scripts/train_demo.py prepare --out runs/demo
     python scripts/train_demo.py train --data runs/demo --out runs/demo/checkpoint
 
-`prepare` trains a byte-level BPE tokenizer and encodes every module, which takes about a minute on a
-CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. The result is a
+`prepare` trains a byte-level BPE tokenizer and encodes every module, which takes about a minute on
+a CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. The result is a
 directory in DeepSeek's published format. The run's checkpoints and metrics are beside it, in a
 directory of the same name with the suffix `.run`.
 """
