@@ -148,7 +148,7 @@ def test_kernel(tokens, experts, rule, valid):
 )
 def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
     # The interpreter supports at most 24 warpgroups: two programs have 32 warps.
-    monkeypatch.setattr(mosaic_gpu_kernel, "_MOST_PROGRAMS", 2)
+    monkeypatch.setattr(mosaic_gpu_kernel, "_MAX_PROGRAMS", 2)
     arrays = inputs(tokens, 32, rule, valid)
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
