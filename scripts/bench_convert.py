@@ -138,12 +138,12 @@ def draw_pools() -> dict[str, bytes]:
 def write_values(file: BinaryIO, pool: bytes, name: str, spec: Any) -> None:
     """Writes values from the pool, from an offset that depends only on the name."""
     itemsize = spec.nbytes // spec.size
-    at = zlib.crc32(name.encode()) % (len(pool) // itemsize) * itemsize
-    left = spec.nbytes
-    while left:
-        piece = memoryview(pool)[at : at + left]
+    offset = zlib.crc32(name.encode()) % (len(pool) // itemsize) * itemsize
+    remaining = spec.nbytes
+    while remaining:
+        piece = memoryview(pool)[offset : offset + remaining]
         file.write(piece)
-        left, at = left - len(piece), 0
+        remaining, offset = remaining - len(piece), 0
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -157,15 +157,17 @@ def measured(*command: object) -> Measured:
     """
     os.sync()
     began = time.perf_counter()
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen([str(c) for c in command], stdout=said, stderr=said)
+    with tempfile.TemporaryFile() as output_file:
+        process = subprocess.Popen(
+            [str(c) for c in command], stdout=output_file, stderr=output_file
+        )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         os.sync()
         synced = time.perf_counter() - began
-        said.seek(0)
-        output = said.read().decode(errors="replace")
+        output_file.seek(0)
+        output = output_file.read().decode(errors="replace")
     if process.returncode:
         raise RuntimeError(f"{command[-4:]} ended with {process.returncode}: {output[-2000:]}")
     return Measured(seconds, synced, usage.ru_maxrss * 1024, output)
@@ -179,7 +181,7 @@ def warm(directory: Path) -> None:
                 pass
 
 
-def in_a_process(function: str, *arguments: object) -> None:
+def run_in_child(function: str, *arguments: object) -> None:
     """Runs a function of this script in a child process, so that this process stays small.
 
     The peak memory of a forking process is counted to its children too.
@@ -190,7 +192,7 @@ def in_a_process(function: str, *arguments: object) -> None:
 def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs copies and conversions in turn. Returns their rows, and keeps the last float8 store."""
     runs: dict[str, list[Measured]] = {}
-    kept = arguments.work / "store"
+    float8_store = arguments.work / "store"
     for repeat in range(arguments.repeats):
         for what in ("cp -r", *arguments.to):
             out = arguments.work / "out"
@@ -205,7 +207,7 @@ def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             runs[what][-1] = runs[what][-1]._replace(output=str(size))
             if what == "fp8" and repeat == arguments.repeats - 1:
-                out.rename(kept)
+                out.rename(float8_store)
             else:
                 shutil.rmtree(out)
     copied = statistics.median(run.seconds for run in runs["cp -r"])
@@ -235,8 +237,8 @@ def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 def plan_whole(work: Path) -> dict[str, Any]:
     """Measures a dry run of the whole DeepSeek-V3."""
     source = work / "whole"
-    in_a_process("write", source, "--whole", "--shards", 163)
-    taken = sum(path.stat().st_blocks * 512 for path in source.iterdir())
+    run_in_child("write", source, "--whole", "--shards", 163)
+    allocated = sum(path.stat().st_blocks * 512 for path in source.iterdir())
     rows = {}
     for to in TARGETS:
         # Too little disk space is an error (status 2), but is reported only after the plan.
@@ -251,7 +253,7 @@ def plan_whole(work: Path) -> dict[str, Any]:
             "said": run.output.replace(str(work), "WORK").splitlines(),
         }
     shutil.rmtree(source)
-    return {"bytes_on_disk": taken, "targets": rows}
+    return {"bytes_on_disk": allocated, "targets": rows}
 
 
 def export(source: Path, store: Path, work: Path) -> dict[str, Any]:
@@ -274,10 +276,10 @@ def export(source: Path, store: Path, work: Path) -> dict[str, Any]:
 def same_bytes(a: Path, b: Path) -> bool:
     with a.open("rb", buffering=0) as one, b.open("rb", buffering=0) as other:
         while True:
-            left, right = one.read(2**24), other.read(2**24)
-            if left != right:
+            remaining, right = one.read(2**24), other.read(2**24)
+            if remaining != right:
                 return False
-            if not left:
+            if not remaining:
                 return True
 
 
@@ -289,7 +291,7 @@ def bench(arguments: argparse.Namespace) -> None:
     source = arguments.work / "source"
     small = ("--small",) if arguments.small else ()
     began = time.perf_counter()
-    in_a_process("write", source, "--shards", 4, *small)
+    run_in_child("write", source, "--shards", 4, *small)
     size = sum(path.stat().st_size for path in source.iterdir())
     print(f"{size:,} bytes written in {time.perf_counter() - began:.0f} s", flush=True)
     packages = ("numpy", "ml_dtypes", "tensorstore", "orbax-checkpoint", "jax", "xxhash")
@@ -360,7 +362,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare dsv3 convert with cp -r.")
-    if sys.argv[1:2] == ["write"]:  # what in_a_process calls
+    if sys.argv[1:2] == ["write"]:  # called by run_in_child
         parser.add_argument("write")
         parser.add_argument("directory", type=Path)
         parser.add_argument("--shards", type=int, required=True)

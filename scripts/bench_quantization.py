@@ -110,8 +110,8 @@ def weight_bytes(config: ModelConfig, form: Form) -> int:
 def load_as(source: Path, stores: Path, form: Form, dtype: str) -> DeepSeekV3:
     """Converts the model to a store of that format, and loads it."""
     convert(source, stores / form, to=form)
-    kept = None if form == "bf16" else form
-    return dsv3_jax.load(stores / form, dtype=dtype, quantization=kept, mtp=False)[0]
+    quantization = None if form == "bf16" else form
+    return dsv3_jax.load(stores / form, dtype=dtype, quantization=quantization, mtp=False)[0]
 
 
 def main() -> None:

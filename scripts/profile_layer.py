@@ -158,10 +158,10 @@ class Profile:
     def measure(self, runs: int) -> dict[str, Any]:
         serial, fast = self._traced.result(), self._fast.result()
         *others, pages = values_of(self._config, self._step, self._arguments)
-        held = [pages]
+        current_pages = [pages]
 
         def run(executable: Any) -> Any:
-            out, held[0] = executable(self._state, *others, held[0])
+            out, current_pages[0] = executable(self._state, *others, current_pages[0])
             return out
 
         wall = wall_us(lambda: run(fast))

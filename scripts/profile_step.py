@@ -84,8 +84,8 @@ def main() -> None:
             model.use_float8_activations()
         for rows in arguments.batches:
             found = {"weights": weights} | profile(model, rows, arguments.cached)
-            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us a step"
-            print(f"{trace.table(found)}\n  {busy} behind copies to the host", flush=True)
+            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us per step"
+            print(f"{trace.table(found)}\n  {busy} waiting for the host", flush=True)
             result["profiles"].append(found)
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
 
 `prepare` trains a byte-level BPE tokenizer and encodes every module, which takes about a minute on
 a CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. The result is a
-directory in DeepSeek's published format. The run's checkpoints and metrics are beside it, in a
+directory in DeepSeek's published format. The run's checkpoints and metrics are next to it, in a
 directory of the same name with the suffix `.run`.
 """
 

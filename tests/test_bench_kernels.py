@@ -431,7 +431,9 @@ def test_operations_outside_the_stamps_are_found():
 
 def test_slow_peers_have_one_turn():
     def close(**windows):
-        return bench_kernels._names_to_time({n: {"windows": {"us": us}} for n, us in windows.items()})
+        return bench_kernels._names_to_time(
+            {n: {"windows": {"us": us}} for n, us in windows.items()}
+        )
 
     assert bench_kernels._names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
     assert close() == []

@@ -63,11 +63,13 @@ def random_model(model: Module, layout: Layout | None = None) -> Module:
     graph, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(leaves)))
-    lies = {} if layout is None else shardings(model, layout)
+    shardings_by_path = {} if layout is None else shardings(model, layout)
     filled = []
     for path, leaf, kind, std in _kinds(leaves):
         arguments = next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std
-        values = _fill(*arguments) if layout is None else _spread(*arguments, lies[path])
+        values = (
+            _fill(*arguments) if layout is None else _spread(*arguments, shardings_by_path[path])
+        )
         filled.append((path, leaf.replace(values)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 

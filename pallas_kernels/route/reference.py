@@ -97,8 +97,8 @@ class Rule:
             group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
         else:
             group_scores = jnp.max(grouped, axis=-1)
-        _, kept = jax.lax.top_k(group_scores, self.topk_group)
-        mask = jnp.any(kept[:, :, None] == jnp.arange(self.n_group), axis=1)
+        _, best_groups = jax.lax.top_k(group_scores, self.topk_group)
+        mask = jnp.any(best_groups[:, :, None] == jnp.arange(self.n_group), axis=1)
         # -inf instead of 0, because a biased score may be negative, and 0 would exceed it.
         return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 

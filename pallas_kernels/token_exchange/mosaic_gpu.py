@@ -31,7 +31,7 @@ _ALL_OF_IT: dict[str, Any] = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the rows for a destination are divided among thread blocks."""
+    """Division of the rows for a destination among thread blocks."""
 
     blocks: int
     """Thread blocks per destination."""
