@@ -121,10 +121,10 @@ class Timed:
             launch()
         words = jax.device_get([launch() for _ in range(WINDOWS * programs)])
         stamps = [(int(begin[0]), int(end[0])) for begin, end in words]
-        found = [stamps[i : i + programs] for i in range(0, len(stamps), programs)]
+        window_stamps = [stamps[i : i + programs] for i in range(0, len(stamps), programs)]
         return {
-            "us": [clock.mean_us(each) / self.calls for each in found],
-            "busy": min(map(clock.busy, found)),
+            "us": [clock.mean_us(each) / self.calls for each in window_stamps],
+            "busy": min(map(clock.busy, window_stamps)),
             "resolution_ns": clock.resolution_ns(stamps),
         }
 
@@ -223,8 +223,8 @@ def counted(
     made, launched = (count - stamps for count in hlo.launched(text, target))
     if asked % calls or made < max(asked, calls * kernels):
         return {"error": f"wrong: {made} of {asked} kernels are left of {calls} calls"}
-    if stamps and (found := hlo.outside(text, clock.KERNEL)) != []:
-        what = "a stamp is missing" if found is None else found[0][:80]
+    if stamps and (strays := hlo.outside(text, clock.KERNEL)) != []:
+        what = "a stamp is missing" if strays is None else strays[0][:80]
         return {"error": f"wrong: not all that runs is between the clock's two stamps: {what}"}
     return {"kernels_a_call": round(launched / calls, 2)}
 
@@ -356,8 +356,8 @@ class Compiler:
 
         def repeat(arrays, first, differences, want):
             result = small.defined(call(arrays))
-            found = checks.errors(result, want)
-            return result, differences + checks.unequal(result, first), found
+            errors = checks.errors(result, want)
+            return result, differences + checks.unequal(result, first), errors
 
         first = jax.eval_shape(lambda arrays: small.defined(call(arrays)), arrays)
         differences = jax.ShapeDtypeStruct((), jnp.int32)
@@ -389,8 +389,8 @@ class Compiler:
             executable = compile_program(lowered)
             seconds = time.perf_counter() - began
             kernels = self._implementation == "mosaic_gpu"
-            found = counted(lowered, executable, sets * laps, kernels=kernels)
-            return executable, {"compile_s": seconds} | found
+            counts = counted(lowered, executable, sets * laps, kernels=kernels)
+            return executable, {"compile_s": seconds} | counts
 
         return build
 
@@ -443,8 +443,8 @@ class Session:
             repeat, blank = self._compiler.get(check_key(case), f"repeat {seed}")
             small = checks.ragged(case, seed)
             arrays, want = make(inputs.random_key(seed), small.host)
-            first, _, found = repeat(arrays, blank, jnp.int32(0), want)
-            if wrong := checks.verdict(found):
+            first, _, errors = repeat(arrays, blank, jnp.int32(0), want)
+            if wrong := checks.verdict(errors):
                 return f"{wrong} (ragged inputs {seed})"
             if results_differ(repeat, arrays, first, want, repeats):
                 return f"results differ between {repeats} equal runs (ragged inputs {seed})"
@@ -457,13 +457,13 @@ class Session:
         """
         self.release()
         prepares = {"ours": self._prepare, "xla": self._prepare_xla}
-        found: Reply = {}
+        replies: Reply = {}
         for part in parts:
             try:
-                found[part] = prepares[part](decoded(case))
+                replies[part] = prepares[part](decoded(case))
             except Exception as error:
-                found[part] = {"error": reason(error)}
-        return found
+                replies[part] = {"error": reason(error)}
+        return replies
 
     def _prepare(self, case: Case) -> Reply:
         self._compiler.start(case, ["ours"])
@@ -497,8 +497,8 @@ class Session:
         made = [make(inputs.random_key(i), inputs.host(case, i))[0] for i in range(sets)]
         arrays = [jax.jit(_in_order)(a) for a in made] if isinstance(case, Decode) else made
         results, _ = executable(arrays, *_start())
-        found, _ = judgement(made[0], *[results[0]] * 3)
-        if wrong := checks.verdict(found):
+        errors, _ = judgement(made[0], *[results[0]] * 3)
+        if wrong := checks.verdict(errors):
             return {"error": wrong}
         out_bytes = sum(x.nbytes for x in results)
         self._running["xla"] = Timed(executable, arrays, sets, out_bytes)
@@ -524,7 +524,7 @@ class Session:
         """Measures bfloat16 and float8 matmuls of 8192^3, and a copy and a sum of 2 GiB."""
         n, words = (8192, 2**30) if jax.default_backend() == "gpu" else (256, 2**20)
         keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
-        found: Reply = {}
+        measured: Reply = {}
 
         def time_of(name: str, f: Callable[..., jax.Array], *args: jax.Array) -> float | None:
             try:
@@ -536,7 +536,7 @@ class Session:
                 windows = Timed(executable, sets, 1, out_bytes).windows()["us"]
                 return 1e-6 * statistics.median(windows)
             except Exception as error:
-                found[name] = reason(error)
+                measured[name] = reason(error)
                 return None
 
         def product(a, b):
@@ -547,13 +547,13 @@ class Session:
         for name, dtype in (("bf16", jnp.bfloat16), ("fp8", jnp.float8_e4m3fn)):
             a, b = (jax.random.normal(k, (n, n), jnp.bfloat16).astype(dtype) for k in keys[:2])
             if seconds := time_of(f"xla_{name}", product, a, b):
-                found[f"xla_{name}_tflops"] = 2 * n**3 / seconds / 1e12
+                measured[f"xla_{name}_tflops"] = 2 * n**3 / seconds / 1e12
         x = jax.random.normal(keys[2], (words,), jnp.bfloat16)
         if seconds := time_of("xla_copy", lambda x: -x, x):
-            found["xla_copy_gbs"] = 2 * x.nbytes / seconds / 1e9
+            measured["xla_copy_gbs"] = 2 * x.nbytes / seconds / 1e9
         if seconds := time_of("xla_sum", lambda x: jnp.sum(x, dtype=jnp.float32), x):
-            found["xla_read_sum_gbs"] = x.nbytes / seconds / 1e9
-        return found
+            measured["xla_read_sum_gbs"] = x.nbytes / seconds / 1e9
+        return measured
 
 
 def results_differ(

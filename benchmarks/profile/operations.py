@@ -45,7 +45,7 @@ def operations(hlo: str) -> dict[str, Operation]:
     """Parses a module's text. Returns its operations by the names that the profiler uses."""
     sources = _Sources(hlo)
     bodies: dict[str, list[tuple[str, str, str]]] = {}
-    found: dict[str, tuple[str, str]] = {}
+    parsed: dict[str, tuple[str, str]] = {}
     body: list[tuple[str, str, str]] = []
     for line in hlo.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -54,7 +54,7 @@ def operations(hlo: str) -> dict[str, Operation]:
             name, rest = instruction.groups()
             opcode = re.search(r"(?<=[\s)}\]]) ?([a-z][\w\-]*)\(", " " + rest)
             body.append((name, opcode[1] if opcode else "", line))
-            found[name] = (opcode[1] if opcode else "", line)
+            parsed[name] = (opcode[1] if opcode else "", line)
 
     def inside(line: str) -> Iterator[tuple[str, str]]:
         called = re.search(r"calls=%?([\w.\-]+)", line)
@@ -63,7 +63,7 @@ def operations(hlo: str) -> dict[str, Operation]:
             yield from inside(inner)
 
     result = {}
-    for name, (opcode, line) in found.items():
+    for name, (opcode, line) in parsed.items():
         lines = [(opcode, line), *inside(line)]
         result[name] = Operation(opcode, _traced_name(line), _kind(lines, sources))
     return result
@@ -93,13 +93,13 @@ class _Sources:
 
 
 def _field(table: dict[str, str], entry: str | None, name: str) -> str | None:
-    found = re.search(rf"file_{name}_id=(\d+)", table.get(entry or "", ""))
-    return found[1] if found else None
+    match = re.search(rf"file_{name}_id=(\d+)", table.get(entry or "", ""))
+    return match[1] if match else None
 
 
 def _traced_name(line: str) -> str:
-    found = re.search(r'op_name="([^"]*)"', line)
-    return found[1] if found else ""
+    match = re.search(r'op_name="([^"]*)"', line)
+    return match[1] if match else ""
 
 
 _MATMUL_KINDS = ("attention", "expert matmul", "router")

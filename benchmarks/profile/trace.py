@@ -79,10 +79,10 @@ def traced(run: Callable[[], Any], runs: int) -> list[Event]:
             return list(events(Path(directory)))
 
 
-def kernels(found: Iterable[Event]) -> list[Kernel]:
+def kernels(events: Iterable[Event]) -> list[Kernel]:
     """Sums events by kernel and operation."""
     summed: dict[tuple[str, str], Kernel] = {}
-    for event in found:
+    for event in events:
         names = event.kernel, event.operation
         kernel = summed.setdefault(names, Kernel(*names))
         kernel.count += 1
@@ -90,10 +90,10 @@ def kernels(found: Iterable[Event]) -> list[Kernel]:
     return list(summed.values())
 
 
-def by_name(found: Iterable[Event], runs: int) -> list[dict[str, Any]]:
+def by_name(events: Iterable[Event], runs: int) -> list[dict[str, Any]]:
     """Returns the microseconds and launches per run of each kernel, over all operations."""
     sums: dict[str, list[float]] = collections.defaultdict(list)
-    for event in found:
+    for event in events:
         sums[event.kernel].append(event.ns)
     rows = [
         {"us": round(sum(ns) / 1e3 / runs, 2), "launches": len(ns) / runs, "kernel": name}
@@ -102,12 +102,12 @@ def by_name(found: Iterable[Event], runs: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def busy_fraction(found: Iterable[Event]) -> float:
+def busy_fraction(events: Iterable[Event]) -> float:
     """Returns the share of the traced time during which some kernel ran.
 
     Nested events, such as those inside a loop's, count once.
     """
-    spans = sorted((event.start_ns, event.start_ns + event.ns) for event in found)
+    spans = sorted((event.start_ns, event.start_ns + event.ns) for event in events)
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
@@ -115,9 +115,9 @@ def busy_fraction(found: Iterable[Event]) -> float:
     return busy / (end - spans[0][0])
 
 
-def host_waits_us(found: Iterable[Event], runs: int) -> float:
+def host_waits_us(events: Iterable[Event], runs: int) -> float:
     """Returns the microseconds per run in which the GPU waits for the host after a copy to it."""
-    ordered = sorted(found, key=lambda event: event.start_ns)
+    ordered = sorted(events, key=lambda event: event.start_ns)
     waited, end, last = 0.0, ordered[0].start_ns, ""
     for event in ordered:
         if event.start_ns > end and last == TO_HOST:
@@ -127,11 +127,11 @@ def host_waits_us(found: Iterable[Event], runs: int) -> float:
     return waited / 1e3 / runs
 
 
-def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
+def summed(kernels: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
     """Returns microseconds per run, by kind and by kernel. Loops count by their bodies."""
     kinds: dict[str, float] = collections.defaultdict(float)
     rows = []
-    for kernel in found:
+    for kernel in kernels:
         operation = by_name.get(kernel.operation)
         if operation and operation.opcode in ("while", "conditional", "call"):
             continue
