@@ -1,12 +1,12 @@
-"""Seconds from a process's start to its first token, without and with compiled programs at hand.
+"""Measures the time from a process's start to its first token, with a cold and a warm cache.
 
     python -m scripts.bench_cold_start --model moonlight-16b --layers 27 61 \\
         --out benchmarks/results/cold_start_h200.json
 
-For each number of layers two processes, one after the other: the first finds an empty compilation
-cache, the second what the first left there. ``weights`` are random and made on the device, where
-loading a checkpoint would take the disk's time; ``programs`` is everything else up to the first
-token of a prompt, tracing and compiling the two programs of a batch of one.
+For each number of layers two processes run one after the other. The first starts with an empty
+compilation cache, the second with the one that the first has filled. ``weights`` is the time to
+generate random weights on the device, in place of loading a checkpoint. ``programs`` is everything
+else up to the first token: tracing, compiling and running the programs of a batch of one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dsv3_jax.files import atomic_write
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Seconds to the first token.")
+    parser = argparse.ArgumentParser(description="Measure the time to the first token.")
     parser.add_argument("--model", default="moonlight-16b", help=models.HELP)
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--layers", nargs="+", type=int, help="instead of the model's own number")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
 
 def first_token(arguments: argparse.Namespace, layers: int, cache: str) -> dict[str, Any]:
-    """What :mod:`benchmarks.decode.first_token` says."""
+    """Runs :mod:`benchmarks.decode.first_token` in a new process, and returns its result."""
     words = [arguments.model, arguments.weights, arguments.dtype, layers, arguments.prompt, cache]
     command = [sys.executable, "-m", "benchmarks.decode.first_token", time.time(), *words]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)

@@ -1,17 +1,17 @@
-"""Converting a checkpoint beside copying it: true tensor shapes of DeepSeek-V3, 14.3 GB of them.
+"""Compares checkpoint conversion with ``cp -r``, on 14.3 GB of true DeepSeek-V3 tensor shapes.
 
     python scripts/bench_convert.py --work /var/tmp/bench_convert
 
-The checkpoint has one dense layer, one layer of 64 experts and the MTP layer, in shards of 3.6 GB
-with every scale in another shard than its weight. Its values are random but well formed: float8 as
-normally distributed weights fill it, positive scales, and an MTP layer whose embedding and head are
-copies. ``cp -r`` and ``dsv3 convert`` are processes that take turns. Before each the disk is synced
-and the source read, so that it comes from memory as far as that reaches. Figures are medians. A
-ratio is the seconds of ``cp -r`` by those of the conversion: 1 is as fast as copying. Seconds end
-when the process does, and once more when a ``sync`` behind it has returned.
+The checkpoint has one dense layer, one layer of 64 experts and the MTP layer, in shards of 3.6 GB,
+with every scale in another shard than its weight. Its values are random but plausible: float8 of
+normally distributed weights, positive scales, and an MTP layer whose embedding and head are copies.
+``cp -r`` and ``dsv3 convert`` run as alternating processes. Before each, the disk is synced and the
+source is read, so that it is in the page cache as far as it fits. Results are medians. A ratio is
+the time of ``cp -r`` divided by that of the conversion: 1 is as fast as copying. Times are taken
+both when the process exits and when a subsequent ``sync`` has returned.
 
-Then the export of the float8 store, compared byte by byte with what it came from, and a dry run of
-the whole DeepSeek-V3 in 163 files of true headers and holes.
+Then the float8 store is exported and compared byte by byte with the source, and a dry run converts
+the whole DeepSeek-V3, as 163 sparse files with true headers.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ DSV3 = (
     *(sys.executable, "-c"),
     "import sys; from dsv3_jax.cli.main import main; sys.exit(main(sys.argv[1:]))",
 )
-POOL_ELEMENTS = 2**24  # values that are drawn once and taken from again and again
+POOL_ELEMENTS = 2**24  # random values, generated once and reused
 SMALL = {"vocab_size": 1280, "hidden_size": 512, "n_routed_experts": 16, "n_group": 4}
 
 
 class Measured(NamedTuple):
+    """Measurements of one process."""
+
     seconds: float
     synced_seconds: float
-    """Until a ``sync`` behind it was done."""
+    """Seconds until a ``sync`` after the process has returned."""
     peak_bytes: int
-    """Resident, at most."""
+    """Peak resident memory."""
     output: str
 
 
@@ -59,7 +61,7 @@ class Measured(NamedTuple):
 
 
 def published(*, small: bool, whole: bool) -> Any:
-    """The configuration of the checkpoint, and of DeepSeek-V3 itself."""
+    """Returns the configuration of the checkpoint, or of DeepSeek-V3 itself if ``whole``."""
     from dsv3_jax.presets import DEEPSEEK_V3
 
     if whole:
@@ -71,7 +73,7 @@ def published(*, small: bool, whole: bool) -> Any:
 
 
 def write_source(directory: Path, config: Any, shards: int, *, holes: bool) -> None:
-    """Writes config.json, index and shards, a piece at a time; with ``holes`` no values."""
+    """Writes config.json, index and shards. With ``holes``, the files are sparse without values."""
     from dsv3_jax.checkpoint.names import copies
 
     directory.mkdir(parents=True)
@@ -96,7 +98,7 @@ def write_source(directory: Path, config: Any, shards: int, *, holes: bool) -> N
 
 
 def layout(config: Any, shards: int) -> list[dict[str, Any]]:
-    """The tensors of each shard; scales are one shard behind their weights."""
+    """Returns the tensors of each shard. Scales are one shard after their weights."""
     from dsv3_jax.checkpoint.names import tensor_table
 
     table = tensor_table(config)
@@ -110,7 +112,7 @@ def layout(config: Any, shards: int) -> list[dict[str, Any]]:
 
 
 def write_header(file: BinaryIO, content: Mapping[str, Any]) -> int:
-    """Length and header of a safetensors file; gives the size that the file will have."""
+    """Writes length and header of a safetensors file. Returns the size of the complete file."""
     header, end = {}, 0
     for name, spec in content.items():
         begin, end = end, end + spec.nbytes
@@ -121,7 +123,7 @@ def write_header(file: BinaryIO, content: Mapping[str, Any]) -> int:
 
 
 def draw_pools() -> dict[str, bytes]:
-    """Random bytes by dtype: weights up to 448, scales about 1e-4, the rest about 0.02."""
+    """Returns random bytes by dtype: weights up to 448, scales about 1e-4, others about 0.02."""
     import ml_dtypes
     import numpy as np
 
@@ -134,60 +136,63 @@ def draw_pools() -> dict[str, bytes]:
 
 
 def write_values(file: BinaryIO, pool: bytes, name: str, spec: Any) -> None:
-    """Values from a place in the pool that the name decides; tensors of one name are equal."""
+    """Writes values from the pool, from an offset that depends only on the name."""
     itemsize = spec.nbytes // spec.size
-    at = zlib.crc32(name.encode()) % (len(pool) // itemsize) * itemsize
-    left = spec.nbytes
-    while left:
-        piece = memoryview(pool)[at : at + left]
+    offset = zlib.crc32(name.encode()) % (len(pool) // itemsize) * itemsize
+    remaining = spec.nbytes
+    while remaining:
+        piece = memoryview(pool)[offset : offset + remaining]
         file.write(piece)
-        left, at = left - len(piece), 0
+        remaining, offset = remaining - len(piece), 0
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
 def measured(*command: object) -> Measured:
-    """Runs a command to its end, on a disk that has nothing else to do.
+    """Runs a command after syncing the disk, and measures it.
 
     Raises:
-      RuntimeError: it failed; with what it said.
+      RuntimeError: the command failed. The message has its output.
     """
     os.sync()
     began = time.perf_counter()
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen([str(c) for c in command], stdout=said, stderr=said)
+    with tempfile.TemporaryFile() as output_file:
+        process = subprocess.Popen(
+            [str(c) for c in command], stdout=output_file, stderr=output_file
+        )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         os.sync()
         synced = time.perf_counter() - began
-        said.seek(0)
-        output = said.read().decode(errors="replace")
+        output_file.seek(0)
+        output = output_file.read().decode(errors="replace")
     if process.returncode:
         raise RuntimeError(f"{command[-4:]} ended with {process.returncode}: {output[-2000:]}")
     return Measured(seconds, synced, usage.ru_maxrss * 1024, output)
 
 
 def warm(directory: Path) -> None:
-    """Reads every file, so that the next reader finds in memory what fits there."""
+    """Reads every file, so that the page cache contains as much of them as fits."""
     for path in sorted(directory.iterdir()):
         with path.open("rb", buffering=0) as file:
             while file.read(2**24):
                 pass
 
 
-def in_a_process(function: str, *arguments: object) -> None:
-    """Of this script, so that this process stays small: the memory of one that forks is counted to
-    its children, too.
+def run_in_child(function: str, *arguments: object) -> None:
+    """Runs a function of this script in a child process, so that this process stays small.
+
+    The peak memory of a forking process is counted to its children too.
     """
     subprocess.run([sys.executable, __file__, function, *map(str, arguments)], check=True)
 
 
 def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of copies and conversions, which took turns. Keeps the last float8 store."""
+    """Runs copies and conversions in turn. Returns their rows, and keeps the last float8 store."""
     runs: dict[str, list[Measured]] = {}
-    kept = arguments.work / "store"
+    float8_store = arguments.work / "store"
     for repeat in range(arguments.repeats):
         for what in ("cp -r", *arguments.to):
             out = arguments.work / "out"
@@ -202,7 +207,7 @@ def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             runs[what][-1] = runs[what][-1]._replace(output=str(size))
             if what == "fp8" and repeat == arguments.repeats - 1:
-                out.rename(kept)
+                out.rename(float8_store)
             else:
                 shutil.rmtree(out)
     copied = statistics.median(run.seconds for run in runs["cp -r"])
@@ -230,13 +235,13 @@ def compare(source: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def plan_whole(work: Path) -> dict[str, Any]:
-    """A dry run of DeepSeek-V3."""
+    """Measures a dry run of the whole DeepSeek-V3."""
     source = work / "whole"
-    in_a_process("write", source, "--whole", "--shards", 163)
-    taken = sum(path.stat().st_blocks * 512 for path in source.iterdir())
+    run_in_child("write", source, "--whole", "--shards", 163)
+    allocated = sum(path.stat().st_blocks * 512 for path in source.iterdir())
     rows = {}
     for to in TARGETS:
-        # A disk without room for it is an error, but one that comes last.
+        # Too little disk space is an error (status 2), but is reported only after the plan.
         command = (*DSV3, "convert", source, work / "out", "--to", to, "--dry-run")
         try:
             run = measured("sh", "-c", '"$@" || test $? = 2', "sh", *command)
@@ -248,11 +253,11 @@ def plan_whole(work: Path) -> dict[str, Any]:
             "said": run.output.replace(str(work), "WORK").splitlines(),
         }
     shutil.rmtree(source)
-    return {"bytes_on_disk": taken, "targets": rows}
+    return {"bytes_on_disk": allocated, "targets": rows}
 
 
 def export(source: Path, store: Path, work: Path) -> dict[str, Any]:
-    """The float8 store back as a directory, and whether that is the source."""
+    """Exports the float8 store, and compares the files with the source."""
     out = work / "exported"
     run = measured(*DSV3, "export", store, out)
     names = {path.name for path in source.iterdir()}
@@ -271,10 +276,10 @@ def export(source: Path, store: Path, work: Path) -> dict[str, Any]:
 def same_bytes(a: Path, b: Path) -> bool:
     with a.open("rb", buffering=0) as one, b.open("rb", buffering=0) as other:
         while True:
-            left, right = one.read(2**24), other.read(2**24)
-            if left != right:
+            remaining, right = one.read(2**24), other.read(2**24)
+            if remaining != right:
                 return False
-            if not left:
+            if not remaining:
                 return True
 
 
@@ -286,7 +291,7 @@ def bench(arguments: argparse.Namespace) -> None:
     source = arguments.work / "source"
     small = ("--small",) if arguments.small else ()
     began = time.perf_counter()
-    in_a_process("write", source, "--shards", 4, *small)
+    run_in_child("write", source, "--shards", 4, *small)
     size = sum(path.stat().st_size for path in source.iterdir())
     print(f"{size:,} bytes written in {time.perf_counter() - began:.0f} s", flush=True)
     packages = ("numpy", "ml_dtypes", "tensorstore", "orbax-checkpoint", "jax", "xxhash")
@@ -333,7 +338,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
 
 def cpu_name() -> str:
-    """As Linux has it."""
+    """Returns the CPU's model name as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -356,8 +361,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="dsv3 convert beside cp -r.")
-    if sys.argv[1:2] == ["write"]:  # what in_a_process calls
+    parser = argparse.ArgumentParser(description="Compare dsv3 convert with cp -r.")
+    if sys.argv[1:2] == ["write"]:  # called by run_in_child
         parser.add_argument("write")
         parser.add_argument("directory", type=Path)
         parser.add_argument("--shards", type=int, required=True)
@@ -372,10 +377,10 @@ def main() -> None:
     add("--out", type=Path, default=Path("benchmarks/results/convert_cpu.json"))
     add("--to", nargs="+", choices=TARGETS, default=list(TARGETS))
     add("--repeats", type=int, default=3)
-    add("--workers", type=int, help="of dsv3 convert (default: the command's own)")
+    add("--workers", type=int, help="workers of dsv3 convert (default: the command's own)")
     add("--skip", nargs="+", choices=("convert", "export", "dry-run"), default=[])
-    add("--small", action="store_true", help="small tensors: to try the script, not to measure")
-    add("--keep", action="store_true", help="leave source and store where they are")
+    add("--small", action="store_true", help="use small tensors, to try the script")
+    add("--keep", action="store_true", help="keep the source and the store")
     bench(parser.parse_args())
 
 

@@ -1,10 +1,10 @@
-"""Decode speed of the demo checkpoint beside transformers, same weights, same tokens, on a CPU.
+"""Compares the demo checkpoint's decode speed on a CPU with transformers.
 
     python scripts/bench_cpu.py [--out benchmarks/results/cpu_decode.json]
 
-Both run float32 with the same dequantised weights, greedily, on the same prompts, each warmed up
-first; the tokens are compared before anything is timed. A figure is the median of several runs of
-whole generations, prefill included; runs of the two alternate. Needs the parity extra.
+Both decode greedily in float32 with the same dequantized weights and the same prompts. After a
+warm-up the generated tokens are compared. A result is the median of several complete generations,
+including prefill; runs of the two alternate. Requires the parity extra.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PROMPTS = [
     "def main(argv=None):\n    parser",
     "    with self.assertRaises(",
 ]
-LENGTH = 24  # prompt tokens; equal, for transformers has no ragged batches without padding
+LENGTH = 24  # prompt tokens; equal, because transformers pads ragged batches
 
 
 def transformers_model(model: dsv3_jax.DeepSeekV3) -> transformers.PreTrainedModel:
-    """transformers' own class with our float32 weights, read from a directory as users do."""
+    """Loads our float32 weights into transformers' own class, from a directory as users do."""
     with tempfile.TemporaryDirectory() as directory:
         write_file(Path(directory) / "model.safetensors", published_tensors(model))
         config = model.config.to_hf() | {"torch_dtype": "float32"}
@@ -98,7 +98,9 @@ def compare(batch: int, new_tokens: int, repeats: int) -> dict[str, float | int 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Demo decode speed beside transformers.")
+    parser = argparse.ArgumentParser(
+        description="Compare the demo's decode speed with transformers."
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_decode.json"))
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,30 +1,32 @@
-"""Whole decode steps and prefills on one GPU, of models of published widths with random weights.
+"""Measures whole decode steps and prefills of models with published widths and random weights.
 
     python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
         [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
         [--layout dp_attention_ep --exchange all_gather one_sided] [--layers 9]
 
-The generator's own programs run in a state made for it: rows with so many random tokens in the
-cache, each of which gains a token a step, greedily. A step's time is the difference of a long and
-a short dispatch, by its number of steps; medians of windows. One program serves all contexts: it
-has ``room`` for the longest, to which ``compile_s`` and ``peak_bytes`` belong.
+The generator's own programs run on a synthetic state: every sequence has the given number of
+random tokens in the cache and decodes greedily. The time of a step is the difference between a
+long and a short dispatch divided by the difference in steps, as a median over several windows. One
+program serves all contexts. Its cache has ``room`` for the longest one, and ``compile_s`` and
+``peak_bytes`` belong to that program.
 
-``floor_ms`` is what reading every byte once would take at the bandwidth of a sum in the same run:
-weights, of the experts those that so many rows visit if all are chosen alike, and the cache.
-``experts_visited`` tells how many they were, on average over layers, in place of
-``experts_expected``.
+``floor_ms`` is the time to read every needed byte once, at the bandwidth that a sum reaches in the
+same run. The bytes are the weights, including the expected number of distinct experts if all
+experts are equally likely, and the cache. ``experts_visited`` is the measured number of distinct
+experts per layer, and ``experts_expected`` the expected one.
 
-``peak_bytes`` are weights, cache and ``workspace_bytes``. ``--largest`` runs a step with as many
-rows of so many cached tokens as the compiler says fit, and with more or fewer until one number of
-them, ``batch``, runs and the next, ``fails_at``, does not.
+``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``. ``--largest`` finds the largest
+batch that runs: it begins with the batch that fits according to the compiler, and changes it until
+one batch size, ``batch``, runs and the next, ``fails_at``, does not.
 
-With ``--layout`` the model lies on all devices as that preset says; rows are those of all of them,
-bytes and floor those of one. Several exchanges and numbers of micro-batches are measured one behind
-the other, of the same model.
+With ``--layout`` the model is sharded over all devices by that preset. Batch sizes are then totals,
+and bytes and floors are per device. Several exchanges and numbers of micro-batches are measured one
+after the other with the same model.
 
-With ``--acceptances`` the MTP layer drafts and its drafts are accepted at that rate, whatever the
-model says. A row that fails says why and the others go on; what is done is written after each.
+With ``--acceptances`` the MTP layer drafts, and its drafts are accepted at that rate whatever the
+model computes. A failed measurement records the error and the others continue. The results are
+written after every measurement.
 """
 
 from __future__ import annotations
@@ -47,44 +49,60 @@ from benchmarks.decode import floor, machine, models, steps
 from benchmarks.decode.largest import largest_batch
 from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
 from sharding import PRESETS, Exchange, Layout, make_layout
 
-CHUNK = 8192  # prompt tokens of all rows that go through the model together
+CHUNK = 8192  # prompt tokens of all sequences per prefill chunk
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Whole decode steps and prefills.")
+    parser = argparse.ArgumentParser(description="Measure decode steps and prefills.")
     parser.add_argument("--model", default="moonlight-16b", help=models.HELP)
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
-    parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
+    parser.add_argument(
+        "--activations", choices=("float8",), help="dtype of activations in large matmuls"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 128, 256])
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 4096])
     parser.add_argument(
-        "--prefills", nargs="*", type=_shape, default=[], help="8x2048: rows, tokens"
+        "--prefills",
+        nargs="*",
+        type=_batch_and_tokens,
+        default=[],
+        help="BATCHxTOKENS, such as 8x2048",
     )
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of all rows at a time")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=CHUNK,
+        help="prompt tokens per chunk, of all sequences together",
+    )
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
-    parser.add_argument("--depth", type=int, default=1, help="drafts a step")
-    parser.add_argument("--largest", nargs="*", type=int, default=[], help="of so many tokens")
-    parser.add_argument("--layers", type=int, help="of the model, the first so many")
-    parser.add_argument("--layout", choices=tuple(PRESETS), help="over all devices")
+    parser.add_argument("--depth", type=int, default=1, help="drafts per step")
+    parser.add_argument(
+        "--largest", nargs="*", type=int, default=[], help="cached tokens per sequence"
+    )
+    parser.add_argument("--layers", type=int, help="use only the first N layers")
+    parser.add_argument(
+        "--layout", choices=tuple(PRESETS), help="sharding preset, over all devices"
+    )
     parser.add_argument("--exchange", nargs="+", choices=get_args(Exchange), default=["all_gather"])
     parser.add_argument("--float8-dispatch", action="store_true")
     parser.add_argument(
-        "--micro-batches", nargs="+", type=int, default=[1], help="of a device's rows"
+        "--micro-batches", nargs="+", type=int, default=[1], help="micro-batches per device"
     )
     parser.add_argument("--time-budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
 
-def _shape(text: str) -> tuple[int, int]:
+def _batch_and_tokens(text: str) -> tuple[int, int]:
     rows, _, tokens = text.partition("x")
     if not (rows.isdecimal() and tokens.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected ROWSxTOKENS such as 8x2048, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected BATCHxTOKENS such as 8x2048, got {text!r}")
     return int(rows), int(tokens)
 
 
@@ -134,7 +152,7 @@ class Bench:
         if arguments.activations:
             model.use_float8_activations()
         for layout in self._layouts:
-            if layout:  # the same parts of the same arrays
+            if layout:  # the shards stay the same
                 model.lay_out(layout)
             for rows in arguments.batches:
                 for rate in (None, *arguments.acceptances):
@@ -149,32 +167,32 @@ class Bench:
     def _decodes(
         self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
     ) -> None:
-        """All contexts, by one program with room for the longest that fits."""
-        drafting = (None, 0)
+        """Measures all contexts with one program, which has room for the longest that fits."""
+        drafter_and_depth = (None, 0)
         if acceptance is not None:
-            drafting = SyntheticDrafter(acceptance), self._arguments.depth
-        held: list[steps.Decode] = []
+            drafter_and_depth = SyntheticDrafter(acceptance), self._arguments.depth
+        decode_of_batch: list[steps.Decode] = []
 
         def measure(cached: int) -> dict[str, Any]:
-            if not held:
-                held.append(steps.Decode(model, rows, cached, *drafting))
-            found = {"phase": "decode", "acceptance": acceptance, "depth": drafting[1]}
-            found |= self._decode(model, held[0], cached)
+            if not decode_of_batch:
+                decode_of_batch.append(steps.Decode(model, rows, cached, *drafter_and_depth))
+            result = {"phase": "decode", "acceptance": acceptance, "depth": drafter_and_depth[1]}
+            result |= self._decode(model, decode_of_batch[0], cached)
             if acceptance is None:
-                least = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
-                found |= {"floor_ms": least, "floor_fraction": least / found["ms"]}
-            return found
+                floor_ms = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
+                result |= {"floor_ms": floor_ms, "floor_fraction": floor_ms / result["ms"]}
+            return result
 
         for cached in sorted(self._arguments.contexts, reverse=True):
             self._row(model, weights, rows, cached, functools.partial(measure, cached))
 
     def _decode(self, model: DeepSeekV3, decode: steps.Decode, cached: int) -> dict[str, Any]:
-        found = decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
+        result = decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
         c = model.config
         expected = distinct_experts(
             c.n_routed_experts, c.num_experts_per_tok, len(decode.state.lengths)
         )
-        return found | {
+        return result | {
             "experts_visited": statistics.mean(steps.experts_visited(model, decode.state)),
             "experts_expected": expected,
         }
@@ -182,45 +200,45 @@ class Bench:
     def _prefill(self, model: DeepSeekV3, rows: int, tokens: int) -> dict[str, Any]:
         chunk = min(tokens, max(1, self._arguments.chunk // rows))
         prefill = steps.Prefill(model, rows, tokens, chunk)
-        found = {"phase": "prefill", "chunk": chunk}
-        return found | prefill.measure() | _compiled(prefill.compiled)
+        result = {"phase": "prefill", "chunk": chunk}
+        return result | prefill.measure() | _compiled(prefill.compiled)
 
     def _largest(self, model: DeepSeekV3, cached: int) -> dict[str, Any]:
-        """``batch`` is the number of rows found."""
+        """Finds the largest ``batch`` that runs with ``cached`` tokens per sequence."""
         fixed = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
         limit = floor.memory_bytes()
-        a_row = cached * cache_bytes_per_token(model.config)
+        bytes_per_sequence = cached * cache_bytes_per_token(model.config)
         plans: dict[int, steps.Compiled] = {}
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
 
         def planned_bytes(rows: int) -> int:
-            plans.clear()  # a program holds memory of the device
+            plans.clear()  # a compiled program occupies device memory
             plans[rows] = steps.Decode.planned(model, rows, cached)
             return plans[rows].peak_bytes
 
         def runs(rows: int) -> bool:
             began = time.monotonic()
             planned = planned_bytes(rows)
-            text = f"{rows} rows of {cached}, {planned / 1e9:.2f} of {limit / 1e9:.2f} GB"
+            text = f"batch {rows} x {cached} tokens, {planned / 1e9:.2f} of {limit / 1e9:.2f} GB"
             try:
                 decode = steps.Decode(model, rows, cached, compiled=plans[rows])
                 ms = 1e3 * decode.dispatch(1, cached)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                text += ": do not fit"
+                text += ": does not fit"
                 return False
             else:
-                text += ": fit"
-                found.update(_compiled(plans[rows]) | {"batch": rows, "first_ms": ms})
+                text += ": fits"
+                result.update(_compiled(plans[rows]) | {"batch": rows, "first_ms": ms})
                 return True
             finally:
                 print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
-        # Nine tenths of what the cache alone would leave: the rest is workspace.
-        first = max(1, int(0.9 * (limit - fixed) / a_row))
+        # Begin with nine tenths of what cache and weights alone allow; the rest is workspace.
+        first = max(1, int(0.9 * (limit - fixed) / bytes_per_sequence))
         _, fails_at = largest_batch(planned_bytes, runs, first, fixed=fixed, limit=limit)
-        return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | found
+        return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | result
 
     def _row(self, model: DeepSeekV3, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
@@ -237,13 +255,13 @@ class Bench:
         else:
             try:
                 row |= {n: _rounded(value) for n, value in measure().items()}
-            except Exception as error:  # the next row may fit
+            except Exception as error:  # the next measurement may fit
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         self.result["rows"].append(row)
         print(line(row), flush=True)
         if out := self._arguments.out:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(self.result, indent=1) + "\n")
+            atomic_write(out, json.dumps(self.result, indent=1) + "\n")
 
 
 def _compiled(compiled: steps.Compiled) -> dict[str, Any]:
@@ -256,15 +274,15 @@ def _rounded(value: Any) -> Any:
 
 
 def line(row: dict[str, Any]) -> str:
-    place = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
+    label = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
     if "exchange" in row:
-        place += f" {row['exchange']}, {row['micro_batches']} micro-batches"
+        label += f" {row['exchange']}, {row['micro_batches']} micro-batches"
     if "error" in row:
-        return f"{place}: {row['error']}"
+        return f"{label}: {row['error']}"
     memory = f"compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
     if row["phase"] == "largest":
-        return f"{place} {row['phase']}: {row['fails_at']} rows do not fit, {memory}"
-    text = f"{place} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
+        return f"{label} {row['phase']}: batch {row['fails_at']} does not fit, {memory}"
+    text = f"{label} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
     if row.get("acceptance") is not None:
         text += f", acceptance {row['acceptance']} at depth {row['depth']}"
     if "floor_ms" in row:

@@ -1,17 +1,17 @@
-"""How long rows take to other devices and back, by each exchange, on the devices at hand.
+"""Times each token exchange between the available devices, there and back.
 
     python -m scripts.bench_exchange [--tokens 16 32 64 128 256] [--exchanges all_to_all kernel]
         [--profile] [--time-limit 85] [--out benchmarks/results/exchange_h200.json]
 
-Rows are DeepSeek-V3's: hidden size 7,168, each token to 8 of 256 experts chosen at random. Those
-of dtype ``uint8`` are parcels in float8, as they travel to experts, those of ``bfloat16`` sums, as
-they travel back. A row of the result is one exchange of such rows and one back, behind each other
-in a loop on the device, so that no time of Python's is in it; ``bytes`` are what a device sends
-others in both, without places that no token takes, except that all_to_all sends those too.
+The rows have DeepSeek-V3's sizes: hidden size 7,168, and each token goes to 8 of 256 experts chosen
+at random. Rows of dtype ``uint8`` are float8 parcels, as sent to experts; rows of dtype
+``bfloat16`` are sums, as sent back. A result is the time of one exchange there and one back, in a
+loop on the device that excludes Python. ``bytes`` is what a device sends to others in both. Unused
+slots count only for all_to_all, which sends them.
 
-First what the kernel (``pallas_kernels.token_exchange``) delivers is compared, bit by bit, where
-rows and counts change from each exchange to the next, and devices come late. If it is wrong,
-nothing is timed. Devices that wait for each other for ever are ended by the time limit.
+First the results of the kernel (``pallas_kernels.token_exchange``) are checked bit by bit, with
+rows and counts that change between exchanges, and with devices that arrive late. If they are wrong,
+nothing is timed. A deadlock ends at the time limit.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from sharding.parcel import Parcel
 from sharding.token_queues import Queues
 
 EXPERTS, CHOSEN = 256, 8
-PAIRS = 200  # of exchanges, in the program that is timed
+PAIRS = 200  # pairs of exchanges in the timed program
 RAGGED_PAIRS = 2  # XLA's ragged_all_to_all takes milliseconds
-CHECKED = 100  # exchanges of each check
-LATE = 20  # steps of a loop that a device may come late by
+CHECKED = 100  # exchanges per check
+LATE = 20  # maximum delay of a device, in iterations of a loop
 GATHER = "all_gather + psum_scatter"
 EXCHANGES = ("all_to_all", "kernel", GATHER, "ragged_all_to_all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program that is timed."""
+    """A timed program."""
 
     exchange: str
     tokens: int
-    """A device."""
+    """Tokens per device."""
     dtype: Any
     width: int
     config: Config | None = None
-    """Of the kernel."""
+    """Setting of the kernel, or None for its default."""
     empty: bool = False
-    """No row travels: what the kernel costs at least."""
+    """Whether to send no rows, which measures the kernel's fixed cost."""
 
     @property
     def pairs(self) -> int:
@@ -81,7 +81,7 @@ class Case:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """The most telling first: the time limit may cut the last."""
+    """Yields the cases, the most important first, because the time limit may cut off the last."""
     hidden = arguments.hidden
     parcel = Parcel(hidden, CHOSEN, np.dtype(jnp.bfloat16), float8=True)
     pair = jax.ShapeDtypeStruct((1, CHOSEN), jnp.int32), jax.ShapeDtypeStruct((1, CHOSEN), "f4")
@@ -99,7 +99,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def counts_of(devices: int, tokens: int, capacity: int) -> np.ndarray:
-    """Tokens from each device (first axis) for each, of experts chosen at random."""
+    """Returns the number of tokens from each device (first axis) to each, for random experts."""
     chosen = np.random.default_rng(tokens).permuted(
         np.tile(np.arange(EXPERTS), (devices * tokens, 1)), axis=1
     )[:, :CHOSEN]
@@ -109,7 +109,7 @@ def counts_of(devices: int, tokens: int, capacity: int) -> np.ndarray:
 
 
 def exchange_once(case: Case, rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows [n, C, W] there; with the second array it goes back."""
+    """Exchanges rows [n, C, W]. Returns the received rows, and the counts to send them back."""
     n, C, W = rows.shape
     if case.exchange == "kernel":
         if case.config:
@@ -117,7 +117,7 @@ def exchange_once(case: Case, rows: jax.Array, counts: jax.Array) -> tuple[jax.A
         return token_exchange(rows, counts, axes=("x",), implementation="mosaic_gpu")
     if case.exchange == "all_to_all":
         return lax.all_to_all(rows, "x", 0, 0, tiled=True), counts
-    # That counts are known on both sides is not in the time: they lie here as from, to.
+    # The time excludes the exchange of counts, which both sides know here as [from, to].
     me = lax.axis_index("x")
     places, size = jnp.arange(n, dtype=jnp.int32) * C, jnp.int32(C)
     flat = lax.ragged_all_to_all(
@@ -133,7 +133,7 @@ def exchange_once(case: Case, rows: jax.Array, counts: jax.Array) -> tuple[jax.A
 
 
 def many(case: Case, rows: jax.Array, counts: jax.Array) -> jax.Array:
-    """The program that is timed."""
+    """Runs all pairs of exchanges of a case."""
 
     def pair(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if case.exchange == GATHER:
@@ -145,7 +145,7 @@ def many(case: Case, rows: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def built(case: Case, mesh: Mesh) -> tuple[Any, tuple[jax.Array, ...], int]:
-    """What is timed, lowered; its arguments; bytes that a device sends others in a pair."""
+    """Returns the lowered program, its arguments, and the bytes that a device sends per pair."""
     n, T = mesh.size, case.tokens
     C = default_capacity(T, CHOSEN, n)
     counts = counts_of(n, T, C) * (0 if case.empty else 1)
@@ -173,15 +173,15 @@ def built(case: Case, mesh: Mesh) -> tuple[Any, tuple[jax.Array, ...], int]:
 
 
 def check(mesh: Mesh, dtype: Any, C: int, W: int) -> Callable[[], int]:
-    """How many values and counts are wrong in exchanges behind each other, all different.
+    """Compiles a check. Calling it returns the number of wrong values in successive exchanges.
 
-    What a device sends in a step is a function of the step, of itself and of the other, so that the
-    other knows what must come, and nothing but the kernel makes one wait for another.
+    What a device sends is a function of the step, the sender and the receiver, so that the receiver
+    can compute what it must receive, and only the kernel synchronises the devices.
     """
     n = mesh.size
 
     def sent(step: Any, one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-        """[n, C, W] and [n] from each to each, where ``one`` or ``other`` are [n]."""
+        """Returns rows [n, C, W] and counts [n] from ``one`` to ``other``; one of these is [n]."""
         seed = step * 7919 + one * 131 + other * 31
         place = jnp.arange(C)[:, None] * 1009 + jnp.arange(W)
         return (seed[:, None, None] + place).astype(dtype), seed % (C + 1)
@@ -192,7 +192,9 @@ def check(mesh: Mesh, dtype: Any, C: int, W: int) -> Callable[[], int]:
         def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
             late = (me * 5 + i * 7) % LATE
             waited = lax.fori_loop(0, late, lambda _, v: v * 0.5 + 1, i.astype(jnp.float32))
-            rows, counts = sent(i + (waited < 0), me, others)  # it is not: a wait, no more
+            rows, counts = sent(
+                i + (waited < 0), me, others
+            )  # always false: only creates a dependency on the delay
             received, came = token_exchange(rows, counts, axes=("x",), implementation="mosaic_gpu")
             want, due = sent(i, others, me)
             there = jnp.arange(C) < due[:, None]
@@ -222,7 +224,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
                 ]
             }
         except NotImplementedError as refusal:
-            print(f"the kernel is left out: {refusal}", flush=True)
+            print(f"the kernel is skipped: {refusal}", flush=True)
             exchanges.remove("kernel")
             checks = {}
         for name, wrong in checks.items():
@@ -242,7 +244,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"compiled {len(compiled)} programs ({time.monotonic() - began:.0f} s)", flush=True)
     for case, run, (_, given, sent) in zip(chosen, compiled, programs, strict=True):
         if time.monotonic() - began > 0.8 * arguments.time_limit:
-            print("the rest is left out: no time", flush=True)
+            print("the remaining cases are skipped: the time limit is near", flush=True)
             break
         us = 1e6 * median_seconds(run, given) / case.pairs
         row = {
@@ -264,7 +266,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(case: Case, mesh: Mesh) -> dict[str, Any]:
-    """Microseconds and launches of each kernel, a pair of exchanges on a device."""
+    """Returns microseconds and launches of each kernel, per pair of exchanges and device."""
     lowered, given, _ = built(case, mesh)
     run = lowered.compile(compiler_options=trace.CAPTURED)
     found = trace.by_name(trace.traced(lambda: run(*given), 1), case.pairs * mesh.size)
@@ -281,18 +283,28 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     def config(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split("x")))
 
-    parser = argparse.ArgumentParser(description="Exchanges of rows between devices, timed.")
+    parser = argparse.ArgumentParser(description="Time token exchanges between devices.")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64, 128, 256])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--devices", type=int, help="how many; default: all")
+    parser.add_argument("--devices", type=int, help="number of devices; default: all")
     parser.add_argument("--exchanges", nargs="+", default=list(EXCHANGES[:3]), choices=EXCHANGES)
     parser.add_argument(
-        "--configs", nargs="*", type=config, default=[], help="BLOCKSxSTORES of the kernel, also"
+        "--configs",
+        nargs="*",
+        type=config,
+        default=[],
+        help="additional kernel settings, BLOCKSxSTORES",
     )
-    parser.add_argument("--profile", action="store_true", help="by kernel, the first of each")
-    parser.add_argument("--time-limit", type=float, default=85, help="seconds for all")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also profile the first case of each exchange by kernel",
+    )
+    parser.add_argument("--time-limit", type=float, default=85, help="seconds for the whole run")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    parser.add_argument(
+        "--here", action="store_true", help="run in this process, without a time limit"
+    )
     return parser.parse_args(words)
 
 

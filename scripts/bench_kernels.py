@@ -1,32 +1,35 @@
-"""The Hopper kernels beside the best of others, on one H100 or H200.
+"""Benchmarks the Hopper kernels against other libraries' kernels, on one H100 or H200.
 
     python -m scripts.bench_kernels --peers PEERS [--ops mla_decode ...] [--shapes "h128 b64" ...]
         [--time-budget 560] [--repeats 1000] [--out benchmarks/results/kernels_h200.json]
         [--resume EARLIER.json]
 
-Each op is checked before it is timed, through the functions of pallas_kernels: on ragged inputs
-whose unused slots hold NaN, against float32 at full precision, ``--repeats`` runs equal bit by bit;
-and on samples of every timed shape. One that is wrong is not timed. Then every shape: ours, XLA's
-own lowering, and the peers out of the directory PEERS (``python -m benchmarks.kernels.pack_peers``
-makes it) and of torch, each checked too, beside the ceilings of the same run. Inputs are random and
-rotated, larger than the L2 cache where that takes no more than 32 sets.
+Each op is checked before it is timed, through the public functions of pallas_kernels. It is
+compared with float32 references on ragged inputs whose unused slots contain NaN, where
+``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
+timed. Then, for every shape, ours, XLA's own lowering and the peers are timed; the peers' results
+are checked too. Peers come from the directory PEERS (made by
+``python -m benchmarks.kernels.pack_peers``) and from torch. The same run measures the ceilings:
+matmul throughput and bandwidth. Inputs are random, and calls rotate over enough input sets (at most
+32) to exceed the L2 cache.
 
-All times are of the GPU's own clock (:mod:`benchmarks.kernels.clock`), ours, the peers' and XLA's:
-from before the first kernel of a program of many calls, one after the other, to behind its last, by
-the number of calls. JAX and torch run in two processes that take turns, two a shape, each on a GPU
-that was busy with the same work just before; a time is the median of the windows of both turns,
-``spread`` the largest less the smallest by the median. Where ours or the best peer's is above 10 %
-the shape is timed again, behind more of the same work, three times at most; if it stays, or if XLA
-multiplies more than was asked for, there is no ratio and ``no_ratio`` says why. Nothing compiles
-and no other shape is prepared meanwhile.
+All times are measured by the GPU's clock (:mod:`benchmarks.kernels.clock`), from before the first
+kernel of a program of many sequential calls to after its last one, and divided by the number of
+calls. JAX and torch run in two processes that alternate, two turns each per shape, after a warm-up
+with the same work. A time is the median over the windows of both turns, and ``spread`` is
+(max - min) / median. If the spread of ours or of the best peer exceeds 10 %, the shape is timed
+again after a longer warm-up, three times at most. If it still does, there is no ratio, and
+``no_ratio`` gives the reason. Nothing is compiled or prepared while a shape is timed.
 
-``ratio`` is the best peer's time by ours: above 1 ours is faster. ``roof_fraction`` is the least
-time by ours: that of the run's best product, or of reading at ``READ_GBS``. A row beyond it has no
-time. ``kernels_a_call`` counts what one call launches: ours, and what XLA puts beside it; ``busy``
-is how much of its windows a program ran in; ``event_us`` of a peer, to compare clocks, is a call
-by CUDA events around many graphs.
-What the time budget left undone is named in the result; ``--resume`` adds it in another run, whose
-rows name it.
+``ratio`` is the best peer's time divided by ours: above 1, ours is faster. ``roof_fraction`` is the
+roofline time divided by ours. The roofline is the larger of the arithmetic at the run's best matmul
+throughput and the traffic at ``READ_GBS``; a result beyond it is reported as an error.
+``kernels_a_call`` counts the kernels that one call launches, including XLA's own. ``busy`` is the
+share of a window in which a program ran. ``event_us`` is a peer's time by CUDA events around many
+graphs, to compare clocks.
+
+Shapes for which the time budget did not suffice are listed in the result. ``--resume`` measures
+them in another run, and each row records its run.
 """
 
 from __future__ import annotations
@@ -62,22 +65,28 @@ from benchmarks.kernels.shapes import (
     select,
 )
 from benchmarks.kernels.workers import Worker
+from dsv3_jax.files import atomic_write
 
-BATCH = 32  # cases that compile at once, before the first of them is timed
+BATCH = 32  # cases that are compiled together, before the first of them is timed
 TRIES = 3
-AGAIN_WARM_S = 1.0  # of a turn of the second try and the third
-TURNS = "peers", "ours", "ours", "peers"  # what the chip loses by warming is lost by both
-CLOSE = 1.3  # peers slower than the best by this have one turn
-FIRST_WARM_S = 1.0  # of a process that has not timed anything yet
+AGAIN_WARM_S = 1.0  # warm-up of each turn in the second and third try
+TURNS = (
+    "peers",
+    "ours",
+    "ours",
+    "peers",
+)  # symmetric, so that thermal throttling affects both equally
+CLOSE = 1.3  # peers slower than the best by more than this factor get one turn
+FIRST_WARM_S = 1.0  # warm-up of a process that has not timed anything yet
 COMPILE_S = 180
-ROW_S = 60  # seconds for a case, after which its process is ended
+ROW_S = 60  # seconds for a case, after which its process is killed
 CHECK_S = 180
 WARM_WORKERS = 8
 RIGHT = "right"
 
 
 class Bench:
-    """Runs cases, and keeps what was found so far in ``result``."""
+    """Runs cases and collects their results in ``result``."""
 
     def __init__(self, arguments: argparse.Namespace):
         self._arguments = arguments
@@ -125,22 +134,22 @@ class Bench:
         chosen = self.remaining(chosen)
         for worker in self._workers():
             worker.send({"do": "start"})
-        for who, worker in zip(("ours", "peers"), self._workers(), strict=False):
-            self._note(who, worker.receive(120))
+        for side, worker in zip(("ours", "peers"), self._workers(), strict=False):
+            self._note(side, worker.receive(120))
         self.save()
         for first in range(0, len(chosen), BATCH):
             self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
         self._time_xla([raw for raw in self._raw if isinstance(raw[0], Grouped)])
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
-        """Those that an earlier run has not done."""
+        """Returns the cases that the resumed run has not completed."""
         kept = {report.key_of(row) for row in self._kept}
         return [case for case in chosen if key(case) not in kept]
 
     def _workers(self) -> list[Worker]:
         return [self._ours] + ([self._peers] if self._peers else [])
 
-    def _batch(self, batch: Sequence[Case], to_warm: Sequence[Case]) -> None:
+    def _batch(self, batch: Sequence[Case], cases_to_warm: Sequence[Case]) -> None:
         if self.left() < 0:
             self.result["not_run"] += map(key, batch)
             self.save()
@@ -148,11 +157,11 @@ class Bench:
         began = time.monotonic()
         parts = [["check", *_parts(case)] for case in batch]
         self._ours.send(_compilation(batch, parts))
-        if to_warm:
-            self._warm(to_warm)
+        if cases_to_warm:
+            self._warm(cases_to_warm)
         self._ours.receive(COMPILE_S)
         print(f"compiled {len(batch)} shapes in {time.monotonic() - began:.0f} s", flush=True)
-        if to_warm:
+        if cases_to_warm:
             for worker in self._workers():
                 self._measured |= worker.ask({"do": "ceilings"}, 120)
         self.save()
@@ -171,7 +180,7 @@ class Bench:
         self.save()
 
     def _time_xla(self, rows: Sequence[tuple[Case, dict[str, Any], dict[str, Any]]]) -> None:
-        """Of the cases where it is no peer: when all else is done."""
+        """Times XLA on the cases where it is no peer, after everything else."""
         for first in range(0, len(rows), BATCH // 2):
             batch = rows[first : first + BATCH // 2]
             cases = [case for case, _, _ in batch]
@@ -185,18 +194,21 @@ class Bench:
             self._ours.ask({"do": "drop", "cases": [encoded(case) for case in cases]}, ROW_S)
             self.save()
 
-    def _note(self, who: str, started: dict[str, Any]) -> None:
+    def _note(self, side: str, started: dict[str, Any]) -> None:
         self.result["versions"] |= started.get("versions", {})
         if "gpu" in started:
             self.result["gpu"] = started["gpu"]
         if "clock" in started:
-            self.result.setdefault("clock", {})[who] = started["clock"]
+            self.result.setdefault("clock", {})[side] = started["clock"]
         if "error" in started:
-            self.result.setdefault("errors", {})[who] = started["error"]
+            self.result.setdefault("errors", {})[side] = started["error"]
 
     def _warm(self, chosen: Sequence[Case]) -> None:
-        """While ours compile: DeepGEMM takes ten seconds a shape, so in several processes; the
-        driver takes most of a minute for Marlin's kernels of a type, once."""
+        """Lets the peers compile their kernels, while ours are compiled.
+
+        DeepGEMM takes ten seconds per shape, so several processes share the shapes. The driver
+        takes most of a minute for Marlin's kernels of each integer type, once.
+        """
         grouped = [case for case in chosen if isinstance(case, Grouped)]
         compiled = [encoded(case) for case in grouped if case.dtype in ("bf16", "fp8")]
         count = min(WARM_WORKERS, len(compiled))
@@ -215,7 +227,7 @@ class Bench:
         return min(seconds, max(10.0, self.left() + 20))
 
     def _case(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What :func:`report.row` takes: ours with XLA's, and the peers'."""
+        """Measures a case. Returns the results of ours (with XLA's) and of the peers."""
         if self._peers:
             self._peers.send({"do": "prepare", "case": encoded(case)})
         fault = self._check(case)
@@ -235,7 +247,7 @@ class Bench:
         return ours, peers
 
     def _check(self, case: Case) -> str | None:
-        """What is wrong on ragged inputs; cases that share the check share the answer."""
+        """Returns what is wrong on ragged inputs, or None. Cases with equal check keys share it."""
         checks, name = self.result["checks"], check_key(case)
         if name not in checks:
             request = {"do": "check", "case": encoded(case), "repeats": self._arguments.repeats}
@@ -244,7 +256,7 @@ class Bench:
         return None if checks[name] == RIGHT else checks[name]
 
     def _time(self, ours: dict[str, Any], peers: dict[str, Any]) -> None:
-        """Adds "us", "spread" and more to those that were prepared, and "tries" to ours."""
+        """Adds "us", "spread" and more to the prepared implementations, and "tries" to ours."""
         for attempt in range(1, TRIES + 1):
             self._try(ours, peers, attempt)
             ours["tries"] = attempt
@@ -253,48 +265,52 @@ class Bench:
                 return
 
     def _try(self, ours: dict[str, Any], peers: dict[str, Any], attempt: int) -> None:
-        """All turns once, in the place of what an attempt before found."""
+        """Runs all turns once, and replaces the results of an earlier attempt."""
         in_jax = {"ours": ours} | ({"xla": ours["xla"]} if "xla" in ours else {})
-        for who in TURNS:
-            parts, worker = (in_jax, self._ours) if who == "ours" else (peers, self._peers)
-            fresh = who not in self._warmed
-            self._warmed.add(who)
-            if names := _close({n: each for n, each in parts.items() if "error" not in each}):
-                warm_s = FIRST_WARM_S if fresh else AGAIN_WARM_S if attempt > 1 else WARM_S
+        for side in TURNS:
+            parts, worker = (in_jax, self._ours) if side == "ours" else (peers, self._peers)
+            is_first = side not in self._warmed
+            self._warmed.add(side)
+            if names := _names_to_time(
+                {n: entry for n, entry in parts.items() if "error" not in entry}
+            ):
+                warm_s = FIRST_WARM_S if is_first else AGAIN_WARM_S if attempt > 1 else WARM_S
                 request = {"do": "time", "names": names, "warm_s": warm_s}
                 assert worker is not None
                 reply = worker.ask(request, self._patience(ROW_S))
                 for name in names:
-                    _add(parts[name], reply.get(name, {"error": reply.get("error", "no time")}))
-        for each in (*in_jax.values(), *peers.values()):
-            each |= _summed(each.pop("windows", {}))
+                    _append_windows(
+                        parts[name], reply.get(name, {"error": reply.get("error", "no time")})
+                    )
+        for entry in (*in_jax.values(), *peers.values()):
+            entry |= _summary(entry.pop("windows", {}))
 
     def _xla(self, case: Case) -> dict[str, Any]:
         request = {"do": "prepare", "case": encoded(case), "parts": ["xla"]}
         reply = self._ours.ask(request, self._patience(ROW_S))
-        found = reply.get("xla", reply)
-        if "error" not in found:
+        result = reply.get("xla", reply)
+        if "error" not in result:
             request = {"do": "time", "names": ["xla"], "warm_s": WARM_S}
             reply = self._ours.ask(request, self._patience(ROW_S))
-            _add(found, reply.get("xla", reply))
-            found |= _summed(found.pop("windows", {}))
-        return found
+            _append_windows(result, reply.get("xla", reply))
+            result |= _summary(result.pop("windows", {}))
+        return result
 
     def save(self) -> None:
         best = report.ceilings(self._measured)
-        said = self._measured | {f"best_{name}": value for name, value in best.items()}
+        ceilings = self._measured | {f"best_{name}": value for name, value in best.items()}
         self.result["ceilings"] = {"read_gbs": READ_GBS} | {
             name: round(value, 1) if isinstance(value, float) else value
-            for name, value in said.items()
+            for name, value in ceilings.items()
         }
-        rows = [*self._kept, *(report.row(*each, best) for each in self._raw)]
+        rows = [*self._kept, *(report.row(*entry, best) for entry in self._raw)]
         order = {key(case): i for i, case in enumerate(cases())}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
             f"benchmarks/results/kernels_{_short_name(self.result.get('gpu', 'none'))}.json"
         )
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(self.result, indent=1) + "\n")
+        atomic_write(out, json.dumps(self.result, indent=1) + "\n")
 
     def stop(self) -> None:
         for worker in self._workers():
@@ -306,53 +322,55 @@ def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[
 
 
 def _parts(case: Case) -> list[str]:
-    """What of a case is timed in turns. XLA's grouped products multiply every row by every
-    group's matrix, and are timed when all else is done."""
+    """Returns the implementations of a case that are timed in turns with the peers.
+
+    XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
+    """
     return ["ours"] if isinstance(case, Grouped) else ["ours", "xla"]
 
 
-def _close(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """The fastest, and those that may be it; ours, and all that were not timed yet."""
+def _names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the names to time: ours, those not timed yet, and those close to the fastest."""
     medians = {
-        name: statistics.median(each["windows"]["us"]) if "windows" in each else 0.0
-        for name, each in parts.items()
+        name: statistics.median(entry["windows"]["us"]) if "windows" in entry else 0.0
+        for name, entry in parts.items()
     }
-    least = min(medians.values(), default=0.0)
-    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * least]
+    fastest = min(medians.values(), default=0.0)
+    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * fastest]
 
 
-def _add(each: dict[str, Any], reply: dict[str, Any]) -> None:
-    """A turn's windows to those of the turns before."""
+def _append_windows(entry: dict[str, Any], reply: dict[str, Any]) -> None:
+    """Appends the windows of a turn to those of earlier turns."""
     if "error" in reply:
-        each["error"] = reply["error"]
-        each.pop("windows", None)
+        entry["error"] = reply["error"]
+        entry.pop("windows", None)
         return
-    windows = each.setdefault("windows", {})
+    windows = entry.setdefault("windows", {})
     for name, values in reply.items():
         windows[name] = windows.get(name, []) + (values if isinstance(values, list) else [values])
 
 
-def _summed(windows: dict[str, list[float]]) -> dict[str, float]:
+def _summary(windows: dict[str, list[float]]) -> dict[str, float]:
     if not windows:
         return {}
     medians = {n: statistics.median(v) for n, v in windows.items() if n.endswith("us")}
     us = windows["us"]
-    found = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
+    result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
     if "busy" in windows:
-        found["busy"] = round(min(windows["busy"]), 3)
+        result["busy"] = round(min(windows["busy"]), 3)
     if "resolution_ns" in windows:
-        found["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
-    return found
+        result["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
+    return result
 
 
 def _short_name(gpu: str) -> str:
-    """h200 of "NVIDIA H200"."""
-    found = re.search(r"[A-Za-z]+\d+", gpu)
-    return found[0].lower() if found else "none"
+    """Returns the model of a GPU name, such as h200 for "NVIDIA H200"."""
+    result = re.search(r"[A-Za-z]+\d+", gpu)
+    return result[0].lower() if result else "none"
 
 
 def _tools() -> dict[str, str]:
-    """Versions of the driver and of CUDA's compilers, where they can be asked."""
+    """Returns the versions of the driver and of CUDA's compilers, if they are installed."""
     versions = {}
     for name, command, pattern in (
         ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"\S+"),
@@ -360,25 +378,29 @@ def _tools() -> dict[str, str]:
         ("nvcc", ["nvcc", "--version"], r"release \S+, V(\S+)"),
     ):
         try:
-            said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if found := re.search(pattern, said):
-            versions[name] = found[found.re.groups]
+        if result := re.search(pattern, output):
+            versions[name] = result[result.re.groups]
     return versions
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Hopper kernels beside their peers.")
+    parser = argparse.ArgumentParser(
+        description="Benchmark the Hopper kernels against other libraries."
+    )
     parser.add_argument("--ops", nargs="*", default=[], choices=OPS)
-    parser.add_argument("--shapes", nargs="*", default=[], help="parts of 'op dtype shape'")
-    parser.add_argument("--all", action="store_true", help="every shape, not the core alone")
-    parser.add_argument("--peers", type=Path, help="directory of the packed peers; none without")
-    parser.add_argument("--time-budget", type=float, default=3600, help="seconds in all")
-    parser.add_argument("--repeats", type=int, default=20, help="equal runs of a check")
+    parser.add_argument("--shapes", nargs="*", default=[], help="substrings of 'op dtype shape'")
+    parser.add_argument("--all", action="store_true", help="all shapes instead of the core shapes")
+    parser.add_argument(
+        "--peers", type=Path, help="directory of the packed peers; by default no peers"
+    )
+    parser.add_argument("--time-budget", type=float, default=3600, help="seconds for the whole run")
+    parser.add_argument("--repeats", type=int, default=20, help="runs per check that must be equal")
     parser.add_argument("--implementation", default="mosaic_gpu")
-    parser.add_argument("--calls", type=int, default=CALLS, help="of our programs, at most")
-    parser.add_argument("--resume", type=Path, help="a result whose rows are kept, if complete")
+    parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
+    parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
@@ -399,7 +421,7 @@ def main() -> None:
         print(f"{name}: {verdict}")
     print(report.table(result["rows"]))
     if result["not_run"]:
-        print("not run, for want of time:", ", ".join(result["not_run"]))
+        print("not run, because the time budget was spent:", ", ".join(result["not_run"]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Which hidden state should feed the MTP layer: after the final norm, or before it?
+"""Compares the two candidate inputs of the MTP layer: hidden states after or before the final norm.
 
     python scripts/bench_mtp_hidden.py --tokens runs/demo/tokens.npz --out OUT.json \\
         demo post=runs/post/model pre=runs/pre/model
 
-Drafts on held-out text with both, whatever a model was trained with, and counts what is accepted.
-``post`` and ``pre`` are trainings that differ in ``dsv3 train --mtp-hidden`` alone; ``demo`` is the
-checkpoint in the package, trained with the state after the norm.
+Drafts on held-out text with both, whichever a model was trained with, and measures the acceptance.
+``post`` and ``pre`` are training runs that differ only in ``dsv3 train --mtp-hidden``. ``demo`` is
+the checkpoint in the package, trained with the state after the norm.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(model: dsv3_jax.DeepSeekV3, prompts: list[list[int]]) -> list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Acceptance by the MTP layer's hidden state.")
+    parser = argparse.ArgumentParser(description="Acceptance by the MTP layer's input.")
     parser.add_argument("models", nargs="+", help="demo, or NAME=DIR")
     parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,13 +1,14 @@
-"""What quantized weights cost a model on held-out text, and what they save.
+"""Measures the quality loss and the size of quantized weights, on held-out text.
 
     python scripts/bench_quantization.py --model demo --tokens runs/demo/tokens.npz \\
         --out benchmarks/results/quantization.json
 
-Every form is a store that ``dsv3 convert`` makes of the model, run with its weights as stored, and
-compared with the bfloat16 store: KL(bf16 || form), the mean over places of ``sum_w p log(p / q)``
-over the whole vocabulary, in nats a token; how often both have the same best token; the loss. All
-read the same windows; places before a BOS do not count, as in training. Of a model published in
-float8 the bfloat16 store holds those very weights, rounded: its fp8 row tells that rounding alone.
+Every format is a store that ``dsv3 convert`` makes of the model. The model runs with the weights as
+stored and is compared with the bfloat16 store by: KL(bf16 || format), the mean over positions of
+``sum_w p log(p / q)`` over the whole vocabulary, in nats per token; how often both have the same
+most likely token; and the loss. All formats use the same windows, and positions before a BOS do not
+count, as in training. If the model was published in float8, the bfloat16 store has the same weights
+after rounding, so the fp8 row measures only that rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FORMS: tuple[Form, ...] = ("bf16", "fp8", "int8", "int4")
 def compare(
     models: Mapping[str, DeepSeekV3], batches: Iterable[np.ndarray]
 ) -> dict[str, dict[str, float]]:
-    """Every model against ``bf16``: means over all counted places of [B, T] batches of tokens."""
+    """Compares every model with ``bf16``: means over all counted positions of [B, T] batches."""
     bos = models["bf16"].config.bos_token_id
     totals, places = {form: np.zeros(3) for form in models}, 0
     for batch in batches:
@@ -80,11 +81,11 @@ def sums(
     tokens: Int[Array, "B T"],
     bos: int,
 ) -> Float32[Array, " 3"]:
-    """Over the counted places: KL(p || q), places of the same best token, losses of q."""
+    """Sums KL(p || q), top-1 agreements, and losses of q over the counted positions."""
     log_p, log_q = log_p[:, :-1], log_q[:, :-1]
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    # q - p sums to zero, but for what log_softmax rounded: and that it takes out of the product,
-    # whose terms cancel where p and q are close. With it no term is negative.
+    # q - p sums to zero up to the rounding of log_softmax. Adding it makes every term nonnegative,
+    # and cancels that rounding in the other terms, which matters if p and q are close.
     kl = jnp.sum(p * (log_p - log_q) + (q - p), axis=-1)
     same = jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
     loss = -jnp.take_along_axis(log_q, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -92,7 +93,7 @@ def sums(
 
 
 def weight_bytes(config: ModelConfig, form: Form) -> int:
-    """Of the main model's weights and scales as stored."""
+    """Returns the bytes of the main model's weights and scales as stored."""
     published = config.quantization
     forms: dict[Form, Quantization | None] = {
         "bf16": None,
@@ -107,10 +108,10 @@ def weight_bytes(config: ModelConfig, form: Form) -> int:
 
 
 def load_as(source: Path, stores: Path, form: Form, dtype: str) -> DeepSeekV3:
-    """The model through a store of that form."""
+    """Converts the model to a store of that format, and loads it."""
     convert(source, stores / form, to=form)
-    kept = None if form == "bf16" else form
-    return dsv3_jax.load(stores / form, dtype=dtype, quantization=kept, mtp=False)[0]
+    quantization = None if form == "bf16" else form
+    return dsv3_jax.load(stores / form, dtype=dtype, quantization=quantization, mtp=False)[0]
 
 
 def main() -> None:
@@ -121,7 +122,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batches", type=int, default=0, help="at most; 0 takes all of the text")
+    parser.add_argument(
+        "--batches", type=int, default=0, help="maximum number of batches; 0 uses all of the text"
+    )
     arguments = parser.parse_args()
     source = find(arguments.model)
     config = ModelConfig.from_hf(source)
@@ -132,7 +135,7 @@ def main() -> None:
         config.bos_token_id,
         arguments.batches,
     )
-    # TF32, a GPU's default for float32, would be noise of the size that is measured.
+    # TF32, a GPU's default for float32, would add noise as large as the measured effect.
     with tempfile.TemporaryDirectory() as stores, jax.default_matmul_precision("highest"):
         models = {form: load_as(source, Path(stores), form, arguments.dtype) for form in FORMS}
         found = compare(models, batches)

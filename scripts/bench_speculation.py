@@ -1,13 +1,13 @@
-"""Decoding with and without speculation: tokens a second, acceptance, and where the time goes.
+"""Measures decoding with and without speculation: throughput, acceptance and step cost.
 
     python scripts/bench_speculation.py --model runs/large/model --tokens runs/demo/tokens.npz \\
         --out benchmarks/results/speculation.json
 
-Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and drawn at
-temperature 1, after a warm-up; a figure is the median of several runs. Speed-up is tokens a second
-over those without speculation in the same run. It equals the accept length over what a step costs
-more, and ``ngram`` at the same depth tells how much of that is the wider pass of the main model and
-how much the MTP layer.
+Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and sampled
+at temperature 1, after a warm-up. A result is the median of several runs. ``speed_up`` is the
+throughput divided by that without speculation in the same run. It equals ``accept_length`` (tokens
+per step) divided by ``step_cost`` (relative cost of a step). Comparing with ``ngram`` at the same
+depth separates the cost of the MTP layer from that of the main model's wider pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Drafting = tuple[str | None, int | Literal["auto"]]
 
 
 def prompts(tokens: np.ndarray, count: int) -> list[list[int]]:
-    """Windows spread evenly over the held-out stream."""
+    """Returns prompts from windows that are spread evenly over the held-out stream."""
     starts = np.linspace(0, len(tokens) - PROMPT, count, endpoint=False, dtype=int)
     return [tokens[start : start + PROMPT].tolist() for start in starts]
 
@@ -60,7 +60,7 @@ def measure(
             draft_depth=depth,
         )
 
-    # "auto" has measured its costs while others compiled: it gets runs to see how they are.
+    # "auto" measured its step costs while others were compiling: a few runs correct them.
     for _ in range(4 if depth == "auto" else 1):
         generate()
     outs = [generate() for _ in range(repeats)]
@@ -78,14 +78,14 @@ def measure(
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:
-    """Share of generations that are equal throughout."""
+    """Returns the share of generations that are equal."""
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def compare(
     generator: dsv3_jax.Generator, rows: list[list[int]], depths: list[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """All drafters on the same prompts, in batches of the generator's size."""
+    """Measures all drafters on the same prompts, in batches of the generator's size."""
     (batch,) = generator.batch_sizes
     draftings: list[Drafting] = [
         (None, 1),
@@ -97,7 +97,7 @@ def compare(
     def warm(drafting: Drafting) -> float:
         return generator.warm_up(batch, draft=drafting[0], draft_depth=drafting[1])
 
-    with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them side by side
+    with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them concurrently
         compiled = list(pool.map(warm, draftings))
     found = []
     for temperature in (0.0, 1.0):
@@ -125,7 +125,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Decoding with and without speculation.")
+    parser = argparse.ArgumentParser(description="Measure decoding with and without speculation.")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
     parser.add_argument("--out", type=Path, required=True)

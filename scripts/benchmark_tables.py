@@ -1,9 +1,9 @@
-"""The tables of measured figures in README.md and docs/, made of benchmarks/results/*.json.
+"""Writes the benchmark tables of README.md and docs/ from benchmarks/results/*.json.
 
     python -m scripts.benchmark_tables
 
-writes each between its marks, ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``. A test fails
-when a page and the results differ.
+writes each table between its marks, ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``. A test
+fails if a page does not match the results.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200")
 
 
 def read(name: str) -> dict[str, Any]:
-    """A result: ``date``, ``machine``, ``versions``, ``rows``."""
+    """Reads a result file: ``date``, ``machine``, ``versions``, ``rows``."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A header that begins with ``>`` is of a column of numbers."""
+    """Formats a Markdown table. A heading that begins with ``>`` is right-aligned."""
     rule = ["---:" if name.startswith(">") else "---" for name in header]
     lines = [[name.removeprefix(">") for name in header], rule, *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _timed(names: Iterable[str], phase: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Result and row, of rows of the phase whose drafts are not made up."""
+    """Yields (result name, row) of a phase, without rows that use synthetic drafts."""
     for name in names:
         for row in read(name)["rows"]:
             if row["phase"] == phase and row.get("acceptance") is None:
@@ -70,16 +70,18 @@ def _share(part: float | None) -> str:
     return "" if part is None else f"{part:.0%}"
 
 
-def _of_ceiling(result: dict[str, Any], row: dict[str, Any]) -> str:
-    """The floor's share, at the bandwidth that is the same for all results."""
+def _share_of_peak(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """Returns the share of the peak bandwidth, which is the same number for all results."""
     if "floor_fraction" not in row:
         return ""
     return _share(row["floor_fraction"] * result["read_gbs"] / READ_GBS)
 
 
 def _routed_evenly(row: dict[str, Any]) -> bool:
-    """Whether random integer weights sent their rows to about as many experts as chance does: a
-    step that reads fewer of them tells nothing of one that reads them all."""
+    """Returns whether random integer weights routed tokens to about as many experts as expected.
+
+    A step that reads fewer experts is not representative.
+    """
     if row["dtype"] not in ("int8", "int4") or row["batch"] == 1:
         return True
     return row.get("experts_visited", 0.0) >= 0.9 * row.get("experts_expected", 1.0)
@@ -88,17 +90,26 @@ def _routed_evenly(row: dict[str, Any]) -> bool:
 def _kernel(row: dict[str, Any]) -> list[object]:
     peer, us = row.get("peer") or "none", row["us"]
     ratio = f"{row['ratio']:.2f}" if row["ratio"] else row.get("no_ratio", "")
-    of_peer = ["", ""] if peer == "none" else [f"{row['peer_us']:,.4g}", ratio]
+    peer_cells = ["", ""] if peer == "none" else [f"{row['peer_us']:,.4g}", ratio]
     name = [f"`{row['op']}`", row["dtype"], row["shape"]]
     timed = ["", ""] if us is None else [f"{us:,.4g}", _share(row["roof_fraction"])]
-    return [*name, *timed, peer, *of_peer]
+    return [*name, *timed, peer, *peer_cells]
 
 
-_KERNEL = ("operation", "numbers", "shape", ">us", ">of the roof", "best peer", ">its us", ">ratio")
+_KERNEL = (
+    "operation",
+    "dtype",
+    "shape",
+    ">us",
+    ">% of roofline",
+    "best peer",
+    ">peer us",
+    ">ratio",
+)
 
 
 def _kernel_rows() -> list[dict[str, Any]]:
-    """One operation and kind of numbers after the other."""
+    """Returns the rows of the kernel benchmark, grouped by operation and dtype."""
     rows = read("kernels_h200")["rows"]
     kinds = list(dict.fromkeys(map(_kind, sorted(rows, key=lambda row: row["op"]))))
     return sorted(rows, key=lambda row: kinds.index(_kind(row)))
@@ -113,9 +124,9 @@ def kernels() -> str:
 
 
 def kernels_by_kind() -> str:
-    """All shapes of :func:`kernels`, none left out: how their ratios lie."""
+    """Summarises the ratios of all shapes of :func:`kernels`, by operation and dtype."""
     rows = _kernel_rows()
-    header = ("operation", "numbers", ">shapes", ">with a ratio", "peers that were best")
+    header = ("operation", "dtype", ">shapes", ">with a ratio", "best peers")
     lines: list[list[object]] = []
     for op, dtype in dict.fromkeys(map(_kind, rows)):
         of_kind = [row for row in rows if _kind(row) == (op, dtype)]
@@ -174,49 +185,57 @@ def _summary_row(what: str, peer: str, ratios: list[float], name: str) -> list[o
 
 
 def decode() -> str:
-    header = ("model", "weights", ">rows", ">cached", ">ms a step", ">tokens/s", ">of the floor")
+    header = (
+        "model",
+        "weights",
+        ">batch",
+        ">context",
+        ">ms/step",
+        ">tokens/s",
+        ">% of peak bandwidth",
+    )
     rows = (
         [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}",
-         f"{r['tokens_per_s']:,.0f}", _of_ceiling(read(name), r), _dated(name)]
+         f"{r['tokens_per_s']:,.0f}", _share_of_peak(read(name), r), _dated_link(name)]
         for name, r in _timed(_DECODE, "decode") if _routed_evenly(r)
     )  # fmt: skip
     return markdown([*header, "result"], rows)
 
 
-def _dated(name: str) -> str:
+def _dated_link(name: str) -> str:
     return f"[{read(name)['date']}](../benchmarks/results/{name}.json)"
 
 
 def prefill() -> str:
-    header = ("model", "weights", ">prompts", ">tokens of each", ">ms", ">tokens/s", "result")
+    header = ("model", "weights", ">prompts", ">tokens each", ">ms", ">tokens/s", "result")
     rows = (
         [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.1f}",
-         f"{r['tokens_per_s']:,.0f}", _dated(name)]
+         f"{r['tokens_per_s']:,.0f}", _dated_link(name)]
         for name, r in _timed(_PREFILL, "prefill")
     )  # fmt: skip
     return markdown(header, rows)
 
 
 def two_gpus() -> str:
-    header = ("phase", ">layers", "exchange", ">micro-batches", ">rows", ">tokens", ">ms")
+    header = ("phase", ">layers", "exchange", ">micro-batches", ">batch", ">tokens", ">ms")
     rows = (
         [phase, r["layers"], r["exchange"], r["micro_batches"], r["batch"], f"{r['context']:,}",
-         f"{r['ms']:.2f}", f"{r['tokens_per_s']:,.0f}", _of_ceiling(read(name), r),
-         _dated(name)]
+         f"{r['ms']:.2f}", f"{r['tokens_per_s']:,.0f}", _share_of_peak(read(name), r),
+         _dated_link(name)]
         for phase in ("decode", "prefill")
         for name, r in _timed(_TWO_GPUS, phase)
     )  # fmt: skip
-    return markdown([*header, ">tokens/s", ">of the floor", "result"], rows)
+    return markdown([*header, ">tokens/s", ">% of peak bandwidth", "result"], rows)
 
 
 def all_layers() -> str:
-    """The best of each number of rows a device."""
-    header = ("phase", ">rows a GPU", ">tokens", ">tokens/s a GPU, slice", ">61 layers")
+    """Takes the fastest setting of each batch size per device."""
+    header = ("phase", ">batch per GPU", ">tokens", ">tokens/s per GPU, slice", ">61 layers")
     best: dict[tuple[str, int], dict[str, Any]] = {}
     for phase in ("decode", "prefill"):
         for _, r in _timed(_TWO_GPUS, phase):
             key = phase, r["batch"] // r["devices"]
-            # A slice of as many layers for every row of the table.
+            # All rows of the table are slices of the same number of layers.
             if r["layers"] == 5 and r["ms"] < best.get(key, {"ms": math.inf})["ms"]:
                 best[key] = r
     rows = (
@@ -228,7 +247,7 @@ def all_layers() -> str:
 
 
 def speculation() -> str:
-    header = ("drafts", ">rows", ">temperature", ">depth", ">tokens/s", ">tokens a step")
+    header = ("drafts", ">batch", ">temperature", ">depth", ">tokens/s", ">tokens per step")
     rows = (
         [r["draft"] or "none", r["batch"], f"{r['temperature']:g}", r["depth"],
          f"{r['tokens_per_s']:,.0f}", f"{r['accept_length']:.2f}",
@@ -236,12 +255,12 @@ def speculation() -> str:
          f"{r['speed_up']:.2f}"]
         for r in read("speculation_h200")["rows"]
     )  # fmt: skip
-    more = (">first draft accepted", ">cost of a step", ">speed-up")
+    more = (">first draft accepted", ">relative step cost", ">speedup")
     return markdown([*header, *more], rows)
 
 
 def quantization() -> str:
-    header = ("model", "form", ">KL, nats", ">same best token", ">loss, nats", ">bytes")
+    header = ("model", "format", ">KL, nats", ">top-1 agreement", ">loss, nats", ">bytes")
     rows = (
         [model, r["form"], f"{r['kl']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['loss']:.4f}",
          f"{r['weight_bytes']:,}"]
@@ -252,7 +271,7 @@ def quantization() -> str:
 
 
 def conversion() -> str:
-    header = ("command", ">seconds", ">speed of cp -r", ">written, GB", ">peak memory, GB")
+    header = ("command", ">seconds", ">speed relative to cp -r", ">written, GB", ">peak memory, GB")
     rows = (
         [f"`{r['what']}`" if r["what"] == "cp -r" else f"`dsv3 convert --to {r['what']}`",
          f"{r['seconds']:.1f}", f"{r['ratio_to_cp']:.2f}", f"{r['bytes_written'] / 1e9:.1f}",
@@ -263,7 +282,7 @@ def conversion() -> str:
 
 
 def cpu() -> str:
-    header = (">rows", ">dsv3_jax, tokens/s", ">transformers, tokens/s", ">ratio")
+    header = (">batch", ">dsv3_jax, tokens/s", ">transformers, tokens/s", ">ratio")
     rows = (
         [r["batch"], f"{r['dsv3_jax_tokens_per_s']:.0f}", f"{r['transformers_tokens_per_s']:.0f}",
          f"{r['ratio']:.1f}"]
@@ -273,7 +292,12 @@ def cpu() -> str:
 
 
 def cold_start() -> str:
-    header = (">layers", "compilation cache", ">seconds to the first token", ">of them programs")
+    header = (
+        ">layers",
+        "compilation cache",
+        ">seconds to the first token",
+        ">of these, compilation",
+    )
     rows = (
         [r["layers"], r["cache"], f"{r['first_token_s']:.1f}", f"{r['phases_s']['programs']:.1f}"]
         for r in read("cold_start_h200")["rows"]
@@ -290,22 +314,22 @@ TABLES: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
-def written(text: str) -> str:
-    """A page with its tables as the results have them."""
+def with_tables(text: str) -> str:
+    """Returns a page with its tables replaced by those of the results."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in text:
             before, _, rest = text.partition(begin)
             _, found, after = rest.partition(end)
             if not found:
-                raise ValueError(f"expected {end} behind {begin}, got none")
+                raise ValueError(f"expected {end} after {begin}, got none")
             text = f"{before}{begin}\n{table()}\n{end}{after}"
     return text
 
 
 def main() -> None:
     for page in PAGES:
-        atomic_write(page, written(page.read_text("utf-8")))
+        atomic_write(page, with_tables(page.read_text("utf-8")))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Convert a published checkpoint to a store, as ``dsv3 convert`` does.
+"""Converts a published checkpoint to a store, like ``dsv3 convert``.
 
     python scripts/convert_hf_checkpoint.py SRC DST --to fp8 [--resume] [--dry-run] [--workers N]
 
-For those who look for a script; ``dsv3 convert --help`` tells the rest.
+It is an alias of that command. ``dsv3 convert --help`` describes the options.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""What mkdocs does not know of these pages.
+"""mkdocs hooks that fix links and reStructuredText roles.
 
-Links from docs/ to files of the repository, which the site has not: with ``repo_url`` in mkdocs.yml
-they lead there; without, the path stands in place of a link. And the roles of reStructuredText in
-docstrings, such as ``:func:``, which are left out.
+Links from docs/ to files of the repository, which are not part of the site, point to ``repo_url``
+of mkdocs.yml; without that setting they become the plain path. reStructuredText roles in
+docstrings, such as ``:func:``, are removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OUT_OF_DOCS = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
-    """Called by mkdocs for every page."""
+    """Rewrites links to repository files. mkdocs calls it for every page."""
     root = Path(config["config_file_path"]).parent
 
     def replaced(link: re.Match[str]) -> str:
@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> s
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Called by mkdocs for every page, as HTML."""
+    """Removes reStructuredText roles. mkdocs calls it for the HTML of every page."""
     html = re.sub(r":(?:func|class|meth|data|mod):(?=<code>)", "", html)
     html = re.sub(r"<code>~[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
     return html.replace("::</p>", ":</p>")

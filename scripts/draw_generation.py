@@ -1,4 +1,4 @@
-"""A picture of what the demo writes under its own drafts: accepted ones are shaded.
+"""Draws text that the demo model generates with speculation, with accepted drafts shaded.
 
 python -m scripts.draw_generation docs/generation.svg
 """
@@ -12,14 +12,17 @@ from html import escape
 import dsv3_jax
 from dsv3_jax.files import atomic_write
 
-_WIDTH, _LINE, _MARGIN = 7.8, 21, 14  # of a character, between lines, around; pixels
+_WIDTH, _LINE, _MARGIN = 7.8, 21, 14  # pixels: character width, line height, margin
 
 
-_SETTINGS = {"temperature": 0.6, "top_p": 0.95, "seed": 4}  # as `make demo`
+_SETTINGS = {"temperature": 0.6, "top_p": 0.95, "seed": 4}  # the same as in `make demo`
 
 
 def steps(prompt: str, tokens: int, depth: int) -> tuple[list[list[str]], float]:
-    """For each decode step the text of its tokens, the model's own last; and tokens a step."""
+    """Generates text. Returns the texts of each step's tokens, and the tokens per step.
+
+    The last token of a step is the model's own, the others are accepted drafts.
+    """
     model, tokenizer = dsv3_jax.load("demo", dtype="float32")
     assert tokenizer is not None
     generator = dsv3_jax.Generator(model, tokenizer, max_len=256, stride=1)
@@ -31,7 +34,7 @@ def steps(prompt: str, tokens: int, depth: int) -> tuple[list[list[str]], float]
 
 
 def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str, bool]]:
-    """Line, column, text and whether it was a draft, of pieces that cross no line's end."""
+    """Yields (line, column, text, whether it was a draft) of pieces without line breaks."""
     line = column = 0
     spans = [(prompt, False)]
     spans += [(text, i < len(step) - 1) for step in found for i, text in enumerate(step)]
@@ -45,7 +48,7 @@ def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str,
 
 
 def draw(prompt: str, found: list[list[str]], caption: str) -> str:
-    """SVG."""
+    """Returns the picture as SVG."""
     boxes = list(_boxes(prompt, found))
     long = (column + len(text) for _, column, text, _ in boxes)
     columns = max(len(caption), *long)

@@ -1,13 +1,13 @@
-"""Several processes on this machine, as a cluster would start them.
+"""Starts several processes on this machine, as a cluster would.
 
     python scripts/launch_local.py -n 4 --devices-per-process 1 -- python script.py --its arguments
 
 The script calls ``dsv3_jax.distributed.initialize()``, or ``jax.distributed.initialize()``, with no
-arguments. On GPUs each process sees its own ``--devices-per-process`` of them, on a CPU
-(``JAX_PLATFORMS=cpu``) as many simulated devices. Lines of output begin with the process's number.
-When a process fails, the others have ``--grace`` seconds to end by themselves, then they are ended.
-Ctrl-C ends all. The exit status is that of the process that failed first; of one that a signal
-ended, 128 and the signal's number.
+arguments. Each process sees ``--devices-per-process`` GPUs of its own, or, on a CPU
+(``JAX_PLATFORMS=cpu``), that many simulated devices. Lines of output begin with the process's
+number. When a process fails, the others have ``--grace`` seconds to exit before they are killed.
+Ctrl-C ends all processes. The exit status is that of the process that failed first, or 128 plus the
+signal number if a signal ended it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-_PATIENCE_S = 2.0  # after each signal: jax takes SIGTERM for a notice and does not obey it
+_PATIENCE_S = 2.0  # after each signal: jax treats SIGTERM as a notice and does not exit
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Several processes on this machine.")
+    parser = argparse.ArgumentParser(description="Start several processes on this machine.")
     add = parser.add_argument
     add("-n", "--processes", type=int, required=True, metavar="N")
     add("--devices-per-process", type=int, default=1, metavar="N")
@@ -43,8 +43,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def environment(number: int, processes: int, devices: int, port: int) -> dict[str, str]:
-    """What process ``number`` finds: the variables of Open MPI's launcher, from which jax reads
-    who it is, and jax's own for what they do not say."""
+    """Returns the environment of process ``number``.
+
+    It has the variables of Open MPI's launcher, from which jax reads the process's rank, and jax's
+    own variables for the rest.
+    """
     own = range(number * devices, (number + 1) * devices)
     flags = os.environ.get("XLA_FLAGS", "")
     found = {name: value for name, value in os.environ.items() if name != "OMPI_VERSION"}
@@ -68,8 +71,7 @@ def free_port() -> int:
 
 
 class Process:
-    """One of them, with threads that pass on what it prints, and tell ``ends`` its exit status, as
-    a shell has it, at once."""
+    """A child process. Threads forward its output, and put its exit status in ``ends``."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that its children are ended with it
+            start_new_session=True,  # so that signals reach its children too
         )
         out, err = self._popen.stdout, self._popen.stderr
         assert out is not None
@@ -101,7 +103,7 @@ class Process:
         ends.put(status if status >= 0 else 128 - status)
 
     def send(self, number: signal.Signals) -> None:
-        """To it and its children; also where it has ended and they have not."""
+        """Sends a signal to the process and its children, even if only they still run."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, number)
 
@@ -110,7 +112,7 @@ class Process:
         return self._popen.poll() is None
 
     def drain(self) -> None:
-        """Waits for the last lines."""
+        """Waits until the last lines of output have been forwarded."""
         for pump in self._pumps:
             pump.join(_PATIENCE_S)
 
@@ -128,8 +130,10 @@ def _pump(source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
 
 
 def first_failure(ends: queue.SimpleQueue[int], running: int, grace: float) -> int:
-    """The status of the first process that fails, 0 if none does; waits for all ``running`` ones,
-    after a failure as long as ``grace`` allows."""
+    """Waits for ``running`` processes. Returns the status of the first that fails, or 0.
+
+    After a failure it waits for at most ``grace`` seconds.
+    """
     failed, until = 0, None
     for _ in range(running):
         try:
@@ -142,8 +146,8 @@ def first_failure(ends: queue.SimpleQueue[int], running: int, grace: float) -> i
 
 
 def end(processes: Sequence[Process], signals: Sequence[signal.Signals]) -> None:
-    """All that still run, and what they have started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave some behind
+    """Ends all running processes and their children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
     for number in signals:
         for process in processes:
             process.send(number)
@@ -157,7 +161,7 @@ def end(processes: Sequence[Process], signals: Sequence[signal.Signals]) -> None
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if words is None else words)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # What a shell starts in the background ignores Ctrl-C.
+    # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     n, devices, port = arguments.processes, arguments.devices_per_process, free_port()
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()

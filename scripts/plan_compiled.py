@@ -1,11 +1,11 @@
-"""The planner's bytes beside those of the compilers, for TPUs and GPUs that are not here.
+"""Compares the planner's memory estimates with the compilers', without the TPUs and GPUs.
 
     python -m scripts.plan_compiled benchmarks/results/plan_compiled.json --part tpu
 
-compiles every program of the part (or all of them), each in a process of its own, and writes what
-the compiler says into the file, beside what is there. ``--only WORD`` takes those whose names have
-it. With ``docs/planning.md`` as second argument the table of them all, beside the formula's bytes,
-is written into that page.
+compiles every program of the part (by default, of both parts), each in its own process, and merges
+the compiler's numbers into the file. ``--only WORD`` selects programs whose names contain it. With
+``docs/planning.md`` as second argument, it also writes the table that compares all results with the
+planner's formula into that page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
     context: int
     quantization: str = "bf16"
     layers: int | None = None
-    """None: all of them."""
+    """Number of layers, or None for the whole model."""
     prefill_chunk: int = 512
     activations: str | None = None
     exchange: Exchange = "all_gather"
@@ -91,7 +91,7 @@ CASES = (
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
     *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
-    # The largest of these batches that fits, by the formula, and the smallest that does not.
+    # By the formula, the largest batch size that fits, and the smallest that does not.
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 168, 4096),
     Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 176, 4096),
     *_both(Case(_MOON, "tpu:v6e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
@@ -113,7 +113,7 @@ CASES = (
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """The compiler's bytes, or what it says where it refuses."""
+    """Compiles a case. Returns the compiler's bytes, or its reason to refuse."""
     row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case), "versions": _versions()}
     try:
         found = compile_program(case.deployment, case.phase)
@@ -125,12 +125,12 @@ def compiled(case: Case) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Bytes of a device."""
+    """Bytes per device by the formula and by the compiler."""
 
     case: Case
     formula: int
     compiler: int | None
-    """None: it refuses."""
+    """None if the compiler refuses the program."""
     kernels: int
 
     @classmethod
@@ -148,7 +148,7 @@ class Compared:
 
     @property
     def compiler_fits(self) -> bool:
-        """CUDA's compiler refuses nothing: there its bytes tell."""
+        """Whether the program fits. CUDA's compiler never refuses, so its bytes decide."""
         target = self.case.deployment.target
         if self.compiler is None or target.platform == "tpu":
             return self.compiler is not None
@@ -166,13 +166,13 @@ def _versions() -> dict[str, str]:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file, in the order of CASES."""
+    """Reads the rows of a result file, in the order of CASES."""
     rows = {row["name"]: row for row in json.loads(results.read_text("utf-8"))["rows"]}
     return [rows[case.name] for case in CASES if case.name in rows]
 
 
 def table(compared: list[Compared]) -> str:
-    """Markdown; GB a device."""
+    """Formats a Markdown table, in GB per device."""
     lines = [
         "| model, devices, layout, program | formula | compiler | formula / compiler | kernels |",
         "|---|---:|---:|---:|---:|",
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("tpu", "gpu"))
     parser.add_argument("--only", default="")
     parsed = parser.parse_args()
-    # No accelerator takes part, and none that is here is to be held meanwhile.
+    # No accelerator is needed, and none should be allocated.
     os.environ["JAX_PLATFORMS"] = "cpu"
     rows: dict[str, dict[str, Any]] = {}
     if parsed.results.exists():
@@ -205,7 +205,7 @@ def main() -> None:
     for case in CASES:
         if not case.target.startswith(parsed.part or "") or parsed.only not in case.name:
             continue
-        # A process each: what compilers keep of large programs adds up.
+        # One process per program, because compilers retain memory of large programs.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             row = rows[case.name] = pool.apply(compiled, (case,))
         print(json.dumps({key: row.get(key) for key in ("name", "compiler_bytes", "seconds")}))

@@ -1,8 +1,9 @@
-"""What published deployments of DeepSeek-V3 reached beside what the planner says they could have.
+"""Compares published speeds of DeepSeek-V3 deployments with the planner's roofline bounds.
 
     python -m scripts.plan_published docs/planning.md
 
-writes the table between its two marks in the file. A bound below a published figure is a bug here.
+writes the table between its two marks in the file. A bound below a published figure is a bug in the
+planner.
 """
 
 from __future__ import annotations
@@ -27,29 +28,32 @@ BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A figure and where it was reached."""
+    """A published speed and the deployment that reached it."""
 
     who: str
     phase: Literal["decode", "prefill"]
     target: str
     layout: str
     rows: int
-    """Of all devices; of a prefill, prompts that go through together."""
+    """Batch size over all devices. For prefill, the number of prompts processed together."""
     context: int
     tokens_per_s: float
-    """A device."""
+    """Published speed per device."""
     source: str
     quantization: str = "fp8"
     redundant_experts: int = 0
 
     @property
     def kind(self) -> tuple[str, int]:
-        """What the model's shapes depend on."""
+        """The settings that determine the model's shapes."""
         return self.quantization, self.redundant_experts
 
     def bound(self, shapes: Shapes) -> Roofline:
-        """Tokens travel once to each device with one of their experts, in float8, and their results
-        back in bfloat16, as DeepEP sends them; products take float8 where weights are float8."""
+        """Returns the roofline bound of the deployment.
+
+        As in DeepEP, a token is sent once to each device that has one of its experts, in float8,
+        and the results return in bfloat16. Matmuls are float8 if the weights are.
+        """
         float8 = self.quantization == "fp8"
         plan = Deployment(
             config=presets.DEEPSEEK_V3,
@@ -74,12 +78,12 @@ _TRT = "NVIDIA, TensorRT-LLM's DeepSeek-R1 figures, 2025"
 _EXAMPLES = "jax-ml/jax-llm-examples, deepseek_r1_jax/README.md"
 
 PUBLISHED = (
-    # 14.8k tokens a second and node of 8; 88 requests a GPU follow from 20 to 22 tokens/s of each.
+    # 14.8k tokens/s per node of 8; 88 requests per GPU follow from 20 to 22 tokens/s for each.
     Published(
         "DeepSeek, decode", "decode", "gpu:h800x144", "deepseek_decode_ep144", 144 * 88, 4989, 1850,
         _OVERVIEW, redundant_experts=32,
     ),
-    # 73.7k a node, of which 56.3 % came from a cache: computed were 32.2k.
+    # 73.7k tokens/s per node, of which 56.3 % were cache hits: 32.2k were computed.
     Published(
         "DeepSeek, prefill", "prefill", "gpu:h800x32", "deepseek_prefill_ep32", 32 * 4, 4096, 4030,
         _OVERVIEW, redundant_experts=32,
@@ -88,7 +92,7 @@ PUBLISHED = (
         "SGLang, decode", "decode", "gpu:h100x72", "dp_attention_ep", 72 * 256, 2000, 2787,
         _SGLANG, redundant_experts=32,
     ),
-    # 52.3k a node end to end; 57,674 a node for prompts of 1,024.
+    # 52.3k tokens/s per node end to end; 57,674 per node for prompts of 1,024 tokens.
     Published(
         "SGLang, prefill", "prefill", "gpu:h100x32", "deepseek_prefill_ep32", 32 * 4, 4096, 6500,
         _SGLANG, redundant_experts=32,
@@ -97,7 +101,7 @@ PUBLISHED = (
         "SGLang, prefill", "prefill", "gpu:h100x32", "deepseek_prefill_ep32", 32 * 16, 1024, 7209,
         _SGLANG, redundant_experts=32,
     ),
-    # 11,489 tokens a second with 1,024 requests of 1k/2k tokens: the mean cache holds about 2,048.
+    # 11,489 tokens/s with 1,024 requests of 1k input and 2k output tokens: mean context 2,048.
     Published(
         "TensorRT-LLM, 8 H200", "decode", "gpu:h200x8", "dp_attention_ep", 1024, 2048, 1436, _TRT
     ),
@@ -117,7 +121,7 @@ PUBLISHED = (
 
 
 def bounds() -> list[Roofline]:
-    """Of all of them."""
+    """Returns the bounds of all published deployments."""
     shapes = {
         kind: Shapes.of(presets.DEEPSEEK_V3, kind[0], mtp=False, redundant_experts=kind[1])
         for kind in {each.kind for each in PUBLISHED}
@@ -126,7 +130,7 @@ def bounds() -> list[Roofline]:
 
 
 def table(found: list[Roofline]) -> str:
-    """Markdown; tokens a second and device."""
+    """Formats a Markdown table of tokens per second and device."""
     lines = [
         "| deployment | devices | rows, tokens | published | bound | bound by | reached |",
         "|---|---|---:|---:|---:|---|---:|",

@@ -1,9 +1,10 @@
-"""Expert load of two runs, one with bias balancing and one without, in one picture.
+"""Plots the expert load of two training runs, with and without bias balancing.
 
     python scripts/plot_balance.py --with-bias runs/with/metrics.jsonl \\
         --without-bias runs/without/metrics.jsonl --out benchmarks/results/balance/load.png
 
-The runs differ in ``dsv3 train --bias-update-speed 0 --balance-weight 0`` alone.
+The second run was trained with ``dsv3 train --bias-update-speed 0 --balance-weight 0``; otherwise
+the runs are equal.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""What XLA makes of one decoder layer of DeepSeek-V3, by kernel, on the default device.
+"""Profiles one decoder layer of DeepSeek-V3 by kernel, on the default device.
 
     python -m scripts.profile_layer [--weights bf16 fp8] [--experts 256] [--decode 1 128]
         [--cached 4096] [--prefill 4096] [--out benchmarks/results/layer_h200.json]
 
-A layer with experts, of random weights in the published widths, runs as generation runs it: decode
-steps of one token a row against a paged cache (absorbed attention), and a chunk of one prompt
-(expanded). The profiler's kernel times are summed by kind: what a kernel computes is told by the
-source lines that XLA notes for its operations, and a fusion goes to the kind that most of its
-operations have. Kernels are traced one by one; ``wall`` is the time of a run as XLA runs it by
-default, with CUDA graphs, many runs in flight. Without ``--experts`` bf16 weights take 23 GB.
+A layer with experts, with random weights of the published widths, runs as in generation: decode
+steps of one token per sequence against a paged cache (absorbed attention), and a prefill chunk of
+one prompt (expanded attention). The profiler's kernel times are summed by kind. The kind of a
+kernel follows from the source lines that XLA records for its operations; a fusion has the kind of
+most of its operations. Kernels are traced without CUDA graphs. ``wall`` is the time of a run with
+XLA's defaults, including CUDA graphs, with many runs in flight. Without ``--experts``, bf16 weights
+take 23 GB.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from dsv3_jax.layers.attention import LayerCache
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.rope import rotation
 
-RUNS = 10  # traced
+RUNS = 10  # traced runs
 WINDOWS, WINDOW_S = 5, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """``tokens`` new tokens in each of ``rows`` rows, behind ``cached`` ones."""
+    """A step with ``tokens`` new tokens in each of ``rows`` sequences, after ``cached`` tokens."""
 
     rows: int
     tokens: int
@@ -63,7 +64,7 @@ class Step:
 
 
 def random_layer(config: ModelConfig, weights: str, dtype: Any) -> tuple[Any, Any]:
-    """The layer's graph and its state, filled on the device without float32 copies."""
+    """Returns the layer's graph and random state, made on the device without float32 copies."""
     kwargs: Any = {"dtype": dtype, "quantization": models.WEIGHTS[weights]}
     shapes = nnx.eval_shape(lambda: DecoderLayer(config, dense=False, rngs=nnx.Rngs(0), **kwargs))
     return nnx.split(models.random_model(shapes))
@@ -72,8 +73,10 @@ def random_layer(config: ModelConfig, weights: str, dtype: Any) -> tuple[Any, An
 def run_of(
     config: ModelConfig, graph: Any, step: Step, dtype: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """One step of the layer, and the shapes of its arguments behind the state: the last of them
-    is the cache, which the step returns longer and may overwrite."""
+    """Returns one step of the layer, and the shapes of its arguments after the state.
+
+    The last argument is the cache, which the step updates and may donate.
+    """
     form = "absorbed" if step.tokens == 1 else "expanded"
     B, T = step.rows, step.tokens
     per_row = -(-(step.cached + T) // PAGE_SIZE)
@@ -98,7 +101,7 @@ def run_of(
 
 
 def values_of(config: ModelConfig, step: Step, arguments: list[Any]) -> list[Any]:
-    """Random activations; pages in random order."""
+    """Returns argument values: random activations, and pages in random order."""
     x, _, tables, starts, valid, pages = arguments
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     positions = jnp.broadcast_to(step.cached + jnp.arange(step.tokens), valid.shape)
@@ -130,7 +133,7 @@ def wall_us(run: Callable[[], Any]) -> float:
 
 
 class Profile:
-    """Compiles at once, in other threads; runs later."""
+    """Profile of a step. The constructor starts compiling; :meth:`measure` runs the step."""
 
     def __init__(
         self,
@@ -155,10 +158,10 @@ class Profile:
     def measure(self, runs: int) -> dict[str, Any]:
         serial, fast = self._traced.result(), self._fast.result()
         *others, pages = values_of(self._config, self._step, self._arguments)
-        held = [pages]
+        current_pages = [pages]
 
         def run(executable: Any) -> Any:
-            out, held[0] = executable(self._state, *others, held[0])
+            out, current_pages[0] = executable(self._state, *others, current_pages[0])
             return out
 
         wall = wall_us(lambda: run(fast))
@@ -169,14 +172,16 @@ class Profile:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One decoder layer, by kernel.")
+    parser = argparse.ArgumentParser(description="Profile one decoder layer by kernel.")
     parser.add_argument("--model", default="deepseek-v3", help="a preset, or a path to config.json")
     parser.add_argument("--weights", nargs="+", default=["bf16", "fp8"], choices=("bf16", "fp8"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--experts", type=int, help="fewer of them, where memory is short")
-    parser.add_argument("--decode", nargs="*", type=int, default=[1, 128], help="rows")
-    parser.add_argument("--cached", type=int, default=4096, help="tokens a row, of decode steps")
-    parser.add_argument("--prefill", nargs="*", type=int, default=[4096], help="tokens of a prompt")
+    parser.add_argument("--experts", type=int, help="number of experts, if memory is short")
+    parser.add_argument("--decode", nargs="*", type=int, default=[1, 128], help="batch sizes")
+    parser.add_argument(
+        "--cached", type=int, default=4096, help="cached tokens per sequence in decode steps"
+    )
+    parser.add_argument("--prefill", nargs="*", type=int, default=[4096], help="prompt lengths")
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -190,10 +195,10 @@ def profiles(config: ModelConfig, arguments: argparse.Namespace) -> Iterator[dic
             layer = random_layer(config, weights, arguments.dtype)
             started = [Profile(config, layer, step, arguments.dtype, pool) for step in steps]
             for each in started:
-                each.compile()  # all of them: XLA tries kernels on the device meanwhile
+                each.compile()  # all of them first, because XLA's autotuning runs kernels
             for each in started:
                 yield {"weights": weights} | each.measure(arguments.runs)
-            layer = started = each = None  # before the next weights are made
+            layer = started = each = None  # free the memory before the next weights are generated
 
 
 def main() -> None:

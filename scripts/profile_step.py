@@ -1,14 +1,15 @@
-"""Where the time of a whole decode step goes, by kernel, on the default device.
+"""Profiles a whole decode step by kernel, on the default device.
 
     python -m scripts.profile_step --model moonlight-16b --weights bf16 --batches 1 64 256 \\
         [--cached 1024] [--out benchmarks/results/step_h200.json]
 
-The generator's decode program with random weights, as in ``scripts/bench_decode.py``. Kernels are
-traced without CUDA graphs, which alone tells what a kernel computes, and summed by kind as in
-``scripts/profile_layer.py``. ``wall`` is the time of a step as it runs by default; ``captured`` are
-that run's kernels, by name alone. ``busy`` is the share of it in which some kernel was running;
-recording each lengthens the pauses between small ones, to twice the step's time and more.
-``host_waits_us`` are those pauses of a step in which the GPU waits for the host.
+Profiles the generator's decode program with random weights, as in ``scripts/bench_decode.py``.
+Kernels are traced without CUDA graphs, because only then does the profiler report which operation a
+kernel belongs to, and summed by kind as in ``scripts/profile_layer.py``. ``wall`` is the time of a
+step as it runs by default, and ``captured`` lists the kernels of that run by name. ``busy`` is the
+share of that run in which some kernel ran; profiling lengthens the pauses between small kernels,
+and can more than double the step's time. ``host_waits_us`` is the part of a step in which the GPU
+waits for the host.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from benchmarks.profile.operations import operations
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 
-TRACED = 4  # steps
-KEPT = 40  # kernels in the file
+TRACED = 4  # traced steps
+KEPT = 40  # kernels recorded in the result
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A decode step, by kernel.")
+    parser = argparse.ArgumentParser(description="Profile a decode step by kernel.")
     parser.add_argument("--model", default="moonlight-16b", help=models.HELP)
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=models.WEIGHTS)
-    parser.add_argument("--activations", choices=("float8",), help="of products of many rows")
+    parser.add_argument(
+        "--activations", choices=("float8",), help="dtype of activations in large matmuls"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
-    parser.add_argument("--cached", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--cached", type=int, default=1024, help="cached tokens per sequence")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
@@ -81,8 +84,8 @@ def main() -> None:
             model.use_float8_activations()
         for rows in arguments.batches:
             found = {"weights": weights} | profile(model, rows, arguments.cached)
-            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us a step"
-            print(f"{trace.table(found)}\n  {busy} behind copies to the host", flush=True)
+            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us per step"
+            print(f"{trace.table(found)}\n  {busy} waiting for the host", flush=True)
             result["profiles"].append(found)
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,10 @@
     python scripts/train_demo.py prepare --out runs/demo
     python scripts/train_demo.py train --data runs/demo --out runs/demo/checkpoint
 
-`prepare` trains a byte-level BPE tokenizer and encodes every module (about a minute on a CPU);
-`train` needs an accelerator to be pleasant (five minutes on one H200) and matplotlib for the
-picture. The result is a directory in DeepSeek's published format; beside it, under the same name
-and `.run`, are the run's checkpoints and metrics.
+`prepare` trains a byte-level BPE tokenizer and encodes every module, which takes about a minute on
+a CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. The result is a
+directory in DeepSeek's published format. The run's checkpoints and metrics are next to it, in a
+directory of the same name with the suffix `.run`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ CONFIG = ModelConfig(
 
 
 def modules(stdlib: Path) -> Iterator[tuple[str, str]]:
-    """(relative name, text) of every module of the standard library that is valid UTF-8."""
+    """Yields (relative name, text) of every module of the standard library in valid UTF-8."""
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
         if "site-packages" in name or "bad_coding" in name or "lib2to3/tests/data" in name:

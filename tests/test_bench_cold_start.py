@@ -1,4 +1,4 @@
-"""scripts/bench_cold_start.py on a tiny model, on a CPU."""
+"""Runs scripts/bench_cold_start.py with a tiny model on a CPU."""
 
 import json
 import sys
@@ -31,20 +31,20 @@ def test_cold_and_warm(monkeypatch, tmp_path, capsys):
         assert row["first_token_s"] == pytest.approx(sum(row["phases_s"].values()))
         assert row["of_programs_s"]["trace"] > 0
         assert row["second_call_s"] < row["phases_s"]["programs"]
-    # Each process also ends, and generates once more.
+    # Each process also generates a second time, and exits.
     assert took / 2 < sum(row["first_token_s"] for row in result["rows"]) < took
-    # Compiling takes seconds, and reading what was compiled does not.
+    # Compiling takes seconds, reading the compilation cache does not.
     assert warm["of_programs_s"]["compile"] < cold["of_programs_s"]["compile"] / 2
     assert "2 layers, warm" in capsys.readouterr().out
 
 
-def test_a_model_that_is_none(monkeypatch, tmp_path):
+def test_unknown_model(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=r"^expected a config.json, found none at"):
         run(monkeypatch, "--model", tmp_path / "config.json")
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_says_why(monkeypatch, tmp_path):
+def test_error_of_a_failed_process(monkeypatch, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config()))
     with pytest.raises(SystemExit, match=r"(?s)of 2 layers: .*max_len: expected"):

@@ -1,4 +1,4 @@
-"""scripts/bench_decode.py on a tiny model on a CPU: timing, memory bound, random weights."""
+"""scripts/bench_decode.py with a tiny model on a CPU; its floor; its random weights."""
 
 import dataclasses
 import functools
@@ -82,8 +82,8 @@ def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
-    class FewRows:
+def test_a_failed_measurement_does_not_end_the_others(config, monkeypatch):
+    class OutOfMemoryDecode:
         compiled = steps.Compiled(None, [], None, 1.0, 2, 3)
         longest = 5
         state = types.SimpleNamespace(lengths=[6, 6])
@@ -95,15 +95,14 @@ def test_a_row_that_fails_does_not_end_the_others(config, monkeypatch):
         def measure(self, cached):
             return {"ms": 2.0, "tokens_per_s": 1e3, "spread": 0.0}
 
-    monkeypatch.setattr(steps, "Decode", FewRows)
+    monkeypatch.setattr(steps, "Decode", OutOfMemoryDecode)
     monkeypatch.setattr(steps, "experts_visited", lambda model, state: [3])
     rows = run(monkeypatch, config, "--batches", "1", "2", "--contexts", "5")["rows"]
     assert rows[0]["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
     assert (rows[1]["ms"], rows[1]["peak_bytes"]) == (2, 5)
 
 
-@pytest.mark.slow
-def test_nothing_begins_after_the_time_budget(config, monkeypatch):
+def test_time_budget(config, monkeypatch):
     words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
     (row,) = run(monkeypatch, config, *words)["rows"]
     assert row["error"] == "the time budget is spent"
@@ -113,7 +112,7 @@ def test_nothing_begins_after_the_time_budget(config, monkeypatch):
 @pytest.mark.parametrize("held_back", [0, 9, -9])
 @pytest.mark.parametrize("most", [1, 2, 37, 703, 2000])
 def test_largest_batch(most, first, held_back):
-    """``held_back``: percent of the memory that the compiler counts and a run does not have."""
+    """``held_back``: percentage of the memory that is not available to a run."""
     tried = []
 
     def planned_bytes(rows):
@@ -130,8 +129,8 @@ def test_largest_batch(most, first, held_back):
     assert len(tried) < 8
 
 
-def test_no_row_fits():
-    with pytest.raises(ValueError, match="expected at least one row to fit"):
+def test_nothing_fits():
+    with pytest.raises(ValueError, match="expected at least one sequence to fit"):
         largest_batch(lambda rows: rows, lambda rows: False, 5, fixed=0, limit=1)
 
 
@@ -145,7 +144,7 @@ def test_the_largest_batch_is_run(config, monkeypatch, capsys):
         return real(self, *rest)
 
     monkeypatch.setattr(steps.Decode, "dispatch", dispatch)
-    monkeypatch.setattr(floor, "memory_bytes", lambda: 640_000)  # for about four sequences
+    monkeypatch.setattr(floor, "memory_bytes", lambda: 640_000)  # enough for about four sequences
     (row,) = run(monkeypatch, config, "--batches", "--largest", "9")["rows"]
     assert (row["batch"], row["fails_at"]) == (3, 4)
     assert row["peak_bytes"] > row["workspace_bytes"] > 0
@@ -156,7 +155,7 @@ def test_the_largest_batch_is_run(config, monkeypatch, capsys):
 def test_shapes_of_prefills(text, capsys):
     with pytest.raises(SystemExit):
         bench_decode.parse(["--prefills", text])
-    assert f"expected ROWSxTOKENS such as 8x2048, got '{text}'" in capsys.readouterr().err
+    assert f"expected BATCHxTOKENS such as 8x2048, got '{text}'" in capsys.readouterr().err
 
 
 @functools.cache
@@ -164,7 +163,7 @@ def abstract_model(name, weights):
     return models.shapes(models.SHAPES[name], weights, "bfloat16", mtp=False)
 
 
-# ms at 4.35 TB/s, computed by hand from the published widths, in the units of the peers' tables.
+# Milliseconds at 4.35 TB/s, computed by hand from the published widths.
 @pytest.mark.parametrize(
     ("name", "weights", "rows", "cached", "ms"),
     [
@@ -192,7 +191,7 @@ def test_distinct_experts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", slow_except(list(models.WEIGHTS), quick=(2,)))
-def test_products_have_unit_variance(weights):
+def test_matmuls_have_unit_variance(weights):
     config = dataclasses.replace(
         ModelConfig.from_hf(tiny_config(num_hidden_layers=2)),
         hidden_size=256,
@@ -223,8 +222,8 @@ def test_logits_of_random_weights_are_finite(weights):
 
 
 @pytest.mark.parametrize(("dtype", "rms"), [("int8", INT8_RMS), ("uint8", INT4_RMS)])
-def test_integer_weights_have_no_mean(dtype, rms):
-    """With a mean, matrices share a direction, and all tokens go to the same experts."""
+def test_integer_weights_have_mean_zero(dtype, rms):
+    """With a nonzero mean, matrices share a direction, and all tokens go to the same experts."""
     stored = models._fill(jax.random.key(0), "integers", (2, 512, 512), jnp.dtype(dtype), 0.0)
     values = np.asarray(stored).astype(np.int32)
     if dtype == "uint8":
@@ -247,13 +246,13 @@ def test_on_eight_devices(config, monkeypatch):
     assert 6 <= decode["experts_visited"] <= 8
 
 
-def test_bytes_of_a_device():
+def test_bytes_per_device():
     config = models.SHAPES["v3-slice"]
     alone = abstract_model("v3-slice", "fp8")
     spread = models.shapes(config, "fp8", "bfloat16", mtp=False)
     devices = jax.devices()[:2]
     spread.lay_out(make_layout("dp_attention_ep", devices=devices))
-    # 44 MB per expert; 256 tokens visit all. Each device has half of the experts and of the cache.
+    # 44 MB per expert; 256 tokens use all experts. Each device has half of them and of the cache.
     saved = floor.step_bytes(alone, 256, 4096) - floor.step_bytes(spread, 256, 4096)
     experts = 8 * 128 * 3 * 7168 * 2048
     cache = 9 * 128 * 4096 * 576 * 2

@@ -1,4 +1,4 @@
-"""The pure parts of scripts/bench_kernels.py, and a whole run of it on tiny shapes on a CPU."""
+"""The pure functions of scripts/bench_kernels.py, and a whole run with tiny shapes on a CPU."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.ceiling import READ_GBS
 from benchmarks.kernels import checks, clock, hlo, inputs, ours, pack_peers, report
-from benchmarks.kernels.ours import Session, call_of, counted, differing, program
+from benchmarks.kernels.ours import Session, call_of, counted, program, results_differ
 from benchmarks.kernels.shapes import (
     CALLS,
     OPS,
@@ -84,7 +84,7 @@ def test_sizes():
         (Decode(1, 4096, 2, 128), 2.2814, 4.7186 + 0.557 + 0.001),  # 4096 and 4095 tokens
         (Grouped("", (4096,) * 8, 4096, 7168, "bf16", "both"), 1924.145, 1208.0),
         (ragged("", (2, 4094), 2, 128), 2.2811, 4.7186 + 2 * 0.557 + 0.002),
-        # Weights of the six groups with rows; one scale per row and 128 columns, and per block.
+        # Weights of the six nonempty groups; scales per row and 128 columns, and per block.
         (Grouped("", (2, 2, 0, 2, 2, 2, 2, 0), 256, 256, "fp8", "both"), 0.0015729, 0.402624),
         (Grouped("", (1, 1), 256, 256, "int8", "both"), 0.000262144, 0.135168),
         (Grouped("", (1, 1), 256, 256, "int4", "both"), 0.000262144, 0.0717),
@@ -100,7 +100,7 @@ def test_flops_and_bytes(case, gflop, megabytes):
 
 @pytest.mark.parametrize("case", TINY, ids=key)
 def test_bytes_are_those_of_the_arrays(case):
-    """All groups have rows and all pages are full."""
+    """For cases whose groups all have rows and whose pages are full."""
     if isinstance(case, Decode):
         case = Decode(3, 128, 2, 4, dtype=case.dtype)
     elif isinstance(case, Grouped):
@@ -141,7 +141,7 @@ def test_lengths():
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 127), ("int4", 7)])
-def test_integers_have_no_mean(dtype, most):
+def test_integers_have_mean_zero(dtype, most):
     case = Grouped("", (1, 1), 256, 512, dtype, "masked")
     rhs = np.asarray(inputs.make(case, 0)["rhs"])
     if dtype == "int4":
@@ -163,13 +163,13 @@ def test_rows():
     np.testing.assert_allclose(found, [1000, 0.8, 1.2], rtol=1e-3)
     assert row["peers"]["broken"] == {"error": "wrong"}
     json.dumps(row, allow_nan=False)
-    # Few rows are limited by bandwidth; XLA's lowering is a peer like the others.
+    # Few rows are limited by bandwidth. XLA's lowering is a peer like the others.
     case = Decode(64, 4096, 1, 16)
     least = case.bytes / READ_GBS / 1e3
     ours = {"us": 2 * least, "xla": {"us": 400.0}}
     row = report.row(case, ours, {}, BEST)
     assert (row["roof_fraction"], row["peer"], row["peer_us"]) == (0.5, "XLA", 400.0)
-    # Faster than the ceilings: no time, and no win.
+    # A result that exceeds the ceilings has no time and no ratio.
     row = report.row(case, {"us": least / 1.2}, {"other": {"us": 400.0}}, BEST)
     assert (row["us"], row["ratio"], row["roof_fraction"]) == (None, None, None)
     assert "is 1.2 times what the ceilings allow" in row["error"]
@@ -184,7 +184,7 @@ def test_rows():
         (0.2, 0.3, "spread of ours 20%, spread of good 30%"),
     ],
 )
-def test_no_ratio_of_times_that_vary(ours, best, no_ratio):
+def test_no_ratio_of_unsteady_times(ours, best, no_ratio):
     peers = {"good": {"us": 90.0, "spread": best}, "slow": {"us": 95.0, "spread": 0.9}}
     mine = {"us": 100.0, "spread": ours, "tries": 3}
     row = report.row(TINY[0], mine, peers, BEST)
@@ -194,7 +194,7 @@ def test_no_ratio_of_times_that_vary(ours, best, no_ratio):
     assert report.steady(mine, peers) == report.complete(row) == (no_ratio is None)
 
 
-def test_xla_is_no_peer_where_it_multiplies_more_than_was_asked_for():
+def test_xla_is_no_peer_if_it_computes_too_much():
     row = report.row(TINY[4], {"us": 10.0, "xla": {"us": 99.0}}, {}, BEST)
     assert (row["peer"], row["ratio"], row["peers"]["XLA"]["us"]) == (None, None, 99.0)
     assert row["no_peer"] == "XLA: XLA multiplies every row by every group's matrix"
@@ -210,7 +210,7 @@ def test_rows_without_times():
     row = report.row(case, ours, {"other": {"error": "no module"}}, BEST)
     assert (row["peer"], row["peer_us"], row["ratio"]) == (None, None, None)
     assert row["no_peer"] == "other: no module; XLA: does not fit"
-    assert report.row(case, {"us": 10.0}, {}, BEST)["no_peer"] == "none was asked for"
+    assert report.row(case, {"us": 10.0}, {}, BEST)["no_peer"] == "none was requested"
     row = report.row(case, {"error": "wrong: 0.1"}, {"other": {"us": 5.0}}, {})
     assert (row["us"], row["ratio"], row["roof_fraction"]) == (None, None, None)
     assert (row["peer_us"], row["error"]) == (5.0, "wrong: 0.1")
@@ -227,7 +227,7 @@ def test_ceilings():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    # The others take the same paths and compile for longer.
+    # Other cases take the same code paths and compile more slowly.
     slow_except(TINY, quick=(2,)),
     ids=key,
 )
@@ -250,7 +250,7 @@ def test_checks_tell_right_from_wrong(case):
 
 @pytest.mark.parametrize("case", [case for case in TINY if isinstance(case, Grouped)], ids=key)
 def test_ragged_groups(case):
-    """Groups have few rows, many or none, and no more than the kernels accept."""
+    """Groups have few, many or no rows, within the limits of the kernels."""
     sets = [checks.ragged(case, seed) for seed in checks.seeds(case)]
     means = []
     for each in sets:
@@ -268,14 +268,14 @@ def test_ragged_groups(case):
 
 @pytest.mark.parametrize("odd", [None, 7])
 def test_results_that_differ_between_runs(odd):
-    """An error below bfloat16's rounding is accepted."""
+    """Differences are found even if they are smaller than a rounding to bfloat16."""
     out, count = jnp.ones((3, 4)), iter(range(100))
 
     def repeat(arrays, first, unlike, want):
         again = out * (1 + 2.0**-12 * (next(count) == odd)), None
         return again, unlike + checks.unequal(again, first), None
 
-    assert differing(repeat, {}, (out, None), None, 20) == (odd is not None)
+    assert results_differ(repeat, {}, (out, None), None, 20) == (odd is not None)
 
 
 def test_nan_differs_from_itself():
@@ -296,7 +296,7 @@ def test_xla_decodes_from_a_dense_cache(case):
 
 def test_xla_does_not_fill_a_cache_that_is_almost_empty():
     why = ours.xla_call(ragged("", [10] * 63 + [5000], 1, 16))
-    assert why == "a dense cache of rows as long as the longest would be almost empty"
+    assert why == "a dense cache padded to the longest sequence would be almost empty"
 
 
 def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
@@ -307,7 +307,7 @@ def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
     assert "besides" not in inputs.structs(case)
 
 
-def test_every_call_of_a_program_is_made():
+def test_every_call_of_a_program_is_executed():
     made = []
 
     def call(arrays):
@@ -321,8 +321,8 @@ def test_every_call_of_a_program_is_made():
     assert len(made) == 6
 
 
-def test_calls_wait_with_all_that_they_read():
-    """XLA computes what depends only on an argument that does not wait once for all laps."""
+def test_all_arguments_depend_on_the_previous_call():
+    """XLA could compute anything from an argument without dependencies once for all laps."""
     schedule = {"split": jnp.zeros(2), "table": jnp.zeros(3)}
     sets = [{"lengths": jnp.zeros(4), "schedule": schedule}]
     made = jax.make_jaxpr(program(lambda x: (x["schedule"]["split"], None), laps=2))(sets)
@@ -331,10 +331,10 @@ def test_calls_wait_with_all_that_they_read():
 
 
 def test_stamps_enclose_the_calls():
-    """The first stamp, the calls and the second stamp each wait for the one before."""
+    """Each depends on its predecessor: the first stamp, the calls, the second stamp."""
 
     def stamp(x):
-        return jax.lax.custom_linear_solve(lambda y: y, x, lambda _, y: y)  # seen in the jaxpr
+        return jax.lax.custom_linear_solve(lambda y: y, x, lambda _, y: y)  # visible in the jaxpr
 
     def run(sets, start):
         return program(lambda x: (jnp.sin(x["q"]), None), 2, stamp)(sets, start)
@@ -359,7 +359,7 @@ def test_clock():
 
 @pytest.mark.parametrize(("count", "laps", "left"), [(6, 1, 6), (2, 3, 2)])
 def test_merged_calls_are_found(count, laps, left):
-    """Makes equal calls that do not wait. A factorization is one custom call on a CPU, like a
+    """XLA merges equal independent calls. On a CPU a factorisation is one custom call, like a
     kernel on a GPU."""
 
     def run(sets):
@@ -412,7 +412,7 @@ ENTRY %main.4 (x: s32[8]) -> s32[8] {
     assert hlo.launched(text) == (1, 4)
 
 
-def test_what_runs_outside_the_stamps_is_found():
+def test_operations_outside_the_stamps_are_found():
     def line(name, what, op="x"):
         return f'  %{name} = {what}(%p), metadata={{op_name="jit(run)/{op}/y"}}'
 
@@ -429,18 +429,20 @@ def test_what_runs_outside_the_stamps_is_found():
     assert outside(*inside[1:]) is None
 
 
-def test_peers_that_are_far_off_have_one_turn():
+def test_slow_peers_have_one_turn():
     def close(**windows):
-        return bench_kernels._close({n: {"windows": {"us": us}} for n, us in windows.items()})
+        return bench_kernels._names_to_time(
+            {n: {"windows": {"us": us}} for n, us in windows.items()}
+        )
 
-    assert bench_kernels._close({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
+    assert bench_kernels._names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
     assert close() == []
     assert close(a=[9.0, 10.0, 30.0], b=[12.9], c=[13.1]) == ["a", "b"]
     assert close(xla=[9.0], ours=[99.0]) == ["xla", "ours"]
 
 
 class FakeWorker(Worker):
-    """Returns ``replies`` in order."""
+    """A worker that returns ``replies`` in order."""
 
     def __init__(self, *replies):
         self.asked, self._replies_left = [], iter(replies)
@@ -462,7 +464,7 @@ def said(**us):
 
 
 def test_turns():
-    """Times peers, ours twice, and peers again; one window is far off once."""
+    """The order is peers, ours, ours, peers; a slow peer has only one turn."""
     of_ours = FakeWorker(said(ours=[12.0, 12.1]), said(ours=[12.0, 12.2, 12.3]))
     first = {"a": {"us": [11.9, 12.0], "busy": 0.9}, "b": {"us": [20.0, 20.0]}}
     of_peers = FakeWorker(first, {"a": {"us": [12.4], "busy": 0.8}})
@@ -477,7 +479,7 @@ def test_turns():
 
 
 @pytest.mark.parametrize(("steady_at", "tries", "spread"), [(1, 1, 0.0), (2, 2, 0.0), (9, 3, 0.5)])
-def test_what_varies_is_timed_again(steady_at, tries, spread):
+def test_unsteady_times_are_measured_again(steady_at, tries, spread):
     turns = [said(ours=[10.0, 10.0 if n >= steady_at else 15.0]) for n in (1, 1, 2, 2, 3, 3)]
     of_ours, of_peers = FakeWorker(*turns), FakeWorker(*[said(a=[9.0])] * 6)
     ours, peers = timed(of_ours, of_peers, {}, {"a": {}})
@@ -495,7 +497,7 @@ def test_xla_is_timed_beside_ours():
     assert report.row(TINY[0], ours, {}, BEST)["ratio"] == 0.9
 
 
-def test_one_that_fails_while_timed_has_a_reason_and_no_time():
+def test_failure_while_timing():
     of_ours = FakeWorker(said(ours=[10.0]), {"error": "it hung"})
     ours, peers = timed(of_ours, FakeWorker({"error": "it died"}), {}, {"a": {}})
     assert ours["error"] == "it hung"
@@ -530,7 +532,7 @@ def test_a_whole_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_op_that_is_refused_is_not_timed(tmp_path):
+def test_refused_op_is_not_timed(tmp_path):
     out = tmp_path / "kernels.json"
     words = ["--implementation", "mosaic_gpu", "--calls", "2", "--out", str(out)]
     (row,) = result_of(words, [TINY[1]], out)["rows"]
@@ -539,7 +541,7 @@ def test_an_op_that_is_refused_is_not_timed(tmp_path):
     assert "peers" in row
 
 
-def test_a_run_goes_on_where_another_ended(tmp_path):
+def test_resume(tmp_path):
     first, out = tmp_path / "first.json", tmp_path / "second.json"
     done = report.row(TINY[0], {"us": 10.0, "spread": 0.01}, {}, BEST)
     varied = report.row(TINY[1], {"us": 10.0, "spread": 0.3}, {"a": {"us": 9.0}}, BEST)
@@ -554,8 +556,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert [(row["us"], row["run"]) for row in result["rows"]] == [(10.0, 0)]
 
 
-@pytest.mark.slow
-def test_nothing_is_run_without_time(tmp_path):
+def test_no_time_budget(tmp_path):
     out = tmp_path / "kernels.json"
     words = [
         "--implementation",

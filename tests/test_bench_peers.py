@@ -1,4 +1,4 @@
-"""The inputs of peer kernels, which torch prepares."""
+"""The inputs that torch prepares for the peer kernels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +14,10 @@ from benchmarks.kernels import marlin, peers  # noqa: E402 (they import torch)
 
 
 def test_marlins_matrices():
-    """Every number occurs once, in the 16 x 64 tile that it belongs to."""
+    """Every number occurs once, in its tile of 16 x 64."""
     for bits in (4, 8):
         values = torch.arange(128 * 64).reshape(128, 64).remainder(2**bits) - 2 ** (bits - 1)
-        words = marlin.arranged_matrix(values.to(torch.int8), bits)
+        words = marlin.pack_matrix(values.to(torch.int8), bits)
         assert words.shape == (4, 128 * bits // 2)
         shifts = torch.arange(0, 32, bits)
         stored = ((words.long() % 2**32)[..., None] >> shifts) % 2**bits - 2 ** (bits - 1)
@@ -34,7 +34,7 @@ def test_marlins_rows():
     assert [marlin.block_sizes(rows, 8) for rows in (20, 128, 9999)] == [(8,), (16, 32), (48, 64)]
 
 
-def test_a_float8_cache_of_torch_is_read_as_jaxs():
+def test_float8_cache_has_the_same_format_in_torch_and_jax():
     x = torch.randn(2, PAGE, 576, generator=torch.manual_seed(0)).bfloat16()
     stored = peers._float8_tokens(x)
     assert stored.shape == (2, PAGE, 656)
@@ -44,7 +44,7 @@ def test_a_float8_cache_of_torch_is_read_as_jaxs():
     np.testing.assert_allclose(dense, x.float().numpy(), rtol=2.0**-4, atol=2.0**-8)
 
 
-def test_deep_gemms_compiler_is_named():
+def test_deep_gemm_compiler():
     assert peers.jit_compiler({}) == "nvcc"
     assert peers.jit_compiler({"DG_JIT_USE_NVRTC": "1"}) == "nvrtc"
     assert peers.jit_compiler({"DG_JIT_NVCC_COMPILER": "/x/nvcc"}) == "/x/nvcc"

@@ -1,4 +1,4 @@
-"""The evaluation in scripts/bench_quantization.py, against float64 sums and models made here."""
+"""scripts/bench_quantization.py, compared with float64 sums and small models."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("noise", "bound"), [(1e-3, 0.1), (1e-2, 1e-3), (0.3, 1e-5), (30.0, 1e-5)])
 def test_sums(noise, bound):
-    """The last position has no target and two precede a BOS: six of nine count."""
+    """Six of nine positions count: the last has no target, and two precede a BOS."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 500, (1, 9))
     tokens[0, [0, 3, 7]] = BOS
@@ -58,7 +58,7 @@ def test_compare():
     assert found["bf16"]["top1_agreement"] == 1
     assert 0 < 20 * found["int8"]["kl"] < found["int4"]["kl"] < 1
     assert found["int4"]["top1_agreement"] < found["int8"]["top1_agreement"] <= 1
-    # The padding of the batch does not count.
+    # Padding of the batch does not count.
     (whole,) = held_out_batches(tokens, 5, 20, BOS)
     for form, row in compare(models, [whole]).items():
         for name, mean in row.items():
@@ -66,7 +66,7 @@ def test_compare():
 
 
 def test_bytes():
-    """DeepSeek-V3 without its MTP layer; the bfloat16 form has no scales."""
+    """DeepSeek-V3 without its MTP layer; the bfloat16 format has no scales."""
     v3 = presets.DEEPSEEK_V3
     fp8, bf16, int4 = (weight_bytes(v3, form) for form in ("fp8", "bf16", "int4"))
     assert bf16 == 2 * 671_026_419_200 + 58 * 256 * 2  # selection biases are float32

@@ -1,4 +1,4 @@
-"""The tables of scripts/benchmark_tables.py show the right rows and leave out the others."""
+"""The tables of scripts/benchmark_tables.py: which rows and values they show."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def results(monkeypatch):
     return found
 
 
-def test_times_that_vary_have_no_ratio(results):
+def test_unsteady_times_have_no_ratio(results):
     results["kernels_h200"] = {"rows": ROWS}
     _, _, *lines = benchmark_tables.kernels().splitlines()
     assert [line.split(" | ", 2)[2] for line in lines] == [
@@ -40,10 +40,10 @@ def test_times_that_vary_have_no_ratio(results):
     ]
 
 
-def test_shares_are_of_one_ceiling():
+def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
-    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS / 2}, row) == "45%"
-    assert benchmark_tables._of_ceiling({"read_gbs": READ_GBS}, {}) == ""
+    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS / 2}, row) == "45%"
+    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS}, {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_shares_are_of_one_ceiling():
         ("fp8", 64, None, True),
     ],
 )
-def test_rows_that_were_routed_to_few_experts_are_left_out(dtype, batch, visited, shown):
-    """Random int4 weights with a mean of -0.5 sent 64 tokens to 16 of 160 experts."""
+def test_rows_routed_to_few_experts_are_omitted(dtype, batch, visited, shown):
+    """Random int4 weights with a mean of -0.5 routed 64 tokens to 16 of 160 experts."""
     row = {"dtype": dtype, "batch": batch, "experts_expected": 63.9}
     row |= {} if visited is None else {"experts_visited": visited}
     assert benchmark_tables._routed_evenly(row) == shown

@@ -159,9 +159,9 @@ def test_tables_are_of_the_results(page):
     """``python -m scripts.benchmark_tables`` writes them."""
     text = page.read_text("utf-8")
     assert "begin -->" in text
-    assert benchmark_tables.written(text) == text
+    assert benchmark_tables.with_tables(text) == text
 
 
 def test_a_table_without_an_end():
-    with pytest.raises(ValueError, match="expected <!-- cpu: end --> behind"):
-        benchmark_tables.written("<!-- cpu: begin -->\n")
+    with pytest.raises(ValueError, match="expected <!-- cpu: end --> after"):
+        benchmark_tables.with_tables("<!-- cpu: begin -->\n")

@@ -1,4 +1,4 @@
-"""scripts/profile_layer.py on a tiny layer on a CPU, and its parsing of XLA's text."""
+"""Runs scripts/profile_layer.py with a tiny layer on a CPU; parsing of optimised HLO."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""scripts/profile_step.py on a tiny model, on a CPU."""
+"""Runs scripts/profile_step.py with a tiny model on a CPU."""
 
 import json
 import sys
@@ -54,9 +54,9 @@ def test_busy_fraction():
     assert busy_fraction(events) == pytest.approx(20 / 25)  # 10 to 25 and 30 to 35
 
 
-def test_pauses_behind_copies_to_the_host():
+def test_pauses_after_copies_to_the_host():
     names = ["a", TO_HOST, "a", "b", TO_HOST, "a", "c"]
     starts = [0, 1000, 6000, 7000, 10_000, 10_500, 30_000]
     found = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
-    # 4 us after the first; the second ends while "a" already runs; "c" follows a kernel.
+    # 4 us after the first copy; the second ends while "a" already runs; "c" follows a kernel.
     assert host_waits_us(found, 2) == pytest.approx(2.0)

@@ -1,9 +1,10 @@
-"""A process of its own, from its start to a model's first token: where the seconds go.
+"""Times one process from its start to a model's first token.
 
     python -m benchmarks.decode.first_token BEGAN MODEL WEIGHTS DTYPE LAYERS PROMPT CACHE
 
-prints one JSON object of seconds since ``BEGAN``, a time of the system's clock. The model has as
-many as ``LAYERS``; compiled programs are kept in the folder ``CACHE``.
+prints one JSON object with the seconds of each phase. ``BEGAN`` is the system time at which the
+process was started, ``LAYERS`` the model's number of layers, and ``CACHE`` the directory of the
+compilation cache.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
 }
-"""JAX's names of what it times; programs may be compiled side by side, and take seconds each."""
+"""JAX's monitoring events and our names for them. Concurrent compilations add up."""
 
 
 class Stopwatch:
+    """Measures consecutive phases."""
+
     def __init__(self, began: float):
         self._last = began
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
+        """Records the seconds since the previous lap under ``name``."""
         now = time.time()
         self.laps[name] = now - self._last
         self._last = now
@@ -53,11 +57,11 @@ def main() -> None:
     model = models.random_model(models.shapes(config, weights, dtype, mtp=False))
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
     watch.lap("weights")
-    of_programs: dict[str, float] = collections.defaultdict(float)
+    program_seconds: dict[str, float] = collections.defaultdict(float)
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event in EVENTS:
-            of_programs[EVENTS[event]] += duration_secs
+            program_seconds[EVENTS[event]] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     tokens = list(range(int(prompt)))
@@ -65,19 +69,19 @@ def main() -> None:
     settings = {"max_new_tokens": 1, "ignore_eos": True}
     generator.generate(tokens, **settings)
     watch.lap("programs")
-    of_programs = dict(of_programs)
+    program_seconds = dict(program_seconds)
     generator.generate(tokens, **settings)
     watch.lap("second")
     second = watch.laps.pop("second")
-    found = {
+    result = {
         "machine": machine.description(),
         "layers": config.num_hidden_layers,
         "first_token_s": sum(watch.laps.values()),
         "phases_s": watch.laps,
-        "of_programs_s": of_programs,
+        "of_programs_s": program_seconds,
         "second_call_s": second,
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The least time of a step: each byte that it needs, read once at the bandwidth of the machine."""
+"""Lower bound of a step's time: every needed byte is read once at the measured bandwidth."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ WINDOWS, RUNS = 5, 10
 
 
 def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
-    """Read by one decode step of ``rows`` rows behind ``cached`` tokens each, in a bfloat16 cache:
-    the weights of the main model, of the experts those that are visited, and the cache. On several
-    devices, by each of them.
+    """Returns the bytes that a device reads in one decode step.
 
-    ``model`` may be of shapes. Of the embedding one row a token is read.
+    They are the weights of the main model, with the expected number of distinct experts and one
+    embedding row per token, and a bfloat16 cache. ``model`` may be abstract.
+
+    Args:
+      rows: batch size, over all devices.
+      cached: cached tokens per sequence.
     """
     c, layout = model.config, model.layout
     own_rows = rows if layout is None else rows // layout.parts("batch")
-    held = [part for part in parts(model, layout) if part.path[0] != "mtp"]
+    main_parts = [part for part in parts(model, layout) if part.path[0] != "mtp"]
     E, chosen = c.n_routed_experts, c.num_experts_per_tok
-    weights = read_bytes(held, rows=rows, own_rows=own_rows, chosen=chosen, places=E)
+    weights = read_bytes(main_parts, rows=rows, own_rows=own_rows, chosen=chosen, places=E)
     return weights + own_rows * cached * cache_bytes_per_token(c)
 
 
 def bandwidth() -> float:
-    """Bytes a second that a sum of 2 GiB reads, and on a CPU of 2 MiB."""
+    """Returns the bandwidth in bytes per second of a sum over 2 GiB, on a CPU over 2 MiB."""
     words = 2**30 if jax.default_backend() == "gpu" else 2**20
     x = jax.random.normal(jax.random.key(0, impl="rbg"), (words,), jnp.bfloat16)
     add = jax.jit(functools.partial(jnp.sum, dtype=jnp.float32))
@@ -41,19 +44,19 @@ def bandwidth() -> float:
 
 
 def memory_bytes() -> int:
-    """Of the default device that JAX may use.
+    """Returns the memory of the default device that JAX may use, in bytes.
 
     Raises:
-      ValueError: the device does not say.
+      ValueError: the device does not report it.
     """
     statistics = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in statistics:
-        raise ValueError(f"expected a device that says how much memory it has, got {jax.devices()}")
+        raise ValueError(f"expected a device that reports its memory, got {jax.devices()}")
     return statistics["bytes_limit"]
 
 
 def seconds(run: Any) -> float:
-    """Of one run among many: the median of windows."""
+    """Returns the seconds per run, with several runs in flight: the median over windows."""
     jax.block_until_ready(run())
     windows = []
     for _ in range(WINDOWS):

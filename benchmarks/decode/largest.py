@@ -1,10 +1,10 @@
-"""The largest batch that fits: where the compiler's own sum points, and from there by running."""
+"""Finds the largest batch that fits: begins with the compiler's estimate, then tries to run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-FINENESS = 32  # of a batch's rows, in steps of which the search goes
+FRACTION = 32  # the search changes the batch size by 1/32 at a time
 
 
 def largest_batch(
@@ -15,26 +15,26 @@ def largest_batch(
     fixed: int,
     limit: int,
 ) -> tuple[int, int]:
-    """A batch that runs and a slightly larger one that does not.
+    """Returns a batch size that runs, and a slightly larger one that does not.
 
     Args:
-      planned_bytes: what a batch takes according to its compiled program.
-      runs: whether a batch fits, by running it.
-      first: a batch near it.
-      fixed: bytes that every batch takes, the weights.
-      limit: bytes there are.
+      planned_bytes: returns the peak memory of a batch size according to its compiled program.
+      runs: tries to run a batch size, and returns whether it fits.
+      first: initial guess.
+      fixed: bytes that do not depend on the batch size, such as weights.
+      limit: available bytes.
 
     Raises:
-      ValueError: not even one row fits.
+      ValueError: not even one sequence fits.
     """
-    a_row = max(1, planned_bytes(first) - fixed) / first
-    rows = max(1, int((limit - fixed) / a_row))
+    bytes_per_sequence = max(1, planned_bytes(first) - fixed) / first
+    rows = max(1, int((limit - fixed) / bytes_per_sequence))
     if runs(rows):
-        while runs(more := rows + max(1, rows // FINENESS)):
+        while runs(more := rows + max(1, rows // FRACTION)):
             rows = more
         return rows, more
     while rows > 1:
-        fails, rows = rows, rows - max(1, rows // FINENESS)
+        fails, rows = rows, rows - max(1, rows // FRACTION)
         if runs(rows):
             return rows, fails
-    raise ValueError("expected at least one row to fit, got none")
+    raise ValueError("expected at least one sequence to fit, got none")

@@ -1,4 +1,4 @@
-"""What a figure must stand beside: machine, versions, date."""
+"""Describes the machine, the software versions and the date of a measurement."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jaxlib.version
 
 
 def description() -> dict[str, Any]:
+    """Returns the date, the device kind and the versions, as results record them."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": jax.devices()[0].device_kind,

@@ -1,4 +1,4 @@
-"""Models to time whole steps of: published widths, random weights of a sensible scale."""
+"""Benchmark models with published widths and random weights of a sensible scale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sharding import Layout
 
 SHAPES = {
     "moonlight-16b": presets.MOONLIGHT_16B,
-    # What of DeepSeek-V3 one GPU holds in float8: 94.5 B parameters, and the MTP layer.
+    # As much of DeepSeek-V3 as fits on one GPU in float8: 94.5 B parameters, and the MTP layer.
     "v3-slice": dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=9, first_k_dense_replace=1
     ),
@@ -38,42 +38,44 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def config(name: str) -> ModelConfig:
-    """Of ``SHAPES``, or a checkpoint's config.json.
+    """Returns a configuration of ``SHAPES``, or reads a checkpoint's config.json.
 
     Raises:
-      ValueError: there is neither, or the file is none.
+      ValueError: ``name`` is neither, or the file is not a valid configuration.
     """
     return SHAPES.get(name) or ModelConfig.from_hf(Path(name))
 
 
 def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) -> DeepSeekV3:
-    """The model without its numbers."""
+    """Returns an abstract model: shapes and dtypes without values."""
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
     return abstract(config, dtype=dtype, quantization=WEIGHTS[weights])
 
 
 def random_model(model: Module, layout: Layout | None = None) -> Module:
-    """``model``, or a part of one, of shapes, with numbers made on the device, or on those of
-    ``layout``, where each makes what lies on it.
+    """Fills an abstract model, or a module of one, with random values generated on the device.
 
-    Every product of a normed input has a variance of about 1, so that the router's choices are as
-    many as its experts, and activations stay where float8 and bfloat16 are fine.
+    With ``layout``, each device generates its own shards. Every matmul of a normalised input has a
+    variance of about 1, so that the router uses all experts, and activations stay in the range
+    where float8 and bfloat16 are accurate.
     """
     graph, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(leaves)))
-    lies = {} if layout is None else shardings(model, layout)
+    shardings_by_path = {} if layout is None else shardings(model, layout)
     filled = []
     for path, leaf, kind, std in _kinds(leaves):
-        what = next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std
-        values = _fill(*what) if layout is None else _spread(*what, lies[path])
+        arguments = next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std
+        values = (
+            _fill(*arguments) if layout is None else _spread(*arguments, shardings_by_path[path])
+        )
         filled.append((path, leaf.replace(values)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def _kinds(leaves: list[Any]) -> Iterator[tuple[Any, Any, str, float]]:
-    """Each leaf with what it is and its standard deviation, or its value."""
+    """Yields (path, leaf, kind of values, standard deviation or constant value)."""
     dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves}
     shapes = {path: leaf.shape for path, leaf in leaves}
     for path, leaf in leaves:
@@ -92,8 +94,8 @@ def _kinds(leaves: list[Any]) -> Iterator[tuple[Any, Any, str, float]]:
             yield path, leaf, "integers", 0.0
         else:
             float8 = leaf.dtype == jnp.float8_e4m3fn
-            rows_looked_up = owner == "embed_tokens"
-            std = 1.0 if float8 or rows_looked_up else 1 / math.sqrt(leaf.shape[-1])
+            is_embedding = owner == "embed_tokens"
+            std = 1.0 if float8 or is_embedding else 1 / math.sqrt(leaf.shape[-1])
             yield path, leaf, "normal", std
 
 
@@ -101,7 +103,9 @@ def _kinds(leaves: list[Any]) -> Iterator[tuple[Any, Any, str, float]]:
 def _fill(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: Any, std: float) -> jax.Array:
     if kind == "constant":
         return jnp.full(shape, std, dtype)
-    if len(shape) == 3:  # one matrix at a time: a stack's random bits take more than the stack
+    if (
+        len(shape) == 3
+    ):  # one matrix at a time, because a stack's random bits take more memory than the stack
 
         def one(key: jax.Array) -> jax.Array:
             return _fill(key, kind, shape[1:], dtype, std)
@@ -121,7 +125,7 @@ def _spread(
     std: float,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """The same on the devices of a mesh, each of which makes its own part."""
+    """Calls :func:`_fill` under shard_map. Each device generates its own shard."""
     parts = [(part,) if isinstance(part, str) else part or () for part in sharding.spec]
     axes = tuple(axis for part in parts for axis in part)
 

@@ -1,4 +1,4 @@
-"""A slice's time, scaled to all layers of its model by what each has to read or to multiply."""
+"""Extrapolates the speed of a slice of layers to the whole model, by its roofline bound."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _V3 = presets.DEEPSEEK_V3
 
 
 def tokens_per_s_per_device(row: dict[str, Any]) -> float:
-    """Of all 61 layers of DeepSeek-V3 on as many GPUs, whose memory would not hold them: if each
-    reached the share of its bound that the slice of ``row`` reached. Decode is bound by the bytes
-    of weights and cache, prefill by operations.
+    """Extrapolates a result of a slice of DeepSeek-V3 to all 61 layers on as many GPUs.
+
+    It assumes that the whole model reaches the same share of its roofline bound as the slice. The
+    bound of decode is the bytes of weights and cache, that of prefill the arithmetic. The whole
+    model would not fit in the memory of so few GPUs.
     """
     slice_layers = dataclasses.replace(
         _V3, num_hidden_layers=row["layers"], first_k_dense_replace=1
     )
-    longer = _bound(row, _V3) / _bound(row, slice_layers)
-    return row["tokens_per_s"] / longer / row["devices"]
+    slowdown = _bound(row, _V3) / _bound(row, slice_layers)
+    return row["tokens_per_s"] / slowdown / row["devices"]
 
 
 def _bound(row: dict[str, Any], config: Any) -> float:
-    """Seconds."""
+    """Returns the lower bound of a step's time, in seconds."""
     plan = Deployment(
         config,
         Target.parse(f"gpu:h200x{row['devices']}"),
@@ -41,8 +43,8 @@ def _bound(row: dict[str, Any], config: Any) -> float:
     )
     share = _shapes(config, row["dtype"]).on(plan.layout)
     if row["phase"] == "decode":
-        found = roofline.decode(share, plan)
-        return found.weights + found.cache
+        decode_roofline = roofline.decode(share, plan)
+        return decode_roofline.weights + decode_roofline.cache
     return roofline.prefill(share, plan).arithmetic
 
 

@@ -1,4 +1,4 @@
-"""Decode steps and prefills of the generator's own programs, timed in a state made for it."""
+"""Times decode steps and prefills of the generator's own programs, on a synthetic state."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.rope import rotation
 from dsv3_jax.model import DeepSeekV3
 
-SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is timed
+SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is the measured time
 WINDOWS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program for one shape, ahead of its first run."""
+    """A program that is compiled ahead of time for one shape."""
 
     executable: Any
     leaves: list[jax.Array]
     structure: Any
-    """Of the state."""
+    """Tree structure of the state."""
     compile_s: float
     argument_bytes: int
-    """The model's weights and the state."""
+    """Bytes of the model's weights and the state."""
     workspace_bytes: int
-    """Whatever else it takes: temporary arrays, and results that do not overwrite the state."""
+    """Bytes of temporary arrays and of results that do not alias the state."""
 
     @property
     def peak_bytes(self) -> int:
@@ -54,42 +54,49 @@ class Compiled:
         static: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Compiled:
-        """``static``: the program's last arguments; ``options``: XLA's, beside the program's."""
-        held, structure = jax.tree.flatten(state)
-        return cls.of_leaves(program, held, structure, *args, static=static, options=options)
+        """Compiles a program.
+
+        Args:
+          static: the program's static arguments, which come last.
+          options: compiler options in addition to the program's own.
+        """
+        state_leaves, structure = jax.tree.flatten(state)
+        return cls.of_leaves(
+            program, state_leaves, structure, *args, static=static, options=options
+        )
 
     @classmethod
     def of_leaves(
         cls,
         program: Program,
-        held: list[Any],
+        state_leaves: list[Any],
         structure: Any,
         *args: Any,
         static: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Compiled:
-        """``held``: the state's arrays, or their shapes."""
+        """Compiles a program for a flattened state: its arrays, or their shapes."""
         began = time.perf_counter()
-        lowered = program.lower(held, structure, *args, static=static)
+        lowered = program.lower(state_leaves, structure, *args, static=static)
         executable = lowered.compile(program.options | (options or {}))
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         workspace = memory.temp_size_in_bytes + results
         arguments = memory.argument_size_in_bytes
-        return cls(executable, program.leaves, structure, took, arguments, workspace)
+        return cls(executable, program.leaves, structure, elapsed, arguments, workspace)
 
     def __call__(self, state: DecodeState, *args: Any) -> tuple[DecodeState, float]:
-        """What becomes of the state, and the seconds it took."""
-        held, rest = jax.tree.leaves(state), jax.tree.leaves(args)
+        """Runs the program. Returns the new state and the seconds that it took."""
+        state_leaves, rest = jax.tree.leaves(state), jax.tree.leaves(args)
         began = time.perf_counter()
-        results = jax.block_until_ready(self.executable(self.leaves, held, rest))
-        took = time.perf_counter() - began
-        return jax.tree.unflatten(self.structure, results), took
+        results = jax.block_until_ready(self.executable(self.leaves, state_leaves, rest))
+        elapsed = time.perf_counter() - began
+        return jax.tree.unflatten(self.structure, results), elapsed
 
 
 class Decode:
-    """``rows`` rows that have up to ``longest`` random tokens each, decoding greedily."""
+    """Greedy decoding of ``rows`` sequences with up to ``longest`` random cached tokens each."""
 
     def __init__(
         self,
@@ -100,44 +107,46 @@ class Decode:
         depth: int = 0,
         compiled: Compiled | None = None,
     ):
-        """``compiled``: of :meth:`planned`, for these arguments."""
+        """``compiled``: result of :meth:`planned` for the same arguments, to save a compilation."""
         self.longest, self._static = longest, (drafter, depth)
         programs = _programs(model, longest, depth)
         self._program = programs.decode
         state = _random_state(programs, rows, longest, depth, drafter is not None)
         self.state = self._program.laid_out(state)
-        self._sampling = Sampling.greedy(rows)  # rows accept synthetic drafts by their seeds
+        self._sampling = Sampling.greedy(
+            rows
+        )  # synthetic drafts are accepted by the sequence's seed
         self.compiled = compiled or self.compile()
 
     @classmethod
     def planned(cls, model: DeepSeekV3, rows: int, longest: int) -> Compiled:
-        """Its program without its state, whose memory the compiler may then try kernels in."""
+        """Compiles the program without allocating its state, so that autotuning has more memory."""
         programs = _programs(model, longest, 0)
-        held, structure = programs.state_shapes(rows)
+        state_leaves, structure = programs.state_shapes(rows)
         arguments = structure, Sampling.greedy(rows), np.int32(1)
-        return Compiled.of_leaves(programs.decode, held, *arguments, static=(None, 0))
+        return Compiled.of_leaves(programs.decode, state_leaves, *arguments, static=(None, 0))
 
     def compile(self, options: dict[str, Any] | None = None) -> Compiled:
         arguments = self.state, self._sampling, np.int32(1)
         return Compiled.of(self._program, *arguments, static=self._static, options=options)
 
     def dispatch(self, steps: int, cached: int, compiled: Compiled | None = None) -> float:
-        """Seconds of so many steps behind ``cached`` tokens of each row."""
-        state = self._program.laid_out(_rewound(self.state, cached))
-        self.state, took = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
+        """Runs ``steps`` steps after ``cached`` tokens per sequence. Returns the seconds."""
+        state = self._program.laid_out(_before_first_step(self.state, cached))
+        self.state, elapsed = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
         assert int(self.state.steps) == steps, f"expected {steps} steps, got {self.state.steps}"
         self.tokens = int((np.asarray(self.state.lengths) - cached - 1).sum())
-        return took
+        return elapsed
 
     def measure(self, cached: int) -> dict[str, float]:
-        """Milliseconds a step, and tokens that it yields."""
+        """Measures milliseconds per step and tokens per second."""
         self.dispatch(SHORT, cached)
         self.dispatch(LONG, cached)
         windows, tokens = [], []
         for _ in range(WINDOWS):
-            short, few = self.dispatch(SHORT, cached), self.tokens
+            short, few_tokens = self.dispatch(SHORT, cached), self.tokens
             windows.append((self.dispatch(LONG, cached) - short) / (LONG - SHORT))
-            tokens.append((self.tokens - few) / (LONG - SHORT))
+            tokens.append((self.tokens - few_tokens) / (LONG - SHORT))
         step = statistics.median(windows)
         return {
             "ms": 1e3 * step,
@@ -147,7 +156,7 @@ class Decode:
 
 
 class Prefill:
-    """``rows`` prompts of ``tokens`` random tokens, ``chunk`` of each row at a time."""
+    """Prefill of ``rows`` prompts of ``tokens`` random tokens each, in chunks of ``chunk``."""
 
     def __init__(self, model: DeepSeekV3, rows: int, tokens: int, chunk: int):
         self._rows, self._tokens = rows, tokens
@@ -156,45 +165,45 @@ class Prefill:
             model, max_len, prefill_chunk=chunk, vocab_size=model.config.vocab_size
         )
         self._program = programs.prefill
-        self.state = self._begun(_random_state(programs, rows, tokens, 0, False))
+        self.state = self._with_empty_cache(_random_state(programs, rows, tokens, 0, False))
         self._chunks = np.int32(-(-tokens // chunk))
         self.compiled = Compiled.of(self._program, self.state, self._chunks, static=(None,))
 
     def measure(self) -> dict[str, float]:
         def run() -> float:
-            state, took = self.compiled(self.state, self._chunks)
+            state, elapsed = self.compiled(self.state, self._chunks)
             assert (np.asarray(state.cache.lengths) == self._tokens).all()
-            self.state = self._begun(state)
-            return took
+            self.state = self._with_empty_cache(state)
+            return elapsed
 
         run()
         windows = [run() for _ in range(WINDOWS)]
-        took = statistics.median(windows)
+        elapsed = statistics.median(windows)
         return {
-            "ms": 1e3 * took,
-            "tokens_per_s": self._rows * self._tokens / took,
-            "spread": (max(windows) - min(windows)) / took,
+            "ms": 1e3 * elapsed,
+            "tokens_per_s": self._rows * self._tokens / elapsed,
+            "spread": (max(windows) - min(windows)) / elapsed,
         }
 
-    def _begun(self, state: DecodeState) -> DecodeState:
-        """As :func:`_rewound`, with nothing cached."""
+    def _with_empty_cache(self, state: DecodeState) -> DecodeState:
+        """Returns the state with an empty cache, as before a prefill."""
         cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
         return self._program.laid_out(dataclasses.replace(state, cache=cache))
 
 
 def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
-    room = LONG * (depth + 1)
-    max_len = -(-(longest + 1 + room) // PAGE_SIZE) * PAGE_SIZE
+    spare_tokens = LONG * (depth + 1)
+    max_len = -(-(longest + 1 + spare_tokens) // PAGE_SIZE) * PAGE_SIZE
     return Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
 
 
 def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
-    """By each MoE layer, in a step that follows ``state``."""
+    """Returns the number of distinct experts that each MoE layer uses in the next step."""
     starts = state.lengths - 1
     last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
     turn = rotation(model.config, starts[:, None])
 
-    # A layer at a time: layers of a kind are one program.
+    # One layer at a time, because layers of the same kind share a compiled program.
     @functools.partial(jax.jit, static_argnums=0)
     def run(graph: Any, weights: Any, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any]:
         layer: DecoderLayer = nnx.merge(graph, weights)
@@ -215,19 +224,19 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
 
     pages = [*state.cache.pages, *state.cache.mtp_pages]
 
-    # In place, and some pages at a time: random bits take more than the numbers made of them.
+    # In place and some pages at a time, because random bits take more memory than the values.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
     def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
         count = min(1024, len(pages))
         shape = (count, *pages.shape[1:])
 
-        def some(i: jax.Array, pages: jax.Array) -> jax.Array:
+        def fill_some(i: jax.Array, pages: jax.Array) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
             numbers = jax.random.normal(key, shape, pages.dtype)
-            # The last ones may overlap those before.
+            # The last pages may overlap the previous ones.
             return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
 
-        return jax.lax.fori_loop(0, -(-len(pages) // count), some, pages)
+        return jax.lax.fori_loop(0, -(-len(pages) // count), fill_some, pages)
 
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
     layers = len(state.cache.pages)
@@ -243,17 +252,17 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
         limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
         hidden=hidden,
     )
-    return _rewound(state, cached)
+    return _before_first_step(state, cached)
 
 
-def _rewound(state: DecodeState, cached: int) -> DecodeState:
-    """Each row with ``cached`` tokens in the cache and one that is not, as before any step."""
+def _before_first_step(state: DecodeState, cached: int) -> DecodeState:
+    """Returns the state before the first step: ``cached`` tokens per sequence plus one uncached."""
     rows = len(state.lengths)
-    held = jnp.full(rows, cached, jnp.int32)
+    state_leaves = jnp.full(rows, cached, jnp.int32)
     return dataclasses.replace(
         state,
-        cache=dataclasses.replace(state.cache, lengths=held),
-        lengths=held + 1,
+        cache=dataclasses.replace(state.cache, lengths=state_leaves),
+        lengths=state_leaves + 1,
         finished=jnp.zeros(rows, jnp.int32),
         pending=jnp.full(rows, min(1, state.hidden.shape[1]), jnp.int32),
         steps=jnp.int32(0),

@@ -1,7 +1,7 @@
-"""Whether an op is right, before it is timed: against float32 at full precision.
+"""Checks an op against full-precision float32 references before it is timed.
 
-:class:`Ragged` has small inputs with every kind of row, and NaN in all that the contract leaves
-unused; :func:`spot` samples the output of a timed shape.
+:class:`Ragged` has small inputs that cover every kind of sequence or group, with NaN in everything
+that the op must not read. :func:`spot` checks samples of the output of a timed shape.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import reference as prefill_reference
 
 TOLERANCE = 2 * 2.0**-8
-"""Of a row's Euclidean norm: one rounding to bfloat16 of a factor, and one of the result."""
+"""Relative to a row's Euclidean norm: a rounding of a factor to bfloat16, and one of the result."""
 
 LSE_TOLERANCE = 2e-3
 
-Checked = tuple[jax.Array, jax.Array | None]  # out, and LSE of the attentions
+Checked = tuple[jax.Array, jax.Array | None]  # output, and LSE of attention ops
 
 
 def rows_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """The largest of the rows' relative errors; inf where either holds what is not finite."""
+    """Returns the largest relative error of any row, or inf if a value is not finite."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     difference = jnp.linalg.norm(got - want, axis=-1)
     size = jnp.linalg.norm(want, axis=-1)
@@ -45,12 +45,14 @@ def rows_error(got: jax.Array, want: jax.Array) -> jax.Array:
 
 
 def lse_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Returns the largest absolute error of log-sum-exps, or inf if a value is not finite."""
     same = jnp.isneginf(got) & jnp.isneginf(want)
     error = jnp.where(same, 0, jnp.abs(got - want))
     return jnp.max(jnp.where(jnp.isfinite(error), error, jnp.inf), initial=0)
 
 
 def errors(got: Checked, want: Checked) -> tuple[jax.Array, jax.Array]:
+    """Returns the errors of the output and of the LSE."""
     out = rows_error(got[0], want[0])
     if got[1] is None or want[1] is None:
         return out, jnp.zeros(())
@@ -58,7 +60,7 @@ def errors(got: Checked, want: Checked) -> tuple[jax.Array, jax.Array]:
 
 
 def verdict(found: tuple[jax.Array, jax.Array]) -> str | None:
-    """None where :func:`errors` are those of a right result, else how large they are."""
+    """Returns None if :func:`errors` are within the tolerances, else a message."""
     error, lse = (float(x) for x in found)
     if error <= TOLERANCE and lse <= LSE_TOLERANCE:
         return None
@@ -66,33 +68,33 @@ def verdict(found: tuple[jax.Array, jax.Array]) -> str | None:
 
 
 def unequal(a: Checked, b: Checked) -> jax.Array:
-    """How many values differ. NaN is equal to nothing: no result may hold one."""
-    parts = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return sum((jnp.sum(x != y) for x, y in parts), jnp.int32(0))
+    """Returns how many values differ. NaN counts as different, because no result may contain it."""
+    builders = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum((jnp.sum(x != y) for x, y in builders), jnp.int32(0))
 
 
 # ---- small ragged inputs -------------------------------------------------------------------------
 
-# Rows a group: kernels differ by how many they are on average. Quantized matrices take 64.
+# Rows per group. The average selects the kernel; quantized matrices take up to 64 on average.
 _SIZES = (1, 0, 3, 2, 0, 4, 1, 0), (700, 0, 1, 130, 13, 0, 202, 64)
 _SIZES_QUANTIZED = _SIZES[0], (2, 0, 1, 50, 13, 0, 16, 9), (9, 0, 1, 300, 13, 0, 60, 64)
-_SPARE = 37  # rows of no group
+_SPARE = 37  # rows that belong to no group
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """A case's small one: ``case`` has its shapes, ``host`` the arrays that numpy makes."""
+    """A small ragged version of a case: ``case`` has its shapes, ``host`` its integer arrays."""
 
     case: Case
     host: Host
     rows: int | None = None
-    """Those of the result that are defined; None: all."""
+    """Number of defined rows of the result, or None for all."""
 
     def build(self, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
-        """Arguments, and what they give; to be traced."""
-        parts = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
+        """Returns the arguments and the expected result. To be traced."""
+        builders = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
         with jax.default_matmul_precision("highest"):
-            return parts[_kind(self.case)](self, key, host)
+            return builders[_kind(self.case)](self, key, host)
 
     def defined(self, result: Checked) -> Checked:
         return result[0][: self.rows], result[1]
@@ -107,7 +109,7 @@ def _sizes(case: Grouped) -> tuple[tuple[int, ...], ...]:
 
 
 def seeds(case: Case) -> range:
-    """Those of :func:`ragged`: one, or one for each set of group sizes."""
+    """Returns the seeds for :func:`ragged`: one, or one for each set of group sizes."""
     return range(len(_sizes(case)) if isinstance(case, Grouped) else 1)
 
 
@@ -115,14 +117,16 @@ def ragged(case: Case, seed: int) -> Ragged:
     rng = np.random.default_rng(seed)
     if isinstance(case, Decode):
         lengths = np.array([case.queries, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300], np.int32)
-        most = -(-4097 // PAGE)
-        small = dataclasses.replace(case, rows=len(lengths), cached=most * PAGE, ragged=(), name="")
+        max_pages = -(-4097 // PAGE)
+        small = dataclasses.replace(
+            case, rows=len(lengths), cached=max_pages * PAGE, ragged=(), name=""
+        )
         tables = inputs.host(small, seed)["block_tables"]
         used = np.zeros((tables.size, PAGE), bool)
         for (b, page), number in np.ndenumerate(tables):
-            held = np.clip(lengths[b] - page * PAGE, 0, PAGE)
-            used[number, :held] = True
-            if not held:
+            valid_slots = np.clip(lengths[b] - page * PAGE, 0, PAGE)
+            used[number, :valid_slots] = True
+            if not valid_slots:
                 tables[b, page] = rng.choice([-1, 2**30, 7])
         return Ragged(small, {"block_tables": tables, "lengths": lengths, "used": used})
     if isinstance(case, Grouped):
@@ -147,21 +151,21 @@ def _ragged_decode(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, 
 
 
 def _rounded(case: Case, key: jax.Array, host: Host) -> Arrays:
-    """Inputs as an op gets them: XLA would pass on what was not rounded yet."""
+    """Builds inputs rounded as the op receives them; XLA would otherwise fuse away the rounding."""
     return jax.lax.optimization_barrier(inputs.build(case, key, host))
 
 
 def dense_pages(case: Decode, pages: jax.Array) -> jax.Array:
-    """[P, page, LATENT + ROPE], as the cache stands for them."""
+    """Returns dequantized pages, [P, page, LATENT + ROPE]."""
     if case.dtype == "fp8":
         return jnp.concatenate(dequantize_latent(pages, jnp.bfloat16), axis=-1)
     return pages
 
 
 def poisoned_pages(case: Decode, pages: jax.Array, used: jax.Array) -> jax.Array:
-    """NaN in the slots that no row uses."""
+    """Writes NaN to the slots that no sequence uses."""
     if case.dtype == "fp8":
-        return jnp.where(used, pages, jnp.uint8(255))  # NaN in all three parts of a token
+        return jnp.where(used, pages, jnp.uint8(255))  # NaN in all three fields of a token
     return jnp.where(used, pages, jnp.nan)
 
 
@@ -190,18 +194,18 @@ def _every_group(case: Grouped, arrays: Arrays) -> jax.Array:
 
     def add(g, out):
         inside = (row < ends[g]) & (row >= ends[g] - arrays["group_sizes"][g])
-        return jnp.where(inside, _product(case, arrays, g, lhs), out)
+        return jnp.where(inside, _apply_group(case, arrays, g, lhs), out)
 
     G = len(arrays["group_sizes"])
     return jax.lax.fori_loop(0, G, add, jnp.zeros((len(lhs), case.N), jnp.float32))
 
 
-def _product(case: Grouped, arrays: Arrays, g: jax.Array, lhs: jax.Array) -> jax.Array:
-    """What group g makes of rows [M, K]."""
-    products = [lhs @ _dense_matrix(case, arrays, g, name).T for name in inputs.matrices(case)]
+def _apply_group(case: Grouped, arrays: Arrays, g: jax.Array, lhs: jax.Array) -> jax.Array:
+    """Applies group g's matrices to rows [M, K]."""
+    outputs = [lhs @ _dense_matrix(case, arrays, g, name).T for name in inputs.matrices(case)]
     if isinstance(case, Swiglu):
-        return jax.nn.silu(products[0]) * products[1]
-    return products[0]
+        return jax.nn.silu(outputs[0]) * outputs[1]
+    return outputs[0]
 
 
 def _dense_rows(lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -212,7 +216,7 @@ def _dense_rows(lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _dense_matrix(case: Grouped, arrays: Arrays, g: jax.Array, name: str) -> jax.Array:
-    """Group g's, in float32 [N, K]."""
+    """Returns group g's dequantized matrix, float32 [N, K]."""
     values = arrays[name][g]
     if case.dtype == "int4":
         halves = jnp.stack([values & 15, values >> 4], axis=-1).astype(jnp.int8)
@@ -241,10 +245,10 @@ def _ragged_prefill(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays,
 
 
 def spot(case: Case, arrays: Arrays, result: Checked) -> tuple[jax.Array, jax.Array]:
-    """As :func:`errors`, of some rows of a result; to be traced."""
-    parts = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
+    """Returns :func:`errors` of sampled rows of a result. To be traced."""
+    builders = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
     with jax.default_matmul_precision("highest"):
-        return errors(*parts[_kind(case)](case, arrays, result))
+        return errors(*builders[_kind(case)](case, arrays, result))
 
 
 def _spot_decode(case: Decode, arrays: Arrays, result: Checked) -> tuple[Checked, Checked]:
@@ -274,7 +278,7 @@ def _spot_grouped(case: Grouped, arrays: Arrays, result: Checked) -> tuple[Check
 
     def one(row_and_group):
         row, g = row_and_group
-        return _product(case, arrays, g, row[None])[0]
+        return _apply_group(case, arrays, g, row[None])[0]
 
     return (result[0][rows], None), (jax.lax.map(one, (lhs, groups)), None)
 
@@ -292,5 +296,5 @@ def _spot_prefill(case: Prefill, arrays: Arrays, result: Checked) -> tuple[Check
     ]  # fmt: skip
     out = jnp.concatenate([out for out, _ in each], axis=1)
     lse = jnp.concatenate([lse for _, lse in each], axis=1)
-    mine = None if result[1] is None else result[1][last, queries]
-    return (result[0][last, queries], mine), (out, None if mine is None else lse)
+    got_lse = None if result[1] is None else result[1][last, queries]
+    return (result[0][last, queries], got_lse), (out, None if got_lse is None else lse)

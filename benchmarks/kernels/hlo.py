@@ -1,4 +1,4 @@
-"""What XLA made of a program: how many kernels it launches, and whether it kept all calls."""
+"""Analyses compiled programs: how many kernels they launch, and whether XLA kept all calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 KERNELS = r"mosaic_gpu\w*"
-"""Names of the custom calls that run our kernels."""
+"""Custom call targets of our kernels, as a regular expression."""
 
-# Neither a kernel nor a copy on the device.
+# Operations that launch neither a kernel nor a copy.
 _FREE = {
     "parameter", "constant", "bitcast", "get-tuple-element", "tuple", "opt-barrier", "after-all",
     "call", "while", "conditional", "copy-done", "async-done", "async-update", "partition-id",
@@ -18,28 +18,30 @@ _CALLED = re.compile(r"(?:to_apply|body|branch_computations)=\{?%?([\w.\-]+(?:, 
 
 
 def asked(stablehlo: str, target: str = KERNELS) -> int:
-    """Custom calls to ``target`` that one run of a lowered module makes."""
-    own, calls, name = Counter[str](), dict[str, Counter[str]](), ""
+    """Returns the number of custom calls to ``target`` that a lowered module requests."""
+    direct_calls, calls, name = Counter[str](), dict[str, Counter[str]](), ""
     custom = re.compile(rf"stablehlo\.custom_call @{target}\(")
     for line in stablehlo.splitlines():
         if found := re.search(r"func\.func \w+ @([\w.]+)\(", line):
             name = found[1]
             calls[name] = Counter()
             continue
-        own[name] += bool(custom.search(line))
+        direct_calls[name] += bool(custom.search(line))
         if found := re.search(r"(?:func\.)?call @([\w.]+)\(", line):
             calls[name][found[1]] += 1
 
     def total(name: str) -> int:
-        return own[name] + sum(n * total(callee) for callee, n in calls.get(name, {}).items())
+        return direct_calls[name] + sum(
+            n * total(callee) for callee, n in calls.get(name, {}).items()
+        )
 
     return total("main")
 
 
 def launched(hlo: str, target: str = KERNELS) -> tuple[int, int]:
-    """(custom calls to ``target``, kernels and copies of all kinds) of one run of optimised HLO.
+    """Returns (custom calls to ``target``, all kernels and copies) in optimised HLO.
 
-    Loops count as one turn, and of a branch every side.
+    A loop counts as one iteration, and a conditional counts all its branches.
     """
     wanted = re.compile(rf'custom_call_target="{target}"')
     every = list(_launches(hlo))
@@ -48,10 +50,10 @@ def launched(hlo: str, target: str = KERNELS) -> tuple[int, int]:
 
 
 def outside(hlo: str, kernel: str) -> list[str] | None:
-    """What scheduled HLO launches before the first of two launches of ``kernel``, by its name in
-    JAX, and behind the other; None where they are not two.
+    """Returns what scheduled HLO launches before the first or after the second ``kernel``.
 
-    Copies of one number are left out: a counter of a kernel that begins at 0.
+    ``kernel`` is the kernel's name in JAX. None if it is not launched exactly twice. Copies of a
+    single number are ignored, because they initialise a counter of a kernel.
     """
     every = list(_launches(hlo))
     named = [i for i, line in enumerate(every) if _of_kernel(line, kernel)]
@@ -66,7 +68,7 @@ def _of_kernel(line: str, kernel: str) -> bool:
 
 
 def _launches(hlo: str) -> Iterator[str]:
-    """Lines that launch something on the device, in the schedule's order."""
+    """Yields the lines that launch something on the device, in the order of the schedule."""
     bodies: dict[str, list[str]] = {}
     name = entry = ""
     for line in hlo.splitlines():
@@ -79,20 +81,20 @@ def _launches(hlo: str) -> Iterator[str]:
         elif line.startswith("}"):
             name = ""
 
-    def of(name: str) -> Iterator[str]:
+    def launches_of(name: str) -> Iterator[str]:
         for line in bodies.get(name, ()):
             opcode = _opcode(line)
             if opcode not in _FREE:
                 yield line
             if opcode in ("call", "while", "conditional") and (found := _CALLED.search(line)):
                 for callee in found[1].split(","):
-                    yield from of(callee.strip(" %"))
+                    yield from launches_of(callee.strip(" %"))
 
-    return of(entry)
+    return launches_of(entry)
 
 
 def _opcode(line: str) -> str:
-    """Of ``%name = type opcode(operands), ...``, where a type may be a tuple of types."""
+    """Parses the opcode of ``%name = type opcode(operands), ...``. A type may be a tuple."""
     rest = line.split(" = ", 1)[1]
     depth = 0
     for i, letter in enumerate(rest):

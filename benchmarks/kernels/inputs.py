@@ -1,4 +1,4 @@
-"""Random inputs of a case for jax, made on the device in one program."""
+"""Random inputs of a case as JAX arrays, generated on the device by one program."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Host = dict[str, np.ndarray]
 
 
 def make(case: Case, seed: int) -> Arrays:
-    """The arguments of the op by name, all of them used and none of them poisoned."""
+    """Returns the op's arguments by name. No slot is unused, and none contains NaN."""
     return jax.jit(functools.partial(build, case))(random_key(seed), host(case, seed))
 
 
 def random_key(seed: int) -> jax.Array:
-    return jax.random.key(seed, impl="rbg")  # as fast as the memory
+    return jax.random.key(seed, impl="rbg")  # as fast as memory bandwidth
 
 
 def host(case: Case, seed: int) -> Host:
-    """What numpy makes, for :func:`build`."""
+    """Returns the integer arrays, made by NumPy, that :func:`build` takes."""
     if isinstance(case, Decode):
         lengths = np.asarray(case.lengths, np.int32)
         return {"block_tables": page_tables(case, seed), "lengths": lengths}
@@ -48,14 +48,14 @@ def host(case: Case, seed: int) -> Host:
     return {"group_sizes": np.asarray(case.sizes, np.int32)}
 
 
-def build(case: Case, key: jax.Array, given: dict[str, Any]) -> Arrays:
-    """Arguments of the op; to be traced. ``given`` is as :func:`host` makes it."""
-    given = {name: jnp.asarray(x) for name, x in given.items()}
+def build(case: Case, key: jax.Array, host_arrays: dict[str, Any]) -> Arrays:
+    """Returns the op's arguments. To be traced. ``host_arrays`` is the result of :func:`host`."""
+    host_arrays = {name: jnp.asarray(x) for name, x in host_arrays.items()}
     if isinstance(case, Decode):
-        return _decode(case, key) | given
+        return _decode(case, key) | host_arrays
     if isinstance(case, Grouped):
-        return _grouped(case, key) | given
-    return _prefill(case, key) | given
+        return _grouped(case, key) | host_arrays
+    return _prefill(case, key) | host_arrays
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _grouped(case: Grouped, key: jax.Array) -> Arrays:
 
 
 def matrices(case: Grouped) -> tuple[str, ...]:
-    """The op's names of them."""
+    """Returns the op's argument names of its matrices."""
     return ("gate", "up") if isinstance(case, Swiglu) else ("rhs",)
 
 
@@ -123,7 +123,7 @@ def _prefill(case: Prefill, key: jax.Array) -> Arrays:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """The op's keywords that are no arrays."""
+    """Returns the op's keyword arguments that are not arrays."""
     if isinstance(case, Grouped):
         block = {"int8": (1, case.K), "int4": (1, BLOCK)}.get(case.dtype, (BLOCK, BLOCK))
         return {"block_shape": block}

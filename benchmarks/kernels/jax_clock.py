@@ -1,4 +1,4 @@
-"""Stamps of :mod:`benchmarks.kernels.clock` in JAX's programs."""
+"""Time stamps of :mod:`benchmarks.kernels.clock` in JAX programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAMP = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
 def stamp(after: jax.Array) -> jax.Array:
-    """What the clock says, in each place of ``STAMP``, when there is ``after``, another stamp."""
+    """Returns the clock's value, in every element of ``STAMP``, after ``after`` is available."""
 
     @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def now() -> Any:

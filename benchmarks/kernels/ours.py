@@ -1,4 +1,4 @@
-"""The child process of JAX: our kernels, XLA's own lowering, and JAX's share of the ceilings."""
+"""The JAX child process of the kernel benchmark: our kernels, XLA's lowering, and ceilings."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ from benchmarks.kernels.workers import Reply, reason, serve
 
 Call = Callable[[Arrays], checks.Checked]
 
-MOST_PADDED = 4  # times its tokens that a dense cache may hold
-COMPILATIONS = 14  # at once
-IN_FLIGHT_BYTES = 8e9  # of outputs that wait for nothing but their release
+MAX_PADDING = 4  # maximum size of a dense cache relative to its tokens
+COMPILATIONS = 14  # concurrent compilations
+IN_FLIGHT_BYTES = 8e9  # limit on the outputs of launched programs that are not yet released
 UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
-"""Of programs that are not timed: tuning them takes seconds."""
+"""Compiler options of programs that are not timed: autotuning takes seconds."""
 
 
 def call_of(case: Case, implementation: str) -> Call:
+    """Returns a function that calls the case's op."""
     op = getattr(pallas_kernels, case.op)
     keywords = inputs.options(case) | {"implementation": implementation}
 
@@ -59,7 +60,7 @@ def call_of(case: Case, implementation: str) -> Call:
 
 
 def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
-    """What the op reads beside its inputs and a model makes once a step, for all its layers."""
+    """Returns additional arguments of the op that a model computes once per step for all layers."""
     if not isinstance(case, Decode):
         return {}
     queries, heads = arrays["q_latent"].shape[1:3]
@@ -77,7 +78,7 @@ def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A program and its arguments, ready to run again and again."""
+    """A compiled program with its arguments."""
 
     executable: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
     arrays: list[Arrays]
@@ -85,17 +86,19 @@ class Timed:
     out_bytes: float
 
     def __call__(self) -> list[jax.Array]:
-        """Runs it, without waiting; its two stamps, or its results where there is no clock."""
+        """Runs the program without waiting; returns its two stamps, or results without a clock."""
         results, stamps = self.executable(self.arrays, *_start())
         return stamps or results
 
     def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
-        """A call's times in windows of many programs, behind ``warm_s`` of the same; all of them
-        in flight one behind the other, so that the GPU has no pause but what a launch makes.
+        """Times a call in windows of many programs, after a warm-up of ``warm_s`` seconds.
+
+        The programs are in flight one behind the other, so that the GPU pauses only for launches.
 
         Returns:
-          "us": by the GPU's clock, or the host's where there is none; and with the GPU's, "busy":
-          the least share of a window in which a program ran, and the clock's "resolution_ns".
+          "us": microseconds per call in each window, by the GPU's clock or else by the host's.
+          With the GPU's clock also "busy", the least share of a window in which a program ran, and
+          "resolution_ns" of the clock.
         """
         jax.block_until_ready(self())
         began = time.perf_counter()
@@ -105,23 +108,23 @@ class Timed:
         if not has_clock():
             return {"us": [self._host_us(programs) for _ in range(WINDOWS)]}
         at_once = max(2, min(programs, int(IN_FLIGHT_BYTES / self.out_bytes)))
-        flying: collections.deque[list[jax.Array]] = collections.deque()
+        in_flight: collections.deque[list[jax.Array]] = collections.deque()
 
         def launch() -> list[jax.Array]:
-            if len(flying) == at_once:
-                jax.block_until_ready(flying.popleft())
-            flying.append(self())
-            return flying[-1]
+            if len(in_flight) == at_once:
+                jax.block_until_ready(in_flight.popleft())
+            in_flight.append(self())
+            return in_flight[-1]
 
         until = time.perf_counter() + warm_s
         while time.perf_counter() < until:
             launch()
         words = jax.device_get([launch() for _ in range(WINDOWS * programs)])
         stamps = [(int(begin[0]), int(end[0])) for begin, end in words]
-        found = [stamps[i : i + programs] for i in range(0, len(stamps), programs)]
+        window_stamps = [stamps[i : i + programs] for i in range(0, len(stamps), programs)]
         return {
-            "us": [clock.mean_us(each) / self.calls for each in found],
-            "busy": min(map(clock.busy, found)),
+            "us": [clock.mean_us(each) / self.calls for each in window_stamps],
+            "busy": min(map(clock.busy, window_stamps)),
             "resolution_ns": clock.resolution_ns(stamps),
         }
 
@@ -132,11 +135,12 @@ class Timed:
 
 
 def has_clock() -> bool:
+    """Returns whether the device has a clock that programs can read."""
     return jax.default_backend() == "gpu"
 
 
 def _start() -> tuple[jax.Array, ...]:
-    """What a program takes beside its arrays."""
+    """Returns a program's arguments besides its arrays."""
     return (_zeros(),) if has_clock() else ()
 
 
@@ -148,12 +152,12 @@ def _zeros() -> jax.Array:
 def program(
     call: Call, laps: int, stamp: Callable[[jax.Array], jax.Array] | None = None
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
-    """Calls one after the other, on each set in turn, ``laps`` times over; between two stamps.
+    """Builds a program that makes sequential calls, rotating ``laps`` times over the input sets.
 
-    Every result is returned, and each call waits for the one before it: XLA would merge equal
-    calls, drop those of no use, and run independent ones at once. With ``stamp`` the program takes
-    something to make the first of, and returns both behind the results; the first call waits for
-    the one, and the other waits for the last.
+    It returns every result, and each call depends on the previous one. Otherwise XLA would merge
+    equal calls, drop unused ones, and run independent ones concurrently. With ``stamp``, the
+    program takes a start value and also returns two stamps: the first call depends on the first
+    stamp, and the second stamp depends on the last call.
     """
     one = jax.jit(call)  # lowered once for all calls
 
@@ -164,8 +168,8 @@ def program(
             for arrays in sets:
                 before = results or stamps
                 if before:
-                    # All arguments wait: what XLA computes from one that does not, it computes
-                    # once for all laps.
+                    # All arguments depend on the previous call. XLA would compute anything that
+                    # depends only on other arguments once for all laps.
                     arrays, before[-1] = jax.lax.optimization_barrier((arrays, before[-1]))
                 results.append(one(arrays)[0])
         if stamp:
@@ -190,7 +194,7 @@ def lower_xla(case: Case, call: Call, sets: int) -> Any:
 
 
 def lowered_program(call: Call, laps: int, sets: list[Any]) -> Any:
-    """``sets``: arrays, or their shapes."""
+    """Lowers a program. ``sets``: input sets as arrays or as their shapes."""
     if not has_clock():
         return jax.jit(program(call, laps)).lower(sets)
     stamped = program(call, laps, jax.jit(jax_clock.stamp))
@@ -198,7 +202,7 @@ def lowered_program(call: Call, laps: int, sets: list[Any]) -> Any:
 
 
 def compile_program(lowered: Any) -> Any:
-    # Kernels of a captured graph one by one, as in the streams that the peers are captured from.
+    # Serialise the kernels of a captured graph, as in the streams that peers are captured from.
     serial: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
     return lowered.compile(compiler_options=serial if has_clock() else None)
 
@@ -206,11 +210,12 @@ def compile_program(lowered: Any) -> Any:
 def counted(
     lowered: Any, executable: Any, calls: int, *, kernels: bool, target: str = hlo.KERNELS
 ) -> Reply:
-    """{"kernels_a_call": ...}, or {"error": reason} where XLA makes fewer calls than asked for or
-    launches something outside the stamps.
+    """Counts the kernels of a program; returns {"kernels_a_call": ...} or {"error": reason}.
+
+    It is an error if XLA has removed calls, or launches something outside the stamps.
 
     Args:
-      kernels: whether each call is of a kernel at least, named ``target``.
+      kernels: whether each call must launch a kernel of ``target``.
     """
     stamps = 2 * has_clock()
     text = executable.as_text()
@@ -218,8 +223,8 @@ def counted(
     made, launched = (count - stamps for count in hlo.launched(text, target))
     if asked % calls or made < max(asked, calls * kernels):
         return {"error": f"wrong: {made} of {asked} kernels are left of {calls} calls"}
-    if stamps and (found := hlo.outside(text, clock.KERNEL)) != []:
-        what = "a stamp is missing" if found is None else found[0][:80]
+    if stamps and (strays := hlo.outside(text, clock.KERNEL)) != []:
+        what = "a stamp is missing" if strays is None else strays[0][:80]
         return {"error": f"wrong: not all that runs is between the clock's two stamps: {what}"}
     return {"kernels_a_call": round(launched / calls, 2)}
 
@@ -228,12 +233,12 @@ def counted(
 
 
 def xla_call(case: Case) -> Call | str:
-    """What a JAX user would write without kernels, or why it is not run."""
+    """Returns what a JAX user would write without kernels, or the reason not to run it."""
     if isinstance(case, Decode):
         if case.dtype != "bf16":
             return "einsums over a quantized cache would dequantise all of it first"
-        if case.rows * case.cached > MOST_PADDED * sum(case.lengths):
-            return "a dense cache of rows as long as the longest would be almost empty"
+        if case.rows * case.cached > MAX_PADDING * sum(case.lengths):
+            return "a dense cache padded to the longest sequence would be almost empty"
         return functools.partial(_dense_decode, case)
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
@@ -245,7 +250,7 @@ def xla_call(case: Case) -> Call | str:
 
 
 def _in_order(arrays: Arrays) -> Arrays:
-    """The cache of each row as one, in the order of its tokens."""
+    """Returns the arrays with each sequence's pages contiguous and in order."""
     tables = arrays["block_tables"]
     return arrays | {
         "pages": arrays["pages"][tables.reshape(-1)],
@@ -254,14 +259,14 @@ def _in_order(arrays: Arrays) -> Arrays:
 
 
 def _dense_decode(case: Decode, arrays: Arrays) -> checks.Checked:
-    """Two einsums over a dense cache, whose pages stand in order (:func:`_in_order`)."""
+    """Two einsums over a dense cache, with pages in order (:func:`_in_order`)."""
     B, S = case.rows, case.cached
     cache = arrays["pages"].reshape(B, -1, arrays["pages"].shape[-1])[:, :S]
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)
     f32 = jnp.float32
     scores = jnp.einsum("bthk,bsk->bths", q, cache, preferred_element_type=f32)
-    seen = arrays["lengths"][:, None] - case.queries + 1 + jnp.arange(case.queries)
-    visible = jnp.arange(S) < seen[:, :, None, None]
+    visible_count = arrays["lengths"][:, None] - case.queries + 1 + jnp.arange(case.queries)
+    visible = jnp.arange(S) < visible_count[:, :, None, None]
     scores = jnp.where(visible, scores * inputs.options(case)["scale"], -jnp.inf)
     p = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum("bths,bsc->bthc", p, cache[..., :LATENT], preferred_element_type=f32)
@@ -272,21 +277,23 @@ def _dense_decode(case: Decode, arrays: Arrays) -> checks.Checked:
 
 
 def make_set(case: Case, random: jax.Array, host: inputs.Host) -> tuple[Arrays, dict[str, Any]]:
-    """Arguments, and the plan of their lengths; to be traced."""
+    """Returns the arguments and :func:`plan`. To be traced."""
     arrays = inputs.build(case, random, host)
     return arrays, plan(case, arrays)
 
 
-def judge(case: Case, arrays: Arrays, first: jax.Array, *others: jax.Array) -> tuple[Any, Any]:
-    """Errors of a result, and how many values differ in those of equal calls; to be traced."""
+def errors_and_differences(
+    case: Case, arrays: Arrays, first: jax.Array, *others: jax.Array
+) -> tuple[Any, Any]:
+    """Returns a result's errors, and how many values differ between equal calls. To be traced."""
     unequal = sum(checks.unequal((first, None), (x, None)) for x in others)
     return checks.spot(case, arrays, (first, None)), unequal
 
 
 class Compiler:
-    """Lowers here and compiles in other threads, everything that a case runs.
+    """Lowers the programs of a case in this thread, and compiles them in other threads.
 
-    All of it is done before anything is timed: XLA tries kernels on the GPU while it compiles.
+    Everything is compiled before anything is timed, because XLA's autotuning runs kernels.
     """
 
     def __init__(self, implementation: str, most_calls: int):
@@ -299,7 +306,7 @@ class Compiler:
         return rotation(case, guessed_us(case), self._most_calls)
 
     def start(self, case: Case, parts: Sequence[str]) -> None:
-        """Those of "check", "ours" and "xla" that were not started before."""
+        """Starts those of "check", "ours" and "xla" in ``parts`` that have not been started."""
         if "check" in parts:
             for seed in checks.seeds(case):
                 self._start(check_key(case), f"ragged {seed}", self._lower_ragged, case, seed)
@@ -313,18 +320,20 @@ class Compiler:
             self._start(key(case), "xla", self._lower_xla, case)
 
     def get(self, name: str, part: str) -> Any:
-        """What was compiled; raises what went wrong."""
+        """Returns a compiled program, or raises the error of its compilation."""
         built = self._built[name, part]
         if isinstance(built, Exception):
             raise built
         return built.result()
 
     def wait(self) -> None:
+        """Waits for all compilations."""
         for built in self._built.values():
             if isinstance(built, Future):
                 built.exception()
 
     def drop(self, name: str) -> None:
+        """Forgets the programs of a case."""
         for place in [place for place in self._built if place[0] == name]:
             del self._built[place]
 
@@ -345,14 +354,14 @@ class Compiler:
         small, call = checks.ragged(case, seed), call_of(case, self._implementation)
         arrays, want = jax.eval_shape(small.build, inputs.random_key(seed), small.host)
 
-        def repeat(arrays, first, unlike, want):
+        def repeat(arrays, first, differences, want):
             result = small.defined(call(arrays))
-            found = checks.errors(result, want)
-            return result, unlike + checks.unequal(result, first), found
+            errors = checks.errors(result, want)
+            return result, differences + checks.unequal(result, first), errors
 
         first = jax.eval_shape(lambda arrays: small.defined(call(arrays)), arrays)
-        unlike = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = jax.jit(repeat).lower(arrays, first, unlike, want)
+        differences = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = jax.jit(repeat).lower(arrays, first, differences, want)
         blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), first)
         return lambda: (lowered.compile(compiler_options=UNTUNED), blank)
 
@@ -365,7 +374,9 @@ class Compiler:
     def _lower_judge(self, case: Case) -> Callable[[], Any]:
         arrays = inputs.structs(case)
         out = jax.eval_shape(call_of(case, "reference"), arrays)[0]
-        lowered = jax.jit(functools.partial(judge, case)).lower(arrays, out, out, out)
+        lowered = jax.jit(functools.partial(errors_and_differences, case)).lower(
+            arrays, out, out, out
+        )
         return lambda: lowered.compile(compiler_options=UNTUNED)
 
     def _lower_ours(self, case: Case) -> Callable[[], Any]:
@@ -378,8 +389,8 @@ class Compiler:
             executable = compile_program(lowered)
             seconds = time.perf_counter() - began
             kernels = self._implementation == "mosaic_gpu"
-            found = counted(lowered, executable, sets * laps, kernels=kernels)
-            return executable, {"compile_s": seconds} | found
+            counts = counted(lowered, executable, sets * laps, kernels=kernels)
+            return executable, {"compile_s": seconds} | counts
 
         return build
 
@@ -401,6 +412,8 @@ class Compiler:
 
 
 class Session:
+    """Handles the requests of the parent process."""
+
     def __init__(self, implementation: str, most_calls: int = CALLS):
         self.implementation = implementation
         self._compiler = Compiler(implementation, most_calls)
@@ -413,42 +426,44 @@ class Session:
         return {"versions": versions, "gpu": device.device_kind, "clock": name}
 
     def compile(self, cases: Sequence[dict[str, Any]], parts: Sequence[Sequence[str]]) -> Reply:
-        """What each case runs, as :meth:`Compiler.start` names it; returns when it is done."""
+        """Compiles ``parts`` of each case (see :meth:`Compiler.start`), and waits for it."""
         for case, of_case in zip(map(decoded, cases), parts, strict=True):
             self._compiler.start(case, of_case)
         self._compiler.wait()
         return {}
 
     def check(self, case: dict[str, Any], repeats: int) -> Reply:
-        """{"wrong": None}, or why the op is wrong on ragged inputs."""
+        """Checks an op on ragged inputs; returns {"wrong": None or the reason}."""
         return {"wrong": self._ragged(decoded(case), repeats)}
 
     def _ragged(self, case: Case, repeats: int) -> str | None:
-        self._compiler.start(case, ["check"])  # where a row before took the process along
+        self._compiler.start(case, ["check"])  # again, if an earlier case has ended the process
         for seed in checks.seeds(case):
             make = self._compiler.get(check_key(case), f"ragged {seed}")
             repeat, blank = self._compiler.get(check_key(case), f"repeat {seed}")
             small = checks.ragged(case, seed)
             arrays, want = make(inputs.random_key(seed), small.host)
-            first, _, found = repeat(arrays, blank, jnp.int32(0), want)
-            if wrong := checks.verdict(found):
+            first, _, errors = repeat(arrays, blank, jnp.int32(0), want)
+            if wrong := checks.verdict(errors):
                 return f"{wrong} (ragged inputs {seed})"
-            if differing(repeat, arrays, first, want, repeats):
+            if results_differ(repeat, arrays, first, want, repeats):
                 return f"results differ between {repeats} equal runs (ragged inputs {seed})"
         return None
 
     def prepare(self, case: dict[str, Any], parts: Sequence[str]) -> Reply:
-        """Makes inputs and checks the results of "ours" and "xla", of which :meth:`time` times
-        those that are named here and have no "error" in the reply, by name."""
+        """Makes inputs and checks the results of ``parts``, "ours" and "xla".
+
+        Returns a reply for each part. :meth:`time` can time those without an "error".
+        """
         self.release()
         prepares = {"ours": self._prepare, "xla": self._prepare_xla}
-        found: Reply = {}
+        replies: Reply = {}
         for part in parts:
             try:
-                found[part] = prepares[part](decoded(case))
+                replies[part] = prepares[part](decoded(case))
             except Exception as error:
-                found[part] = {"error": reason(error)}
-        return found
+                replies[part] = {"error": reason(error)}
+        return replies
 
     def _prepare(self, case: Case) -> Reply:
         self._compiler.start(case, ["ours"])
@@ -461,13 +476,13 @@ class Session:
         made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
         arrays = [of_op | planned for of_op, planned in made]
         (results, _), (again, _) = executable(arrays, *_start()), executable(arrays, *_start())
-        judged = self._compiler.get(key(case), "judge")(
+        judgement = self._compiler.get(key(case), "judge")(
             made[0][0], results[0], again[0], again[-sets]
         )
-        if wrong := checks.verdict(judged[0]):
+        if wrong := checks.verdict(judgement[0]):
             return reply | {"error": wrong}
-        if int(judged[1]):
-            return reply | {"error": "wrong: equal calls gave other bits"}
+        if int(judgement[1]):
+            return reply | {"error": "wrong: equal calls gave different bits"}
         out_bytes = sum(x.nbytes for x in results)
         self._running["ours"] = Timed(executable, arrays, sets * laps, out_bytes)
         return reply
@@ -477,20 +492,20 @@ class Session:
         executable, reply = self._compiler.get(key(case), "xla")
         if "error" in reply:
             return reply
-        make, judged = (self._compiler.get(key(case), part) for part in ("make", "judge"))
+        make, judgement = (self._compiler.get(key(case), part) for part in ("make", "judge"))
         sets = self._compiler.rotation(case)[0]
         made = [make(inputs.random_key(i), inputs.host(case, i))[0] for i in range(sets)]
         arrays = [jax.jit(_in_order)(a) for a in made] if isinstance(case, Decode) else made
         results, _ = executable(arrays, *_start())
-        found, _ = judged(made[0], *[results[0]] * 3)
-        if wrong := checks.verdict(found):
+        errors, _ = judgement(made[0], *[results[0]] * 3)
+        if wrong := checks.verdict(errors):
             return {"error": wrong}
         out_bytes = sum(x.nbytes for x in results)
         self._running["xla"] = Timed(executable, arrays, sets, out_bytes)
         return reply
 
     def time(self, names: Sequence[str], warm_s: float) -> Reply:
-        """{name: as :meth:`Timed.windows`}, of what :meth:`prepare` made ready."""
+        """Times prepared parts; returns {name: result of :meth:`Timed.windows`}."""
         if missing := set(names) - set(self._running):
             return {"error": f"{', '.join(sorted(missing))}: nothing is prepared"}
         return {name: self._running[name].windows(warm_s) for name in names}
@@ -500,16 +515,16 @@ class Session:
         return {}
 
     def drop(self, cases: Sequence[dict[str, Any]]) -> Reply:
-        """Forgets the programs of cases that are done."""
+        """Forgets the programs of completed cases."""
         for case in map(decoded, cases):
             self._compiler.drop(key(case))
         return {}
 
     def ceilings(self) -> Reply:
-        """bfloat16 and float8 products of 8192^3, a copy and a sum of 2 GiB."""
+        """Measures bfloat16 and float8 matmuls of 8192^3, and a copy and a sum of 2 GiB."""
         n, words = (8192, 2**30) if jax.default_backend() == "gpu" else (256, 2**20)
         keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
-        found: Reply = {}
+        measured: Reply = {}
 
         def time_of(name: str, f: Callable[..., jax.Array], *args: jax.Array) -> float | None:
             try:
@@ -521,7 +536,7 @@ class Session:
                 windows = Timed(executable, sets, 1, out_bytes).windows()["us"]
                 return 1e-6 * statistics.median(windows)
             except Exception as error:
-                found[name] = reason(error)
+                measured[name] = reason(error)
                 return None
 
         def product(a, b):
@@ -532,22 +547,22 @@ class Session:
         for name, dtype in (("bf16", jnp.bfloat16), ("fp8", jnp.float8_e4m3fn)):
             a, b = (jax.random.normal(k, (n, n), jnp.bfloat16).astype(dtype) for k in keys[:2])
             if seconds := time_of(f"xla_{name}", product, a, b):
-                found[f"xla_{name}_tflops"] = 2 * n**3 / seconds / 1e12
+                measured[f"xla_{name}_tflops"] = 2 * n**3 / seconds / 1e12
         x = jax.random.normal(keys[2], (words,), jnp.bfloat16)
         if seconds := time_of("xla_copy", lambda x: -x, x):
-            found["xla_copy_gbs"] = 2 * x.nbytes / seconds / 1e9
+            measured["xla_copy_gbs"] = 2 * x.nbytes / seconds / 1e9
         if seconds := time_of("xla_sum", lambda x: jnp.sum(x, dtype=jnp.float32), x):
-            found["xla_read_sum_gbs"] = x.nbytes / seconds / 1e9
-        return found
+            measured["xla_read_sum_gbs"] = x.nbytes / seconds / 1e9
+        return measured
 
 
-def differing(
+def results_differ(
     repeat: Callable[..., Any], arrays: Arrays, first: Any, want: Any, repeats: int
 ) -> bool:
-    unlike = jnp.int32(0)
+    differences = jnp.int32(0)
     for _ in range(repeats - 1):
-        unlike = repeat(arrays, first, unlike, want)[1]
-    return int(unlike) > 0
+        differences = repeat(arrays, first, differences, want)[1]
+    return int(differences) > 0
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""The child process of torch: the kernels that ours are measured beside.
+"""The torch child process of the kernel benchmark: runs the peers' kernels.
 
-Each is loaded by itself, from what :mod:`benchmarks.kernels.pack_peers` packed or from torch; one
-that cannot be had or gives wrong results is a reason in the report. Times are of CUDA-graph replays
-over rotated inputs, by the stamps of :mod:`benchmarks.kernels.clock` that each graph begins and
-ends with. What a peer computes once a step (FlashMLA's plan, Marlin's order of rows) and how it
-wants its inputs laid out (DeepGEMM's scales, Marlin's matrices, padded groups) is outside of them.
+Each peer is loaded separately, from the archive of :mod:`benchmarks.kernels.pack_peers` or from
+torch. If it cannot be loaded or returns wrong results, the report records the reason. Times are of
+CUDA graph replays over rotated inputs, measured by the stamps of :mod:`benchmarks.kernels.clock` at
+the beginning and end of each graph. They exclude what a peer computes once per step (FlashMLA's
+scheduler metadata, Marlin's order of rows) and the conversion of inputs to the peer's layout
+(DeepGEMM's scales, Marlin's matrices, padded groups).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 from benchmarks.kernels import clock
 from benchmarks.kernels.marlin import (
     BITS,
-    arranged_matrix,
-    arranged_scale,
     block_sizes,
+    pack_matrix,
+    permute_scale,
     sorted_rows,
 )
 from benchmarks.kernels.shapes import (
@@ -54,18 +55,21 @@ from benchmarks.kernels.workers import Reply, reason, serve
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
-TOLERANCE = 4 * 2.0**-8  # of a row's norm; twice ours, for peers may round once more
-MASKED_BYTES = 6e9  # of padded rows, at most
+TOLERANCE = 4 * 2.0**-8  # relative to a row's norm; twice ours, because peers may round once more
+MASKED_BYTES = 6e9  # limit on the padded rows of the masked layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
+    """A kernel to compare with."""
+
     name: str
     prepare: Callable[[Inputs], Any]
-    """From the case's inputs what the peer wants; not timed."""
+    """Converts a case's inputs to the peer's arguments. Not timed."""
     call: Callable[[Any], Tensor]
+    """Runs the kernel on the prepared arguments."""
     rows: Callable[[Any, Tensor], Tensor] = lambda prepared, out: out
-    """The output as the op of this repository gives it."""
+    """Converts the output to the layout of this repository's op."""
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -92,14 +96,14 @@ def marlin(directory: Path) -> Any:
 @functools.cache
 def deep_gemm(directory: Path) -> ModuleType:
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(directory / "jit"))
-    for place in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.1*"):
-        ctypes.CDLL(str(place), mode=ctypes.RTLD_GLOBAL)  # torch loads its copy late, or never
+    for row_index in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.1*"):
+        ctypes.CDLL(str(row_index), mode=ctypes.RTLD_GLOBAL)  # torch loads its copy later, or never
     sys.path.insert(0, str(directory))
     return importlib.import_module("deep_gemm")
 
 
 def jit_compiler(environment: Mapping[str, str]) -> str:
-    """Which compiler DeepGEMM's just-in-time compilation runs, as its source chooses it."""
+    """Returns the compiler that DeepGEMM's just-in-time compilation uses, by its own rule."""
     if environment.get("DG_JIT_USE_NVRTC", "0") != "0":
         return "nvrtc"
     return environment.get("DG_JIT_NVCC_COMPILER") or "nvcc"
@@ -131,12 +135,12 @@ def make(case: Case, seed: int) -> Inputs:
         }
     if isinstance(case, Grouped) and case.dtype in BITS:
         G, M, N, K = len(case.sizes), case.M, case.N, case.K
-        most = 2 ** (BITS[case.dtype] - 1) - 1
+        padded_size = 2 ** (BITS[case.dtype] - 1) - 1
         rhs = torch.empty(G, N, K, device="cuda", dtype=torch.int8)
-        for matrix in rhs:  # one at a time: random numbers take more than the bytes made of them
-            matrix.random_(-most, most + 1, generator=random)
+        for matrix in rhs:  # one at a time, because random numbers take more memory than the result
+            matrix.random_(-padded_size, padded_size + 1, generator=random)
         blocks = 1 if case.dtype == "int8" else K // BLOCK
-        # Marlin takes scales in bfloat16; ours has the same numbers in float32.
+        # Marlin takes bfloat16 scales; ours gets float32.
         return {"lhs": normal(M, K), "rhs": rhs, "rhs_scale": scale(G, N, blocks).bfloat16()}
     if isinstance(case, Grouped):
         G, M, N, K = len(case.sizes), case.M, case.N, case.K
@@ -155,7 +159,7 @@ def make(case: Case, seed: int) -> Inputs:
 
 
 def _float8_tokens(pages: Tensor) -> Tensor:
-    """[.., 656] bytes: the latent in float8, a float32 scale for 128 of it, rope in bfloat16."""
+    """Quantizes to [..., 656] bytes: float8 latent, float32 group scales, bfloat16 rope."""
     latent = pages[..., :LATENT].float().unflatten(-1, (-1, BLOCK))
     scale = latent.abs().amax(-1, keepdim=True) / 448
     values = (latent / scale).to(torch.float8_e4m3fn).flatten(-2)
@@ -164,7 +168,7 @@ def _float8_tokens(pages: Tensor) -> Tensor:
 
 
 def _latent_of(tokens: Tensor) -> Tensor:
-    """float32 [.., 576] of what :func:`_float8_tokens` made."""
+    """Dequantizes the result of :func:`_float8_tokens` to float32 [..., 576]."""
     values, scale, rope = tokens.split([LATENT, 16, 2 * ROPE], -1)
     scale = scale.contiguous().view(torch.float32).repeat_interleave(BLOCK, -1)
     latent = values.contiguous().view(torch.float8_e4m3fn).float() * scale
@@ -175,7 +179,7 @@ def _latent_of(tokens: Tensor) -> Tensor:
 
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
-    """Names, and what makes the peer or fails with the reason."""
+    """Yields the names of a case's peers, with functions that build them or raise the reason."""
     if isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
@@ -223,20 +227,21 @@ def _flash_mla(case: Decode, directory: Path) -> Peer:
     return Peer("FlashMLA", prepare, lambda prepared: run(*prepared)[0])
 
 
-SPARSE_HEADS = 64  # or twice as many
-SPARSE_TOKENS = 128  # in which the sparse kernel takes its indices
+SPARSE_HEADS = 64  # the sparse kernel takes 64 or 128 heads
+SPARSE_TOKENS = 128  # the sparse kernel takes multiples of this many indices
 
 
 def _flash_mla_sparse(case: Decode, directory: Path) -> Peer:
-    """Its only kernel for a float8 cache that is not of one scale in all: given every token.
+    """FlashMLA's sparse decode kernel, given the indices of all tokens.
 
-    16 heads are padded to 64, as engines do.
+    It is FlashMLA's only Hopper kernel for a float8 cache with more than one scale. 16 heads are
+    padded to 64, as serving engines do.
     """
     if case.ragged:
-        raise NotImplementedError("its sparse kernel for Hopper takes rows of one length")
+        raise NotImplementedError("the sparse Hopper kernel takes sequences of equal length")
     ops = flash_mla(directory)
     H = max(case.heads, SPARSE_HEADS)
-    most = -(-case.cached // SPARSE_TOKENS) * SPARSE_TOKENS
+    padded_size = -(-case.cached // SPARSE_TOKENS) * SPARSE_TOKENS
 
     def run(prepared: Any, plan: tuple[Tensor | None, Tensor | None]):
         q, pages, indices = prepared
@@ -247,11 +252,13 @@ def _flash_mla_sparse(case: Decode, directory: Path) -> Peer:
 
     def prepare(x: Inputs) -> Any:
         q = torch.nn.functional.pad(x["q"], (0, 0, 0, H - case.heads))
-        token = torch.arange(most, device="cuda")
+        token = torch.arange(padded_size, device="cuda")
         page = x["tables"].long()[:, (token // PAGE).clamp(max=x["tables"].shape[1] - 1)]
         indices = (page * PAGE + token % PAGE).int()[:, None].repeat(1, case.queries, 1)
-        seen = x["lengths"][:, None] - case.queries + 1 + torch.arange(case.queries, device="cuda")
-        indices = indices.masked_fill(token >= seen[..., None], -1).contiguous()
+        visible = (
+            x["lengths"][:, None] - case.queries + 1 + torch.arange(case.queries, device="cuda")
+        )
+        indices = indices.masked_fill(token >= visible[..., None], -1).contiguous()
         pages = x["pages"].view(torch.float8_e4m3fn).unsqueeze(2)
         prepared = q, pages, indices
         *_, metadata, splits = run(prepared, (None, None))
@@ -264,7 +271,7 @@ def _flash_mla_sparse(case: Decode, directory: Path) -> Peer:
 
 
 def _flash_attention_decode(case: Decode, directory: Path) -> Peer:
-    """The rope part as its queries and keys, the latent as its values and second queries."""
+    """FlashAttention-3 with rope as queries and keys, and latents as values and as q_v."""
     ops = flash_attention_3(directory)
     B, T = case.rows, case.queries
 
@@ -300,7 +307,7 @@ def _fa3(ops, q, k, v, q_v, starts_q, starts_k, lengths, T, S, tables, scale, pl
 
 
 def _flash_attention(case: Prefill, directory: Path) -> Peer:
-    """Its call for rows of one length."""
+    """FlashAttention-3 for sequences of equal length."""
     ops = flash_attention_3(directory)
 
     def call(x: Inputs) -> Tensor:
@@ -313,7 +320,7 @@ def _flash_attention(case: Prefill, directory: Path) -> Peer:
 
 
 def _flash_attention_varlen(case: Prefill, directory: Path) -> Peer:
-    """Its call for rows that stand one behind the other."""
+    """FlashAttention-3 for packed sequences."""
     ops = flash_attention_3(directory)
     B, T, S = case.rows, case.queries, case.keys
 
@@ -352,24 +359,24 @@ def _sdpa(case: Prefill, backend: str, name: str) -> Peer:
 
 
 def _deep_gemm_contiguous(case: Grouped, directory: Path) -> Peer:
-    """Groups one after the other, each padded to the rows of a tile."""
+    """DeepGEMM with contiguous groups, each padded to a multiple of the tile's rows."""
     library = deep_gemm(directory)
     align = library.get_mk_alignment_for_contiguous_layout()
-    places, groups, row = [], [], 0
+    row_indices, groups, row = [], [], 0
     for g, size in enumerate(case.sizes):
         padded = -(-size // align) * align
-        places.append(torch.arange(row, row + size))
+        row_indices.append(torch.arange(row, row + size))
         groups += [g] * size + [-1] * (padded - size)
         row += padded
-    place = torch.cat(places).cuda()
+    row_index = torch.cat(row_indices).cuda()
     indices = torch.tensor(groups, dtype=torch.int32, device="cuda")
 
     def prepare(x: Inputs) -> Any:
-        lhs = _scattered(x["lhs"], place, (row, case.K))
+        lhs = _scatter(x["lhs"], row_index, (row, case.K))
         out = torch.empty(row, case.N, device="cuda", dtype=torch.bfloat16)
         if case.dtype == "bf16":
             return lhs, x["rhs"], out
-        scale = _scattered(x["lhs_scale"], place, (row, case.K // BLOCK))
+        scale = _scatter(x["lhs_scale"], row_index, (row, case.K // BLOCK))
         scale = library.get_mn_major_tma_aligned_tensor(scale)
         return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
 
@@ -380,27 +387,29 @@ def _deep_gemm_contiguous(case: Grouped, directory: Path) -> Peer:
             library.m_grouped_fp8_gemm_nt_contiguous(*prepared, indices, disable_ue8m0_cast=True)
         return prepared[2]
 
-    return Peer("DeepGEMM contiguous", prepare, call, lambda _, out: out[place])
+    return Peer("DeepGEMM contiguous", prepare, call, lambda _, out: out[row_index])
 
 
 def _deep_gemm_masked(case: Grouped, directory: Path) -> Peer:
-    """As many rows for every group as the largest has, of which the first are used."""
+    """DeepGEMM with all groups padded to the size of the largest one, and masked."""
     library = deep_gemm(directory)
-    G, most = len(case.sizes), -(-max(case.sizes) // BLOCK) * BLOCK
-    if G * most * case.K * 2 > MASKED_BYTES:
-        raise NotImplementedError(f"{G} groups of {most} rows do not fit")
-    place = torch.cat([torch.arange(g * most, g * most + m) for g, m in enumerate(case.sizes)])
-    place = place.cuda()
+    G, padded_size = len(case.sizes), -(-max(case.sizes) // BLOCK) * BLOCK
+    if G * padded_size * case.K * 2 > MASKED_BYTES:
+        raise NotImplementedError(f"{G} groups of {padded_size} rows do not fit")
+    row_index = torch.cat(
+        [torch.arange(g * padded_size, g * padded_size + m) for g, m in enumerate(case.sizes)]
+    )
+    row_index = row_index.cuda()
     masked = torch.tensor(case.sizes, dtype=torch.int32, device="cuda")
     expected = max(1, -(-case.M // G))
 
     def prepare(x: Inputs) -> Any:
-        lhs = _scattered(x["lhs"], place, (G * most, case.K)).view(G, most, case.K)
-        out = torch.empty(G, most, case.N, device="cuda", dtype=torch.bfloat16)
+        lhs = _scatter(x["lhs"], row_index, (G * padded_size, case.K)).view(G, padded_size, case.K)
+        out = torch.empty(G, padded_size, case.N, device="cuda", dtype=torch.bfloat16)
         if case.dtype == "bf16":
             return lhs, x["rhs"], out
-        scale = _scattered(x["lhs_scale"], place, (G * most, case.K // BLOCK))
-        scale = library.get_mn_major_tma_aligned_tensor(scale.view(G, most, -1))
+        scale = _scatter(x["lhs_scale"], row_index, (G * padded_size, case.K // BLOCK))
+        scale = library.get_mn_major_tma_aligned_tensor(scale.view(G, padded_size, -1))
         return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
 
     def call(prepared: Any) -> Tensor:
@@ -412,13 +421,15 @@ def _deep_gemm_masked(case: Grouped, directory: Path) -> Peer:
             )
         return prepared[2]
 
-    return Peer("DeepGEMM masked", prepare, call, lambda _, out: out.flatten(0, 1)[place])
+    return Peer("DeepGEMM masked", prepare, call, lambda _, out: out.flatten(0, 1)[row_index])
 
 
-def _scattered(rows: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
+def _scatter(rows: Tensor, row_index: Tensor, shape: tuple[int, int]) -> Tensor:
     out = torch.zeros(shape, device="cuda", dtype=rows.dtype)
-    bits = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype  # float8 has no scatter
-    out.view(bits)[place] = rows.view(bits)
+    bits = (
+        torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+    )  # torch has no scatter for float8
+    out.view(bits)[row_index] = rows.view(bits)
     return out
 
 
@@ -432,7 +443,7 @@ def _torch_grouped(case: Grouped) -> Peer:
 
 
 def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
-    """Marlin's grouped product of bfloat16 rows and packed integers, as vLLM calls it."""
+    """Marlin's grouped matmul of bfloat16 rows and packed integers, called as in vLLM."""
     op = marlin(directory).moe_wna16_marlin_gemm
     bits, G = BITS[case.dtype], len(case.sizes)
     row_ids, groups = (
@@ -443,8 +454,8 @@ def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def prepare(x: Inputs) -> Any:
-        matrices = torch.stack([arranged_matrix(x["rhs"][g], bits) for g in range(G)])
-        scales = arranged_scale(x["rhs_scale"].transpose(1, 2))
+        matrices = torch.stack([pack_matrix(x["rhs"][g], bits) for g in range(G)])
+        scales = permute_scale(x["rhs_scale"].transpose(1, 2))
         workspace = torch.zeros(4 * processors, dtype=torch.int32, device="cuda")
         out = torch.empty(case.M, case.N, device="cuda", dtype=torch.bfloat16)
         return x["lhs"], out, matrices, scales, workspace
@@ -461,7 +472,7 @@ def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
 
 
 def _unsigned_with_bias(bits: int) -> int:
-    """vLLM's number of the type that holds x + 2^(bits - 1): no exponent, ``bits`` of mantissa."""
+    """Returns vLLM's id of the type x + 2^(bits - 1): no exponent, ``bits`` mantissa bits."""
     mantissa, bias, ieee = bits << 8, 2 ** (bits - 1) << 17, 1 << 50
     return mantissa | bias | ieee
 
@@ -470,7 +481,7 @@ def _unsigned_with_bias(bits: int) -> int:
 
 
 def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
-    """None where sampled rows of ``out`` are right in float32."""
+    """Returns None if sampled rows of ``out`` agree with float32, else a message."""
     sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
     got, want = sample[type(case)](case, x, out)
     error = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
@@ -478,15 +489,15 @@ def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
 
 
 def _softmax_of(scores: Tensor, first: Tensor) -> Tensor:
-    """Over keys up to ``first`` [.., 1] for each query; scores [..., T, H, S]."""
+    """Softmax of scores [..., T, H, S] over the keys up to position ``first`` of each query."""
     s = torch.arange(scores.shape[-1], device="cuda")
     return scores.masked_fill(s > first[..., None, None], -torch.inf).softmax(-1)
 
 
 def _sample_decode(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
     b, length = case.rows - 1, case.lengths[-1]
-    held = x["tables"][b, : -(-length // PAGE)].long()
-    cache = x["pages"][held].flatten(0, 1)[:length]
+    page_numbers = x["tables"][b, : -(-length // PAGE)].long()
+    cache = x["pages"][page_numbers].flatten(0, 1)[:length]
     cache = _latent_of(cache) if case.dtype == "fp8" else cache.float()
     scores = torch.einsum("thc,sc->ths", x["q"][b].float(), cache) * _softmax_scale(case)
     last = length - case.queries + torch.arange(case.queries, device="cuda")
@@ -524,13 +535,13 @@ def _sample_prefill(case: Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tens
 
 
 class Timed:
-    """A CUDA graph of ``laps`` turns over ``calls``, between two stamps."""
+    """A CUDA graph of ``laps`` rounds of ``calls``, between two stamps."""
 
     def __init__(self, calls: list[Callable[[], Any]], laps: int):
-        # Not at the top: Triton is where torch has a GPU.
+        # Imported here, because Triton is installed only where torch has a GPU.
         from benchmarks.kernels.torch_clock import TorchStamps
 
-        # The calls stay: a graph reads tensors that it does not keep alive.
+        # Keep the calls, because a graph does not keep the tensors alive that it reads.
         self._calls, self._count, self._stamps = calls, laps * len(calls), TorchStamps()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -548,7 +559,7 @@ class Timed:
             self._stamps.stamp()
 
     def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
-        """A call's times in windows of many replays, behind ``warm_s`` of the same, with no pause.
+        """Times a call in windows of many replays, without pauses, after a warm-up of ``warm_s``.
 
         Returns:
           "us": by the GPU's clock; "event_us": by CUDA events around a window's replays;
@@ -577,7 +588,7 @@ class Timed:
         }
 
     def _replay(self, replays: int) -> float:
-        """Milliseconds of so many."""
+        """Returns the milliseconds that ``replays`` replays take."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(replays):
@@ -591,6 +602,8 @@ class Timed:
 
 
 class Session:
+    """Handles the requests of the parent process."""
+
     def __init__(self, directory: Path):
         self._directory = directory
         self._graphs: dict[str, Timed] = {}
@@ -605,7 +618,7 @@ class Session:
         return {"versions": versions, "gpu": torch.cuda.get_device_name(), "clock": clock.NAME}
 
     def prepare(self, case: dict[str, Any]) -> Reply:
-        """{"peers": {peer: {} or {"error": reason}}}; those without an error can be timed."""
+        """Prepares a case's peers; returns {"peers": {peer: {} or {"error": reason}}}."""
         self.release()
         return {"peers": self._prepare(decoded(case))}
 
@@ -635,7 +648,7 @@ class Session:
         return {}
 
     def time(self, names: list[str], warm_s: float) -> Reply:
-        """{peer: as :meth:`Timed.windows`}, of what :meth:`prepare` made ready."""
+        """Times prepared peers; returns {peer: result of :meth:`Timed.windows`}."""
         return {name: self._graphs[name].windows(warm_s) for name in names}
 
     def release(self) -> Reply:
@@ -644,8 +657,7 @@ class Session:
         return {}
 
     def warm(self, cases: list[dict[str, Any]]) -> Reply:
-        """Lets DeepGEMM, and for Marlin the driver, compile what they will need: their caches
-        outlive this process."""
+        """Lets DeepGEMM, and the driver for Marlin, fill their persistent kernel caches."""
         for case in map(decoded, cases):
             case = case.product if isinstance(case, Swiglu) else case
             for peer, build in peers_of(case, self._directory):
@@ -660,6 +672,7 @@ class Session:
         return {}
 
     def ceilings(self) -> Reply:
+        """Measures matmul throughput, copy bandwidth and read bandwidth."""
         found: Reply = {}
 
         def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of the report, from what the child processes measured."""
+"""Makes the rows of the report from the measurements of the child processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.kernels.shapes import Case, Grouped, float8_arithmetic
 
 Row = dict[str, Any]
 EVERY_GROUP = "XLA multiplies every row by every group's matrix"
-MOST_SPREAD = 0.1  # of a time that a ratio may be made of
-BEYOND = 1.05  # of the ceilings: no kernel is that fast, so the time is wrong
+MAX_SPREAD = 0.1  # a ratio needs times with at most this spread
+BEYOND = 1.05  # a time that exceeds the ceilings by this factor must be wrong
 COLUMNS = (
     "op", "shape", "dtype", "us", "tflops", "gbs", "roof_fraction", "peer", "peer_us", "ratio",
 )  # fmt: skip
 
 
 def ceilings(measured: Mapping[str, Any]) -> dict[str, float]:
-    """The best product of bf16 and fp8, in TFLOP/s; absent if none was had."""
+    """Returns the best matmul throughput of bf16 and fp8, in TFLOP/s, as far as measured."""
     best: dict[str, float] = {}
     for name, value in measured.items():
         kind = name.partition("_")[2]
@@ -29,9 +29,9 @@ def ceilings(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
-    """The least time: arithmetic at the measured peak, or traffic at ``READ_GBS``.
+    """Returns the roofline time: arithmetic at the measured peak or traffic at ``READ_GBS``.
 
-    Integer weights and float8 caches are multiplied as bfloat16.
+    The arithmetic of integer weights and float8 caches is bfloat16.
     """
     peak = best.get("fp8_tflops" if float8_arithmetic(case) else "bf16_tflops")
     if not peak:
@@ -39,27 +39,28 @@ def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
     return max(case.flops / peak / 1e6, case.bytes / READ_GBS / 1e3)
 
 
-def steady(ours: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a ratio may be made of ours and the best other, if there are times of both."""
-    timed = [each for each in others.values() if each.get("us") and "error" not in each]
+def steady(ours: Mapping[str, Any], alternatives: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Returns whether the times of ours and of the best other, if any, have a small spread."""
+    timed = [each for each in alternatives.values() if each.get("us") and "error" not in each]
     best = min(timed, key=lambda each: each["us"], default={})
-    return all(each.get("spread", 0.0) <= MOST_SPREAD for each in (ours, best))
+    return all(each.get("spread", 0.0) <= MAX_SPREAD for each in (ours, best))
 
 
 def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> Row:
-    """One line of the report.
+    """Returns one row of the report.
 
     Args:
-      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, and XLA's own under "xla".
+      case: the shape.
+      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla".
       peers: name -> {"us": ..., "spread": ...} or {"error": reason}.
-      best: as :func:`ceilings`.
+      best: result of :func:`ceilings`.
     """
-    others = dict(peers)
+    alternatives = dict(peers)
     if "xla" in ours:
-        others["XLA"] = ours["xla"]
+        alternatives["XLA"] = ours["xla"]
     timed = {
         name: each["us"]
-        for name, each in others.items()
+        for name, each in alternatives.items()
         if each.get("us") and "error" not in each and not (name == "XLA" and _every_group(case))
     }
     peer = min(timed, key=timed.__getitem__) if timed else None
@@ -71,39 +72,41 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
         us = None
     unsteady = [
         f"spread of {name} {each['spread']:.0%}"
-        for name, each in (("ours", ours), (peer, others[peer] if peer else {}))
-        if each.get("spread", 0.0) > MOST_SPREAD
+        for name, each in (("ours", ours), (peer, alternatives[peer] if peer else {}))
+        if each.get("spread", 0.0) > MAX_SPREAD
     ]
-    found: Row = {
+    result: Row = {
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
-        "us": _short(us),
-        "tflops": _short(case.flops / us / 1e6 if us else None),
-        "gbs": _short(case.bytes / us / 1e3 if us else None),
-        "roof_fraction": _short(roof / us if us and roof else None),
+        "us": _round(us),
+        "tflops": _round(case.flops / us / 1e6 if us else None),
+        "gbs": _round(case.bytes / us / 1e3 if us else None),
+        "roof_fraction": _round(roof / us if us and roof else None),
         "peer": peer,
-        "peer_us": _short(timed[peer] if peer else None),
-        "ratio": _short(timed[peer] / us) if peer and us and not unsteady else None,
-        "peers": {name: _peer(each) for name, each in others.items()},
+        "peer_us": _round(timed[peer] if peer else None),
+        "ratio": _round(timed[peer] / us) if peer and us and not unsteady else None,
+        "peers": {name: _peer(each) for name, each in alternatives.items()},
     }
     if peer and us and unsteady:
-        found["no_ratio"] = ", ".join(unsteady)
+        result["no_ratio"] = ", ".join(unsteady)
     if peer is None:
-        reasons = [f"{name}: {each.get('error') or EVERY_GROUP}" for name, each in others.items()]
-        found["no_peer"] = "; ".join(reasons) or "none was asked for"
+        reasons = [
+            f"{name}: {each.get('error') or EVERY_GROUP}" for name, each in alternatives.items()
+        ]
+        result["no_peer"] = "; ".join(reasons) or "none was requested"
     if fault:
-        found["error"] = fault
+        result["error"] = fault
     for name in ("spread", "busy", "resolution_ns", "compile_s"):
         if ours.get(name) is not None:
-            found[name] = _short(ours[name])
-    return found | {
+            result[name] = _round(ours[name])
+    return result | {
         name: ours[name] for name in ("sets", "kernels_a_call", "tries", "seconds") if name in ours
     }
 
 
 def _every_group(case: Case) -> bool:
-    """Whether XLA's own lowering does more than was asked for: no peer."""
+    """Returns whether XLA's own lowering does superfluous work, so that it is no peer."""
     return isinstance(case, Grouped) and len(case.sizes) > 1
 
 
@@ -111,33 +114,33 @@ def _peer(each: Mapping[str, Any]) -> dict[str, Any]:
     if not each.get("us") or "error" in each:
         return {"error": each.get("error")}
     names = ("us", "spread", "event_us", "busy")
-    return {name: _short(each[name]) for name in names if name in each}
+    return {name: _round(each[name]) for name in names if name in each}
 
 
 def key_of(row: Row) -> str:
-    """As :func:`benchmarks.kernels.shapes.key` of its case."""
+    """Returns :func:`benchmarks.kernels.shapes.key` of the row's case."""
     return f"{row['op']} {row['dtype']} {row['shape']}"
 
 
 def complete(row: Row) -> bool:
-    """Whether a row need not be measured again."""
+    """Returns whether a row need not be measured again."""
     return bool(row.get("us")) and "no_ratio" not in row
 
 
 def header(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells of a run, without its rows."""
+    """Returns the description of a run, without its rows."""
     return {name: result[name] for name in result if name not in ("rows", "not_run")}
 
 
-def _short(value: float | None, digits: int = 4) -> float | None:
-    """Four significant digits; None stays."""
+def _round(value: float | None, digits: int = 4) -> float | None:
+    """Rounds to ``digits`` significant digits. None and 0 become None."""
     if not value:
         return None
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a row, reasons at the end of those that have no time."""
+    """Formats rows as a text table. Rows without a time end with the reason."""
     lines = [f"{'op':15}{'dtype':6}{'shape':26}{'us':>9}{'TFLOP/s':>9}{'GB/s':>7}{'roof':>6}"
              f"{'peer us':>9}{'ratio':>7}  peer"]  # fmt: skip
     for each in rows:

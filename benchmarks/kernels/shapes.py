@@ -1,7 +1,7 @@
-"""The shapes that the kernel benchmark times, and what each costs at the least.
+"""The shapes that the kernel benchmark times, with their FLOPs and bytes.
 
-FLOPs count real tokens and rows only, no padding; bytes count each operand once: what a kernel must
-read and write, not what it does.
+FLOPs exclude padding. Bytes count every operand once: what a kernel has to read and write, not what
+it actually transfers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ OPS = ("mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill")
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 LATENT, ROPE, PAGE = 512, 64, 64
-FLOAT8_TOKEN = 656  # bytes of a token in a float8 cache
-BLOCK = 128  # of float8 scales, and of the columns under one scale of an integer
-WORKING_SET = 320e6  # bytes of rotated inputs, six times an H200's L2
-WINDOWS, WINDOW_S = 5, 0.02  # of a turn, of which a kernel has several
-WARM_S = 0.3  # of the same work before a turn's windows: clocks sink under load
-CALLS = 32  # of one program, at most: XLA compiles a kernel anew for each
+FLOAT8_TOKEN = 656  # bytes per token in a float8 cache
+BLOCK = 128  # block size of float8 scales, and columns per int4 scale
+WORKING_SET = 320e6  # bytes of rotated inputs: six times an H200's L2 cache
+WINDOWS, WINDOW_S = 5, 0.02  # per turn; a kernel has several turns
+WARM_S = 0.3  # warm-up before a turn's windows, because clocks drop under load
+CALLS = 32  # maximum per program: XLA compiles the kernel again for each call
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """``heads`` queries of ``queries`` tokens a row, against each row's cached tokens in pages.
+    """A case of mla_decode: ``rows`` sequences with ``queries`` query tokens of ``heads`` heads.
 
-    Every row has ``cached`` tokens, or row b ``ragged[b]``, of which ``cached`` is the largest;
-    ``name`` is then what those lengths are called. ``dtype`` is the cache's.
+    Every sequence has ``cached`` tokens. In a ragged case sequence b has ``ragged[b]``, ``cached``
+    is the largest of them, and ``name`` describes them. ``dtype`` is that of the cache.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Decode:
 
     @property
     def bytes(self) -> float:
-        per_query = 2 * (2 * LATENT + ROPE) + 4  # in, out, and the float32 LSE
+        per_query = 2 * (2 * LATENT + ROPE) + 4  # query, output, and float32 LSE
         tokens = self.rows * self.queries * self.heads
         per_cached = FLOAT8_TOKEN if self.dtype == "fp8" else 2 * (LATENT + ROPE)
         return sum(self.lengths) * per_cached + tokens * per_query
@@ -66,7 +66,10 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """``sizes`` rows a group; ``layout`` is how a peer without ragged rows would hold them."""
+    """A case of grouped_matmul with ``sizes[g]`` rows in group g.
+
+    ``layout`` selects the DeepGEMM peers: contiguous groups, masked groups or both.
+    """
 
     name: str
     sizes: tuple[int, ...]
@@ -82,12 +85,12 @@ class Grouped:
         return f"{self.name} {self.N}x{self.K}"
 
     @property
-    def M(self) -> int:  # noqa: N802, the letter of all rows
+    def M(self) -> int:  # noqa: N802, the usual letter
         return sum(self.sizes)
 
     @property
     def columns(self) -> int:
-        """Of all matrices of a group together."""
+        """Number of output columns of all matrices of a group."""
         return self.N
 
     @property
@@ -115,7 +118,7 @@ class Grouped:
 
 @dataclasses.dataclass(frozen=True)
 class Swiglu(Grouped):
-    """Gate and up, each of ``N`` columns."""
+    """A case of grouped_swiglu: gate and up matrices with ``N`` columns each."""
 
     op: str = "grouped_swiglu"
 
@@ -125,13 +128,13 @@ class Swiglu(Grouped):
 
     @property
     def product(self) -> Grouped:
-        """Both matrices as one, without what joins them."""
+        """The matmul with both matrices as one, without the SwiGLU epilogue."""
         return Grouped(self.name, self.sizes, self.columns, self.K, self.dtype, self.layout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """``queries`` tokens a row, the last of ``keys``: causal."""
+    """A case of mla_prefill: causal attention of the last ``queries`` of ``keys`` tokens."""
 
     rows: int
     queries: int
@@ -156,8 +159,8 @@ class Prefill:
 
     @property
     def bytes(self) -> float:
-        of_queries = self.queries * (2 * (self.K + self.V) + 4)
-        return self.rows * self.heads * (of_queries + self.keys * 2 * (self.K + self.V))
+        query_bytes = self.queries * (2 * (self.K + self.V) + 4)
+        return self.rows * self.heads * (query_bytes + self.keys * 2 * (self.K + self.V))
 
 
 Case = Decode | Grouped | Prefill
@@ -168,7 +171,7 @@ def key(case: Case) -> str:
 
 
 def check_key(case: Case) -> str:
-    """Cases of one key share the check on ragged inputs."""
+    """Returns a key. Cases with equal keys share the check on ragged inputs."""
     if isinstance(case, Decode):
         return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
     if isinstance(case, Grouped):
@@ -177,7 +180,7 @@ def check_key(case: Case) -> str:
 
 
 def encoded(case: Case) -> dict[str, Any]:
-    """For a request to another process; :func:`decoded` undoes it."""
+    """Encodes a case for a request to another process; see :func:`decoded`."""
     return dataclasses.asdict(case)
 
 
@@ -194,10 +197,10 @@ def decoded(fields: dict[str, Any]) -> Case:
 
 
 def rotation(case: Case, us: float, most: int = CALLS) -> tuple[int, int]:
-    """(input sets, laps over them) of one program, for calls of about ``us`` microseconds.
+    """Returns (number of input sets, laps over them) of a program, for calls of about ``us``.
 
-    The sets outgrow the L2 cache; a program is about a millisecond, long beside its launch; and
-    ``most`` calls at most.
+    The sets exceed the L2 cache, the program takes about a millisecond, which is long compared with
+    its launch, and it makes at most ``most`` calls.
     """
     sets = int(min(most, max(2, -(-WORKING_SET // case.bytes))))
     laps = int(min(most // sets, max(1, -(-1000 // (sets * us)))))
@@ -205,18 +208,18 @@ def rotation(case: Case, us: float, most: int = CALLS) -> tuple[int, int]:
 
 
 def float8_arithmetic(case: Case) -> bool:
-    """Other values of 8 bits and less are multiplied as bfloat16."""
+    """Returns whether a case multiplies in float8. Other 8-bit and 4-bit cases use bfloat16."""
     return case.dtype == "fp8" and isinstance(case, Grouped)
 
 
 def guessed_us(case: Case) -> float:
-    """What a good kernel might take on an H200: for the length of programs, not for figures."""
+    """Estimates a good kernel's time on an H200. It determines only the length of programs."""
     peak = 1200e12 if float8_arithmetic(case) else 650e12
     return 1e6 * max(case.flops / peak, case.bytes / 4.2e12) * 1.2 + 5
 
 
 def zipf_sizes(rows: int, groups: int) -> tuple[int, ...]:
-    """``rows`` over ``groups`` in proportion to 1 / rank^0.8, ranks shuffled."""
+    """Distributes ``rows`` over ``groups`` in proportion to 1 / rank^0.8, with shuffled ranks."""
     share = 1 / np.arange(1, groups + 1) ** 0.8
     edges = np.round(np.cumsum(share) / share.sum() * rows).astype(int)
     sizes = np.diff(edges, prepend=0)
@@ -224,15 +227,15 @@ def zipf_sizes(rows: int, groups: int) -> tuple[int, ...]:
 
 
 def few_sizes(groups: int) -> tuple[int, ...]:
-    """1 to 4 rows in each group."""
+    """Returns 1 to 4 random rows for each group."""
     return tuple(np.random.default_rng(1).integers(1, 5, groups).tolist())
 
 
 def uniform_lengths(rows: int, longest: int) -> tuple[int, ...]:
-    """``rows`` lengths, each as likely as any other from 2 to ``longest``, which one row has."""
-    drawn = np.random.default_rng(2).integers(2, longest + 1, rows)
-    drawn[rows // 2] = longest
-    return tuple(drawn.tolist())
+    """Returns ``rows`` uniformly random lengths from 2 to ``longest``, which one of them is."""
+    lengths = np.random.default_rng(2).integers(2, longest + 1, rows)
+    lengths[rows // 2] = longest
+    return tuple(lengths.tolist())
 
 
 def ragged(
@@ -244,11 +247,11 @@ def ragged(
 
 
 def page_tables(case: Decode, seed: int) -> np.ndarray:
-    """[rows, most pages of a row]: pages in random order, each used once; 0 past a row's own."""
-    held = [-(-length // PAGE) for length in case.lengths]
-    order = np.random.default_rng(seed).permutation(sum(held))
-    tables = np.zeros((case.rows, max(held)), np.int32)
-    for row, pages in zip(tables, np.split(order, np.cumsum(held)[:-1]), strict=True):
+    """Returns block tables with pages in random order, each used once, padded with 0."""
+    page_counts = [-(-length // PAGE) for length in case.lengths]
+    order = np.random.default_rng(seed).permutation(sum(page_counts))
+    tables = np.zeros((case.rows, max(page_counts)), np.int32)
+    for row, pages in zip(tables, np.split(order, np.cumsum(page_counts)[:-1]), strict=True):
         row[: len(pages)] = pages
     return tables
 
@@ -267,7 +270,7 @@ def decode_cases() -> list[Decode]:
     one_long = [*[1024] * 31, 65536, *[1024] * 32]
     cases += [ragged("63x1024+65536", one_long, 1, heads) for heads in (128, 16)]
     cases.append(ragged("2-8192", uniform_lengths(128, 8192), 1, 128, "fp8"))
-    # One row is no core case: the kernel takes long to compile, and its program has it 32 times.
+    # One sequence is no core case: its program contains the slowly compiling kernel 32 times.
     cases += [
         Decode(b, 4096, t, h, dtype="fp8", core=b > 1)
         for b, t, h in [(128, 1, 128), (128, 2, 128), (256, 1, 16), (1, 1, 128)]
@@ -279,7 +282,7 @@ def decode_cases() -> list[Decode]:
 
 def grouped_cases() -> list[Grouped]:
     cases = []
-    widths = [(4096, 7168), (7168, 2048)]  # the experts' two products in DeepSeek-V3
+    widths = [(4096, 7168), (7168, 2048)]  # the experts' two matmuls in DeepSeek-V3
 
     def add(name, sizes, dtype, layout, core):
         for N, K in widths:
@@ -304,14 +307,14 @@ def grouped_cases() -> list[Grouped]:
                 add(f"g{g} m{m}", [m] * g, dtype, "contiguous", False)
         for g in (36, 32, 16, 8, 4, 1) if dtype == "fp8" else (32, 8, 4):
             for m in (16, 64, 128, 256) if dtype == "fp8" else (16, 64, 256):
-                # Their rows are those of the contiguous layout, where both hold 256 a group.
+                # Both layouts have a case with 256 rows per group.
                 layout = "both" if m == 256 else "masked"
                 add(f"g{g} m{m}", [m] * g, dtype, layout, False)
     return cases
 
 
 def swiglu_cases() -> list[Swiglu]:
-    """The experts' first two products in DeepSeek-V3."""
+    """Returns cases with the gate and up matrices of DeepSeek-V3's experts."""
     dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
     sizes: list[tuple[int, int, Literal["contiguous", "masked"]]] = [
         (8, 4096, "contiguous"), (32, 1024, "contiguous"), (32, 16, "masked"),
@@ -329,20 +332,23 @@ def prefill_cases() -> list[Prefill]:
 
 
 def cases() -> list[Case]:
-    """All, each once: the core ones first, the ops mixed for runs that end early."""
-    place: dict[str, tuple[bool, float]] = {}
+    """Returns all cases once: core cases first, ops interleaved for runs that end early."""
+    order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
     for of_op in (prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()):
         for i, case in enumerate(of_op):
-            place.setdefault(key(case), (not case.core, i / len(of_op)))
+            order_of.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)
-    return [unique[name] for name in sorted(place, key=place.__getitem__)]
+    return [unique[name] for name in sorted(order_of, key=order_of.__getitem__)]
 
 
 def select(
     available: Iterable[Case], ops: Sequence[str], shapes: Sequence[str], *, everything: bool
 ) -> list[Case]:
-    """Cases of those ops whose key holds one of ``shapes``; no filter: the core, or all."""
+    """Returns the cases of ``ops`` whose key contains one of ``shapes``.
+
+    Without ``shapes``, returns the core cases, or all if ``everything``.
+    """
     return [
         case
         for case in available

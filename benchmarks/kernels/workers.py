@@ -1,6 +1,6 @@
-"""A child process that does one request after another: JSON lines through pipes.
+"""Child processes that serve requests one after another, as JSON lines through pipes.
 
-A kernel that hangs or faults takes its process with it, and no more than the row at hand.
+A kernel that hangs or faults ends only its process, so that only the current row is lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Reply = dict[str, Any]
 
 
 class Worker:
-    """Started on the first request, and anew after it died.
+    """A child process, started on the first request and restarted after it dies.
 
     Args:
-      module: run with -m; calls :func:`serve`.
-      log: path that takes what the process prints.
+      module: module to run with -m, which calls :func:`serve`.
+      arguments: its command-line arguments.
+      log: path of the file that receives the output of the process.
     """
 
     def __init__(self, module: str, arguments: list[str], log: str):
@@ -36,6 +37,7 @@ class Worker:
         self._pending = 0
 
     def send(self, request: Mapping[str, Any]) -> None:
+        """Sends a request without waiting for the reply."""
         if self._process is not None and self._process.poll() is not None:
             self.stop()
         if self._process is None:
@@ -51,15 +53,15 @@ class Worker:
             self._reader.start()
         assert self._process.stdin is not None
         self._pending += 1
-        # receive says how a process ended that reads no more.
+        # If the process has ended, receive reports how.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
     def receive(self, timeout: float) -> Reply:
-        """The reply, or {"error": reason} where the process died or took ``timeout`` seconds."""
+        """Returns the reply, or {"error": reason} if the process died or timed out."""
         if self._process is None:
-            return {"error": "the process was ended before"}
+            return {"error": "the process has been stopped"}
         self._pending -= 1
         try:
             line = self._replies.get(timeout=max(timeout, 0.1))
@@ -73,13 +75,14 @@ class Worker:
         return {"error": f"the process ended with status {status}: {_last_line(self._log)}"}
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> Reply:
-        """Leaves out the replies to what was sent before."""
+        """Sends a request and returns its reply. Discards replies to earlier requests."""
         while self._pending > 0 and self._process is not None:
             self.receive(max(timeout, 180))
         self.send(request)
         return self.receive(timeout)
 
     def stop(self) -> None:
+        """Kills the process, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -107,12 +110,12 @@ def _last_line(log: str) -> str:
 def serve(handlers: Mapping[str, Callable[..., Reply]]) -> None:
     """Answers requests {"do": name, ...} with ``handlers[name](...)`` until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
     for line in sys.stdin:
         request = json.loads(line)
         try:
             reply = handlers[request.pop("do")](**request)
-        except Exception as error:  # the row's reason; the next may well run
+        except Exception as error:  # reported as the row's error; later rows may succeed
             traceback.print_exc()
             reply = {"error": reason(error)}
         replies.write(json.dumps(reply) + "\n")
@@ -120,5 +123,6 @@ def serve(handlers: Mapping[str, Callable[..., Reply]]) -> None:
 
 
 def reason(error: BaseException) -> str:
+    """Formats an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

@@ -1,4 +1,4 @@
-"""What XLA says of its operations: what launches kernels, and which part of the model it is."""
+"""Classifies the operations of optimised HLO by the part of the model that they belong to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 KINDS = (
-    # (part of a source path, kind), the first that fits
+    # (substring of a source path, kind); the first match counts
     ("mla_decode/schedule", "schedule"),
     ("grouped_matmul/row_tiles", "schedule"),
     ("pallas_kernels/mla_", "attention"),
@@ -33,28 +33,28 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One of optimised HLO that launches kernels."""
+    """An operation of optimised HLO."""
 
     opcode: str
     name: str
-    """As JAX traced it: jit(run)/.../dot_general."""
+    """Name in the traced program, such as jit(run)/.../dot_general."""
     kind: str
 
 
 def operations(hlo: str) -> dict[str, Operation]:
-    """Of a module's text, by the names that the profiler uses."""
+    """Parses a module's text. Returns its operations by the names that the profiler uses."""
     sources = _Sources(hlo)
     bodies: dict[str, list[tuple[str, str, str]]] = {}
-    found: dict[str, tuple[str, str]] = {}
+    parsed: dict[str, tuple[str, str]] = {}
     body: list[tuple[str, str, str]] = []
     for line in hlo.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            body = bodies.setdefault(head[1], [])
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            body = bodies.setdefault(header[1], [])
         elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
             name, rest = instruction.groups()
             opcode = re.search(r"(?<=[\s)}\]]) ?([a-z][\w\-]*)\(", " " + rest)
             body.append((name, opcode[1] if opcode else "", line))
-            found[name] = (opcode[1] if opcode else "", line)
+            parsed[name] = (opcode[1] if opcode else "", line)
 
     def inside(line: str) -> Iterator[tuple[str, str]]:
         called = re.search(r"calls=%?([\w.\-]+)", line)
@@ -63,14 +63,14 @@ def operations(hlo: str) -> dict[str, Operation]:
             yield from inside(inner)
 
     result = {}
-    for name, (opcode, line) in found.items():
+    for name, (opcode, line) in parsed.items():
         lines = [(opcode, line), *inside(line)]
         result[name] = Operation(opcode, _traced_name(line), _kind(lines, sources))
     return result
 
 
 class _Sources:
-    """Which file an operation's metadata names: itself, or by way of the module's tables."""
+    """Looks up an operation's source file, in its own metadata or in the module's tables."""
 
     def __init__(self, hlo: str):
         self._tables: dict[str, dict[str, str]] = {}
@@ -78,8 +78,8 @@ class _Sources:
         for line in hlo.splitlines():
             if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = self._tables.setdefault(line, {})
-            elif table is not None and (row := re.match(r"(\d+) (.*)", line)):
-                table[row[1]] = row[2]
+            elif table is not None and (entry := re.match(r"(\d+) (.*)", line)):
+                table[entry[1]] = entry[2]
             elif line and not line[0].isdigit():
                 table = None
 
@@ -92,29 +92,37 @@ class _Sources:
         return self._tables.get("FileNames", {}).get(file or "", "").strip('"')
 
 
-def _field(table: dict[str, str], row: str | None, name: str) -> str | None:
-    found = re.search(rf"file_{name}_id=(\d+)", table.get(row or "", ""))
-    return found[1] if found else None
+def _field(table: dict[str, str], entry: str | None, name: str) -> str | None:
+    match = re.search(rf"file_{name}_id=(\d+)", table.get(entry or "", ""))
+    return match[1] if match else None
 
 
 def _traced_name(line: str) -> str:
-    found = re.search(r'op_name="([^"]*)"', line)
-    return found[1] if found else ""
+    match = re.search(r'op_name="([^"]*)"', line)
+    return match[1] if match else ""
 
 
-_PRODUCTS = ("attention", "expert matmul", "router")
-_SILENT = {"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "convert"}
+_MATMUL_KINDS = ("attention", "expert matmul", "router")
+_IGNORED = {
+    "parameter",
+    "constant",
+    "broadcast",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "convert",
+}
 
 
 def _kind(lines: Sequence[tuple[str, str]], sources: _Sources) -> str:
-    """That of most operations that do something; products go before all else."""
+    """Returns the kind of most fused operations, but a matmul decides for the whole fusion."""
     kinds = collections.Counter[str]()
     for opcode, line in lines:
         source = sources.of(line)
         kind = next((kind for part, kind in KINDS if part in source), "other")
         if opcode == "dot" or "__cublas" in line:
-            return kind if kind in _PRODUCTS else "dense matmul"
-        if kind != "other" and opcode not in _SILENT:
+            return kind if kind in _MATMUL_KINDS else "dense matmul"
+        if kind != "other" and opcode not in _IGNORED:
             kinds[kind] += 1
     if kinds:
         return kinds.most_common(1)[0][0]

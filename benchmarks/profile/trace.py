@@ -1,4 +1,4 @@
-"""Kernels that ran on the device, from the profiler's trace, summed by kind of operation."""
+"""Sums the device time of kernels in a profiler trace, by kind of operation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import jax
 from benchmarks.profile.operations import Operation
 
 SERIAL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1000000"}
-"""No CUDA graphs: the profiler would not say which operation a kernel of one belongs to."""
+"""Disables CUDA graphs, in which the profiler does not report a kernel's operation."""
 
 CAPTURED: dict[str, str | bool] = {"xla_enable_command_buffers_during_profiling": True}
-"""CUDA graphs as ever: by default XLA launches every kernel by itself while it is profiled."""
+"""Keeps CUDA graphs enabled. By default XLA launches every kernel separately when profiled."""
 
 SHOWN = 25
 TO_HOST = "MemcpyD2H"
@@ -26,7 +26,7 @@ _MATMUL = ("gemm", "cutlass", "nvjet", "triton_dot", "dot")
 
 
 class Event(NamedTuple):
-    """One launch."""
+    """One kernel launch."""
 
     kernel: str
     operation: str
@@ -42,13 +42,20 @@ class Kernel:
     ns: float = 0.0
 
 
-_SUMMARIES = ("XLA", "Steps", "Framework", "Source", "Launch", "TensorFlow")  # not a stream's line
+_SUMMARIES = (
+    "XLA",
+    "Steps",
+    "Framework",
+    "Source",
+    "Launch",
+    "TensorFlow",
+)  # trace lines that are not streams
 
 
 def events(directory: Path) -> Iterator[Event]:
-    """All that ran on the device in a trace."""
+    """Yields everything that ran on the device in a trace."""
     (path,) = directory.rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(path))  # planes do not keep it alive
+    data = jax.profiler.ProfileData.from_file(str(path))  # keep a reference, because planes do not
     on_device = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
     for plane in on_device or data.planes:
         for line in plane.lines:
@@ -61,21 +68,21 @@ def events(directory: Path) -> Iterator[Event]:
 
 
 def traced(run: Callable[[], Any], runs: int) -> list[Event]:
-    """What ``runs`` runs launched, behind one that is not traced."""
+    """Returns the events of ``runs`` runs, after one that is not traced."""
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             jax.block_until_ready([run() for _ in range(runs)])
         with warnings.catch_warnings():
-            # jaxlib's, of its own types; as an error it would end the process.
+            # jaxlib warns about its own types, and as an error the warning would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             return list(events(Path(directory)))
 
 
-def kernels(found: Iterable[Event]) -> list[Kernel]:
-    """By kernel and operation."""
+def kernels(events: Iterable[Event]) -> list[Kernel]:
+    """Sums events by kernel and operation."""
     summed: dict[tuple[str, str], Kernel] = {}
-    for event in found:
+    for event in events:
         names = event.kernel, event.operation
         kernel = summed.setdefault(names, Kernel(*names))
         kernel.count += 1
@@ -83,10 +90,10 @@ def kernels(found: Iterable[Event]) -> list[Kernel]:
     return list(summed.values())
 
 
-def by_name(found: Iterable[Event], runs: int) -> list[dict[str, Any]]:
-    """Microseconds and launches a run of each kernel, whatever operations it served."""
+def by_name(events: Iterable[Event], runs: int) -> list[dict[str, Any]]:
+    """Returns the microseconds and launches per run of each kernel, over all operations."""
     sums: dict[str, list[float]] = collections.defaultdict(list)
-    for event in found:
+    for event in events:
         sums[event.kernel].append(event.ns)
     rows = [
         {"us": round(sum(ns) / 1e3 / runs, 2), "launches": len(ns) / runs, "kernel": name}
@@ -95,10 +102,12 @@ def by_name(found: Iterable[Event], runs: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def busy_fraction(found: Iterable[Event]) -> float:
-    """Of the time from the first launch to the end of the last, how much some kernel was running
-    in; events inside others, as a loop's, count once."""
-    spans = sorted((event.start_ns, event.start_ns + event.ns) for event in found)
+def busy_fraction(events: Iterable[Event]) -> float:
+    """Returns the share of the traced time during which some kernel ran.
+
+    Nested events, such as those inside a loop's, count once.
+    """
+    spans = sorted((event.start_ns, event.start_ns + event.ns) for event in events)
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
@@ -106,9 +115,9 @@ def busy_fraction(found: Iterable[Event]) -> float:
     return busy / (end - spans[0][0])
 
 
-def host_waits_us(found: Iterable[Event], runs: int) -> float:
-    """Of a run: pauses behind a copy to the host, which decides by it whether to go on."""
-    ordered = sorted(found, key=lambda event: event.start_ns)
+def host_waits_us(events: Iterable[Event], runs: int) -> float:
+    """Returns the microseconds per run in which the GPU waits for the host after a copy to it."""
+    ordered = sorted(events, key=lambda event: event.start_ns)
     waited, end, last = 0.0, ordered[0].start_ns, ""
     for event in ordered:
         if event.start_ns > end and last == TO_HOST:
@@ -118,21 +127,21 @@ def host_waits_us(found: Iterable[Event], runs: int) -> float:
     return waited / 1e3 / runs
 
 
-def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
-    """Microseconds a run, by kind and by kernel. Loops are counted by what runs inside."""
+def summed(kernels: Sequence[Kernel], by_name: dict[str, Operation], runs: int) -> dict[str, Any]:
+    """Returns microseconds per run, by kind and by kernel. Loops count by their bodies."""
     kinds: dict[str, float] = collections.defaultdict(float)
     rows = []
-    for kernel in found:
-        known = by_name.get(kernel.operation)
-        if known and known.opcode in ("while", "conditional", "call"):
+    for kernel in kernels:
+        operation = by_name.get(kernel.operation)
+        if operation and operation.opcode in ("while", "conditional", "call"):
             continue
         us = kernel.ns / 1e3 / runs
-        kind = _kind_of_kernel(kernel.name, known)
+        kind = _kind_of_kernel(kernel.name, operation)
         kinds[kind] += us
         rows.append({
             "us": round(us, 2), "kind": kind, "launches": kernel.count / runs,
             "kernel": kernel.name, "operation": kernel.operation,
-            "traced": known.name if known else "",
+            "traced": operation.name if operation else "",
         })  # fmt: skip
     rows.sort(key=lambda row: -row["us"])
     total = sum(kinds.values())
@@ -146,15 +155,16 @@ def summed(found: Sequence[Kernel], by_name: dict[str, Operation], runs: int) ->
     }
 
 
-def _kind_of_kernel(name: str, known: Operation | None) -> str:
-    if known is not None and known.kind != "other":
-        return known.kind
+def _kind_of_kernel(name: str, operation: Operation | None) -> str:
+    if operation is not None and operation.kind != "other":
+        return operation.kind
     if "Memcpy" in name or "Memset" in name or "copy" in name.lower():
         return "copies"
     return "dense matmul" if any(part in name for part in _MATMUL) else "other"
 
 
 def table(profile: dict[str, Any]) -> str:
+    """Formats a profile as text."""
     total = profile["kernels_us"] or 1.0
     lines = [
         f"{profile['weights']} {profile['step']}: wall {profile['wall_us']:.1f} us, kernels"

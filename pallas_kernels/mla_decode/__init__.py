@@ -1,1 +1,1 @@
-"""Absorbed latent attention over a paged cache."""
+"""Multi-head latent attention over a paged cache, in the absorbed form."""

@@ -1,4 +1,4 @@
-"""Latent attention of a few queries against a paged cache (absorbed form)."""
+"""Multi-head latent attention of a few queries over a paged cache (absorbed form)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BACKENDS = {
 
 
 def page_width(columns: int, platform: str) -> int:
-    """Columns that pages of tokens of C + R should have.
+    """Returns the width that cache pages should have for tokens of ``columns`` = C + R numbers.
 
-    On a TPU a multiple of 128: XLA gives narrower pages another layout than the kernel reads, and
-    copies them all before every call.
+    On a TPU it is a multiple of 128. XLA gives narrower pages a layout that the kernel does not
+    read, and copies all pages before every call.
     """
     return -(-columns // 128) * 128 if platform == "tpu" else columns
 
@@ -38,42 +38,44 @@ def mla_decode(
     schedule: Schedule | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
-    """Softmax attention of T queries a row over that row's cached latents.
+    """Softmax attention of each sequence's T queries over its cached latents.
 
-    A cached token is ``[c | k]``: the normed latent c, C wide, which is key and value to all heads,
-    and the rotated rope key k, R wide. With ``p = lengths - T + 1 + t`` tokens visible to query t::
+    A cached token is ``[c | k]``: the normalised latent c of width C, which is both key and value
+    for all heads, and the rotated rope key k of width R. Query t sees ``p = lengths - T + 1 + t``
+    tokens::
 
         score[t, h, s] = scale * (q_latent[t, h] . c[s] + q_rope[t, h] . k[s])      s < p
         out[t, h]      = sum_s softmax(score)[t, h, s] c[s]
 
     Args:
-      q_latent: the rope-free queries, already folded through W_UK.
+      q_latent: the rope-free queries, already multiplied by W_UK.
       q_rope: the rotated rope queries.
-      pages: the layer's cache. Token s of row b stands in page ``block_tables[b, s // page]`` at
-        slot ``s % page``. Columns past C + R may be anything, see :func:`page_width`. uint8: tokens
-        as :func:`pallas_kernels.quantize_latent` writes them, C is then 512 and R 64, and a cached
-        token is what :func:`pallas_kernels.dequantize_latent` makes of it in q_latent's dtype.
-        ``mosaic_gpu`` rounds their scales to bfloat16 and takes scales below 2^8.
-      block_tables: page numbers; entries past a row's length may be anything.
-      lengths: cached tokens a row, *including* its T queries. A query that sees no token
-        (``lengths < T - t``) gives zeros and an LSE of -inf; one that would see past the table's
-        end is padding, and its result undefined.
+      pages: the layer's cache. Token s of sequence b is in page ``block_tables[b, s // page]`` at
+        slot ``s % page``. Columns past C + R are ignored, see :func:`page_width`. If uint8, tokens
+        are in the format of :func:`pallas_kernels.quantize_latent`, with C = 512 and R = 64, and
+        are read as :func:`pallas_kernels.dequantize_latent` returns them in q_latent's dtype;
+        ``mosaic_gpu`` rounds the scales to bfloat16 and requires them to be below 2^8.
+      block_tables: page numbers. Entries past a sequence's length may be anything.
+      lengths: cached tokens per sequence, *including* its T queries. A query that sees no token
+        (``lengths < T - t``) returns zeros and an LSE of -inf. A query that would see past the
+        table's end is padding, and its result is undefined.
       scale: factor of the scores, ``(N + R)^-0.5`` times YaRN's correction.
-      schedule: :func:`pallas_kernels.mla_decode_schedule` of these lengths, for the back-end that
-        divides its work by one (``mosaic_gpu``); made here if it is missing.
+      schedule: :func:`pallas_kernels.mla_decode_schedule` of these lengths, for the ``mosaic_gpu``
+        back-end. Computed here if missing; the other back-ends ignore it.
+      implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:
-      ``out`` in q_latent's dtype, still latent: the caller folds it through W_UV; and the scores'
-      log-sum-exp, natural logarithm, float32. Scores and softmax are float32.
+      ``out`` in q_latent's dtype, still in the latent space (the caller multiplies it by W_UV), and
+      the log-sum-exp of the scores: natural logarithm, float32. Scores and softmax are float32.
 
     Raises:
       ValueError: ``implementation`` names no back-end.
-      NotImplementedError: the named back-end does not take these arguments.
+      NotImplementedError: no selected back-end takes these arguments.
     """
-    scheduled = functools.partial(mosaic_gpu.mla_decode, schedule=schedule)
+    mosaic_gpu_scheduled = functools.partial(mosaic_gpu.mla_decode, schedule=schedule)
     return dispatch(
         "mla_decode",
-        BACKENDS | {"mosaic_gpu": scheduled},
+        BACKENDS | {"mosaic_gpu": mosaic_gpu_scheduled},
         implementation,
         q_latent,
         q_rope,

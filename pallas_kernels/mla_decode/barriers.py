@@ -1,9 +1,9 @@
-"""Barriers in shared memory on which one thread speaks for many.
+"""Barriers (mbarrier) in shared memory on which one thread arrives for a warp or for a copy.
 
-Pallas' own count the arrival of every thread of a warpgroup, 128 for each copy too. Here one thread
-announces a copy's bytes, and one of each warp that its warp has come this far. Who waits says for
-which use of the barrier: the first is number 0. The interpreter knows Pallas' barriers alone, of
-which ``Barriers`` are then made.
+Pallas' barriers count the arrival of every thread of a warpgroup, 128 even for a TMA copy. Here one
+thread announces the bytes of a copy, and one lane arrives for its warp. A waiter passes the index
+of the barrier's use that it waits for; the first use is 0. The interpreter supports only Pallas'
+barriers, so ``Barriers`` wraps those there.
 """
 
 from __future__ import annotations
@@ -31,27 +31,33 @@ from pallas_kernels.mosaic_ir import (
     word,
 )
 
-WARPS = 4  # of a warpgroup
+WARPS = 4  # per warpgroup
 _TILING = (8, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Barriers:
+    """An array of barriers."""
+
     memory: Any
-    """What ``scratch`` asked for."""
+    """The reference that :meth:`scratch` allocates."""
 
     interpret: Any
+    """Interpreter parameters, or None on a GPU."""
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any) -> Any:
-        """So many barriers, each of so many warpgroups' arrivals, or copies'."""
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies."""
         if interpret is not None:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return plgpu.SMEM((2 * count,), jnp.int32)
 
     def initialise(self, arrivals: Sequence[int]) -> None:
-        """By every thread of the cluster, before any other use. A warpgroup's arrival counts as
-        WARPS, a copy's as 1."""
+        """Initialises the barriers. Every thread of the cluster calls it before any other use.
+
+        Args:
+          arrivals: arrivals per phase of each barrier. A warpgroup's count as WARPS, a copy's as 1.
+        """
         if self.interpret is not None:
             return
 
@@ -68,6 +74,7 @@ class Barriers:
         make(self.memory)
 
     def wait(self, i: Any, use: Any) -> None:
+        """Waits until use ``use`` of barrier i is complete. Only its parity counts."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory.at[i])
             return
@@ -80,6 +87,7 @@ class Barriers:
         wait(self.memory, jnp.asarray(i, jnp.int32), jnp.asarray(use, jnp.int32))
 
     def arrive(self, i: Any) -> None:
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -93,8 +101,15 @@ class Barriers:
         arrive(self.memory, jnp.asarray(i, jnp.int32))
 
     def copy(self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any) -> None:
-        """By one warp: a window to swizzled tiles. If an axis of the cluster is named, every
-        program along it fetches a part for all. ``window``: an index or a ``pl.ds`` an axis."""
+        """Starts a TMA copy of a window of ``source`` to swizzled tiles, signalled on barrier i.
+
+        One warp calls it.
+
+        Args:
+          window: an index or a ``pl.ds`` for each dimension of ``source``.
+          axis: cluster axis to multicast over, or None. Every program along it copies a share for
+            all of them.
+        """
         if self.interpret is not None:
             source = source.at[window]
             plgpu.copy_gmem_to_smem(source, target, self.memory.at[i], collective_axes=axis)

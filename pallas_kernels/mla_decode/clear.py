@@ -1,5 +1,7 @@
-"""Zeros in place of what follows a row's last token in its last page: P is zero there, but what the
-page holds may be infinite or no number."""
+"""Zeroes the values past a sequence's last token in its last page.
+
+P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,38 @@ from pallas_kernels.mla_decode.schedule import BLOCK
 from pallas_kernels.mosaic_ir import SCALAR, asm, const, i32, inline, word
 
 _TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-_TILE = 64  # columns of a swizzled tile, which has 128 bytes of a token together
-_ROWS, _PASSES = 16, 4  # tokens that a warpgroup clears at a time, eight threads each
+_TILE = 64  # columns of a swizzled tile: 128 contiguous bytes of a token
+_ROWS, _PASSES = 16, 4  # tokens that a warpgroup clears per pass, with eight threads each
 
 
 def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
-    """Clears tokens from ``token`` on, by a warpgroup, which has to publish it.
+    """Zeroes the tokens from index ``token`` on.
+
+    A whole warpgroup calls it, and has to fence its writes before the tensor cores read them.
 
     Args:
-      values: [BLOCK, width] in shared memory, in tiles of (8, 64) under their swizzle.
-      columns: of these, a ``pl.ds``.
+      values: [BLOCK, width] in shared memory, tiled by (8, 64) and swizzled.
+      columns: the columns to clear, a ``pl.ds``.
     """
     width, starts = values.shape[1], range(0, columns.size, _TILE)
     if interpret is not None:
         for start in starts:
-            part = values.at[:, pl.ds(columns.start + start, _TILE)]
+            columns_ref = values.at[:, pl.ds(columns.start + start, _TILE)]
             place = plgpu.broadcasted_iota(jnp.int32, (BLOCK, _TILE), 0, layout=WGMMA)
-            kept = plgpu.layout_cast(part[...], WGMMA)
-            part[...] = jnp.where(place < token, kept, jnp.zeros_like(kept))
+            old = plgpu.layout_cast(columns_ref[...], WGMMA)
+            columns_ref[...] = jnp.where(place < token, old, jnp.zeros_like(old))
         return
-    # Whole tokens: where the swizzle puts their columns does not matter. In one piece of assembly,
-    # whose addresses take no register before it or after.
+    # Whole 64-column tiles of a token are cleared, so the swizzle within them does not matter. One
+    # block of assembly, so that its addresses occupy no registers before or after it.
     eight_tokens = 8 * width * 2  # bytes
     text = [
         "{ .reg .b32 thread, place, at, z; .reg .pred p;",
         "mov.b32 z, 0;",
         "mov.u32 thread, %tid.x;",
-        "bfe.u32 place, thread, 3, 4;",  # of 16 tokens
+        "bfe.u32 place, thread, 3, 4;",  # token among 16
         f"shr.u32 at, place, 3; mul.lo.u32 at, at, {eight_tokens};",
         "add.u32 at, at, $0;",
-        "and.b32 thread, thread, 63;",  # 16 bytes each of eight tokens
+        "and.b32 thread, thread, 63;",  # 16 bytes per thread, eight tokens together
         "shl.b32 thread, thread, 4;",
         "add.u32 at, at, thread;",
     ]
@@ -61,7 +65,7 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
     @inline(_TILED, SCALAR, SCALAR)
     def clear(ref: Any, first_column: Any, token: Any) -> None:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
-        # A tile's 64 columns take 1024 bytes of every eight tokens, so a column takes 16.
+        # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
         base = arith.addi(base, arith.shli(word(first_column), const(4)))
         asm("\n".join(text), "r,r,~{memory}", base, word(token), effects=True)
 

@@ -1,8 +1,8 @@
-"""mla_decode for CPUs: page by page, as far as the longest row reaches.
+"""mla_decode for CPUs: reads pages only as far as the longest sequence reaches.
 
-The reference reads the whole table, which a generation loop makes as long as its longest possible
-row. Here the work follows the tokens that are there: a loop over blocks of pages with a dynamic
-end, merged by their log-sum-exp. It has no gradient; decoding needs none.
+The reference reads the whole block table, which a generation loop sizes for the longest sequence
+that it allows. This back-end loops over blocks of pages with a dynamic trip count and merges the
+results by their log-sum-exp. It has no gradient, which decoding does not need.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def mla_decode(
         )
         return merge_attention(*carry, out, lse)
 
-    nothing = (
+    initial = (
         jnp.zeros(q_latent.shape, jnp.float32),
         jnp.full(q_latent.shape[:-1], -jnp.inf, jnp.float32),
     )
     # A length may count padding past the table's end.
     blocks = jnp.minimum(-(-jnp.max(lengths) // block), tables.shape[1] // block_pages)
-    out, lse = jax.lax.fori_loop(0, blocks, add_block, nothing)
+    out, lse = jax.lax.fori_loop(0, blocks, add_block, initial)
     return out.astype(q_latent.dtype), lse

@@ -1,19 +1,20 @@
-"""The Hopper kernel of mla_decode over a float8 cache: attention by parts of a schedule.
+"""The Hopper split-KV kernel of mla_decode for a float8 cache.
 
-One program takes 64 query rows (of a row's T * H) through one part of the schedule, block after
-block of 64 cached tokens, with three warpgroups that wait for each other at barriers alone:
+A program processes one tile of 64 query rows (of a sequence's T * H) over one partition of the
+schedule, one key block of 64 cached tokens after the other. Its three warpgroups are specialised
+and synchronise only through barriers:
 
-* one fills the two slots of shared memory: it reads a block's latents into registers while the
-  block before is in use, and writes them as bfloat16, times their scales, when a slot is given
-  back; rope keys are copied as they are;
-* two compute. Each takes the scores of every other block, S = Q K^T, and leaves
-  P = exp(S - maximum) in place of the block's rope keys, which nobody needs any more; both add P V,
-  each to its 256 of the 512 output columns, in registers. The running maximum passes from one to
-  the other. The tensor cores get half of a block's scores, then this warpgroup's share of the block
-  before, which gives its slot back, then the other half.
+* The producer fills the two slots of shared memory. It loads a block's float8 latents into
+  registers while the previous block is in use. When a slot is released it multiplies them by their
+  scales and stores them as bfloat16. Rope keys are copied unchanged.
+* Two consumer warpgroups compute. Each computes the scores S = Q K^T of every other key block, and
+  overwrites the block's rope keys, which are no longer needed, with P = exp(S - maximum). Both
+  accumulate P V, each for 256 of the 512 output columns, in registers. The running maximum is
+  passed from one to the other. The tensor cores compute half of a block's scores, then this
+  warpgroup's share of P V of the previous block, which releases its slot, then the other half.
 
-Half a block, the columns of one warpgroup's output, is filled at a time. Scores are kept in base 2.
-Rows, parts, pieces and what follows the kernel are as in mosaic_gpu_kernel.
+The producer fills half a block at a time, the columns of one consumer's output. Scores are scaled
+to base 2. The schedule, the results and the merge are the same as in :mod:`mosaic_gpu_kernel`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 from pallas_kernels.mla_decode.float8_cache import ROPE, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
-    announce_rope,
     copy_rope,
+    fence_shared,
     fetch_half,
-    rope_copied,
-    show,
+    prefetch_rope,
     store_half,
+    wait_rope_copies,
     with_rounded_scales,
 )
 from pallas_kernels.mla_decode.kernel_parts import (
@@ -57,8 +58,8 @@ from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 from pallas_kernels.mosaic_ir import meet
 
-_COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # a thread's: 2 a + b <= 504
-_Pieces = tuple[Float32[Array, "pieces Mp C"], Float32[Array, "pieces Mp"]]
+_COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # per thread: 2 * compute + fill <= 504
+_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "interpret"))
@@ -73,70 +74,75 @@ def attend(
     heads: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Pieces]:
-    """M = T * H rounded up to whole tiles, or less than one; query row m is query m // H.
+) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
+    """Attention of M = T * H query rows, padded to whole tiles if M > 64. Row m is query m // H.
 
     Returns:
-      ``out`` and ``lse`` of the rows that one part took whole, and the pieces of all others.
+      ``out`` and ``lse``, written for sequences that are not split, and the partial results and
+      their log-sum-exps of the sequences that are.
     """
     B, M, _ = q_latent.shape
     rows = min(TILE, M)
     tiles = -(-M // TILE)
-    parts = schedule.parts
-    # Table entries past a row's length may be anything; they must not lead out of the pool.
+    partitions = schedule.partitions
+    # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
-    def mla_decode_float8(ql_g, qr_g, kv_g, pages_g, plan_g, out_g, lse_g, piece_g, piece_lse_g,
+    def mla_decode_float8(ql_g, qr_g, kv_g, tables_g, schedule_g,
+             out_g, lse_g, partial_g, partial_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
-             q_full, max_ready, shared_ready, lone_ready):  # fmt: skip
+             q_full, max_ready, sequence_barriers, block_barriers):  # fmt: skip
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
         sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
-        part, wg = lax.axis_index("part"), lax.axis_index("wg")
+        partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
         m0 = lax.axis_index("tile") * TILE
-        first_row, last_row = plan_g[part, 0], plan_g[part, 1]
-        row_count = last_row - first_row + 1
+        first_sequence, last_sequence = schedule_g[partition, 0], schedule_g[partition, 1]
+        sequence_count = last_sequence - first_sequence + 1
 
-        # Few arrays of barriers: each keeps its phases in a register of every thread.
+        # Few barrier arrays, because each keeps its phases in one register per thread.
         def kv_full(slot, half):
-            return lone_ready.at[slot * 2 + half]
+            return block_barriers.at[slot * 2 + half]
 
         def kv_free(slot, half):
-            return lone_ready.at[4 + slot * 2 + half]
+            return block_barriers.at[4 + slot * 2 + half]
 
         def p_ready(slot):
-            return lone_ready.at[8 + slot]
+            return block_barriers.at[8 + slot]
 
-        q_free, sum_ready, sum_free = (shared_ready.at[i] for i in range(3))
+        q_free, sum_ready, sum_free = (sequence_barriers.at[i] for i in range(3))
 
         def arrive_once(barrier):
-            """One thread arrives for the warpgroup, which must be done as a whole."""
+            """Arrives once for the warpgroup, after all its threads have come here."""
             meet(interpret)
             plgpu.barrier_arrive(barrier)
 
         def segment(i):
-            """Of the part's i-th row: row, its length, first block, blocks taken here."""
-            b = first_row + i
-            begin = jnp.where(i == 0, plan_g[part, 2], 0)
-            end = jnp.where(b == last_row, plan_g[part, 3], plan_g[parts + b, 0])
-            return b, plan_g[parts + b, 3], begin, end - begin
+            """Returns the partition's i-th sequence, its length, first block and blocks here."""
+            b = first_sequence + i
+            begin = jnp.where(i == 0, schedule_g[partition, 2], 0)
+            end = jnp.where(
+                b == last_sequence, schedule_g[partition, 3], schedule_g[partitions + b, 0]
+            )
+            return b, schedule_g[partitions + b, 3], begin, end - begin
 
         mask: Any = {
-            "queries": queries, "heads": heads, "max_pages": max_pages, "first_row": lambda: m0
+            "queries": queries, "heads": heads, "max_pages": max_pages,
+            "first_query_row": lambda: m0,
         }  # fmt: skip
 
-        def filling_warpgroup():
+        def producer_warpgroup():
             plgpu.set_max_registers(_FILL_REGISTERS, action="decrease")
 
-            def look_up(b, block):
-                """A block's page, and the tokens that are there from its first one on."""
-                page = pages_g[b, jnp.minimum(block, max_pages - 1)]
-                return jnp.clip(page, 0, last_page), plan_g[parts + b, 3] - block * BLOCK
+            def page_and_tokens(b, block):
+                """Returns a key block's page and how many valid tokens follow its first slot."""
+                page = tables_g[b, jnp.minimum(block, max_pages - 1)]
+                return jnp.clip(page, 0, last_page), schedule_g[partitions + b, 3] - block * BLOCK
 
             def fetch(page):
                 if interpret is not None:
                     return ()
                 page = kv_g.at[page]
-                announce_rope(page)
+                prefetch_rope(page)
                 return *fetch_half(page, 0), *fetch_half(page, 1)
 
             def fetch_queries(b):
@@ -151,14 +157,14 @@ def attend(
 
             def interpreted_fill(slot, half, page, tokens):
                 latent, rope = dequantize_latent(with_rounded_scales(kv_g[page]), jnp.bfloat16)
-                there = jnp.arange(BLOCK)[:, None] < tokens
+                valid = jnp.arange(BLOCK)[:, None] < tokens
                 columns = latent[:, half * HALF : (half + 1) * HALF]
-                v_s[slot, half] = jnp.where(there, columns, jnp.zeros_like(columns))
+                v_s[slot, half] = jnp.where(valid, columns, jnp.zeros_like(columns))
                 if half:
                     rope_s[slot] = rope
 
-            def fill(n, held, page, tokens, next_page):
-                """Block n of the part to its slot, from registers; then the next one to them."""
+            def fill(n, registers, page, tokens, next_page):
+                """Stores block n of the partition from registers, and loads the next block."""
                 slot = n & 1
 
                 @pl.when(n >= SLOTS)
@@ -170,50 +176,50 @@ def attend(
                     for half in range(2):
                         interpreted_fill(slot, half, page, tokens)
                         arrive_once(kv_full(slot, half))
-                    return held
-                held = list(held)
+                    return registers
+                registers = list(registers)
                 copy_rope(rope_s.at[slot], kv_g.at[page])
                 for half in range(2):
-                    mine = slice(2 * half, 2 * half + 2)
-                    words, scales = held[mine]
+                    of_half = slice(2 * half, 2 * half + 2)
+                    words, scales = registers[of_half]
                     store_half(v_s.at[slot, half], words, scales, tokens)
                     if half:
-                        rope_copied()
-                    show()
+                        wait_rope_copies()
+                    fence_shared()
                     arrive_once(kv_full(slot, half))
-                    held[mine] = fetch_half(kv_g.at[next_page], half)
-                announce_rope(kv_g.at[next_page])
-                return tuple(held)
+                    registers[of_half] = fetch_half(kv_g.at[next_page], half)
+                prefetch_rope(kv_g.at[next_page])
+                return tuple(registers)
 
             def run_segment(i, carry):
                 done, *carry = carry
                 b, _, begin, count = segment(i)
 
                 def step(j, carry):
-                    held, page, tokens = carry
+                    registers, page, tokens = carry
                     more = j + 1 < count
-                    next_page, next_tokens = look_up(
-                        jnp.where(more, b, jnp.minimum(b + 1, last_row)),
+                    next_page, next_tokens = page_and_tokens(
+                        jnp.where(more, b, jnp.minimum(b + 1, last_sequence)),
                         jnp.where(more, begin + j + 1, 0),
                     )
-                    held = fill(done + j, held, page, tokens, next_page)
+                    registers = fill(done + j, registers, page, tokens, next_page)
 
                     @pl.when((j == 0) & (i > 0))
                     def _():
                         plgpu.barrier_wait(q_free)
                         fetch_queries(b)
 
-                    return held, next_page, next_tokens
+                    return registers, next_page, next_tokens
 
                 return done + count, *lax.fori_loop(0, count, step, tuple(carry))
 
-            @pl.when(row_count > 0)
+            @pl.when(sequence_count > 0)
             def _():
-                fetch_queries(first_row)
-                page, tokens = look_up(first_row, plan_g[part, 2])
+                fetch_queries(first_sequence)
+                page, tokens = page_and_tokens(first_sequence, schedule_g[partition, 2])
                 carry = jnp.int32(0), fetch(page), page, tokens
-                done = lax.fori_loop(0, row_count, run_segment, carry)[0]
-                # Nobody leaves before all that is still to arrive at its barriers has come.
+                done = lax.fori_loop(0, sequence_count, run_segment, carry)[0]
+                # A program may exit only after every arrival at its barriers has happened.
                 plgpu.barrier_wait(q_free)
                 for slot in range(SLOTS):
 
@@ -222,14 +228,14 @@ def attend(
                         for half in range(2):
                             plgpu.barrier_wait(kv_free(slot, half))
 
-        def computing_warpgroup(own):
-            """``own``: the parity of the blocks whose scores it takes, and their slot."""
+        def consumer_warpgroup(own):
+            """Runs a consumer. ``own``: parity of the blocks that it scores, and their slot."""
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             other = 1 - own
 
             def add_scores(acc, k, halves=(0, 1)):
-                # Zero, but not to the compiler: it would else compute the descriptors before the
-                # loop, and keep them in registers.
+                # Always zero, but the compiler cannot tell. Otherwise it would compute the
+                # descriptors before the loop and keep them in registers.
                 zero = lax.shift_right_logical(k, jnp.int32(24))
                 slot = own + zero
                 for half in halves:
@@ -247,7 +253,7 @@ def attend(
                 return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
 
             def add_values(acc, slot):
-                """acc + P V."""
+                """Returns ``acc + P V``."""
 
                 def multiply(acc_ref):
                     if interpret is None:
@@ -259,16 +265,16 @@ def attend(
                 return added if interpret is None else acc + added
 
             def softmax(s, before, length, block, own_max, total):
-                """Leaves P to all, and the maximum and its factor; returns them and the sum."""
-                whole = length - (queries - 1)  # tokens that every query sees
-                whole = jnp.minimum(whole, max_pages * BLOCK)
+                """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
+                fully_visible = length - (queries - 1)  # tokens that every query sees
+                fully_visible = jnp.minimum(fully_visible, max_pages * BLOCK)
                 s = lax.cond(
-                    (block + 1) * BLOCK <= whole,
+                    (block + 1) * BLOCK <= fully_visible,
                     lambda: s,
                     lambda: masked_scores(s, length, block, **mask),
                 )
-                top = s.max(axis=1) * (scale * LOG2E)
-                running = jnp.where(top > before + SLACK, top, before)
+                maximum = s.max(axis=1) * (scale * LOG2E)
+                running = jnp.where(maximum > before + SLACK, maximum, before)
                 alpha = jnp.exp2(before - running)
                 max_s[own] = running
                 alpha_s[own] = alpha
@@ -277,7 +283,7 @@ def attend(
                     s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
                 rope_s[own] = p.astype(jnp.bfloat16)
-                show(interpret)
+                fence_shared(interpret)
                 arrive_once(p_ready(own))
                 total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
                 return alpha, running, total
@@ -285,20 +291,20 @@ def attend(
             def run_segment(i, done):
                 b, length, begin, count = segment(i)
                 first = (own + done) & 1
-                mine = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
+                own_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
                 zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
-                nothing = zeros, row_vector(NO_SCORE), row_vector(0.0)
+                initial = zeros, row_vector(NO_SCORE), row_vector(0.0)
                 plgpu.barrier_wait(q_full)
 
                 def first_block():
-                    """The segment's first, if it is mine."""
+                    """Processes the segment's first block, if this warpgroup scores it."""
                     s = scores(done)
 
                     @pl.when(done >= 1)
                     def _():
                         plgpu.barrier_wait(max_ready.at[other])
 
-                    acc, *sums = nothing
+                    acc, *sums = initial
                     sums = softmax(s, row_vector(NO_SCORE), length, begin, *sums)[1:]
                     return finish_last(add_values(acc, own), count > 1), *sums
 
@@ -310,7 +316,7 @@ def attend(
                     return acc
 
                 def add_block(k, carry):
-                    """Scores of my block j, values of j - 1 under its softmax, values of j."""
+                    """Computes the scores of block j, P V of j - 1 meanwhile, then P V of j."""
                     acc, *sums = carry
                     j = first + 2 * k
 
@@ -321,7 +327,7 @@ def attend(
                         plgpu.barrier_wait(p_ready(other))
                         return scaled
 
-                    def soft(s):
+                    def softmax_of(s):
                         before = plgpu.layout_cast(max_s[other], ROW)
                         return softmax(s, before, length, begin + j, *sums)
 
@@ -330,10 +336,11 @@ def attend(
                         acc_ref[...] = rescaled()
                         plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
                         add_scores(s_ref, k, halves=(1,))
-                        plgpu.wgmma_wait(2)  # all but this half and the rope
+                        # P V is complete: only the second half's latent and rope scores remain.
+                        plgpu.wgmma_wait(2)
                         arrive_once(kv_free(other, own))
-                        kept = soft(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
-                        return acc_ref[...], *kept
+                        softmax_results = softmax_of(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
+                        return acc_ref[...], *softmax_results
 
                     if interpret is None:
                         acc, alpha, *sums = pl.run_scoped(
@@ -341,32 +348,32 @@ def attend(
                             ACC((TILE, BLOCK), jnp.float32),
                             ACC((TILE, HALF), jnp.float32),
                         )
-                    else:  # it has no two accumulators at once
+                    else:  # the interpreter has no two accumulators at once
                         s = scores(k, (0,))
                         acc = add_values(rescaled(), other)
                         s = s + scores(k, (1,))
                         arrive_once(kv_free(other, own))
-                        alpha, *sums = soft(s)
+                        alpha, *sums = softmax_of(s)
                     acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
                     return finish_last(acc, j + 1 < count), *sums
 
-                carry = lax.cond(first == 0, first_block, lambda: nothing)
-                carry = lax.fori_loop(1 - first, mine, add_block, carry)
+                carry = lax.cond(first == 0, first_block, lambda: initial)
+                carry = lax.fori_loop(1 - first, own_count, add_block, carry)
                 acc, *sums = carry
                 plgpu.barrier_arrive(q_free)
 
                 def add_last():
-                    """The segment's last block, if it is not mine."""
+                    """Adds P V of the segment's last block, if the other warpgroup scored it."""
                     plgpu.barrier_wait(p_ready(other))
                     alpha = plgpu.layout_cast(alpha_s[other], ROW)
                     return add_values(scale_rows(acc, alpha, interpret=interpret), other)
 
                 slot = (done + count - 1) & 1
                 acc = lax.cond(slot == own, lambda: acc, add_last)
-                finish_row(i, b, slot, acc, *sums)
+                finish_segment(i, b, slot, acc, *sums)
                 return done + count
 
-            def finish_row(i, b, slot, acc, own_max, own_sum):
+            def finish_segment(i, b, slot, acc, own_max, own_sum):
                 @pl.when(i > 0)
                 def _():
                     plgpu.barrier_wait(sum_free)
@@ -377,21 +384,23 @@ def attend(
                 maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
                 sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
                 plgpu.barrier_arrive(sum_free)
-                top = jnp.maximum(*maxima)
-                total = sums[0] * jnp.exp2(maxima[0] - top) + sums[1] * jnp.exp2(maxima[1] - top)
+                maximum = jnp.maximum(*maxima)
+                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
+                    maxima[1] - maximum
+                )
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
-                pieces = plan_g[parts + b, 1]
+                segments = schedule_g[partitions + b, 1]
 
                 @pl.when(own == 0)
                 def _():
-                    lse = (top + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
+                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
                     plgpu.commit_smem()
 
-                @pl.when(pieces == 1)
+                @pl.when(segments == 1)
                 def _():
-                    # Into the half of the last block that only this warpgroup reads.
+                    # Staged in the half of the last block that only this warpgroup reads.
                     v_s[slot, own] = acc.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
@@ -405,51 +414,51 @@ def attend(
                             lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0, rows)]
                         )
 
-                @pl.when(pieces > 1)
+                @pl.when(segments > 1)
                 def _():
-                    piece = plan_g[parts + b, 2] + part
-                    piece_g[piece, pl.ds(m0, TILE), pl.ds(own * HALF, HALF)] = acc
+                    partial = schedule_g[partitions + b, 2] + partition
+                    partial_g[partial, pl.ds(m0, TILE), pl.ds(own * HALF, HALF)] = acc
 
                     @pl.when(own == 0)
                     def _():
-                        plgpu.copy_smem_to_gmem(lse_s, piece_lse_g.at[piece, pl.ds(m0, TILE)])
+                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0, TILE)])
 
                 plgpu.wait_smem_to_gmem(0)
                 arrive_once(kv_free(slot, own))
 
-            done = lax.fori_loop(0, row_count, run_segment, jnp.int32(0))
+            done = lax.fori_loop(0, sequence_count, run_segment, jnp.int32(0))
 
-            # Nobody leaves before all that is still to arrive at its barriers has come.
+            # A program may exit only after every arrival at its barriers has happened.
             @pl.when((done >= 1) & ((done & 1) == own))
             def _():
                 plgpu.barrier_wait(max_ready.at[other])
 
-            @pl.when(row_count > 0)
+            @pl.when(sequence_count > 0)
             def _():
                 plgpu.barrier_wait(sum_free)
 
-        pl.when(wg == 2)(filling_warpgroup)
-        for own in range(2):  # each its own code, whose addresses are then constants
-            pl.when(wg == own)(functools.partial(computing_warpgroup, own))
+        pl.when(wg == 2)(producer_warpgroup)
+        for own in range(2):  # separate code for each, so that addresses are constants
+            pl.when(wg == own)(functools.partial(consumer_warpgroup, own))
 
-    out, lse, *pieces = plgpu.kernel(
+    out, lse, *partials = plgpu.kernel(
         mla_decode_float8,
-        out_type=results(B, M, parts),
+        out_type=results(B, M, partitions),
         scratch_types=[
             tiles_of(2, TILE, HALF),
             tiles_of(TILE, ROPE),
             tiles_of(SLOTS, 2, BLOCK, HALF),
             tiles_of(SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((9, TILE), jnp.float32),  # one array: each is rounded up to 1 KiB
+            plgpu.SMEM((9, TILE), jnp.float32),  # one array, because each is padded to 1 KiB
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=2, num_barriers=3),
             plgpu.ClusterBarrier(collective_axes=("one",), num_barriers=5 * SLOTS),
         ],
-        # The last axis runs fastest: tiles that read the same pages run together.
-        grid=(parts, tiles),
-        grid_names=("part", "tile"),
-        cluster=(1,),  # of one program, for its barriers: one thread arrives for a warpgroup
+        # The last axis varies fastest, so tiles that read the same pages run concurrently.
+        grid=(partitions, tiles),
+        grid_names=("partition", "tile"),
+        cluster=(1,),  # of one program: cluster barriers let one thread arrive for a warpgroup
         cluster_names=("one",),
         num_threads=3,
         thread_name="wg",
@@ -458,4 +467,4 @@ def attend(
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )(q_latent, q_rope, pages, block_tables, schedule.table)
-    return out, lse, tuple(pieces)
+    return out, lse, tuple(partials)

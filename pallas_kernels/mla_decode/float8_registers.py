@@ -1,11 +1,11 @@
-"""What a thread of the float8 kernel does in its own registers: fetch a block's bytes from global
-memory, and write them to shared memory as bfloat16.
+"""Per-thread code of the float8 kernel: loads a key block's bytes from global memory to registers,
+and stores them to shared memory as bfloat16.
 
-A block is 64 tokens; warp w has tokens 16 w to 16 w + 16. Two tokens of a warp are read together,
-256 columns of each, 16 bytes a thread. Shared memory has tiles of 8 tokens by 64 columns, in whose
-128-byte rows a piece of 16 bytes stands in place ``piece ^ token % 8``. A quarter of a warp, which
-writes at once, has four threads of an even and four of an odd token, so the 16 bytes that each
-writes of its 32 fall into different banks.
+A key block has 64 tokens, and warp w handles tokens 16 w to 16 w + 15. A warp loads 256 columns of
+two tokens at a time, 16 bytes per thread. Shared memory is tiled by 8 tokens and 64 columns with a
+128-byte swizzle: the 16-byte chunk c of a token is stored at chunk ``c ^ token % 8`` of its row. A
+quarter of a warp, which stores in one transaction, has four threads of an even and four of an odd
+token. Each stores 16 of its 32 bytes at a time, so that the eight stores use different banks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pallas_kernels.mla_decode.schedule import BLOCK
 from pallas_kernels.mosaic_ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 
 HALF = LATENT // 2
-_TOKENS = BLOCK // 4  # of a warp
+_TOKENS = BLOCK // 4  # per warp
 _PAIRS = _TOKENS // 2
-_TOGETHER = 4  # loads whose words are unpacked before any is stored
-_ROPE_COPIES = _TOKENS // 4  # of a thread: 8 threads copy a token's 128 bytes
-# What a thread holds, as arrays of a warpgroup: four words a load, and a word of scales.
+_TOGETHER = 4  # loads that are unpacked before any is stored
+_ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
+# Layouts of a thread's data as arrays of a warpgroup: four words per load, and a scale word.
 _WORDS = plgpu.Layout.WGMMA
-_LONE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+_SCALE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 _TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
@@ -47,9 +47,9 @@ def _words(loads: int) -> Any:
 
 
 def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
-    """Bytes of 256 latent columns of a page [64, 656] in global memory, and their scales."""
+    """Loads half of the latents (256 columns) of a page [64, 656], and their scales."""
 
-    scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LONE_WORD)
+    scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_SCALE_WORD)
 
     @inline(REF, returns=(_words(_PAIRS), scale_words))
     def fetch(page: Any):
@@ -61,51 +61,56 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
             arith.shli(arith.shrui(lane, const(3)), const(6)),
             arith.shli(_low(lane, 2), const(4)),
         )
-        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
-        words = [w for i in range(_PAIRS) for w in _load(at, half * HALF + i * 2 * TOKEN_BYTES)]
-        # Each of the 32 scales of 16 tokens and 2 groups in one thread.
+        address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
+        words = [
+            w for i in range(_PAIRS) for w in _load(address, half * HALF + i * 2 * TOKEN_BYTES)
+        ]
+        # One of the 32 scales (16 tokens, 2 groups) per thread.
         token = arith.addi(first, _low(lane, 4))
         group = arith.shli(arith.shrui(lane, const(4)), const(2))
-        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), group))
+        address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), group))
         offset = SCALES_AT + half * 4 * (HALF // GROUP)
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
-        scale = asm(text, "=r,l", at, result=i32(), effects=True)
-        lone = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
-        return _pairs(words), array([lone], (128,), _LONE_WORD, is_signed=True)
+        scale = asm(text, "=r,l", address, result=i32(), effects=True)
+        scale_register = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
+        return _pairs(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
 
     return fetch(page)
 
 
-def announce_rope(page: Any) -> None:
-    """A page's [64, 656] rope keys are wanted in the L2 cache."""
+def prefetch_rope(page: Any) -> None:
+    """Prefetches the rope keys of a page [64, 656] into the L2 cache."""
 
     @inline(REF)
-    def announce(page: Any):
+    def prefetch(page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         thread = _low(mgpu.utils.thread_idx(), 7)
         token, end = (
             arith.shrui(thread, const(1)),
             arith.muli(_low(thread, 1), const(2 * ROPE - 16)),
         )
-        at = _moved(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
-        asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", at, effects=True)
+        address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
+        asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", address, effects=True)
 
-    announce(page)
+    prefetch(page)
 
 
 def copy_rope(tile: Any, page: Any) -> None:
-    """Rope keys of a page [64, 656] to bfloat16 [64, 64] in shared memory; see rope_copied."""
+    """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory.
+
+    :func:`wait_rope_copies` waits for the copies.
+    """
 
     @inline(_TILES, REF)
     def copy(tile: Any, page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         warp, lane = warp_and_lane()
-        token, piece = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
+        token, chunk = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
         row = arith.addi(arith.muli(warp, const(_TOKENS)), token)
-        source = _moved(base, arith.addi(arith.muli(row, const(TOKEN_BYTES)), piece))
+        source = _offset_pointer(base, arith.addi(arith.muli(row, const(TOKEN_BYTES)), chunk))
         row = arith.addi(arith.muli(warp, const(2 * 1024)), arith.shli(token, const(7)))
-        piece = arith.xori(piece, arith.shli(token, const(4)))
-        at = arith.addi(_shared(tile), arith.addi(row, piece))
+        chunk = arith.xori(chunk, arith.shli(token, const(4)))
+        address = arith.addi(_shared(tile), arith.addi(row, chunk))
         for i in range(_ROPE_COPIES):
             text = f"""{{
                 .reg .b32 p;
@@ -113,13 +118,13 @@ def copy_rope(tile: Any, page: Any) -> None:
                 cp.async.cg.shared.global [p + {(i // 2) * 1024 + (i % 2) * 512}],
                     [$1 + {ROPE_AT + i * 4 * TOKEN_BYTES}], 16;
             }}"""
-            asm(text, "r,l", at, source, effects=True)
+            asm(text, "r,l", address, source, effects=True)
 
     copy(tile, page)
 
 
-def rope_copied() -> None:
-    """Waits for what this thread copied."""
+def wait_rope_copies() -> None:
+    """Waits for the copies that this thread has started."""
 
     @inline()
     def wait():
@@ -129,13 +134,13 @@ def rope_copied() -> None:
 
 
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
-    """``words`` times their scales to bfloat16 [64, 256] in shared memory.
+    """Stores ``words`` times their scales as bfloat16 [64, 256] in shared memory.
 
-    Tokens from number ``tokens`` on become zeros, whatever they hold. The scale is rounded to
-    bfloat16. A NaN of float8 becomes 480 times its scale.
+    Tokens from index ``tokens`` on are zeroed, whatever they contain. The scale is rounded to
+    bfloat16. A float8 NaN becomes 480 times its scale.
     """
 
-    @inline(_TILES, _WORDS, _LONE_WORD, SCALAR)
+    @inline(_TILES, _WORDS, _SCALE_WORD, SCALAR)
     def store(tile: Any, words: Any, scales: Any, tokens: Any):
         warp, lane = warp_and_lane()
         word = vector.extract(
@@ -144,7 +149,8 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
             static_position=ir.DenseI64ArrayAttr.get([0]),
         )
         token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
-        # Two copies of the scale, times 2^120: a float8's bits as bfloat16's are 2^-120 as large.
+        # Two bfloat16 copies of the scale, times 2^120: float8 bits, placed in a bfloat16, are
+        # 2^-120 times their value.
         text = """{
             .reg .f32 s; .reg .pred p;
             mov.b32 s, $1;
@@ -155,30 +161,30 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
         }"""
         scale = asm(text, "=r,r,r,r", word, token, tokens.registers.item(), result=i32())
         odd = _bit(lane, 2)
-        holder = arith.ori(arith.andi(lane, const(16)), odd)  # of the scale of the first pair
+        source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
         row = arith.addi(arith.muli(warp, const(2 * 4 * 1024)), arith.shli(odd, const(7)))
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
-        piece = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
-        at = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), piece))
+        chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
+        address = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), chunk))
         words = _singles(words)
         for first in range(0, _PAIRS, _TOGETHER):
             stores = []
             for i in range(first, first + _TOGETHER):
                 text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-                source = arith.addi(holder, const(2 * i))
+                source = arith.addi(source_lane, const(2 * i))
                 factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
                 for j in range(2):
                     two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
                     four = [_times(word, factor, pair) for word in two for pair in range(2)]
                     offset = (i // 4) * 4 * 1024 + (i % 4) * 256
                     stores.append((32 * (i % 4) + 16 * j, offset, four))
-            _store_all(at, stores)
+            _store_all(address, stores)
 
     store(tile, words, scales, tokens)
 
 
-def show(interpret: Any = None) -> None:
-    """What is known to be written in shared memory, to this thread's tensor core products."""
+def fence_shared(interpret: Any = None) -> None:
+    """Makes shared memory writes that this thread knows of visible to its wgmma instructions."""
     if interpret is not None:
         plgpu.commit_smem()
         return
@@ -198,7 +204,7 @@ def _bit(x: Any, number: int) -> Any:
     return _low(arith.shrui(x, const(number)), 1)
 
 
-def _moved(pointer: Any, bytes_: Any) -> Any:
+def _offset_pointer(pointer: Any, bytes_: Any) -> Any:
     return arith.addi(pointer, arith.extui(i64(), bytes_))
 
 
@@ -214,9 +220,11 @@ def _load(pointer: Any, offset: int) -> list[Any]:
 
 
 def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
-    """Stores of four words each at ``(pointer ^ flipped) + offset``; one instruction to the
-    compiler, which else puts all into the same registers and waits for each store before the
-    next."""
+    """Stores four words at each ``(pointer ^ flipped) + offset``.
+
+    All stores are one block of assembly. With separate ones the compiler assigns the same registers
+    to all of them, and waits for each store before the next.
+    """
     text, words = ["{ .reg .b32 p;"], []
     for flipped, offset, four in stores:
         names = ", ".join(f"${len(words) + i + 1}" for i in range(4))
@@ -226,10 +234,10 @@ def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
 
 
 def _times(word: Any, factor: Any, pair: int) -> Any:
-    """bfloat16 of bytes 2 pair and 2 pair + 1 of four float8_e4m3fn, times the factor's halves.
+    """Converts two of a word's four float8_e4m3fn to bfloat16 and multiplies them by ``factor``.
 
-    A byte with its sign repeated above it, moved up by 4, has all its bits where bfloat16 has them,
-    and copies of the sign between the first two.
+    They are bytes 2 * pair and 2 * pair + 1. A sign-extended byte, shifted left by 4, has all its
+    bits where bfloat16 has them, plus copies of the sign bit that are masked out.
     """
     text = """{
         .reg .b32 w;
@@ -248,24 +256,24 @@ def _pairs(words: list[Any]) -> Any:
 
 
 def _singles(words: Any) -> list[Any]:
-    def at(i: int) -> Any:
+    def address(i: int) -> Any:
         return ir.DenseI64ArrayAttr.get([i])
 
     return [
-        vector.extract(register, dynamic_position=[], static_position=at(i))
+        vector.extract(register, dynamic_position=[], static_position=address(i))
         for register in words.registers.flat
         for i in range(2)
     ]
 
 
 def with_rounded_scales(tokens: jax.Array) -> jax.Array:
-    """Bytes whose scales are those that :func:`store_half` multiplies by, for the interpreter."""
+    """Rounds the scales of tokens as :func:`store_half` does; used by the interpreter."""
     words = tokens[..., SCALES_AT:ROPE_AT].reshape(*tokens.shape[:-1], -1, 4)
-    # Not by casts, which XLA may take for superfluous.
+    # Not by a pair of casts, which XLA may elide.
     scales = lax.reduce_precision(lax.bitcast_convert_type(words, jnp.float32), 8, 7)
-    parts = (
+    fields = (
         tokens[..., :SCALES_AT],
         lax.bitcast_convert_type(scales, jnp.uint8),
         tokens[..., ROPE_AT:],
     )
-    return jnp.concatenate([part.reshape(*tokens.shape[:-1], -1) for part in parts], axis=-1)
+    return jnp.concatenate([field.reshape(*tokens.shape[:-1], -1) for field in fields], axis=-1)

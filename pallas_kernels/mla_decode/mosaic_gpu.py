@@ -1,7 +1,7 @@
-"""mla_decode on Hopper GPUs: bfloat16, pages of 64 tokens, a latent of 512 and 64 rope keys.
+"""mla_decode on Hopper GPUs: bfloat16 queries, pages of 64 tokens, latent width 512, rope width 64.
 
-The cache is bfloat16 or float8_cache's bytes, each with a kernel of its own; bfloat16 has another
-for few query rows.
+There are three kernels. Two read a bfloat16 cache: one for up to 32 query rows (T * H), one for
+more. The third reads the float8 cache of :mod:`float8_cache`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode import few_rows_kernel, float8_kernel
-from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS, FewRows
+from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel
+from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
-from pallas_kernels.mla_decode.merge_kernel import merge_pieces
+from pallas_kernels.mla_decode.merge_kernel import merge_partials
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config, attend
-from pallas_kernels.mla_decode.schedule import BLOCK, FEW_ROWS, Costs, Schedule, schedule
+from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES_COSTS, Costs, Schedule, schedule
 
 
 def mla_decode(
@@ -31,15 +31,18 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | FewRows | None = None,
+    config: Config | FewQueries | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """As :func:`pallas_kernels.mla_decode`.
+    """Implements :func:`pallas_kernels.mla_decode`.
 
-    A row's last rounding may depend on the other rows' lengths, which decide where it is cut.
+    The last rounding of a sequence's result may depend on the lengths of the other sequences,
+    because they decide where it is split.
 
     Args:
-      config: its class names the kernel; by default the number of query rows does.
+      config: tuning parameters. Their class selects the kernel; by default the number of query rows
+        does.
+      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
@@ -56,26 +59,28 @@ def mla_decode(
     if pages.shape[2] != width:
         raise NotImplementedError(f"takes tokens of {width} {unit}, got {pages.shape[2]}")
     if float8 and config is not None:
-        raise NotImplementedError(f"the kernel of float8 caches has no settings, got {config}")
+        raise NotImplementedError(f"the kernel of float8 caches has no config, got {config}")
     M = T * H
     if M % 8 and M < TILE:
-        raise NotImplementedError(f"takes T * H in eights, or {TILE} and more, got {M}")
+        raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
     if config is None and not float8:
-        config = FewRows() if M <= MOST_ROWS else Config()
-    if isinstance(config, FewRows) and M > MOST_ROWS:
-        raise NotImplementedError(f"few rows are {MOST_ROWS} at most, got {M}")
+        config = FewQueries() if M <= MAX_QUERY_ROWS else Config()
+    if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
+        raise NotImplementedError(
+            f"FewQueries takes {MAX_QUERY_ROWS} query rows (T * H) at most, got {M}"
+        )
     if scale < 0:
-        raise NotImplementedError(f"takes a scale of 0 and more, got {scale}")
+        raise NotImplementedError(f"takes a scale of 0 or more, got {scale}")
     if schedule is None:
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
-    # Whole tiles of query rows, or one that is not full.
+    # Pad to whole tiles of query rows, unless there is only one tile.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
     kernel: Any = float8_kernel.attend
-    if isinstance(config, FewRows):
-        kernel = functools.partial(few_rows_kernel.attend, config=config)
+    if isinstance(config, FewQueries):
+        kernel = functools.partial(few_queries_kernel.attend, config=config)
     elif config is not None:
         kernel = functools.partial(attend, config=config)
-    out, lse, pieces = kernel(
+    out, lse, (partials, partial_lse) = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),
         pages,
@@ -83,11 +88,12 @@ def mla_decode(
         schedule,
         queries=T,
         heads=H,
-        scale=max(scale, 1e-30),  # masked scores are -inf, which times 0 would be NaN
+        scale=max(scale, 1e-30),  # not 0: masked scores are -inf, and 0 * -inf is NaN
         interpret=interpret,
     )
-    values, weights = pieces
-    out, lse = merge_pieces(out, lse, values, weights, schedule.split, interpret=interpret)
+    out, lse = merge_partials(
+        out, lse, partials, partial_lse, schedule.split_sequences, interpret=interpret
+    )
     return out[:, :M].reshape(B, T, H, C), lse[:, :M].reshape(B, T, H)
 
 
@@ -99,8 +105,18 @@ def make_schedule(
     max_pages: int,
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule that fills the default device; one serves all layers of a step."""
+    """Makes the schedule whose partitions fill the default device once.
+
+    It depends only on the lengths, so one schedule serves all layers of a step.
+
+    Args:
+      lengths: cached tokens per sequence, including its queries.
+      queries: number of query tokens T per sequence.
+      heads: number of heads H.
+      max_pages: width of the block table.
+      costs: cost model of the scheduler, by default that of the kernel that T * H selects.
+    """
     tiles = -(-queries * heads // TILE)
-    parts = max(1, multiprocessors() // tiles)
-    costs = costs or (FEW_ROWS if queries * heads <= MOST_ROWS else Costs())
-    return schedule(lengths, max_pages=max_pages, parts=parts, costs=costs)
+    partitions = max(1, multiprocessors() // tiles)
+    costs = costs or (FEW_QUERIES_COSTS if queries * heads <= MAX_QUERY_ROWS else Costs())
+    return schedule(lengths, max_pages=max_pages, partitions=partitions, costs=costs)

@@ -1,26 +1,29 @@
 """mla_decode on TPUs (Pallas Mosaic TPU): bfloat16 and float32, any number of heads and queries.
 
-A grid step has the M = T * H query rows of one batch row. It goes through that row's cached tokens
-in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`) over::
+A grid step processes the M = T * H query rows of one sequence. It loops over the sequence's cached
+tokens in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`) over::
 
-    S = scale (Q_latent C^T + Q_rope K^T)        [M, chunk], and C is the values too
+    S = scale (Q_latent C^T + Q_rope K^T)        [M, chunk]; C also serves as the values
 
-* Pages stay in HBM. Blocks of them, as the table numbers them and no further than the row's length,
-  are copied into one of two buffers while the other is computed with; behind a row's last block
-  comes the next row's first. Blocks are large, since what is on its way has to cover HBM's latency:
-  2,048 tokens are 2.6 MB, 1.6 us of a v6e's HBM.
-* Chunks are smaller, since a row's last is computed whole. For 128 rows and 1,024 tokens libtpu
-  0.0.42 schedules 2,400 cycles on a v5p, where the matrix units need 2,304; for half the tokens
-  1,435. Page copies add 9 cycles each. None of it has been run: no TPU was here.
-* C is a multiple of 128, so the latent and the rope part each begin at a register's first lane, and
-  are scored apart. R = 64 fills half a register, and half of a matrix unit's pass: a token takes
-  640 columns of VMEM, of the products and, as does any array's last dimension in a kernel's eyes,
-  of HBM: 11 % more to hold and to read than 576. So pages should be [P, page, 640]. XLA keeps
-  [P, page, 576] with the pages innermost, and copies them all before every call.
-* A device of two cores gives each half of the rows, whatever their lengths.
+* Pages stay in HBM. Blocks of pages, in the order of the block table and no further than the
+  sequence's length, are copied into one of two VMEM buffers while the other is in use. The next
+  sequence's first block follows a sequence's last. Blocks are large, because the bytes in flight
+  must cover HBM's latency: 2,048 tokens are 2.6 MB, 1.6 us of a v6e's HBM bandwidth.
+* Chunks are smaller, because a sequence's last chunk is computed whole. For 128 query rows and
+  1,024 tokens, libtpu 0.0.42 schedules 2,400 cycles on a v5p, where the matrix units need 2,304;
+  for 512 tokens, 1,435. Each page copy adds 9 cycles. These are compiler schedules: the kernel has
+  not been run on a TPU.
+* C is a multiple of 128, so the latent and the rope part both begin at the first lane of a register
+  and are scored separately. R = 64 fills half a register and half a pass of a matrix unit, so a
+  token takes 640 columns of VMEM and of the matmuls. It takes 640 in HBM too, because a kernel sees
+  the last dimension padded: 11 % more memory and traffic than 576. So pages should be
+  [P, page, 640]. XLA lays out [P, page, 576] with the pages innermost, and copies all pages before
+  every call.
+* On a device with two cores, each core processes half of the sequences, whatever their lengths.
 
-Of the kernels that come with JAX, ragged_paged_attention has one width for keys and values, held
-apart; none attends to latents. Those of tpu-inference and tokamax pack the cache their own way.
+Among the kernels that come with JAX, ragged_paged_attention requires separate keys and values of
+one width, and none attends to latents. Those of tpu-inference and tokamax require their own cache
+formats.
 """
 
 from __future__ import annotations
@@ -50,43 +53,45 @@ from pallas_kernels.tpu import (
 )
 
 MOST_PAGES = SMEM // 4 * 7 // 8
-"""Of all rows' block tables together, which lie in SMEM with what the compiler puts there."""
+"""Limit on the entries of the block tables, which share SMEM with the compiler's own data."""
 
-_COPIES = 8  # started in one turn of a loop: one by one a copy takes 33 cycles, not 8
+_COPIES = 8  # started per loop iteration: 8 cycles each, instead of 33 one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Where the work is cut; whole pages, and no more of them than a table has."""
+    """Tile sizes. Chunks and blocks are rounded to whole pages and limited to the table."""
 
     rows: int = 512
-    """Query rows, T * H, of a grid step at most: more go through the cache in turns."""
+    """Maximum query rows (of T * H) per grid step. More query rows take several passes."""
 
     chunk: int = 1024
-    """Tokens of a chunk."""
+    """Cached tokens per chunk, the unit of computation."""
 
     block: int = 2048
-    """Tokens of a block at most; fewer where VMEM is short."""
+    """Maximum cached tokens per block, the unit of copying. Reduced until it fits in VMEM."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The numbers of one kernel."""
+    """Static sizes of one compiled kernel."""
 
     queries: int
+    """Query tokens per sequence, T."""
     heads: int
     rows: int
-    """Query rows of a grid step, in whole tiles."""
+    """Query rows per grid step, rounded up to whole register tiles."""
     tiles: int
-    """Grid steps of a batch row."""
+    """Grid steps per sequence."""
     page: int
+    """Cached tokens per page."""
     max_pages: int
     chunk: int
     block: int
     scale: float
     chip: Chip
     vmem: int
-    """Bytes that the compiler may use."""
+    """VMEM limit for the compiler, in bytes."""
 
 
 def mla_decode(
@@ -100,10 +105,11 @@ def mla_decode(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """As :func:`pallas_kernels.mla_decode`.
+    """Implements :func:`pallas_kernels.mla_decode`.
 
     Args:
-      interpret: as pallas_call takes it, to run without a TPU.
+      config: tile sizes.
+      interpret: ``pallas_call``'s argument, to run without a TPU.
     """
     chip = require_tpu(interpret)
     B, T, H, C = q_latent.shape
@@ -122,7 +128,7 @@ def mla_decode(
     if (entries := block_tables.size) > MOST_PAGES:
         raise NotImplementedError(f"takes block tables of {MOST_PAGES:,} pages, got {entries:,}")
     plan = _plan(config or Config(), q_latent, q_rope, pages, block_tables, scale, chip)
-    idle = -B % chip.cores  # rows of no tokens
+    idle = -B % chip.cores  # empty sequences, so that the cores get equally many
 
     def steps(q: Float[Array, "B T H n"]) -> Float[Array, "steps rows n"]:
         q = q.reshape(B, T * H, -1)
@@ -143,7 +149,7 @@ def mla_decode(
 
 
 def _plan(config, q_latent, q_rope, pages, block_tables, scale: float, chip: Chip) -> _Plan:
-    """The largest blocks that fit into VMEM."""
+    """Chooses the largest blocks that fit in VMEM."""
     _, T, H, C = q_latent.shape
     dtype, (_, page, width), max_pages = pages.dtype, pages.shape, block_tables.shape[1]
     tile = tile_rows(dtype)
@@ -210,7 +216,7 @@ def _attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=plan.vmem,
-            disable_bounds_checks=True,  # page numbers are clipped
+            disable_bounds_checks=True,  # page numbers have been clipped
         ),
         interpret=interpret,
         name="mla_decode",
@@ -226,10 +232,10 @@ def _kernel(
     pages,  # HBM [P, page, width]
     out,  # VMEM [1, rows, C]
     lse,  # VMEM [1, 1, rows]
-    cached,  # VMEM [2, block, width], the two buffers
-    turn,  # SMEM [1], which buffer is next; lives from step to step
-    arrived,  # a semaphore a buffer
-    *softmax,  # VMEM, as OnlineSoftmax has them
+    cached,  # VMEM [2, block, width], double buffer
+    next_buffer,  # SMEM [1], index of the next buffer; persists across grid steps
+    arrived,  # one semaphore per buffer
+    *softmax,  # VMEM, the fields of OnlineSoftmax
 ) -> None:
     block, chunk, table_end = plan.block, plan.chunk, plan.max_pages * plan.page
     pages_of_block = block // plan.page
@@ -237,45 +243,45 @@ def _kernel(
     step = pl.program_id(0) * steps_of_core + index
     sums, C, R = OnlineSoftmax(*softmax), q_latent.shape[-1], q_rope.shape[-1]
 
-    def held(step):
-        """Cached tokens of a step's row; a length may count queries past the table's end."""
+    def cached_tokens(step):
+        """Returns the cached tokens of a step's sequence, limited to the table's end."""
         return jnp.clip(lengths[step // plan.tiles], 0, table_end)
 
     def each_copy(step, i, buffer, act: Callable[[Any], None]) -> None:
-        """Starts, or awaits, the copies of a row's block i."""
+        """Applies ``act``, start or wait, to the page copies of block i of a step's sequence."""
         first = i * pages_of_block
-        count = jnp.clip(pl.cdiv(held(step), plan.page) - first, 0, pages_of_block)
+        count = jnp.clip(pl.cdiv(cached_tokens(step), plan.page) - first, 0, pages_of_block)
 
         def copy(p) -> None:
             number = tables[step // plan.tiles * plan.max_pages + first + p]
-            place = pl.ds(pl.multiple_of(p * plan.page, plan.page), plan.page)
-            to = cached.at[buffer, place]
-            act(pltpu.make_async_copy(pages.at[number], to, arrived.at[buffer]))
+            slots = pl.ds(pl.multiple_of(p * plan.page, plan.page), plan.page)
+            target = cached.at[buffer, slots]
+            act(pltpu.make_async_copy(pages.at[number], target, arrived.at[buffer]))
 
-        turns = count // _COPIES
+        unrolled = count // _COPIES
 
-        @pl.loop(0, turns)
-        def _(turn):
+        @pl.loop(0, unrolled)
+        def _(group):
             for p in range(_COPIES):
-                copy(turn * _COPIES + p)
+                copy(group * _COPIES + p)
 
-        pl.loop(turns * _COPIES, count)(copy)
+        pl.loop(unrolled * _COPIES, count)(copy)
 
     @pl.when(index == 0)
     def _():
-        turn[0] = 0
+        next_buffer[0] = 0
         each_copy(step, 0, 0, lambda copy: copy.start())
 
     sums.clear()
-    length = held(step)
-    blocks = jnp.maximum(pl.cdiv(length, block), 1)  # an empty row's has no page
+    length = cached_tokens(step)
+    blocks = jnp.maximum(pl.cdiv(length, block), 1)  # an empty sequence has one block of no pages
     row = step % plan.tiles * plan.rows + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     visible = lengths[step // plan.tiles] - plan.queries + 1 + row // plan.heads
     visible = jnp.minimum(visible, table_end)
 
     @pl.loop(0, blocks)
     def _(i):
-        buffer, last = turn[0], i + 1 == blocks
+        buffer, last = next_buffer[0], i + 1 == blocks
 
         @pl.when(~last | (index + 1 < steps_of_core))
         def _():
@@ -289,7 +295,7 @@ def _kernel(
             here = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
             s = i * block + c * chunk
 
-            # What no copy filled may be NaN, and 0 * NaN is.
+            # Slots that no copy filled may be NaN, and 0 * NaN is NaN.
             @pl.when(s + chunk > length)
             def _():
                 tokens = s + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0)
@@ -302,7 +308,7 @@ def _kernel(
             tokens = s + lax.broadcasted_iota(jnp.int32, (1, chunk), 1)
             sums.add(jnp.where(tokens < visible, scores, -jnp.inf), latents)
 
-        turn[0] = 1 - buffer
+        next_buffer[0] = 1 - buffer
 
     result, lse[0] = sums.result()
     out[0] = result.astype(out.dtype)

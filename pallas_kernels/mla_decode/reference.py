@@ -1,4 +1,4 @@
-"""The specification of mla_decode: gathers every page of the table, then masks."""
+"""Reference implementation of mla_decode: gathers every page of the table, then masks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,17 @@ def attend(
     end: int,
     scale: float,
 ) -> tuple[Float32[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Attention to the tokens of some of the pages, from token ``first`` on and before ``end``."""
+    """Attention to the tokens of a slice of the block table.
+
+    Args:
+      block_tables: the slice.
+      first: position of the slice's first token.
+      end: position after the last token of the whole table.
+      q_latent, q_rope, pages, lengths, scale: as :func:`mla_decode` takes them.
+
+    Returns:
+      ``out`` and the log-sum-exp, both float32.
+    """
     B, T, _, C = q_latent.shape
     float8 = pages.dtype == jnp.uint8
     widths = (C, q_rope.shape[-1], pages.shape[-1])
@@ -45,17 +55,17 @@ def attend(
             f"takes float8 caches of {LATENT} latent and {ROPE} rope columns in {TOKEN_BYTES}"
             f" bytes, got {widths}"
         )
-    # mode="clip": entries past a row's length may be anything, and are masked below.
+    # mode="clip": entries past a sequence's length may be anything. They are masked below.
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
     if float8:
         cached = jnp.concatenate(dequantize_latent(cached, q_latent.dtype), axis=-1)
     cached = cached[..., : C + q_rope.shape[-1]]
     s = first + jnp.arange(cached.shape[1])
     visible = jnp.minimum(lengths[:, None] - T + 1 + jnp.arange(T), end)
-    # A masked slot may hold anything, NaN included: zero it, for 0 * NaN is NaN.
+    # A masked slot may contain anything, even NaN: zero it, because 0 * NaN is NaN.
     cached = jnp.where((s < visible[:, -1:])[..., None], cached, 0)
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
-    # The cache goes first and whole, not cut into latent and rope: faster on a CPU.
+    # The cache is the first operand and is not sliced into latent and rope: faster on a CPU.
     scores = jnp.einsum("bsk,bthk->bths", cached, q, preferred_element_type=jnp.float32)
     probabilities, lse = masked_softmax(scores * scale, (s < visible[..., None])[:, :, None])
     probabilities = probabilities.astype(cached.dtype)

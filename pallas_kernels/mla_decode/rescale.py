@@ -1,7 +1,7 @@
-"""Rows of a register tile times their factors, which nearly always are all 1: then nothing is done.
+"""Rescales the rows of a register tile, and skips it when all factors are 1, as they usually are.
 
-Mosaic branches on scalars alone, and a factor is spread over the threads that hold its row. So the
-threads of the warpgroup vote: one instruction, a barrier with a reduction.
+Mosaic can branch only on scalars, but the factors are distributed over threads. So the threads of
+the warpgroup vote, by one instruction: a barrier with a reduction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_ir import any_thread, inline
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """``x * factors[:, None]`` for a float32 tile in WGMMA layout, called by a whole warpgroup."""
+    """``x * factors[:, None]`` for a float32 tile in WGMMA layout. A whole warpgroup calls it."""
     if interpret is not None:
         return x * lax.broadcast_in_dim(factors, x.shape, [0])
     tile, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -38,16 +38,16 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
             for register in factors.registers.flat
             for i in range(ir.VectorType(register.type).shape[0])
         ]
-        others = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
-        moved: Any = functools.reduce(arith.ori, others)
-        anyone = any_thread(moved)
-        kept = list(x.registers.flat)
-        branch: Any = scf.IfOp(anyone, [register.type for register in kept], has_else=True)
+        differs = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
+        any_differs: Any = functools.reduce(arith.ori, differs)
+        must_scale = any_thread(any_differs)
+        unscaled = list(x.registers.flat)
+        branch: Any = scf.IfOp(must_scale, [register.type for register in unscaled], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             product = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
             scf.yield_(list(product.registers.flat))
         with ir.InsertionPoint(branch.else_block):
-            scf.yield_(kept)
+            scf.yield_(unscaled)
         registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
@@ -55,8 +55,10 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
 
 
 def publish(interpret: Any = None) -> None:
-    """What this thread wrote in shared memory, to the tensor cores and the copies: ``commit_smem``
-    without its wait for the warpgroup's other threads."""
+    """Makes this thread's shared memory writes visible to the tensor cores and to TMA.
+
+    This is ``commit_smem`` without its barrier across the warpgroup.
+    """
     if interpret is not None:
         plgpu.commit_smem()
         return

@@ -1,8 +1,10 @@
-"""Who reads what in mla_decode's Hopper kernel: rows' cached blocks dealt out to the GPU.
+"""Split-KV scheduling for mla_decode's Hopper kernels: assigns key blocks to partitions.
 
-The kernel runs as ``parts`` equal programs, each of which takes a run of consecutive blocks of
-consecutive rows. A row that falls into several parts is attended in pieces, which a second kernel
-merges. The schedule depends on lengths alone: one serves all layers of a step.
+The cached tokens of all sequences are divided into ``partitions`` shares of about equal cost. Each
+partition is a run of consecutive key blocks of consecutive sequences, and one program (or one per
+tile of 64 query rows) processes it. A sequence that falls into several partitions is split: each
+partition computes a partial output and its log-sum-exp, and a second kernel merges them. The
+schedule depends only on the lengths, so one schedule serves all layers of a step.
 """
 
 from __future__ import annotations
@@ -14,104 +16,135 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 BLOCK = 64
-"""Cached tokens a block: the kernel's page."""
+"""Cached tokens per key block. It equals the page size that the kernels take."""
 
-_ROW_COST = 2  # what starting and finishing a row costs a part, in blocks
-_MERGE_COST = 3  # what merging anything costs a step, in blocks
-_CUTS_COST = 7  # and besides what writing and reading the pieces costs if every part is cut
-_LEAST_BLOCKS = 4  # of a part: smaller pieces cost more to merge than they save
+# Costs are in units of the time that one key block takes.
+_SEQUENCE_COST = 2  # prologue and epilogue of a sequence in a partition
+_MERGE_COST = 3  # fixed cost of a merge
+_PARTIALS_COST = 7  # writing and reading the partial results if every partition boundary splits
+_MIN_BLOCKS = 4  # per partition: smaller partial results cost more to merge than they save
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Made by :func:`schedule` once a step, read by every layer's mla_decode."""
+    """The work of every partition. Computed once per step and read by mla_decode in every layer."""
 
-    table: Int[Array, "places 4"]
-    """One place a part, then one a row. Parts: first row, last row, first block of the first row,
-    end block of the last row; a part without work has its last row before its first. Rows: blocks;
-    pieces; the index of the row's first piece among all pieces of split rows, less the number of
-    its first part (so that part p's piece is the sum of that and p); cached tokens."""
+    table: Int[Array, "entries 4"]
+    """One entry per partition, followed by one entry per sequence.
 
-    split: Int[Array, "parts 4"]
-    """Rows in several pieces: row, its first piece, its pieces; and how many such rows there are,
-    the same in all. Beyond the last one, 0 pieces."""
+    A partition's entry is (first sequence, last sequence, first block of the first sequence, end
+    block of the last sequence). A partition without work has its last sequence before its first.
+
+    A sequence's entry is (blocks, segments, partial offset, cached tokens). ``segments`` is the
+    number of partitions that it falls into; it is split if that exceeds 1, and then partition p
+    writes the sequence's partial result at index ``partial offset + p``: the offset is the index of
+    the sequence's first partial result less the number of its first partition."""
+
+    split_sequences: Int[Array, "partitions 4"]
+    """Sequences that are split, as (sequence, index of its first partial result, number of its
+    partial results, number of split sequences). The last column is the same in every entry.
+    Entries past the last split sequence have 0 partial results."""
 
     @property
-    def parts(self) -> int:
-        return self.split.shape[0]
+    def partitions(self) -> int:
+        """Number of partitions."""
+        return self.split_sequences.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the deal weighs, in blocks; by default as the kernel of many query rows has it."""
+    """Cost model of the scheduler, in key blocks. The defaults are for tiles of 64 query rows."""
 
-    row: int = _ROW_COST
+    sequence: int = _SEQUENCE_COST
+    """Prologue and epilogue of a sequence in a partition."""
+
     merge: int = _MERGE_COST
-    cuts: int = _CUTS_COST
-    least: int = _LEAST_BLOCKS
+    """Fixed cost of merging, paid once if any sequence is split."""
+
+    partials: int = _PARTIALS_COST
+    """Cost of writing and reading the partial results if every partition boundary splits."""
+
+    min_blocks: int = _MIN_BLOCKS
+    """Least cost of a partition's share."""
 
 
-FEW_ROWS = Costs(row=2, merge=1, cuts=2, least=2)
-"""For 16 query rows: a block is 2.2 us of a multiprocessor's share of HBM, a merge two latencies,
-the pieces of all parts are 9 MB to write and read; two blocks of a part are attended side by side.
-By arithmetic a row costs nothing, as it begins and ends behind the fetching of the next; measured,
-a cost of 2 is better than 1 (benchmarks/NOTES.md)."""
+FEW_QUERIES_COSTS = Costs(sequence=2, merge=1, partials=2, min_blocks=2)
+"""Cost model of the kernel for few query rows, derived for 16 of them.
+
+A key block takes 2.2 us of a multiprocessor's share of HBM bandwidth and a merge takes two memory
+latencies. The partial results of all partitions are 9 MB to write and read. Two blocks of a
+partition are processed concurrently. By this arithmetic a sequence costs nothing, because its
+prologue and epilogue overlap with fetching the next one; measured, a cost of 2 is better than 1
+(benchmarks/NOTES.md)."""
 
 
 def schedule(
-    lengths: Int[Array, " B"], *, max_pages: int, parts: int, costs: Costs | None = None
+    lengths: Int[Array, " B"], *, max_pages: int, partitions: int, costs: Costs | None = None
 ) -> Schedule:
-    """Cuts the rows' blocks evenly, or deals out whole rows where that, unmerged, ends no later.
+    """Divides the key blocks evenly, or assigns whole sequences if that finishes no later.
+
+    Whole sequences need no merge, so they are preferred when the longest partition is longer than
+    the even share by no more than the merge would cost.
 
     Args:
-      lengths: cached tokens a row. An empty row counts as one block, for its zeros to be written.
+      lengths: cached tokens per sequence. An empty sequence counts as one block, because its zeros
+        must be written.
       max_pages: width of the block table, in pages of ``BLOCK`` tokens.
-      parts: programs that run side by side.
-      costs: those of many query rows if missing.
+      partitions: number of partitions, which run concurrently.
+      costs: cost model, by default that of tiles of 64 query rows.
     """
     costs = costs or Costs()
     B = lengths.shape[0]
     i32 = jnp.int32
     blocks = jnp.clip((lengths.astype(i32) + BLOCK - 1) // BLOCK, 1, max_pages)
-    cost = blocks + costs.row
-    # Masked sums, not scans: XLA makes one kernel of them.
-    number = jnp.arange(B)
-    begin = jnp.sum(jnp.where(number[None] < number[:, None], cost, 0), axis=1, dtype=i32)
-    share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // parts), costs.least)
-    edge = jnp.arange(parts + 1, dtype=i32)
+    cost = blocks + costs.sequence
+    # Masked sums instead of scans: XLA compiles them to one kernel.
+    sequence = jnp.arange(B)
+    begin = jnp.sum(jnp.where(sequence[None] < sequence[:, None], cost, 0), axis=1, dtype=i32)
+    share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // partitions), costs.min_blocks)
+    edge = jnp.arange(partitions + 1, dtype=i32)
     even = edge[None] * share - begin[:, None]
-    cuts = jnp.sum((even > 0) & (even < blocks[:, None]), dtype=i32)
-    rows_a_part = -(-B // parts)
-    first_whole = jnp.append(begin, jnp.sum(cost, dtype=i32))[jnp.minimum(edge * rows_a_part, B)]
-    longest = jnp.max(first_whole[1:] - first_whole[:-1])
-    saved = costs.merge + cuts * costs.cuts // parts
-    edges = jnp.where(longest <= share + saved, first_whole, edge * share)
+    split_count = jnp.sum((even > 0) & (even < blocks[:, None]), dtype=i32)
+    sequences_per_partition = -(-B // partitions)
+    whole_edges = jnp.append(begin, jnp.sum(cost, dtype=i32))[
+        jnp.minimum(edge * sequences_per_partition, B)
+    ]
+    longest = jnp.max(whole_edges[1:] - whole_edges[:-1])
+    merge_cost = costs.merge + split_count * costs.partials // partitions
+    edges = jnp.where(longest <= share + merge_cost, whole_edges, edge * share)
 
-    # [B, parts]: the blocks of each row that fall between two edges.
+    # [B, partitions]: the blocks of each sequence that fall between two edges.
     cut = jnp.clip(edges[None] - begin[:, None], 0, blocks[:, None])
     low, high = cut[:, :-1], cut[:, 1:]
-    held = high > low
-    pieces = jnp.sum(held, axis=1, dtype=i32)
-    first_row = jnp.argmax(held, axis=0).astype(i32)
-    last_row = jnp.where(
-        jnp.any(held, axis=0), B - 1 - jnp.argmax(held[::-1], axis=0).astype(i32), -1
+    is_assigned = high > low
+    segments = jnp.sum(is_assigned, axis=1, dtype=i32)
+    first_sequence = jnp.argmax(is_assigned, axis=0).astype(i32)
+    last_sequence = jnp.where(
+        jnp.any(is_assigned, axis=0), B - 1 - jnp.argmax(is_assigned[::-1], axis=0).astype(i32), -1
     )
-    part = jnp.arange(parts)
-    taken = [first_row, last_row, low[first_row, part], high[last_row, part]]
+    partition = jnp.arange(partitions)
+    partition_entries = [
+        first_sequence,
+        last_sequence,
+        low[first_sequence, partition],
+        high[last_sequence, partition],
+    ]
 
-    extra = jnp.where(pieces > 1, pieces, 0)
-    before = number[None] < number[:, None]
-    first_piece = jnp.sum(jnp.where(before, extra, 0), axis=1, dtype=i32)
-    # A split row's place among the split ones; the others are dropped.
-    place = jnp.sum(jnp.where(before, extra > 0, False), axis=1, dtype=i32)
-    place = jnp.where(extra > 0, place, parts)
-    split = jnp.stack([number.astype(i32), first_piece, extra], axis=1)
-    split = jnp.zeros((parts, 3), i32).at[place].set(split, mode="drop")
-    count = jnp.full((parts, 1), jnp.sum(extra > 0), i32)
-    first_part = jnp.argmax(held, axis=1).astype(i32)
-    rows = [blocks, pieces, first_piece - first_part, lengths.astype(i32)]
+    partial_count = jnp.where(segments > 1, segments, 0)
+    before = sequence[None] < sequence[:, None]
+    first_partial = jnp.sum(jnp.where(before, partial_count, 0), axis=1, dtype=i32)
+    # Index of each split sequence among the split ones; the others are dropped.
+    split_index = jnp.sum(jnp.where(before, partial_count > 0, False), axis=1, dtype=i32)
+    split_index = jnp.where(partial_count > 0, split_index, partitions)
+    split_entries = jnp.stack([sequence.astype(i32), first_partial, partial_count], axis=1)
+    split_entries = jnp.zeros((partitions, 3), i32).at[split_index].set(split_entries, mode="drop")
+    count = jnp.full((partitions, 1), jnp.sum(partial_count > 0), i32)
+    first_partition = jnp.argmax(is_assigned, axis=1).astype(i32)
+    sequence_entries = [blocks, segments, first_partial - first_partition, lengths.astype(i32)]
     return Schedule(
-        table=jnp.concatenate([jnp.stack(taken, axis=1), jnp.stack(rows, axis=1)]),
-        split=jnp.concatenate([split, count], axis=1),
+        table=jnp.concatenate(
+            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
+        ),
+        split_sequences=jnp.concatenate([split_entries, count], axis=1),
     )

@@ -1,1 +1,1 @@
-"""Expanded causal attention with distinct key and value widths."""
+"""Causal attention over expanded keys and values, which may differ in width."""

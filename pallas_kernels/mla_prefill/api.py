@@ -24,24 +24,25 @@ def mla_prefill(
     scale: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Softmax attention in which query t of row b sees keys ``s <= starts[b] + t, s < lengths[b]``.
+    """Softmax attention; query t of sequence b sees keys ``s <= starts[b] + t, s < lengths[b]``.
 
-    ``starts = 0`` is a plain causal prompt. A prefix that all queries see whole is a call with
-    ``starts >= S``; :func:`pallas_kernels.merge_attention` joins it to the rest.
+    ``starts = 0`` is ordinary causal attention. With ``starts >= S`` every query sees all keys, as
+    for a cached prefix; :func:`pallas_kernels.merge_attention` merges it with the causal part.
 
     Args:
-      q, k: K = N + R wide, the rotated rope part last.
-      v: V wide, V and K may differ (128 and 192 in DeepSeek-V3).
-      starts: index, among the keys, of each row's first query.
-      lengths: valid keys a row; keys and values past them may be anything.
+      q, k: queries and keys of width K = N + R, the rotated rope part last.
+      v: values of width V, which may differ from K (128 and 192 in DeepSeek-V3).
+      starts: index, among the keys, of each sequence's first query.
+      lengths: number of valid keys per sequence. Keys and values past them may be anything.
       scale: factor of the scores.
+      implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:
-      ``out`` in q's dtype (zeros where a query sees no key) and the scores' log-sum-exp, natural
-      logarithm (-inf there). Scores and softmax are float32.
+      ``out`` in q's dtype and the log-sum-exp of the scores (natural logarithm, float32): zeros and
+      -inf for a query that sees no key. Scores and softmax are float32.
 
     Raises:
       ValueError: ``implementation`` names no back-end.
-      NotImplementedError: the named back-end does not take these arguments.
+      NotImplementedError: no selected back-end takes these arguments.
     """
     return dispatch("mla_prefill", BACKENDS, implementation, q, k, v, starts, lengths, scale=scale)

@@ -1,4 +1,4 @@
-"""Gradients of mla_prefill's kernels: the reference's, from all scores at once."""
+"""Gradient of mla_prefill's kernels. It is the reference's, which computes all scores at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def with_gradient_of_reference(attend: Attention, scale: float) -> Attention:
-    """``attend(q, k, v, starts, lengths)``, differentiable in the first three."""
+    """Makes ``attend(q, k, v, starts, lengths)`` differentiable in q, k and v."""
 
     @jax.custom_vjp
     def attention(*inputs: jax.Array):
@@ -24,10 +24,10 @@ def with_gradient_of_reference(attend: Attention, scale: float) -> Attention:
     def backward(inputs, cotangents):
         *qkv, starts, lengths = inputs
 
-        def of_floats(q, k, v):
+        def of_qkv(q, k, v):
             return reference.mla_prefill(q, k, v, starts, lengths, scale=scale)
 
-        return *jax.vjp(of_floats, *qkv)[1](cotangents), None, None
+        return *jax.vjp(of_qkv, *qkv)[1](cotangents), None, None
 
     attention.defvjp(forward, backward)
     return attention

@@ -1,4 +1,4 @@
-"""Columns of scores that lie in registers: the first ones, and parts side by side."""
+"""Masking and concatenation of columns of a register tile."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pallas_kernels.mosaic_ir import const, inline
 
 _WGMMA = plgpu.Layout.WGMMA
 _COLUMNS = 8
-"""That four threads hold of a row before the first of them holds the next one."""
+"""Consecutive columns of a row that four threads hold, two each, before the pattern repeats."""
 
 
-def first_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
-    """``s[i, j]`` where ``j < visible[i]``, elsewhere minus infinity.
+def mask_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
+    """Returns ``s[i, j]`` where ``j < visible[i]``, and minus infinity elsewhere.
 
-    A comparison with columns costs an addition and a register each, so that threads compare what is
-    left of ``visible`` after their own first column with constants instead.
+    Comparing with a column index would cost an addition and a register per column. Instead each
+    thread subtracts its own first column from ``visible`` and compares the result with constants.
 
     Args:
       s: float32 [64, n] in registers, n a multiple of 8.
@@ -30,33 +30,35 @@ def first_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
     """
     shape = (s.shape[0], _COLUMNS)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
-    left = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
+    remaining = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
 
     @inline(_WGMMA, _WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA))
-    def masked(s: Any, left: Any) -> Any:
+    def masked(s: Any, remaining: Any) -> Any:
         infinity = mgpu.utils.c(float("-inf"), ir.F32Type.get())
-        nothing = mgpu.FragmentedArray.splat(infinity, shape, left.layout, is_signed=None)
+        minus_infinity = mgpu.FragmentedArray.splat(
+            infinity, shape, remaining.layout, is_signed=None
+        )
         new = s.copy()
         for c in range(0, s.shape[1], _COLUMNS):
-            here = slice(None), slice(c, c + _COLUMNS)
-            bound = mgpu.FragmentedArray.splat(const(c), shape, left.layout, is_signed=True)
-            new[here] = (left > bound).select(s[here], nothing)
+            window = slice(None), slice(c, c + _COLUMNS)
+            bound = mgpu.FragmentedArray.splat(const(c), shape, remaining.layout, is_signed=True)
+            new[window] = (remaining > bound).select(s[window], minus_infinity)
         return new
 
-    return masked(s, left)
+    return masked(s, remaining)
 
 
-def beside(*parts: jax.Array) -> jax.Array:
-    """Columns of parts in registers, one part after the other."""
-    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=_WGMMA)
+def concatenate_columns(*tiles: jax.Array) -> jax.Array:
+    """Concatenates register tiles along their columns."""
+    shape = tiles[0].shape[0], sum(tile.shape[1] for tile in tiles)
+    result = plgpu.ShapeDtypeStruct(shape, tiles[0].dtype, layout=_WGMMA)
 
-    @inline(*(_WGMMA for _ in parts), returns=result)
-    def joined(*parts: Any) -> Any:
+    @inline(*(_WGMMA for _ in tiles), returns=result)
+    def concatenate(*tiles: Any) -> Any:
         return mgpu.FragmentedArray(
-            _registers=np.concatenate([part.registers for part in parts], axis=1),
-            _layout=parts[0].layout,
-            _is_signed=parts[0].is_signed,
+            _registers=np.concatenate([tile.registers for tile in tiles], axis=1),
+            _layout=tiles[0].layout,
+            _is_signed=tiles[0].is_signed,
         )
 
-    return joined(*parts)
+    return concatenate(*tiles)

@@ -13,8 +13,8 @@ from pallas_kernels.hopper import require_hopper
 from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import COLUMNS, Config, attend
 
-_ROWS_OF_A_COPY = 8
-"""TMA sees queries and keys in groups of this many."""
+_ROWS_PER_COPY = 8
+"""TMA tiles queries and keys in groups of this many."""
 
 
 def mla_prefill(
@@ -28,10 +28,10 @@ def mla_prefill(
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Gradients are the reference's, from all scores at once.
+    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's.
 
     Args:
-      config: how the kernel is cut.
+      config: tile sizes and scheduling.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
@@ -56,12 +56,13 @@ def mla_prefill(
 
 def _attend(q, k, v, starts, lengths, *, scale: float, config: Config, interpret: Any):
     T = q.shape[1]
-    q, k, v = (_to_whole_rows(x) for x in (q, k, v))
+    q, k, v = (_pad_tokens(x) for x in (q, k, v))
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     out, lse = attend(q, k, v, starts, lengths, scale=scale, config=config, interpret=interpret)
     return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
 
 
-def _to_whole_rows(x: jax.Array) -> jax.Array:
-    missing = -x.shape[1] % _ROWS_OF_A_COPY
+def _pad_tokens(x: jax.Array) -> jax.Array:
+    """Pads the token dimension to a multiple of _ROWS_PER_COPY."""
+    missing = -x.shape[1] % _ROWS_PER_COPY
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x

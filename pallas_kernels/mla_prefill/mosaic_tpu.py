@@ -1,17 +1,19 @@
 """mla_prefill on TPUs (Pallas Mosaic TPU): bfloat16 and float32, keys and values of any widths.
 
-A grid step has a block of queries of one head and a segment of its keys and values: all of them,
-where VMEM has room, and then they are read from HBM once a head, whatever the number of queries. It
-goes through the segment in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`).
+A grid step processes a block of queries of one head against a segment of its keys and values. If
+VMEM has room, the segment is all of them, and then they are read from HBM once per head, whatever
+the number of queries. The step loops over the segment in chunks, with an online softmax
+(:mod:`pallas_kernels.online_softmax`).
 
-* ``starts`` and ``lengths`` bound that loop: chunks that no query sees are not computed. Segments
-  that no query sees are not copied either.
-* Heads come before tokens in HBM, so that a head's rows lie together. XLA writes a projection's
-  result that way at no cost, and transposes arguments of a program.
-* K = 192 takes 256 columns of HBM, VMEM and the matrix units' passes.
+* ``starts`` and ``lengths`` bound the loop. Chunks that no query sees are not computed, and such
+  segments are not copied either.
+* The head dimension precedes the token dimension in HBM, so that a head's tokens are contiguous.
+  XLA can write the result of a projection in this layout at no cost; arguments of a program are
+  transposed.
+* K = 192 is padded to 256 columns in HBM, in VMEM and in the matrix units.
 
-Of the kernels that come with JAX, flash_attention has one width for keys and values, and
-splash_attention a mask that is known before it is compiled; neither has a row's ``starts``.
+Among the kernels that come with JAX, flash_attention requires keys and values of one width, and
+splash_attention a mask known at compile time. Neither takes per-sequence ``starts``.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Where the work is cut; multiples of 128, or all there is if that is less."""
+    """Tile sizes: multiples of 128, limited to the whole dimension."""
 
     rows: int = 512
-    """Queries of a block."""
+    """Queries per block."""
 
     chunk: int = 1024
-    """Keys of a chunk."""
+    """Keys per chunk, the unit of computation."""
 
     segment: int | None = None
-    """Keys of a segment, in whole chunks; by default as many as VMEM has room for."""
+    """Keys per segment, the unit of copying: whole chunks, by default as many as fit in VMEM."""
 
 
 def mla_prefill(
@@ -57,10 +59,11 @@ def mla_prefill(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Gradients are the reference's, from all scores at once.
+    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's.
 
     Args:
-      interpret: as pallas_call takes it, to run without a TPU.
+      config: tile sizes.
+      interpret: ``pallas_call``'s argument, to run without a TPU.
     """
     chip = require_tpu(interpret)
     dtypes = {x.dtype.name for x in (q, k, v)}
@@ -75,7 +78,7 @@ def mla_prefill(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The numbers of one kernel."""
+    """Static sizes of one compiled kernel."""
 
     heads: int
     rows: int
@@ -83,11 +86,11 @@ class _Plan:
     segment: int
     scale: float
     vmem: int
-    """Bytes that the compiler may use."""
+    """VMEM limit for the compiler, in bytes."""
 
 
 def _plan(config: Config, q, k, v, scale: float, chip: Chip) -> _Plan:
-    """The largest segments that fit into VMEM."""
+    """Chooses the largest segments that fit in VMEM."""
     _, T, H, K = q.shape
     S, V, dtype = k.shape[1], v.shape[-1], q.dtype
     tile = tile_rows(dtype)
@@ -125,8 +128,8 @@ def _attend(
     q, k, v = (x.swapaxes(1, 2).reshape(B * H, *x.shape[1:2], x.shape[-1]) for x in (q, k, v))
 
     def keys(head, block, segment, starts, lengths):
-        """The last segment that is seen stays for those that are not."""
-        last = _seen(plan, starts, lengths, head, (block + 1) * plan.rows)
+        """Returns a segment's block index. Unseen segments map to the last one that is seen."""
+        last = _visible_keys(plan, starts, lengths, head, (block + 1) * plan.rows)
         return head, jnp.minimum(segment, jnp.maximum(pl.cdiv(last, plan.segment) - 1, 0)), 0
 
     out, lse = pl.pallas_call(
@@ -158,10 +161,10 @@ def _attend(
     return out.reshape(B, H, T, V).swapaxes(1, 2), lse.reshape(B, H, T).swapaxes(1, 2)
 
 
-def _seen(plan: _Plan, starts, lengths, head, query):
-    """How many keys the queries before ``query`` see together."""
-    row = head // plan.heads
-    return jnp.clip(starts[row] + query, 0, lengths[row])
+def _visible_keys(plan: _Plan, starts, lengths, head, query):
+    """Returns the number of keys that any query before index ``query`` sees."""
+    sequence = head // plan.heads
+    return jnp.clip(starts[sequence] + query, 0, lengths[sequence])
 
 
 def _kernel(
@@ -177,25 +180,25 @@ def _kernel(
 ) -> None:
     head, segment, sums = pl.program_id(0), pl.program_id(2), OnlineSoftmax(*softmax)
     first_query, first_key = pl.program_id(1) * plan.rows, segment * plan.segment
-    row = head // plan.heads
+    sequence = head // plan.heads
     query = first_query + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
-    seen = jnp.minimum(starts[row] + query + 1, lengths[row])
+    visible = jnp.minimum(starts[sequence] + query + 1, lengths[sequence])
 
     @pl.when(segment == 0)
     def _():
         sums.clear()
 
-    last = _seen(plan, starts, lengths, head, first_query + plan.rows) - first_key
+    last = _visible_keys(plan, starts, lengths, head, first_query + plan.rows) - first_key
 
     @pl.loop(0, pl.cdiv(jnp.clip(last, 0, plan.segment), plan.chunk))
     def _(i):
-        here = pl.ds(pl.multiple_of(i * plan.chunk, plan.chunk), plan.chunk)
+        window = pl.ds(pl.multiple_of(i * plan.chunk, plan.chunk), plan.chunk)
         key = first_key + i * plan.chunk
         keys = key + lax.broadcasted_iota(jnp.int32, (1, plan.chunk), 1)
-        scores = plan.scale * dot(q[0], k[0, here], transposed=True)
-        # What stands past the row's end may be NaN, and 0 * NaN is.
-        valid = key + lax.broadcasted_iota(jnp.int32, (plan.chunk, 1), 0) < lengths[row]
-        sums.add(jnp.where(keys < seen, scores, -jnp.inf), jnp.where(valid, v[0, here], 0))
+        scores = plan.scale * dot(q[0], k[0, window], transposed=True)
+        # Values past the sequence's end may be NaN, and 0 * NaN is NaN.
+        valid = key + lax.broadcasted_iota(jnp.int32, (plan.chunk, 1), 0) < lengths[sequence]
+        sums.add(jnp.where(keys < visible, scores, -jnp.inf), jnp.where(valid, v[0, window], 0))
 
     @pl.when(segment == pl.num_programs(2) - 1)
     def _():

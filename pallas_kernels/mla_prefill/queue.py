@@ -1,4 +1,4 @@
-"""A queue of tiles for all programs of a kernel: a counter in device memory."""
+"""Dynamic tile scheduler of a persistent kernel: a counter in device memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline, word
 
 
-def draw(counter: Any, drawn: Any, slot: jax.Array, first: int) -> None:
-    """``drawn[slot] = first + counter`` and ``counter += 1``, by one thread of a warpgroup.
+def claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
+    """Sets ``tiles[slot] = first + counter`` and increments ``counter`` atomically.
+
+    One thread of the calling warpgroup does it.
 
     Args:
       counter: a semaphore, 0 when the kernel begins.
-      drawn: int32s in SMEM; what is stored there needs a barrier before others read it.
-      first: the first tile that belongs to no program.
+      tiles: int32s in shared memory. A barrier must follow before other warpgroups read them.
+      slot: index into ``tiles``.
+      first: the first tile that is not assigned statically.
     """
 
     @inline(REF, REF, SCALAR)
-    def by_one_thread(counter: Any, drawn: Any, slot: Any) -> None:
+    def by_one_thread(counter: Any, tiles: Any, slot: Any) -> None:
         with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
             before = llvm.atomicrmw(
                 llvm.AtomicBinOp.add,
@@ -34,16 +37,16 @@ def draw(counter: Any, drawn: Any, slot: jax.Array, first: int) -> None:
                 llvm.AtomicOrdering.monotonic,
             )
             index = arith.index_cast(ir.IndexType.get(), word(slot))
-            memref.store(arith.addi(before, const(first)), drawn, [index])
+            memref.store(arith.addi(before, const(first)), tiles, [index])
 
-    by_one_thread(counter, drawn, jnp.asarray(slot, jnp.int32))
+    by_one_thread(counter, tiles, jnp.asarray(slot, jnp.int32))
 
 
-def same(x: jax.Array) -> jax.Array:
-    """``x``, an int32 that all threads hold, in such a way that the compiler knows of it.
+def uniform(x: jax.Array) -> jax.Array:
+    """Returns ``x``, an int32 that is equal in all threads, so that the compiler knows it is.
 
-    What came from SMEM may differ from thread to thread, as far as it can see, and addresses made
-    of it would be kept in each thread's registers.
+    For all that the compiler knows, a value loaded from shared memory differs between threads, and
+    addresses computed from it would occupy registers of every thread.
     """
 
     @inline(SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))

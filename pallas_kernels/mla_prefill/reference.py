@@ -1,4 +1,4 @@
-"""The specification of mla_prefill: all scores at once, masked."""
+"""Reference implementation of mla_prefill: computes all scores at once, then masks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mla_prefill(
     last = starts[:, None] + jnp.arange(q.shape[1])
     mask = (s <= last[..., None]) & (s < lengths[:, None, None])
     probabilities, lse = masked_softmax(scores * scale, mask[:, :, None])
-    # A masked value may be anything, NaN included: zero it, for 0 * NaN is NaN.
+    # A masked value may be anything, even NaN: zero it, because 0 * NaN is NaN.
     v = jnp.where((s < lengths[:, None])[..., None, None], v, 0)
     out = jnp.einsum(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32

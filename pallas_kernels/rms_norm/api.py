@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows, and of sums of rows."""
+"""Root-mean-square normalisation, and the residual add fused with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.rms_norm import mosaic_gpu, reference
 
 BACKENDS = {"mosaic_gpu": mosaic_gpu.rms_norm, "reference": reference.rms_norm}
-OF_SUMS = {"mosaic_gpu": mosaic_gpu.add_rms_norm, "reference": reference.add_rms_norm}
+ADD_BACKENDS = {"mosaic_gpu": mosaic_gpu.add_rms_norm, "reference": reference.add_rms_norm}
 
 
 def rms_norm(
@@ -18,10 +18,12 @@ def rms_norm(
     eps: float,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, in float32, then in x's dtype.
+    """Returns ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis.
+
+    Computed in float32, then cast to x's dtype.
 
     Raises:
-      NotImplementedError: the named back-end does not take these arguments.
+      NotImplementedError: no selected back-end takes these arguments.
     """
     return dispatch("rms_norm", BACKENDS, implementation, x, weight, eps=eps)
 
@@ -34,9 +36,9 @@ def add_rms_norm(
     eps: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
-    """``x + y``, summed in float32 and rounded to x's dtype, and its :func:`rms_norm`.
+    """Returns ``x + y``, summed in float32 and cast to x's dtype, and its :func:`rms_norm`.
 
     Raises:
-      NotImplementedError: the named back-end does not take these arguments.
+      NotImplementedError: no selected back-end takes these arguments.
     """
-    return dispatch("add_rms_norm", OF_SUMS, implementation, x, y, weight, eps=eps)
+    return dispatch("add_rms_norm", ADD_BACKENDS, implementation, x, y, weight, eps=eps)

@@ -1,7 +1,7 @@
-"""rms_norm and add_rms_norm on Hopper GPUs: of one row, of which XLA makes two kernels, for it sums
-before it does the rest.
+"""rms_norm and add_rms_norm of a single row on Hopper GPUs.
 
-Of several rows it makes one, as good as any.
+XLA compiles the norm of one row to two kernels, because it reduces before it scales. For several
+rows it compiles one kernel, which is as fast as ours would be.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from pallas_kernels.hopper import require_hopper
 from pallas_kernels.rms_norm import reference
 
 _THREADS = 128
-_LEAST = 2048  # columns: shorter rows are parts of others, which XLA norms where it joins them
+# Shorter rows are slices of a longer one, and XLA fuses their norms with the slicing.
+_MIN_COLUMNS = 2048
 
 
 def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float, interpret: Any = None
 ) -> Float[Array, "*batch D"]:
-    """As :func:`pallas_kernels.rms_norm`; its gradient is the reference's.
+    """Implements :func:`pallas_kernels.rms_norm`. Its gradient is the reference's.
 
     Raises:
-      NotImplementedError: no Hopper GPU, not one row, a dtype that is not bfloat16, or fewer than
-        2,048 columns or no multiple of 256.
+      NotImplementedError: no Hopper GPU, more or fewer rows than one, a dtype other than bfloat16,
+        fewer than 2,048 columns, or a number of columns that is not a multiple of 256.
     """
     return _normed((x,), weight, eps, interpret)[0]
 
@@ -43,7 +44,7 @@ def add_rms_norm(
     eps: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
-    """As :func:`pallas_kernels.add_rms_norm`; its gradient is the reference's.
+    """Implements :func:`pallas_kernels.add_rms_norm`. Its gradient is the reference's.
 
     Raises:
       NotImplementedError: as :func:`rms_norm`.
@@ -59,13 +60,17 @@ def _normed(
     *batch, D = addends[0].shape
     rows, dtypes = math.prod(batch), {str(x.dtype) for x in (*addends, weight)}
     if rows != 1:
-        raise NotImplementedError(f"takes one row, got {rows}: XLA norms several in one kernel")
+        raise NotImplementedError(
+            f"takes one row, got {rows}: XLA normalises several in one kernel"
+        )
     if dtypes != {"bfloat16"}:
         raise NotImplementedError(f"takes bfloat16, got {', '.join(sorted(dtypes))}")
-    if D < _LEAST or D % (2 * _THREADS):
-        raise NotImplementedError(f"takes columns in 256, {_LEAST} and more, got {D}")
-    found: Any = _norm(eps, interpret, tuple(x.reshape(D) for x in addends), weight)
-    return [x.reshape(*batch, D) for x in found]
+    if D < _MIN_COLUMNS or D % (2 * _THREADS):
+        raise NotImplementedError(
+            f"takes a multiple of 256 columns, {_MIN_COLUMNS} or more, got {D}"
+        )
+    results: Any = _norm(eps, interpret, tuple(x.reshape(D) for x in addends), weight)
+    return [x.reshape(*batch, D) for x in results]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -76,7 +81,7 @@ def norm_row(
     eps: float,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, " D"], ...]:
-    """The norm of an array, or the sum of two and its norm."""
+    """Returns (norm of the addend) for one addend, or (sum, norm of the sum) for two."""
     (D,), count = weight.shape, len(addends)
 
     def rms_norm(*refs: Any) -> None:
@@ -112,16 +117,16 @@ def _forward(eps: float, interpret: Any, addends: Any, weight: jax.Array) -> Any
     return _norm(eps, interpret, addends, weight), (addends, weight)
 
 
-def _backward(eps: float, interpret: Any, kept: Any, cotangents: Any) -> Any:
+def _backward(eps: float, interpret: Any, residuals: Any, cotangents: Any) -> Any:
     del interpret
 
-    def plain(addends: Any, weight: jax.Array) -> Any:
+    def reference_norm(addends: Any, weight: jax.Array) -> Any:
         x, *others = addends
         if not others:
             return (reference.rms_norm(x, weight, eps=eps),)
         return reference.add_rms_norm(x, others[0], weight, eps=eps)
 
-    return jax.vjp(plain, *kept)[1](cotangents)
+    return jax.vjp(reference_norm, *residuals)[1](cotangents)
 
 
 _norm.defvjp(_forward, _backward)

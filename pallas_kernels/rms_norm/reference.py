@@ -1,4 +1,4 @@
-"""The specification of rms_norm and add_rms_norm."""
+"""Reference implementation of rms_norm and add_rms_norm."""
 
 from __future__ import annotations
 

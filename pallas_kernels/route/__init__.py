@@ -1,1 +1,1 @@
-"""Which experts a token goes to, and the pairs of both sorted by expert."""
+"""Expert routing: chooses experts for each token, and sorts the (token, expert) pairs."""

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the pairs of both sorted by expert."""
+"""Expert routing: chooses experts for each token, and sorts the (token, expert) pairs."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ def route(
     scaling_factor: float,
     implementation: Implementation = None,
 ) -> Routes:
-    """Scores the experts, chooses K = ``num_experts_per_tok`` a token, sorts the pairs by expert.
+    """Scores experts, chooses K = ``num_experts_per_tok`` per token, sorts the pairs by expert.
 
-    A token chooses by its scores s plus ``bias``, among the experts of the ``topk_group`` best of
-    ``n_group`` groups of consecutive experts; of equal ones the lower comes first. Its weights are
-    the chosen s, divided by their sum under ``normalize``, times ``scaling_factor``. Logits have a
-    gradient through scores and weights; choices have none (V3 report, equations 12 to 16).
+    A token chooses the experts with the largest score s plus ``bias``, among those of the
+    ``topk_group`` best of ``n_group`` groups of consecutive experts. Ties go to the lower index.
+    The routing weights are the scores s of the chosen experts, divided by their sum if
+    ``normalize``, times ``scaling_factor``. The gradient flows to the logits through scores and
+    weights, not through the choice (DeepSeek-V3 report, equations 12 to 16).
 
     Args:
-      bias: added for the choice alone; none is zero.
-      valid: tokens that are no padding; others choose, and their pairs stand behind all groups.
-      method: ``noaux_tc``, a group is as good as its two best experts together; ``greedy`` or
-        ``group_limited_greedy``, as its best.
-      scoring: s of the logits, ``sigmoid`` or ``softmax``.
+      logits: router logits.
+      bias: added to the scores for the choice only. None means zero.
+      valid: False for padding tokens. They choose experts too, but their pairs are sorted after all
+        others and not counted.
+      num_experts_per_tok, n_group, topk_group, normalize, scaling_factor: see above.
+      method: how a group is scored: by the sum of its two best experts (``noaux_tc``), or by its
+        best (``greedy``, ``group_limited_greedy``).
+      scoring: function from logits to scores, ``sigmoid`` or ``softmax``.
+      implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Raises:
-      ValueError: shapes or settings do not fit together.
-      NotImplementedError: the named back-end does not take these arguments.
+      ValueError: shapes or settings are inconsistent.
+      NotImplementedError: no selected back-end takes these arguments.
     """
     rule = Rule(
         num_experts_per_tok, n_group, topk_group, method, scoring, normalize, scaling_factor

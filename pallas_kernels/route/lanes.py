@@ -1,6 +1,6 @@
-"""Numbers of a warpgroup, one a thread: [warps, lanes]. How they come from memory and go there.
+"""Arrays with one number per thread of a warpgroup, [warps, lanes]: loads, stores, reductions.
 
-Indices are of arrays laid out flat, so that a row's end needs no padding.
+Global memory is indexed as flat arrays, so that rows need no padding.
 """
 
 from __future__ import annotations
@@ -29,30 +29,36 @@ LAYOUT = plgpu.Layout.TILED(
 )
 
 
-def number(axis: int) -> jax.Array:
-    """Each thread's warp, or its lane."""
+def thread_index(axis: int) -> jax.Array:
+    """Returns each thread's warp (axis 0) or lane (axis 1)."""
     return plgpu.broadcasted_iota(jnp.int32, SHAPE, axis, layout=LAYOUT)
 
 
 def over_warp(reduce: Any, values: jax.Array) -> jax.Array:
-    """What a warp's lanes have together, in each of them. Of integers' sum and maximum it is one
-    instruction, of floats ten."""
-    found = lax.broadcast_in_dim(reduce(values, axis=1), SHAPE, (0,))
-    return plgpu.layout_cast(found, LAYOUT)
+    """Reduces over the lanes of each warp. Every lane gets the result.
 
-
-def kept(values: jax.Array, there: jax.Array, other: int) -> jax.Array:
-    """``values`` that are ``there``, elsewhere ``other``.
-
-    The constant must be the second of the two: a select whose first is a constant has lost its sign
-    in Mosaic GPU, and what follows compares and maximises unsigned numbers.
+    The sum and the maximum of integers are one instruction, those of floats ten.
     """
-    return jnp.where(there, values, other)
+    result = lax.broadcast_in_dim(reduce(values, axis=1), SHAPE, (0,))
+    return plgpu.layout_cast(result, LAYOUT)
+
+
+def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
+    """Returns ``values`` where ``mask``, and ``other`` elsewhere.
+
+    The constant must be the second operand. If the first operand of a select is a constant, Mosaic
+    GPU drops the signedness of the result, and later comparisons and maxima are unsigned.
+    """
+    return jnp.where(mask, values, other)
 
 
 def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
-    """``ref[first:][:n]`` of each warp from global memory, n LANES, or 1 for all lanes; a warp's
-    lanes agree where."""
+    """Loads ``ref[first:][:n]`` from global memory in each warp, one number per lane.
+
+    Args:
+      first: index in ``ref``, equal in all lanes of a warp.
+      n: LANES, or 1 to load the same number in all lanes.
+    """
     if interpret is not None:
         rows = [ref[pl.ds(first[warp, 0], n)] for warp in range(WARPS)]
         return jnp.broadcast_to(jnp.stack(rows), SHAPE)
@@ -67,20 +73,20 @@ def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
             ld.global.b32 $0, [at];
         }"""
         kinds = "=r,l,r" if integer else "=f,l,r"
-        found = asm(text, kinds, _start(ref), _only(index), result=kind, effects=True)
-        held = vector.broadcast(ir.VectorType.get((1,), kind), found)
-        return array([held], SHAPE, LAYOUT, is_signed=True if integer else None)
+        result = asm(text, kinds, _start(ref), _only(index), result=kind, effects=True)
+        register = vector.broadcast(ir.VectorType.get((1,), kind), result)
+        return array([register], SHAPE, LAYOUT, is_signed=True if integer else None)
 
-    return read(ref, first if n == 1 else first + number(1))
+    return read(ref, first if n == 1 else first + thread_index(1))
 
 
-def store(ref: Any, index: jax.Array, values: jax.Array, there: jax.Array, interpret: Any) -> None:
-    """``ref[index] = values`` in global memory, of the threads that are ``there``."""
+def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interpret: Any) -> None:
+    """Sets ``ref[index] = values`` in global memory, in the threads where ``mask``."""
     if interpret is not None:
         for warp in range(WARPS):
             for lane in range(LANES):
 
-                @pl.when(there[warp, lane])
+                @pl.when(mask[warp, lane])
                 def _(at: tuple[int, int] = (warp, lane)) -> None:
                     ref[index[at]] = values[at]
 
@@ -98,40 +104,46 @@ def store(ref: Any, index: jax.Array, values: jax.Array, there: jax.Array, inter
         value = llvm.bitcast(i32(), _only(values))
         asm(text, "l,r,r,~{memory}", _start(ref), _only(index), value, effects=True)
 
-    write(ref, jnp.where(there, index, -1), values)
+    write(ref, jnp.where(mask, index, -1), values)
 
 
 def store_rows(
-    ref: Any, first: jax.Array, values: jax.Array, n: int, there: jax.Array, interpret: Any
+    ref: Any, first: jax.Array, values: jax.Array, n: int, mask: jax.Array, interpret: Any
 ) -> None:
-    """``ref[first:][:n] = values[:n]`` of each warp that is ``there``; a warp's lanes agree."""
+    """Sets ``ref[first:][:n] = values[:n]`` in each warp where ``mask``.
+
+    ``first`` and ``mask`` are equal in all lanes of a warp.
+    """
     if interpret is None:
-        lane = number(1)
-        store(ref, first + lane, values, there if n == LANES else there & (lane < n), interpret)
+        lane = thread_index(1)
+        store(ref, first + lane, values, mask if n == LANES else mask & (lane < n), interpret)
         return
     for warp in range(WARPS):
 
-        @pl.when(there[warp, 0])
+        @pl.when(mask[warp, 0])
         def _(warp: int = warp) -> None:
             ref[pl.ds(first[warp, 0], n)] = values[warp, :n]
 
 
-def meet_cluster(barriers: list[Any], interpret: Any) -> None:
-    """All threads of a cluster wait for one another, and see what the others wrote to memory. The
-    interpreter has no such instruction, and a barrier for it."""
+def sync_cluster(barriers: list[Any], interpret: Any) -> None:
+    """Synchronises all threads of a cluster, and makes their memory writes visible to each other.
+
+    The interpreter does not have this instruction and uses a cluster barrier instead.
+    """
     if interpret is not None:
         plgpu.barrier_arrive(barriers[0])
         plgpu.barrier_wait(barriers[0])
         return
 
-    def meet() -> None:
+    def sync() -> None:
         instruction("barrier.cluster.arrive.release.aligned;")
         instruction("barrier.cluster.wait.acquire.aligned;")
 
-    inline()(meet)()
+    inline()(sync)()
 
 
 def maximum(values: list[jax.Array]) -> jax.Array:
+    """Returns the elementwise maximum of several arrays."""
     return functools.reduce(jnp.maximum, values)
 
 
@@ -139,6 +151,6 @@ def _start(ref: Any) -> Any:
     return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
 
 
-def _only(held: Any) -> Any:
-    """The thread's number."""
-    return llvm.extractelement(held.registers.item(), mgpu.utils.c(0, i32()))
+def _only(register: Any) -> Any:
+    """Returns the register of a thread's only number."""
+    return llvm.extractelement(register.registers.item(), mgpu.utils.c(0, i32()))

@@ -1,4 +1,4 @@
-"""route on Hopper GPUs: one kernel for the few tokens of a decode step."""
+"""route on Hopper GPUs: a single kernel for the few tokens of a decode step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.route.mosaic_gpu_kernel import MOST_TOKENS, choose_and_sort
+from pallas_kernels.route.mosaic_gpu_kernel import MAX_TOKENS, choose_and_sort
 from pallas_kernels.route.reference import Routes, Rule
 
-_EXPERTS = 32
-_MOST_EXPERTS = 384
-_MOST_CHOICES = 16
-_MOST_GROUPS = 8
+_EXPERT_MULTIPLE = 32
+_MAX_EXPERTS = 384
+_MAX_EXPERTS_PER_TOKEN = 16
+_MAX_GROUPS = 8
 
 
 def route(
@@ -26,24 +26,27 @@ def route(
     rule: Rule,
     interpret: Any = None,
 ) -> Routes:
-    """As :func:`pallas_kernels.route`; its gradient is the reference's.
+    """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
 
     Raises:
-      NotImplementedError: no Hopper GPU, no or more than 512 tokens (256 of more than 8 choices),
-        experts that are no multiple of 32 or more than 384, more than 16 choices a token, or more
-        than 8 groups.
+      NotImplementedError: no Hopper GPU; no tokens or more than 512 (256 if K > 8); a number of
+        experts that is not a multiple of 32 or exceeds 384; K > 16; or more than 8 groups.
     """
     require_hopper(interpret)
     (M, E), K = logits.shape, rule.num_experts_per_tok
-    most = MOST_TOKENS if K <= _MOST_CHOICES // 2 else MOST_TOKENS // 2
-    if not 0 < M <= most:
-        raise NotImplementedError(f"takes 1 to {most} tokens of {K} choices, got {M}")
-    if E % _EXPERTS or not 0 < E <= _MOST_EXPERTS:
-        raise NotImplementedError(f"takes {_MOST_EXPERTS} experts at most, in {_EXPERTS}, got {E}")
-    if K > _MOST_CHOICES:
-        raise NotImplementedError(f"takes {_MOST_CHOICES} choices a token at most, got {K}")
-    if rule.n_group > _MOST_GROUPS:
-        raise NotImplementedError(f"takes {_MOST_GROUPS} groups at most, got {rule.n_group}")
+    limit = MAX_TOKENS if K <= _MAX_EXPERTS_PER_TOKEN // 2 else MAX_TOKENS // 2
+    if not 0 < M <= limit:
+        raise NotImplementedError(f"takes 1 to {limit} tokens with {K} experts each, got {M}")
+    if E % _EXPERT_MULTIPLE or not 0 < E <= _MAX_EXPERTS:
+        raise NotImplementedError(
+            f"takes a multiple of {_EXPERT_MULTIPLE} experts, {_MAX_EXPERTS} at most, got {E}"
+        )
+    if K > _MAX_EXPERTS_PER_TOKEN:
+        raise NotImplementedError(
+            f"takes {_MAX_EXPERTS_PER_TOKEN} experts per token at most, got {K}"
+        )
+    if rule.n_group > _MAX_GROUPS:
+        raise NotImplementedError(f"takes {_MAX_GROUPS} groups at most, got {rule.n_group}")
     return _route(logits, bias, valid, rule, interpret)
 
 
@@ -57,15 +60,15 @@ def _forward(logits, bias, valid, rule, interpret):
     return routes, (logits, routes.experts)
 
 
-def _backward(rule, interpret, kept, cotangents):
-    logits, experts = kept
+def _backward(rule, interpret, residuals, cotangents):
+    logits, experts = residuals
 
-    def of_logits(logits):
+    def scores_and_weights(logits):
         scores = rule.scores(logits)
         return scores, rule.weights(scores, experts)
 
-    pulled = jax.vjp(of_logits, logits)[1]
-    return *pulled((cotangents.scores, cotangents.weights)), None, None
+    vjp = jax.vjp(scores_and_weights, logits)[1]
+    return *vjp((cotangents.scores, cotangents.weights)), None, None
 
 
 _route = jax.custom_vjp(_run, nondiff_argnums=(3, 4))

@@ -1,19 +1,20 @@
-"""The kernel of route: a warp a token, its experts side by side in the lanes.
+"""The Hopper kernel of route: one warp per token, with the experts distributed over its lanes.
 
-Plan, for 64 tokens of 256 experts in 8 groups, of which 8 are chosen. XLA has twelve kernels for
-it, of 2 to 3 microseconds each, most of which is their launch: so it is one. A warp issues 1860
-instructions, a multiprocessor would those of all tokens in 16 microseconds. Up to 8 programs share
-them, a cluster, for they must hear of each other's choices: two warps a scheduler, 2 microseconds.
+Design for 64 tokens and 256 experts in 8 groups, with 8 experts chosen: XLA compiles this to twelve
+kernels of 2 to 3 microseconds each, mostly launch overhead, so here it is one kernel. A warp issues
+1,860 instructions. One multiprocessor would take 16 microseconds for all tokens, so up to 8
+programs share the work, which leaves two warps per scheduler and takes 2 microseconds. They form a
+cluster, because they need each other's choices.
 
-A choice is a maximum over the warp, one instruction if numbers are integers, so scores become
-integers of the same order. Two such a choice, for the maximum and for the lowest expert that has
-it, and a sum that brings its score.
+A choice is a maximum over a warp. That is one instruction for integers, so scores are converted to
+integers in the same order. Each choice takes two maxima, one for the score and one for the lowest
+expert that has it, and a sum that fetches the expert's score.
 
-Sorting is counting. A pair's key is its expert and then its own number, so no two are equal, and a
-pair stands where as many keys are less than its own. Each warp counts for its token's pairs among
-all, 16 keys a lane, and how many there are of its share of the experts.
+Sorting is by counting. A pair's key consists of its expert and then its own index, so no two keys
+are equal, and a pair's sorted position is the number of smaller keys. Each warp counts the smaller
+keys for its token's pairs, 16 keys per lane, and counts the pairs of its share of the experts.
 
-More than 128 tokens are up to four for a warp, one after the other.
+With more than 128 tokens, a warp processes up to four tokens in turn.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from pallas_kernels.route.lanes import (
     LAYOUT,
     SHAPE,
     WARPS,
-    kept,
     load_rows,
     maximum,
-    meet_cluster,
-    number,
     over_warp,
+    select,
     store,
     store_rows,
+    sync_cluster,
+    thread_index,
 )
 from pallas_kernels.route.reference import Rule
 
-_MOST_PROGRAMS = 8  # of a cluster
-_MOST_WARPGROUPS = 4  # of a program
-_MOST_TURNS = 4
-MOST_TOKENS = _MOST_PROGRAMS * _MOST_WARPGROUPS * WARPS * _MOST_TURNS
-_SLAB = 128  # 32 keys by a warp's pairs, compared at a time
-_CHOSEN = -(2**31)  # below every integer that a score becomes
-_OUTSIDE = -(2**31) + 2**23 - 1  # what -inf becomes
+_MAX_PROGRAMS = 8  # per cluster
+_MAX_WARPGROUPS = 4  # per program
+_MAX_TOKENS_PER_WARP = 4
+MAX_TOKENS = _MAX_PROGRAMS * _MAX_WARPGROUPS * WARPS * _MAX_TOKENS_PER_WARP
+_COMPARISONS = 128  # per lane and loop iteration: keys times the pairs of a token
+_CHOSEN = -(2**31)  # an expert that is already chosen: below the integer of every score
+_MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 _FLIP = 2**31 - 1
 
 
@@ -63,18 +64,18 @@ def choose_and_sort(
     rule: Rule,
     interpret: Any = None,
 ) -> Sequence[jax.Array]:
-    """The fields of Routes."""
+    """Returns the fields of Routes."""
     M, E = logits.shape
     K, f32, i32 = rule.num_experts_per_tok, jnp.float32, jnp.int32
-    programs = min(_MOST_PROGRAMS, _power_of_two(-(-M // WARPS)))
-    warpgroups = min(_MOST_WARPGROUPS, -(-M // (WARPS * programs)))
+    programs = min(_MAX_PROGRAMS, _power_of_two(-(-M // WARPS)))
+    warpgroups = min(_MAX_WARPGROUPS, -(-M // (WARPS * programs)))
     warps = WARPS * warpgroups * programs
-    turns = -(-M // warps)  # tokens of a warp
-    tokens = warps * turns
-    places = max(8, _power_of_two(K))  # of a token's keys, pairs and what is none
-    shift = (tokens * places - 1).bit_length()
+    tokens_per_warp = -(-M // warps)  # tokens per warp
+    tokens = warps * tokens_per_warp
+    padded_K = max(8, _power_of_two(K))  # keys per token, padded to a power of two
+    shift = (tokens * padded_K - 1).bit_length()
     chunks = range(E // LANES)
-    # Experts that a warp counts: as few as all warps together can, in runs of one length.
+    # Experts that each warp counts: the smallest divisor of E with which the warps cover E.
     share = next(n for n in range(1, E + 1) if E % n == 0 and n * warps >= E)
     early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
@@ -82,124 +83,140 @@ def choose_and_sort(
         logits_g, *refs = refs
         bias_g, refs = (refs[0], refs[1:]) if bias is not None else (None, refs)
         valid_g, refs = (refs[0], refs[1:]) if valid is not None else (None, refs)
-        scores_g, experts_g, weights_g, order_g, inverse_g, sizes_g, keys_g, *met = refs
-        if early:  # launched while the kernel before still runs
+        scores_g, experts_g, weights_g, order_g, inverse_g, sizes_g, keys_g, *cluster_barriers = (
+            refs
+        )
+        if early:  # programmatic dependent launch: the preceding kernel still runs
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         read_rows = functools.partial(load_rows, interpret=interpret)
         write_rows = functools.partial(store_rows, interpret=interpret)
-        lane = number(1)
-        warp = (lax.axis_index("program") * warpgroups + lax.axis_index("wg")) * WARPS + number(0)
+        lane = thread_index(1)
+        warp = (
+            lax.axis_index("program") * warpgroups + lax.axis_index("wg")
+        ) * WARPS + thread_index(0)
         columns = [lane + c * LANES for c in chunks]
         biases = []
         if bias_g is not None:
             biases = [read_rows(bias_g, _all(c * LANES), LANES) for c in chunks]
 
-        def token_of(turn):
-            """Of this warp: its number, and whether there is one."""
-            token = warp + turn * warps
+        def token_of(step):
+            """Returns the index of the warp's token, and whether it exists."""
+            token = warp + step * warps
             return token, token < M
 
-        def choose(turn):
-            """The keys of a token's pairs, each in all lanes."""
-            number_of, here = token_of(turn)
-            token = jnp.minimum(number_of, M - 1)
+        def choose(step):
+            """Chooses a token's experts. Returns the keys of its pairs, each in all lanes."""
+            token_index, exists = token_of(step)
+            token = jnp.minimum(token_index, M - 1)
             logits = [read_rows(logits_g, token * E + c * LANES, LANES) for c in chunks]
-            counted = None if valid_g is None else read_rows(valid_g, token, 1) != 0
+            is_counted = None if valid_g is None else read_rows(valid_g, token, 1) != 0
             scores = scores_of(logits, rule)
             for c, of_chunk in zip(chunks, scores, strict=True):
-                write_rows(scores_g, token * E + c * LANES, of_chunk, LANES, here)
+                write_rows(scores_g, token * E + c * LANES, of_chunk, LANES, exists)
             choice = scores
             if biases:
                 choice = [s + b for s, b in zip(scores, biases, strict=True)]
             ranked = mask_groups([as_integer(x) for x in choice], columns, E, rule)
             chosen, bits = top_k(ranked, [_bits(s) for s in scores], columns, K)
 
-            experts = beside(chosen, lane)
-            weights = lax.bitcast_convert_type(beside(bits, lane), f32)
+            experts = to_lanes(chosen, lane)
+            weights = lax.bitcast_convert_type(to_lanes(bits, lane), f32)
             if rule.normalize:
                 weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
             weights = weights * rule.scaling_factor
-            write_rows(experts_g, token * K, experts, K, here)
-            write_rows(weights_g, token * K, weights, K, here)
+            write_rows(experts_g, token * K, experts, K, exists)
+            write_rows(weights_g, token * K, weights, K, exists)
 
-            def key_of(expert, place):
-                """Of tokens that do not count behind all experts, of what is no pair at the end."""
-                if counted is not None:
-                    expert = kept(expert, counted, E)
-                expert = kept(expert, here, E + 1)
-                return lax.shift_left(expert, _all(shift)) + (number_of * places + place)
+            def key_of(expert, k_index):
+                """Returns a sort key. Invalid tokens come after all experts, absent ones last."""
+                if is_counted is not None:
+                    expert = select(expert, is_counted, E)
+                expert = select(expert, exists, E + 1)
+                return lax.shift_left(expert, _all(shift)) + (token_index * padded_K + k_index)
 
-            keys = kept(key_of(experts, lane), lane < K, (E + 2) << shift)
-            write_rows(keys_g, number_of * places, keys, places, here | True)
+            keys = select(key_of(experts, lane), lane < K, (E + 2) << shift)
+            write_rows(keys_g, token_index * padded_K, keys, padded_K, exists | True)
             return [key_of(expert, k) for k, expert in enumerate(chosen)]
 
-        def counted_over_keys(count, counters):
-            """``counters`` numbers, each in all lanes, that ``count`` adds up over all keys."""
+        def count_over_keys(count, counters):
+            """Returns ``counters`` totals over all keys, accumulated by ``count``, in all lanes."""
 
-            def some(i, counts):
-                for j in range(deep):
+            def accumulate(i, counts):
+                for j in range(keys_per_iteration):
                     counts = count(
-                        read_rows(keys_g, _all(0) + (i * deep + j) * LANES, LANES), counts
+                        read_rows(keys_g, _all(0) + (i * keys_per_iteration + j) * LANES, LANES),
+                        counts,
                     )
                 return counts
 
-            rounds, zeros = slabs // deep, [_all(0)] * counters
-            counts = some(0, zeros) if rounds == 1 else lax.fori_loop(0, rounds, some, zeros)
+            rounds, zeros = key_vectors // keys_per_iteration, [_all(0)] * counters
+            counts = (
+                accumulate(0, zeros) if rounds == 1 else lax.fori_loop(0, rounds, accumulate, zeros)
+            )
             return [over_warp(jnp.sum, n) for n in counts]
 
-        slabs = tokens * places // LANES
-        deep = next(n for n in range(_SLAB // places, 0, -1) if slabs % n == 0)
-        first = warp * share  # of this warp's experts
+        key_vectors = tokens * padded_K // LANES
+        keys_per_iteration = next(
+            n for n in range(_COMPARISONS // padded_K, 0, -1) if key_vectors % n == 0
+        )
+        first = warp * share  # of the experts that this warp counts
 
         def less_than(own, key, counts):
-            return [n + (key < mine).astype(i32) for n, mine in zip(counts, own, strict=True)]
+            return [n + (key < own_key).astype(i32) for n, own_key in zip(counts, own, strict=True)]
 
         def of_share(key, counts):
             expert = lax.shift_right_arithmetic(key, _all(shift)) - first
             return [n + (expert == e).astype(i32) for e, n in enumerate(counts)]
 
-        def write_positions(turn, positions):
-            token, here = token_of(turn)
-            position, pair = beside(positions, lane), token * K + lane
-            write_rows(inverse_g, token * K, position, K, here)
-            store(order_g, position, pair, here & (lane < K), interpret)
+        def write_positions(step, positions):
+            token, exists = token_of(step)
+            position, pair = to_lanes(positions, lane), token * K + lane
+            write_rows(inverse_g, token * K, position, K, exists)
+            store(order_g, position, pair, exists & (lane < K), interpret)
 
         def write_sizes(sizes):
             for e in range(0, share, LANES):
-                some = sizes[e:][:LANES]
-                write_rows(sizes_g, first + e, beside(some, lane), len(some), first < E)
+                sizes_of_lanes = sizes[e:][:LANES]
+                write_rows(
+                    sizes_g,
+                    first + e,
+                    to_lanes(sizes_of_lanes, lane),
+                    len(sizes_of_lanes),
+                    first < E,
+                )
 
-        if turns == 1:  # a token's keys stay where they are, and one pass counts both
+        if tokens_per_warp == 1:
+            # The keys stay in registers, and one pass over all keys counts both.
             own = choose(0)
-            meet_cluster(met, interpret)
+            sync_cluster(cluster_barriers, interpret)
 
-            def both(key, counts):
+            def count_both(key, counts):
                 return [*less_than(own, key, counts[:K]), *of_share(key, counts[K:])]
 
-            totals = counted_over_keys(both, K + share)
+            totals = count_over_keys(count_both, K + share)
             write_positions(0, totals[:K])
             write_sizes(totals[K:])
             return
 
-        def choose_each(turn, carry):
-            choose(turn)
+        def choose_each(step, carry):
+            choose(step)
             return carry
 
-        lax.fori_loop(0, turns, choose_each, 0)
-        meet_cluster(met, interpret)
+        lax.fori_loop(0, tokens_per_warp, choose_each, 0)
+        sync_cluster(cluster_barriers, interpret)
 
-        def place_each(turn, carry):
-            token, _ = token_of(turn)
-            own = [read_rows(keys_g, token * places + k, 1) for k in range(K)]
-            write_positions(turn, counted_over_keys(functools.partial(less_than, own), K))
+        def sort_each(step, carry):
+            token, _ = token_of(step)
+            own = [read_rows(keys_g, token * padded_K + k, 1) for k in range(K)]
+            write_positions(step, count_over_keys(functools.partial(less_than, own), K))
             return carry
 
-        lax.fori_loop(0, turns, place_each, 0)
-        write_sizes(counted_over_keys(of_share, share))
+        lax.fori_loop(0, tokens_per_warp, sort_each, 0)
+        write_sizes(count_over_keys(of_share, share))
 
     shapes = [((M * E,), f32), ((M * K,), i32), ((M * K,), f32)]
-    shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((tokens * places,), i32)]
+    shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((tokens * padded_K,), i32)]
     arrays = [logits.reshape(-1), *(x for x in (bias, valid) if x is not None)]
     scores, experts, weights, order, inverse, sizes, _ = plgpu.kernel(
         route,
@@ -229,98 +246,106 @@ def choose_and_sort(
 
 
 def scores_of(logits: list[jax.Array], rule: Rule) -> list[jax.Array]:
+    """Returns the scores of a warp's token, from its logits."""
     if rule.scoring == "sigmoid":
         return [1.0 / (1.0 + jnp.exp(-x)) for x in logits]
-    most = over_warp(jnp.max, maximum(logits))
-    exps = [jnp.exp(x - most) for x in logits]
+    maximum_logit = over_warp(jnp.max, maximum(logits))
+    exps = [jnp.exp(x - maximum_logit) for x in logits]
     total = over_warp(jnp.sum, functools.reduce(jnp.add, exps))
     return [x / total for x in exps]
 
 
 def as_integer(x: jax.Array) -> jax.Array:
-    """In the order of the numbers; above infinity, what is none."""
+    """Maps floats to integers in the same order. NaN comes after infinity."""
     bits = _bits(x)
     return jnp.where(bits < 0, bits ^ _FLIP, bits)
 
 
 def as_float(x: jax.Array) -> jax.Array:
+    """Inverts :func:`as_integer`."""
     return lax.bitcast_convert_type(jnp.where(x < 0, x ^ _FLIP, x), jnp.float32)
 
 
 def mask_groups(
     ranked: list[jax.Array], columns: list[jax.Array], E: int, rule: Rule
 ) -> list[jax.Array]:
-    """Integers of experts outside the best groups become that of minus infinity."""
+    """Sets the integers of experts outside the best groups to that of minus infinity."""
     if rule.topk_group == rule.n_group:
         return ranked
     size = E // rule.n_group
-    # Of each group the chunks that hold it, and where in them it lies; None if it fills one.
+    # For each group: the chunks that contain it, with a mask of its columns, or None for all.
     members = []
     for low in range(0, E, size):
         high = low + size
-        held = range(low // LANES, -(-high // LANES))
+        chunks_of_group = range(low // LANES, -(-high // LANES))
         members.append(
             {
                 c: None
                 if low <= c * LANES and (c + 1) * LANES <= high
                 else (columns[c] >= low) & (columns[c] < high)
-                for c in held
+                for c in chunks_of_group
             }
         )
     values = []
-    for where in members:
-        held = [
-            ranked[c] if inside is None else kept(ranked[c], inside, _CHOSEN)
-            for c, inside in where.items()
+    for masks in members:
+        values_of_group = [
+            ranked[c] if inside is None else select(ranked[c], inside, _CHOSEN)
+            for c, inside in masks.items()
         ]
-        best = over_warp(jnp.max, maximum(held))
+        best = over_warp(jnp.max, maximum(values_of_group))
         if rule.method == "noaux_tc":
-            own = [columns[c] for c in where]
-            first = first_of(held, best, own)
-            others = [kept(x, o != first, _CHOSEN) for o, x in zip(own, held, strict=True)]
+            own = [columns[c] for c in masks]
+            first = first_of(values_of_group, best, own)
+            others = [
+                select(x, o != first, _CHOSEN) for o, x in zip(own, values_of_group, strict=True)
+            ]
             second = over_warp(jnp.max, maximum(others))
             best = as_integer(as_float(best) + as_float(second))
         values.append(best)
     masked = list(ranked)
-    for g, (mine, where) in enumerate(zip(values, members, strict=True)):
+    for g, (value, masks) in enumerate(zip(values, members, strict=True)):
         better = [
-            (other >= mine if h < g else other > mine).astype(jnp.int32)
+            (other >= value if h < g else other > value).astype(jnp.int32)
             for h, other in enumerate(values)
             if h != g
         ]
         best = functools.reduce(jnp.add, better) < rule.topk_group
-        for c, inside in where.items():
-            there = best if inside is None else best | ~inside
-            masked[c] = kept(masked[c], there, _OUTSIDE)
+        for c, inside in masks.items():
+            is_open = best if inside is None else best | ~inside
+            masked[c] = select(masked[c], is_open, _MINUS_INFINITY)
     return masked
 
 
 def top_k(
     ranked: list[jax.Array], bits: list[jax.Array], columns: list[jax.Array], K: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The columns of the K largest integers, and these columns' ``bits``."""
-    chosen, found = [], []
+    """Returns the columns of the K largest integers, and ``bits`` of these columns."""
+    chosen, found_bits = [], []
     for _ in range(K):
         first = first_of(ranked, over_warp(jnp.max, maximum(ranked)), columns)
-        mine = [kept(b, column == first, 0) for column, b in zip(columns, bits, strict=True)]
+        bits_of_first = [
+            select(b, column == first, 0) for column, b in zip(columns, bits, strict=True)
+        ]
         chosen.append(first)
-        found.append(over_warp(jnp.sum, functools.reduce(jnp.bitwise_or, mine)))
-        ranked = [kept(x, o != first, _CHOSEN) for o, x in zip(columns, ranked, strict=True)]
-    return chosen, found
+        found_bits.append(over_warp(jnp.sum, functools.reduce(jnp.bitwise_or, bits_of_first)))
+        ranked = [select(x, o != first, _CHOSEN) for o, x in zip(columns, ranked, strict=True)]
+    return chosen, found_bits
 
 
 def first_of(values: list[jax.Array], value: jax.Array, columns: list[jax.Array]) -> jax.Array:
-    """The lowest column that has it; a maximum of what is negated, an instruction of the warp."""
-    there = [kept(-column, x == value, _CHOSEN) for x, column in zip(values, columns, strict=True)]
-    return -over_warp(jnp.max, maximum(there))
+    """Returns the lowest column with ``value``: a maximum of negated columns, one instruction."""
+    negated = [
+        select(-column, x == value, _CHOSEN) for x, column in zip(values, columns, strict=True)
+    ]
+    return -over_warp(jnp.max, maximum(negated))
 
 
-def beside(numbers: list[jax.Array], lane: jax.Array) -> jax.Array:
-    """The first number in the first lane, and so on; zeros in the others."""
-    held = _all(0)
+def to_lanes(numbers: list[jax.Array], lane: jax.Array) -> jax.Array:
+    """Returns ``numbers[i]`` in lane i, and zero in the remaining lanes."""
+    lanes = _all(0)
     for i, n in enumerate(numbers):
-        held = jnp.where(lane == i, n, held)
-    return held
+        lanes = jnp.where(lane == i, n, lanes)
+    return lanes
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -332,5 +357,5 @@ def _all(n: int) -> jax.Array:
 
 
 def _power_of_two(n: int) -> int:
-    """The least that is n or more."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The specification of route: scores, a masked top-k, a stable sort. All in float32."""
+"""Reference implementation of route: scores, a masked top-k and a stable sort, in float32."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ SCORINGS = ("sigmoid", "softmax")
 
 
 class Routes(NamedTuple):
-    """K experts a token, and the (token, expert) pairs in the experts' order.
+    """Result of routing: K experts per token, and the (token, expert) pairs sorted by expert.
 
     Pair ``t * K + j`` is token t's j-th choice.
     """
 
     scores: Float32[Array, "M E"]
-    """Every expert's unbiased score."""
+    """Scores of all experts, without the bias."""
     experts: Int[Array, "M K"]
-    """Best first; invalid tokens' too."""
+    """Chosen experts, best first. Defined for invalid tokens too."""
     weights: Float32[Array, "M K"]
+    """Routing weights of the chosen experts."""
     order: Int[Array, " MK"]
-    """Pairs by expert, then by token; those of invalid tokens last."""
+    """Pairs sorted by expert, then by token. Those of invalid tokens come last."""
     inverse: Int[Array, " MK"]
-    """Where each pair stands in ``order``."""
+    """Position of each pair in ``order``."""
     group_sizes: Int[Array, " E"]
-    """Pairs of each expert, without those of invalid tokens."""
+    """Number of pairs of each expert, without those of invalid tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How a token chooses: the keywords of :func:`pallas_kernels.route`."""
+    """Static routing settings: the keyword arguments of :func:`pallas_kernels.route`."""
 
     num_experts_per_tok: int
     n_group: int
@@ -45,15 +46,15 @@ class Rule:
     scaling_factor: float
 
     def check(self, logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None) -> None:
-        """Raises ValueError unless arrays and settings fit together."""
+        """Raises ValueError if arrays and settings are inconsistent."""
         M, E = logits.shape
         K, group = self.num_experts_per_tok, E // self.n_group
-        for name, given, known in (
+        for name, value, allowed in (
             ("method", self.method, METHODS),
             ("scoring", self.scoring, SCORINGS),
         ):
-            if given not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
+            if value not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
         if E % self.n_group or not 1 <= self.topk_group <= self.n_group:
             raise ValueError(
                 f"n_group: expected to divide E={E} and to be topk_group={self.topk_group} or"
@@ -63,8 +64,8 @@ class Rule:
             raise ValueError(f"n_group: expected groups of two experts or more, got {group}")
         if not 1 <= K <= self.topk_group * group:
             raise ValueError(
-                f"num_experts_per_tok: expected 1 to {self.topk_group * group}, as many as the"
-                f" chosen groups have, got {K}"
+                f"num_experts_per_tok: expected 1 to {self.topk_group * group}, the experts in"
+                f" the chosen groups, got {K}"
             )
         if bias is not None and bias.shape != (E,):
             raise ValueError(f"bias: expected shape {(E,)}, got {bias.shape}")
@@ -72,6 +73,7 @@ class Rule:
             raise ValueError(f"valid: expected shape {(M,)}, got {valid.shape}")
 
     def scores(self, logits: Float32[Array, "M E"]) -> Float32[Array, "M E"]:
+        """Returns the scores of all experts."""
         if self.scoring == "sigmoid":
             return jax.nn.sigmoid(logits)
         return jax.nn.softmax(logits, axis=-1)
@@ -79,13 +81,15 @@ class Rule:
     def weights(
         self, scores: Float32[Array, "M E"], experts: Int[Array, "M K"]
     ) -> Float32[Array, "M K"]:
+        """Returns the routing weights of the chosen experts."""
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
-            # 1e-20: with a large bias, all chosen sigmoids may underflow to zero.
+            # 1e-20, because with a large bias all chosen sigmoids may underflow to zero.
             weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
         return weights * self.scaling_factor
 
     def mask_groups(self, choice: Float32[Array, "M E"]) -> Float32[Array, "M E"]:
+        """Sets the biased scores of experts outside the best groups to -inf."""
         if self.n_group == 1:
             return choice
         grouped = choice.reshape(-1, self.n_group, choice.shape[1] // self.n_group)
@@ -93,9 +97,9 @@ class Rule:
             group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
         else:
             group_scores = jnp.max(grouped, axis=-1)
-        _, kept = jax.lax.top_k(group_scores, self.topk_group)
-        mask = jnp.any(kept[:, :, None] == jnp.arange(self.n_group), axis=1)
-        # -inf, not 0: a biased score may be negative, and then 0 would win.
+        _, best_groups = jax.lax.top_k(group_scores, self.topk_group)
+        mask = jnp.any(best_groups[:, :, None] == jnp.arange(self.n_group), axis=1)
+        # -inf instead of 0, because a biased score may be negative, and 0 would exceed it.
         return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 
@@ -111,10 +115,10 @@ def route(
     choice = scores if bias is None else scores + bias
     _, experts = jax.lax.top_k(rule.mask_groups(choice), K)
     weights = rule.weights(scores, experts)
-    # E sorts behind every expert and is counted by none.
+    # Expert number E sorts after every expert and is not counted.
     counted = experts if valid is None else jnp.where(valid[:, None], experts, E)
     flat = counted.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    # Compared and summed, which is one kernel; a histogram clears its counts before it adds.
+    # Comparing and summing is one kernel; a histogram needs another to clear its counts.
     group_sizes = jnp.sum(jnp.arange(E)[:, None] == flat, axis=1, dtype=jnp.int32)
     return Routes(scores, experts, weights, order, jnp.argsort(order), group_sizes)

@@ -1,1 +1,1 @@
-"""Rows to other devices, as many as there are for each, and how many came."""
+"""Sends a variable number of rows to every device; returns the received rows and counts."""

@@ -1,4 +1,4 @@
-"""Rows to other devices, as many as there are for each, and how many came."""
+"""Sends a variable number of rows to every device; returns the received rows and counts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ def token_exchange(
     axes: tuple[str, ...],
     implementation: Implementation = None,
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
-    """``received[i][:received_counts[i]]`` are ``rows[me][:counts[me]]`` of device i.
+    """All-to-all of a variable number of rows. It must be called inside shard_map.
 
-    Runs inside shard_map, on each of the n devices along ``axes``, which count row-major. Received
-    rows past the counts are undefined. No gradient.
+    On device d, ``received[i][:received_counts[i]]`` is ``rows[d][:counts[d]]`` of device i. The n
+    devices along ``axes`` are numbered in row-major order. Received rows past the counts are
+    undefined. There is no gradient.
 
     Args:
-      rows: C places for each device; of device j's, the first ``counts[j]`` are sent.
-      counts: 0 .. C.
+      rows: buffers of C rows, one for each destination. The first ``counts[j]`` rows of ``rows[j]``
+        are sent to device j.
+      counts: number of rows to send to each device, at most C.
+      axes: mesh axes along which to exchange.
+      implementation: back-end name, or names in order of preference; see ``dispatch``.
+
+    Returns:
+      ``received`` and ``received_counts``, indexed by the sending device.
 
     Raises:
-      ValueError: rows or counts that are not of as many devices as lie along ``axes``.
-      NotImplementedError: the named back-end does not take these arguments.
+      ValueError: ``rows`` or ``counts`` do not match the number of devices along ``axes``.
+      NotImplementedError: no selected back-end takes these arguments.
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(mesh.shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""token_exchange between Hopper GPUs: each stores its rows into the others' memory over NVLink."""
+"""token_exchange between Hopper GPUs: each GPU stores its rows in its peers' memory over NVLink."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, i64, word
 
 _THREADS = 128
-_STORE = 16  # bytes that a thread stores at once
+_STORE = 16  # bytes per store instruction of a thread
 
-# jax 0.10 wants an index here, jax 0.12 takes none.
+# jax 0.10 requires an index here, jax 0.12 does not accept one.
 _ALL_OF_IT: dict[str, Any] = (
     {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
 )
@@ -31,12 +31,12 @@ _ALL_OF_IT: dict[str, Any] = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a device's rows are cut for its blocks."""
+    """Division of the rows for a destination among thread blocks."""
 
     blocks: int
-    """For each destination."""
+    """Thread blocks per destination."""
     stores: int
-    """Of 16 bytes, by each thread, in flight."""
+    """16-byte stores that each thread has in flight."""
 
 
 def token_exchange(
@@ -46,11 +46,11 @@ def token_exchange(
     axes: tuple[str, ...],
     config: Config | None = None,
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
-    """As :func:`pallas_kernels.token_exchange`.
+    """Implements :func:`pallas_kernels.token_exchange`.
 
     Raises:
-      NotImplementedError: no Hopper GPU, devices of another process, rows that are no whole 16
-        bytes, or C rows that are fewer than 2,048 bytes.
+      NotImplementedError: no Hopper GPU, several processes, a row size that is not a multiple of 16
+        bytes, or C rows of fewer than 2,048 bytes.
     """
     require_hopper()
     if jax.process_count() > 1:
@@ -60,18 +60,18 @@ def token_exchange(
     n, C, W = rows.shape
     if W * rows.dtype.itemsize % _STORE or C * W * rows.dtype.itemsize < _THREADS * _STORE:
         raise NotImplementedError(
-            f"takes rows of whole {_STORE} bytes, {_THREADS * _STORE} bytes or more for a device,"
-            f" got {C} rows of {W} {rows.dtype}"
+            f"takes rows of a multiple of {_STORE} bytes, {_THREADS * _STORE} bytes or more per"
+            f" device, got {C} rows of {W} {rows.dtype}"
         )
     config = config or choose_config(n, C * W * rows.dtype.itemsize)
     if config.stores * _THREADS * _STORE > C * W * rows.dtype.itemsize:
-        raise NotImplementedError(f"takes stores that {C} rows fill, got {config}")
+        raise NotImplementedError(f"takes a config whose stores {C} rows fill, got {config}")
     received, received_counts = _exchange(rows.reshape(n, C * W), counts, W, axes, config)
     return received.reshape(n, C, W), received_counts
 
 
 def choose_config(devices: int, size: int) -> Config:
-    """``size``: bytes for one destination, if every place is taken."""
+    """Chooses a config for ``devices`` destinations with buffers of ``size`` bytes each."""
     blocks = max(1, multiprocessors() // devices)
     stores = max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * blocks <= size)
     return Config(blocks, stores)
@@ -84,42 +84,46 @@ def _exchange(
     axes: tuple[str, ...],
     config: Config,
 ) -> Any:
-    """Each block copies to one destination and tells it. A device's first block waits for all that
-    will tell it: the kernel, and what XLA runs behind it, ends when everything has come.
+    """Runs the kernel on rows flattened to [n, C * W].
 
-    Before the kernel starts, XLA has waited on each device until all have come this far (unless
-    CompilerParams say otherwise): what they store into is nobody else's by then, and the semaphore
-    is zero.
+    Each thread block copies to one destination, then signals its semaphore. A device's first block
+    waits for the signals of all blocks that send to it, so the kernel, and whatever XLA runs after
+    it, completes only when all rows have arrived.
+
+    Unless CompilerParams disables it, XLA synchronises all devices before the kernel starts. So the
+    buffers that peers write to are no longer in use, and the semaphore is zero.
     """
     n, size = rows.shape
     mesh = jax.sharding.get_abstract_mesh()
-    each = _STORE // rows.dtype.itemsize
-    chunk = config.stores * _THREADS * each
-    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=each)
+    vector_size = _STORE // rows.dtype.itemsize
+    chunk = config.stores * _THREADS * vector_size
+    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector_size)
     blocks = np.int32(config.blocks)
 
     def token_exchange(rows_g: Any, counts_g: Any, received_g: Any, received_counts_g: Any) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
         block = lax.axis_index("block")
-        part = lax.rem(block, blocks)
+        slice_index = lax.rem(block, blocks)
         me = _row_major({axis: lax.axis_index(axis) for axis in axes}, axes, mesh)
-        # Each begins with itself, then the next: no device is everybody's first.
-        to = lax.rem(lax.div(block, blocks) + me, jnp.int32(n))
-        peer = _logical(to, axes, mesh)
-        count = counts_g[to]
+        # Each device begins with itself, then the next one, to spread the load over the links.
+        destination = lax.rem(lax.div(block, blocks) + me, jnp.int32(n))
+        peer = _logical(destination, axes, mesh)
+        count = counts_g[destination]
 
         def copy(step: jax.Array, carry: None) -> None:
-            # The last chunk ends where the rows may end: with another it may share some elements.
-            start = lax.min((part + step * blocks) * jnp.int32(chunk), jnp.int32(size - chunk))
-            window = pl.ds(pl.multiple_of(start, each), chunk)
-            cut = plgpu.load(rows_g.at[to, window], layout=layout, **_ALL_OF_IT)
+            # The last chunk is shifted to end at the buffer's end, and may overlap its predecessor.
+            start = lax.min(
+                (slice_index + step * blocks) * jnp.int32(chunk), jnp.int32(size - chunk)
+            )
+            window = pl.ds(pl.multiple_of(start, vector_size), chunk)
+            values = plgpu.load(rows_g.at[destination, window], layout=layout, **_ALL_OF_IT)
             store = plgpu.inline_mgpu(arg_types=(REF, SCALAR, layout))(_store)
-            store(received_g.at[me, window], peer, cut)
+            store(received_g.at[me, window], peer, values)
 
         chunks = lax.div(count * jnp.int32(row_size) + jnp.int32(chunk - 1), jnp.int32(chunk))
-        lax.fori_loop(0, lax.div(chunks - part + blocks - jnp.int32(1), blocks), copy, None)
+        lax.fori_loop(0, lax.div(chunks - slice_index + blocks - jnp.int32(1), blocks), copy, None)
 
-        @pl.when(part == 0)
+        @pl.when(slice_index == 0)
         def _() -> None:
             logical = pl.DeviceIdType.LOGICAL
             plgpu.remote_ref(received_counts_g, peer, logical)[me] = count
@@ -143,20 +147,22 @@ def _exchange(
 
 
 def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
-    """Stores a chunk where ``target`` lies on another device, 16 bytes at once: Mosaic GPU knows no
-    alignment of addresses there, and stores single elements."""
+    """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time.
+
+    Mosaic GPU does not know the alignment of remote addresses, and would store single elements.
+    """
     base = mgpu.utils.memref_ptr(context.to_remote(target, word(peer)))
     base = llvm.ptrtoint(i64(), base)
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())
-    for place, register in enumerate(values.registers.flat):
+    for number, register in enumerate(values.registers.flat):
         offset = arith.muli(thread, _long(_STORE))
-        address = arith.addi(base, arith.addi(offset, _long(place * _THREADS * _STORE)))
-        held = vector.bitcast(words, register)
-        parts = [llvm.extractelement(held, const(i)) for i in range(4)]
+        address = arith.addi(base, arith.addi(offset, _long(number * _THREADS * _STORE)))
+        words_of_store = vector.bitcast(words, register)
+        store_words = [llvm.extractelement(words_of_store, const(i)) for i in range(4)]
         void = ir.Type.parse("!llvm.void")
         store = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-        asm(store, "l,r,r,r,r,~{memory}", address, *parts, result=void, effects=True)
+        asm(store, "l,r,r,r,r,~{memory}", address, *store_words, result=void, effects=True)
 
 
 def _long(number: int) -> Any:
@@ -164,7 +170,7 @@ def _long(number: int) -> Any:
 
 
 def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) -> Any:
-    """The number of the device at those coordinates, counted along ``axes``."""
+    """Returns the row-major index along ``axes`` of the device at these coordinates."""
     index = jnp.int32(0)
     for axis in axes:
         index = index * jnp.int32(mesh.shape[axis]) + coordinates[axis]
@@ -172,10 +178,12 @@ def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) ->
 
 
 def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
-    """The number in the mesh of the device that is number ``index`` along ``axes``, and along the
-    others where this one is."""
-    found = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}
+    """Returns the logical mesh index of a peer.
+
+    The peer has index ``index`` along ``axes``, and this device's coordinates along the other axes.
+    """
+    coordinates = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}
     for axis in reversed(axes):
-        found[axis] = lax.rem(index, jnp.int32(mesh.shape[axis]))
+        coordinates[axis] = lax.rem(index, jnp.int32(mesh.shape[axis]))
         index = lax.div(index, jnp.int32(mesh.shape[axis]))
-    return _row_major(found, mesh.axis_names, mesh)
+    return _row_major(coordinates, mesh.axis_names, mesh)

@@ -1,13 +1,13 @@
-"""Where the Hopper kernels are tested: on such a GPU, or interpreted with race detection.
+"""Selects where the Hopper kernels are tested: on a GPU, or interpreted with race detection.
 
-On one, with JAX for its CUDA, the same tests run the kernels themselves:
+On a machine with a Hopper GPU and JAX for CUDA, the same tests run the kernels themselves:
 
     JAX_PLATFORMS=cuda pytest -k 'not Reference and not Cpu' \\
         tests/pallas_kernels/test_{*hopper,few_rows,grouped_swiglu,mla_decode_float8}.py
     JAX_PLATFORMS=cuda pytest -k 'kernel' \\
         tests/pallas_kernels/test_{route,rms_norm,quantized_matmul,swiglu}.py
 
-Slow cases run there too; interpreted they cost seconds each, and ``make test-all`` with Python 3.12
+Slow cases run there too. Interpreted, they take seconds each; ``make test-all`` with Python 3.12
 runs them.
 """
 
@@ -21,10 +21,10 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True) if INTERPRETER else None
 
 kernel_runs = pytest.mark.skipif(
     not ON_GPU and not INTERPRETER,
-    reason="no Hopper GPU here, and the interpreter in its place needs jax 0.11",
+    reason="no Hopper GPU, and the interpreter needs jax 0.11",
 )
-off_gpu = pytest.mark.skipif(ON_GPU, reason="of machines without a GPU")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="no Hopper GPU here")
+off_gpu = pytest.mark.skipif(ON_GPU, reason="only for machines without a GPU")
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="no Hopper GPU")
 on_gpus = pytest.mark.skipif(
-    not ON_GPU or jax.device_count() == 1, reason="no two Hopper GPUs here"
+    not ON_GPU or jax.device_count() == 1, reason="fewer than two Hopper GPUs"
 )

@@ -1,4 +1,4 @@
-"""What every back-end of mla_decode must do; see MlaDecodeCases."""
+"""Test cases that every back-end of mla_decode must pass; see MlaDecodeCases."""
 
 import dataclasses
 import functools
@@ -15,16 +15,16 @@ from pallas_kernels.dispatch import Implementation
 from tests.pallas_kernels.numerics import TOLERANCES, Array, check, device, rounded, tolerance
 from tests.support.covering import slow_except
 
-# What a table may hold past a row's last page.
+# Entries that a table may have past a sequence's last page.
 _STRAY_ENTRIES = (10**6, -1, 0, -(10**6), 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A pool in which every row's tokens stand in pages of their own, in no order.
+    """Random queries and a page pool in which every sequence has its own pages, in random order.
 
-    Whatever no row wrote is NaN: slots after a row's last token, and pages of nobody, among which
-    are the first and the last, where wrong numbers and padding lead.
+    Everything that no sequence wrote is NaN: the slots after a sequence's last token, and the
+    unused pages. These include the first and the last page, to which clipped stray entries lead.
     """
 
     q_latent: Array
@@ -51,15 +51,15 @@ class Inputs:
     ) -> "Inputs":
         rng = np.random.default_rng(seed)
         B, (C, R) = len(lengths), widths
-        held = [-(-min(length, max_pages * page) // page) for length in lengths]
+        page_counts = [-(-min(length, max_pages * page) // page) for length in lengths]
         pages = np.full((B * max_pages + 3, page, C + R), np.nan)
         free = iter(rng.permutation(np.arange(1, len(pages) - 1)))
         tables = np.resize(_STRAY_ENTRIES, (B, max_pages)).astype(np.int32)
         for b, length in enumerate(lengths):
-            for i in range(held[b]):
-                tables[b, i] = own = next(free)
+            for i in range(page_counts[b]):
+                tables[b, i] = page_number = next(free)
                 slots = min(length - i * page, page)
-                pages[own, :slots] = rng.standard_normal((slots, C + R))
+                pages[page_number, :slots] = rng.standard_normal((slots, C + R))
         return cls(
             q_latent=rounded(rng.standard_normal((B, T, H, C)), dtype),
             q_rope=rounded(rng.standard_normal((B, T, H, R)), dtype),
@@ -79,30 +79,30 @@ class Inputs:
         )
 
     def wider(self) -> "Inputs":
-        """The same tokens, behind each of which the page has 64 columns of nothing."""
+        """Returns the same tokens in pages with 64 unused columns."""
         pages = np.pad(self.pages, ((0, 0), (0, 0), (0, 64)), constant_values=np.nan)
         return dataclasses.replace(self, pages=pages)
 
     def shuffled(self, seed: int) -> "Inputs":
-        """The same tokens in other pages."""
+        """Returns the same tokens in another order of pages."""
         order = np.random.default_rng(seed).permutation(len(self.pages))
-        place = np.argsort(order)
+        new_number = np.argsort(order)
         tables, page = self.block_tables.copy(), self.pages.shape[1]
         for b, length in enumerate(self.lengths):
-            held = -(-length // page)
-            tables[b, :held] = place[tables[b, :held]]
+            page_count = -(-length // page)
+            tables[b, :page_count] = new_number[tables[b, :page_count]]
         return dataclasses.replace(self, pages=self.pages[order], block_tables=tables)
 
     def tokens(self, b: int, count: int) -> Array:
-        """The first ``count`` cached tokens of row b, or all, one by one through its table."""
+        """Returns the first ``count`` cached tokens of sequence b, looked up one by one."""
         page = self.pages.shape[1]
         count = max(0, min(count, self.block_tables.shape[1] * page))
-        where = [(self.block_tables[b, s // page], s % page) for s in range(count)]
-        found = [self.pages[number, slot] for number, slot in where]
-        return np.array(found).reshape(-1, self.pages.shape[-1])
+        slots_of_tokens = [(self.block_tables[b, s // page], s % page) for s in range(count)]
+        cached = [self.pages[number, slot] for number, slot in slots_of_tokens]
+        return np.array(cached).reshape(-1, self.pages.shape[-1])
 
     def expected(self) -> tuple[Array, Array]:
-        """out [B, T, H, C] and lse [B, T, H], one query after the other."""
+        """Returns out [B, T, H, C] and lse [B, T, H], computed query by query in float64."""
         B, T, H, C = self.q_latent.shape
         out, lse = np.zeros((B, T, H, C)), np.full((B, T, H), -np.inf)
         for b, t in np.ndindex(B, T):
@@ -117,24 +117,24 @@ class Inputs:
 
 
 Operation = Implementation | Callable[..., tuple[jax.Array, ...]]
-"""What mla_decode calls an implementation, or a back-end's function itself."""
+"""An ``implementation`` argument of mla_decode, or a back-end's function."""
 
 
 @functools.cache
 def compiled(implementation: Operation, scale: float) -> Callable[..., tuple[jax.Array, ...]]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted operation, cached so that tests of the same shapes share a compilation."""
     if callable(implementation):
         return jax.jit(functools.partial(implementation, scale=scale))
     return jax.jit(functools.partial(mla_decode, scale=scale, implementation=implementation))
 
 
 def run(x: Inputs, implementation: Operation) -> tuple[npt.NDArray, ...]:
-    """In NumPy, for every slice of an array on a device is a program."""
+    """Returns results as NumPy arrays, because slicing a device array compiles a program."""
     return tuple(map(np.asarray, compiled(implementation, x.scale)(*x.arrays())))
 
 
 class MlaDecodeCases:
-    """Subclassed by each back-end, which sets ``implementation`` and what else it asks for."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
     implementation: ClassVar[Operation]
     dtype: ClassVar[str] = "float32"
@@ -147,7 +147,7 @@ class MlaDecodeCases:
         (64, (320, 63, 256)),
         (320, (10, 330)),
     )
-    """Sizes of a page, and lengths about their multiples."""
+    """Page sizes, each with lengths around its multiples."""
 
     def random(self, lengths: tuple[int, ...], **kwargs) -> Inputs:
         fixed = {"widths": self.widths, "dtype": self.dtype, "page": self.page, "H": self.heads}
@@ -160,17 +160,22 @@ class MlaDecodeCases:
         *,
         bound: float = TOLERANCES["float32"],
     ) -> None:
-        """``bound`` is what float32 may lose; ``implementation`` is the class' if it is missing."""
+        """Compares the results with ``x.expected()``.
+
+        Args:
+          implementation: by default the class's.
+          bound: error bound of float32 computations.
+        """
         out, lse = run(x, implementation or self.implementation)
         want_out, want_lse = x.expected()
         assert out.dtype == x.dtype, f"out: expected {x.dtype}, got {out.dtype}"
         assert lse.dtype == np.float32, f"lse: expected float32, got {lse.dtype}"
         check(out, want_out, max(bound, tolerance(x.dtype)))
-        # Products of bfloat16 are exact in float32: the log-sum-exp is as good from either.
+        # Products of bfloat16 are exact in float32, so the log-sum-exp is equally accurate.
         check(np.ravel(lse), np.ravel(want_lse), bound)
 
     @pytest.mark.parametrize("T", slow_except((1, 2, 3, 4, 5), quick=(0, 4)))
-    def test_queries_and_ragged_rows(self, T):
+    def test_queries_and_ragged_lengths(self, T):
         page = self.page
         self.check(self.random((2 * page + 5, 5, page, 3 * page, page + 1), T=T))
 
@@ -179,12 +184,12 @@ class MlaDecodeCases:
             self.check(self.random((self.page + 5, 2 * self.page + 2), H=H, T=T))
 
     def test_page_borders(self):
-        """Also a full table: five pages of 64, which no block of two or four divides."""
+        """Includes a full table of five pages of 64, which blocks of two or four do not divide."""
         for page, lengths in self.page_borders:
             max_pages = -(-max(lengths) // page)
             self.check(self.random(lengths, page=page, max_pages=max_pages))
 
-    def test_table_far_longer_than_rows(self):
+    def test_table_far_longer_than_sequences(self):
         self.check(self.random((self.page + 2, 2 * self.page + 8), T=2, max_pages=90))
 
     @pytest.mark.parametrize("lengths", [(2, 20, 0, 5, 1), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)])
@@ -198,14 +203,13 @@ class MlaDecodeCases:
         self.check(x)
 
     def test_queries_across_the_last_page_s_border(self):
-        """The last page holds tokens that the first queries do not see, or that none but the last
-        does."""
+        """The last page has tokens that the first queries, or all but the last, do not see."""
         page = self.page
         self.check(self.random((2 * page + 2, page + 4, 3 * page + 1, page, page + 3), T=5))
 
     @pytest.mark.parametrize("past", [1, 3])
     def test_padding_past_the_table(self, past):
-        """A length that counts queries beyond the table leaves the others as they are."""
+        """A length that counts queries past the table does not affect the other queries."""
         T, max_pages = 4, 17
         x = self.random((max_pages * self.page + past, 7), T=T, max_pages=max_pages)
         results = zip(
@@ -228,7 +232,7 @@ class MlaDecodeCases:
         self.check(self.random((70, 129), T=2, scale=0.1352338, **fixed))
 
     def test_large_scores(self):
-        """Scores of hundreds, whose exponentials float32 cannot hold."""
+        """Scores are in the hundreds, so their exponentials overflow float32."""
         scale = 40.0 * (32 / sum(self.widths)) ** 0.5
         x = self.random((2 * self.page + 8, 4 * self.page), T=2, scale=scale)
         assert np.abs(x.expected()[1]).max() > 400
@@ -247,8 +251,8 @@ class MlaDecodeCases:
     def test_pages_wider_than_tokens(self):
         self.check(self.random((2 * self.page + 5, 0, self.page), T=2).wider())
 
-    def test_rows_do_not_depend_on_each_other(self):
-        """Bit for bit: another row's length, and where the pages stand, change nothing."""
+    def test_sequences_are_independent(self):
+        """Another sequence's length and the order of pages do not change a bit."""
         x = self.random((2 * self.page + 1, 4 * self.page), T=2)
         out, lse = run(x, self.implementation)
         moved = dataclasses.replace(x.shuffled(1), lengths=(x.lengths[0], 0))

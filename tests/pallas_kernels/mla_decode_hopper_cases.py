@@ -1,4 +1,4 @@
-"""What is tested of all of mla_decode's Hopper kernels."""
+"""Test cases that all Hopper kernels of mla_decode share."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.few_rows_kernel import FewRows
+from pallas_kernels.mla_decode.few_queries_kernel import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
@@ -17,8 +17,8 @@ from tests.pallas_kernels.numerics import device
 
 
 @functools.cache
-def kernel(parts: int, config: Config | FewRows | None = None):
-    """The back-end with a schedule of few parts, which the interpreter runs one by one."""
+def kernel(partitions: int, config: Config | FewQueries | None = None):
+    """The back-end with a schedule of few partitions, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
         return mosaic_gpu.mla_decode(
@@ -28,7 +28,7 @@ def kernel(parts: int, config: Config | FewRows | None = None):
             block_tables,
             lengths,
             scale=scale,
-            schedule=schedule(lengths, max_pages=block_tables.shape[1], parts=parts),
+            schedule=schedule(lengths, max_pages=block_tables.shape[1], partitions=partitions),
             config=config,
             interpret=INTERPRET,
         )
@@ -36,12 +36,14 @@ def kernel(parts: int, config: Config | FewRows | None = None):
     return decode
 
 
-_schedule = jax.jit(schedule, static_argnames=("max_pages", "parts"))
+_schedule = jax.jit(schedule, static_argnames=("max_pages", "partitions"))
 
 
-def pieces_of_rows(x, parts):
-    made = _schedule(device(x.lengths, "int32"), max_pages=x.block_tables.shape[1], parts=parts)
-    return np.asarray(made.table)[parts:, 1].tolist()
+def segments_of_sequences(x, partitions):
+    made = _schedule(
+        device(x.lengths, "int32"), max_pages=x.block_tables.shape[1], partitions=partitions
+    )
+    return np.asarray(made.table)[partitions:, 1].tolist()
 
 
 class HopperCases(MlaDecodeCases):
@@ -50,35 +52,35 @@ class HopperCases(MlaDecodeCases):
     widths = (512, 64)
     page = 64
     heads = 8
-    # A pair of tiles, of which the second is not full and begins within a query; the most of few
-    # rows.
+    # Two tiles of which the second is not full and begins inside a query; and the most query rows
+    # that the kernel for few query rows takes.
     more_heads = ((24, 3), (16, 2))
     page_borders = ((64, (320, 63, 256, 64, 65, 128)),)
 
     @pytest.fixture(autouse=True)
     def _small_gpu(self, monkeypatch):
-        """The merge's programs, of which a few then have several rows each, as on a GPU."""
+        """Gives the merge kernel few programs, so that each merges several rows as on a GPU."""
         if not ON_GPU:
             monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
 
-    # As all others, or nearly.
+    # These are the same as the other cases, or nearly.
     test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
     test_published_widths = None  # pyright: ignore[reportAssignmentType]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("H", "T"), [(64, 1), (64, 3), (16, 1)])
     def test_still_more_heads(self, H, T):
-        """A full tile; three; few rows."""
+        """One full tile, three tiles, and few query rows."""
         self.check(self.random((69, 130), H=H, T=T))
 
     def test_pages_wider_than_tokens(self):
         with pytest.raises(NotImplementedError, match="takes tokens of 576 columns, got 640"):
             run(self.random((70,)).wider(), self.implementation)
 
-    def test_rows_do_not_depend_on_each_other(self):
-        """Bit for bit: what other rows hold and ask, and where the pages stand, change nothing."""
+    def test_sequences_are_independent(self):
+        """Other sequences' contents and the order of pages do not change a bit."""
         x = self.random((637, 70), max_pages=10)
-        assert pieces_of_rows(x, 3) == [2, 1]
+        assert segments_of_sequences(x, 3) == [2, 1]
         moved = x.shuffled(1)
         q_latent, pages = moved.q_latent.copy(), moved.pages.copy()
         q_latent[1] *= -2

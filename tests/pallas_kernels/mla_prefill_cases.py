@@ -1,4 +1,4 @@
-"""What every back-end of mla_prefill must do; see MlaPrefillCases."""
+"""Test cases that every back-end of mla_prefill must pass; see MlaPrefillCases."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from tests.support.covering import slow_except
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Keys and values past a row's length are NaN."""
+    """Random arguments. Keys and values past a sequence's length are NaN."""
 
     q: Array
     k: Array
@@ -71,45 +71,45 @@ class Inputs:
         )
 
     def keys(self, first: int, last: int | None = None) -> "Inputs":
-        """The same queries over the keys first, ..., last - 1 only."""
+        """Returns the same queries over keys first, ..., last - 1."""
         k, v = self.k[:, first:last], self.v[:, first:last]
         lengths = tuple(min(max(n - first, 0), k.shape[1]) for n in self.lengths)
         starts = tuple(start - first for start in self.starts)
         return dataclasses.replace(self, k=k, v=v, starts=starts, lengths=lengths)
 
     def expected(self) -> tuple[Array, Array]:
-        """out [B, T, H, V] and lse [B, T, H], one query of one head after the other."""
+        """Returns out [B, T, H, V] and lse [B, T, H], computed one query and head at a time."""
         B, T, H, _ = self.q.shape
         out, lse = np.zeros((B, T, H, self.v.shape[-1])), np.full((B, T, H), -np.inf)
         for b, t, h in np.ndindex(B, T, H):
-            seen = min(self.starts[b] + t + 1, self.lengths[b])
-            if seen <= 0:
+            visible = min(self.starts[b] + t + 1, self.lengths[b])
+            if visible <= 0:
                 continue
-            scores = self.scale * (self.k[b, :seen, h] @ self.q[b, t, h])
+            scores = self.scale * (self.k[b, :visible, h] @ self.q[b, t, h])
             lse[b, t, h] = np.logaddexp.reduce(scores)
-            out[b, t, h] = np.exp(scores - lse[b, t, h]) @ self.v[b, :seen, h]
+            out[b, t, h] = np.exp(scores - lse[b, t, h]) @ self.v[b, :visible, h]
         return out, lse
 
 
 Operation = Implementation | Callable[..., tuple[jax.Array, ...]]
-"""What mla_prefill calls an implementation, or a back-end's function itself."""
+"""An ``implementation`` argument of mla_prefill, or a back-end's function."""
 
 
 @functools.cache
 def compiled(implementation: Operation, scale: float) -> Callable[..., tuple[jax.Array, ...]]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted operation, cached so that tests of the same shapes share a compilation."""
     if callable(implementation):
         return jax.jit(functools.partial(implementation, scale=scale))
     return jax.jit(functools.partial(mla_prefill, scale=scale, implementation=implementation))
 
 
 def run(x: Inputs, implementation: Operation) -> tuple[npt.NDArray, ...]:
-    """In NumPy, for every slice of an array on a device is a program."""
+    """Returns results as NumPy arrays, because slicing a device array compiles a program."""
     return tuple(map(np.asarray, compiled(implementation, x.scale)(*x.arrays())))
 
 
 class MlaPrefillCases:
-    """Subclassed by each back-end, which sets ``implementation`` and what else it asks for."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
     implementation: ClassVar[Operation]
     dtype: ClassVar[str] = "float32"
@@ -121,13 +121,13 @@ class MlaPrefillCases:
         return Inputs.random(*args, **{"widths": self.widths, "dtype": self.dtype, **kwargs})
 
     def check(self, x: Inputs, *, bound: float = TOLERANCES["float32"]) -> None:
-        """``bound`` is what float32 may lose."""
+        """Compares with ``x.expected()``. ``bound``: error bound of float32 computations."""
         out, lse = run(x, self.implementation)
         want_out, want_lse = x.expected()
         assert out.dtype == x.dtype, f"out: expected {x.dtype}, got {out.dtype}"
         assert lse.dtype == np.float32, f"lse: expected float32, got {lse.dtype}"
         check(out, want_out, max(bound, tolerance(x.dtype)))
-        # Products of bfloat16 are exact in float32: the log-sum-exp is as good from either.
+        # Products of bfloat16 are exact in float32, so the log-sum-exp is equally accurate.
         check(np.ravel(lse), np.ravel(want_lse), bound)
 
     @pytest.mark.parametrize("T", [1, 7, 130])
@@ -137,11 +137,11 @@ class MlaPrefillCases:
     @pytest.mark.parametrize(
         ("starts", "lengths"),
         [
-            ((5, 0, 20), (14, 9, 29)),  # each row's last query sees its last key
-            ((5, 0, 20), (8, 3, 22)),  # later queries see no more than there is
-            ((29, 40, 99), (29, 11, 1)),  # a prefix that all see whole
-            ((0, 3, 0), (0, 29, 1)),  # a row without keys
-            ((-4, -1, -9), (29, 29, 29)),  # the first queries stand before all keys
+            ((5, 0, 20), (14, 9, 29)),  # each sequence's last query sees its last key
+            ((5, 0, 20), (8, 3, 22)),  # later queries see no further keys
+            ((29, 40, 99), (29, 11, 1)),  # a prefix that all queries see whole
+            ((0, 3, 0), (0, 29, 1)),  # a sequence without keys
+            ((-4, -1, -9), (29, 29, 29)),  # the first queries precede all keys
         ],
         ids=["aligned", "short", "prefix", "empty", "before"],
     )
@@ -168,7 +168,7 @@ class MlaPrefillCases:
         self.check(self.random((0, 7), (33, 40), T=33, S=40, dtype="bfloat16"))
 
     def test_large_scores(self):
-        """Scores of hundreds, whose exponentials float32 cannot hold."""
+        """Scores are in the hundreds, so their exponentials overflow float32."""
         scale = 40.0 * (24 / self.widths[0]) ** 0.5
         x = self.random((0, 5), (20, 25), T=20, S=25, scale=scale)
         assert np.abs(x.expected()[1]).max() > 400
@@ -186,24 +186,24 @@ class MlaPrefillCases:
 
 
 class MlaPrefillGradientCases:
-    """For back-ends that training uses."""
+    """Test cases for back-ends that training uses."""
 
     implementation: ClassVar[Operation]
     widths: ClassVar[tuple[int, int]] = (24, 16)  # K, V
 
     def test_gradients(self):
-        """Of out and lse, along a random direction, against central differences in float64."""
+        """Gradients of out and lse match central differences in float64 along random directions."""
         x = Inputs.random((0, 0, 0), (7, 4, 0), T=7, S=7, widths=self.widths)
         x = dataclasses.replace(x, k=np.nan_to_num(x.k), v=np.nan_to_num(x.v))
         rng = np.random.default_rng(2)
         out, lse = x.expected()
-        seen = np.isfinite(lse)
+        visible = np.isfinite(lse)
         *_, starts, lengths = x.arrays()
-        of_out, of_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+        out_weights, lse_weights = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
 
         def loss(q, k, v):
             out, lse = compiled(self.implementation, x.scale)(q, k, v, starts, lengths)
-            return jnp.sum(out * of_out) + jnp.sum(jnp.where(seen, lse, 0) * of_lse)
+            return jnp.sum(out * out_weights) + jnp.sum(jnp.where(visible, lse, 0) * lse_weights)
 
         inputs = (x.q, x.k, x.v)
         gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(
@@ -213,7 +213,7 @@ class MlaPrefillGradientCases:
 
             def expected_loss(moved: Array, name: str = "qkv"[i]) -> float:
                 out, lse = dataclasses.replace(x, **{name: moved}).expected()
-                return np.sum(out * of_out) + np.sum(lse[seen] * of_lse[seen])
+                return np.sum(out * out_weights) + np.sum(lse[visible] * lse_weights[visible])
 
             direction = rng.standard_normal(inputs[i].shape)
             slope = central_difference(expected_loss, inputs[i], direction)

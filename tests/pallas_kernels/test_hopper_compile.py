@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mla_decode.few_rows_kernel import FewRows
+from pallas_kernels.mla_decode.few_queries_kernel import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
@@ -179,15 +179,15 @@ def kernels() -> dict[str, Kernel]:
         found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
     # Pieces as wide as 16 rows do not have them by default, nor 32; one warpgroup.
     for queries, config in [
-        (1, FewRows(width=64)),
-        (2, FewRows(width=192)),
-        (1, FewRows(warpgroups=1)),
-        (2, FewRows(warpgroups=1)),
+        (1, FewQueries(width=64)),
+        (2, FewQueries(width=192)),
+        (1, FewQueries(warpgroups=1)),
+        (2, FewQueries(warpgroups=1)),
     ]:
         setting = f"width {config.width}" if config.width else "one warpgroup"
         shape = f"mla_decode_few h16 sq{queries} {setting}"
         found[shape] = decode(queries, 16, config=config)
-    found["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewRows())
+    found["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewQueries())
     # Tiles of which the last is not full, three tiles, and one long row.
     found |= {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)

@@ -1,4 +1,4 @@
-"""merge_attention against the formula in float64."""
+"""merge_attention, compared with the formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from tests.pallas_kernels.numerics import TOLERANCES, check, device, rounded, to
 SHAPE = (2, 3, 4, 8)
 
 
-def parts(*blind: str, dtype="float32", size: float = 1.0):
-    """Two results of attention; the named ones saw no key."""
+def partial_results(*blind: str, dtype="float32", size: float = 1.0):
+    """Yields two attention results. Those named in ``blind`` saw no key."""
     rng = np.random.default_rng(0)
     for name in "ab":
         out, lse = rng.standard_normal(SHAPE), size * rng.standard_normal(SHAPE[:-1])
@@ -28,8 +28,8 @@ def merge(a, b, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weighs_by_the_log_sum_exp(dtype):
-    a, b = parts(dtype=dtype)
+def test_weights_are_the_log_sum_exps(dtype):
+    a, b = partial_results(dtype=dtype)
     out, lse = merge(a, b, dtype)
     weights = np.exp(a[1]), np.exp(b[1])
     total = weights[0] + weights[1]
@@ -41,25 +41,28 @@ def test_weighs_by_the_log_sum_exp(dtype):
 
 
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["left", "right"])
-def test_part_without_keys_counts_for_nothing(order):
-    seen, blind = parts("b")
-    out, lse = merge(*(seen, blind)[order])
-    check(out, seen[0], TOLERANCES["float32"])
-    np.testing.assert_array_equal(lse, np.float32(seen[1]))
+def test_result_without_keys_has_no_weight(order):
+    visible, blind = partial_results("b")
+    out, lse = merge(*(visible, blind)[order])
+    check(out, visible[0], TOLERANCES["float32"])
+    np.testing.assert_array_equal(lse, np.float32(visible[1]))
 
 
-def test_two_parts_without_keys():
-    out, lse = merge(*parts("a", "b"))
+def test_two_results_without_keys():
+    out, lse = merge(*partial_results("a", "b"))
     np.testing.assert_array_equal(out, np.zeros(SHAPE))
     np.testing.assert_array_equal(lse, np.full(SHAPE[:-1], -np.inf))
 
 
 def test_some_queries_without_keys():
-    """The kept case of a batch: each query decides for itself."""
-    a, b = parts()
-    none, _ = parts("a", "b")
-    row = np.arange(SHAPE[0])[:, None, None] == 0
-    mixed = np.where(row[..., None], none[0], b[0]), np.where(row, none[1], b[1])
+    """Queries of one call may or may not have keys, independently of each other."""
+    a, b = partial_results()
+    none, _ = partial_results("a", "b")
+    is_first_sequence = np.arange(SHAPE[0])[:, None, None] == 0
+    mixed = (
+        np.where(is_first_sequence[..., None], none[0], b[0]),
+        np.where(is_first_sequence, none[1], b[1]),
+    )
     out, lse = merge(a, mixed)
     whole_out, whole_lse = merge(a, b)
     check(out[0], a[0][0], TOLERANCES["float32"])
@@ -68,8 +71,8 @@ def test_some_queries_without_keys():
 
 
 def test_large_log_sum_exps():
-    """Of hundreds, whose exponentials float32 cannot hold."""
-    a, b = parts(size=300.0)
+    """Log-sum-exps are in the hundreds, so their exponentials overflow float32."""
+    a, b = partial_results(size=300.0)
     out, lse = merge(a, b)
     want = np.logaddexp(a[1], b[1])
     assert np.abs(want).max() > 400
@@ -79,6 +82,6 @@ def test_large_log_sum_exps():
 
 
 def test_order_does_not_matter():
-    a, b = parts()
+    a, b = partial_results()
     for got, want in zip(merge(a, b), merge(b, a), strict=True):
         check(got, want, TOLERANCES["float32"])

@@ -1,4 +1,4 @@
-"""mla_decode's back-ends, each through the public function."""
+"""mla_decode's back-ends, called through the public function."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ class TestReference(MlaDecodeCases):
     implementation = "reference"
 
     def test_gradient_of_the_queries(self):
-        """Against central differences of the float64 sums."""
+        """Compares with central differences of the float64 computation."""
         x = Inputs.random((20,), T=2, widths=self.widths)
         rng = np.random.default_rng(2)
         weights, direction = rng.standard_normal((2, *x.q_latent.shape))
@@ -46,7 +46,7 @@ class TestReference(MlaDecodeCases):
 class TestCpu(MlaDecodeCases):
     implementation = "cpu"
 
-    def test_elsewhere_it_refuses(self, monkeypatch):
+    def test_other_platforms_are_refused(self, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         x = Inputs.random((20,), widths=self.widths)
         with pytest.raises(NotImplementedError, match="cpu: runs on CPUs, this is gpu"):
@@ -55,7 +55,7 @@ class TestCpu(MlaDecodeCases):
 
 @pytest.mark.parametrize(("platform", "chosen"), [("cpu", "cpu"), ("gpu", "reference")])
 def test_default(monkeypatch, platform, chosen):
-    """Bit for bit what the platform's back-end gives."""
+    """The default is bit for bit the platform's back-end."""
     x = Inputs.random((20, 33), T=2, widths=(24, 8), scale=0.2)
     want = run(x, chosen)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
@@ -65,8 +65,8 @@ def test_default(monkeypatch, platform, chosen):
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "cpu"])
-def test_a_schedule_is_for_those_who_divide_by_it(implementation):
-    """Others give what they give without one, bit for bit."""
+def test_schedule_is_ignored(implementation):
+    """Back-ends that use no schedule ignore it, bit for bit."""
     x = Inputs.random((20, 33), T=2, widths=(24, 8), scale=0.2)
 
     @jax.jit

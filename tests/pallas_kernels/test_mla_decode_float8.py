@@ -1,4 +1,4 @@
-"""mla_decode over a float8 cache: the format, and each back-end that reads it."""
+"""mla_decode over a float8 cache: the format, and the back-ends that read it."""
 
 import dataclasses
 import functools
@@ -31,14 +31,14 @@ DEQUANTIZE = jax.jit(dequantize_latent, static_argnums=1)
 
 
 def packed(values, scale, rope):
-    """Bytes of tokens, of float8_e4m3fn [..., 4, 128], float32 [..., 4] and bfloat16 [..., 64]."""
-    parts = [np.ascontiguousarray(part) for part in (values, scale, rope)]
+    """Packs float8_e4m3fn [..., 4, 128], float32 [..., 4] and bfloat16 [..., 64] into bytes."""
+    fields = [np.ascontiguousarray(field) for field in (values, scale, rope)]
     batch = rope.shape[:-1]
-    return np.concatenate([p.view(np.uint8).reshape(*batch, -1) for p in parts], axis=-1)
+    return np.concatenate([p.view(np.uint8).reshape(*batch, -1) for p in fields], axis=-1)
 
 
 def encoded(tokens):
-    """Bytes of float64 tokens [..., 576]; of a token that is NaN, bytes that are NaN too."""
+    """Quantizes float64 tokens [..., 576] to bytes. A token of NaN becomes bytes that are NaN."""
     batch = tokens.shape[:-1]
     groups = tokens[..., :512].reshape(*batch, 4, 128)
     amax = np.abs(groups).max(axis=-1).astype(np.float32)
@@ -47,16 +47,16 @@ def encoded(tokens):
     near = np.where(near < scale, np.nextafter(near, near.dtype.type(np.inf)), near)
     scale = np.where(amax > 0, near.astype(np.float32), np.float32(1))
     values = (groups / scale[..., None]).astype(ml_dtypes.float8_e4m3fn)
-    found = packed(values, scale, tokens[..., 512:].astype(ml_dtypes.bfloat16))
-    # All is NaN, of float8 either of its two.
+    encoded_bytes = packed(values, scale, tokens[..., 512:].astype(ml_dtypes.bfloat16))
+    # Every field is NaN; the float8 values use both of its NaN encodings.
     unused = np.isnan(tokens).any(axis=-1)
-    found[unused] = 0xFF
-    found[unused, :256] = 0x7F
-    return found
+    encoded_bytes[unused] = 0xFF
+    encoded_bytes[unused, :256] = 0x7F
+    return encoded_bytes
 
 
 def decoded(tokens):
-    """float64 [..., 576]."""
+    """Dequantizes bytes to float64 tokens [..., 576]."""
     values = tokens[..., :512].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scale = tokens[..., 512:528].copy().view(np.float32).astype(np.float64)
     rope = tokens[..., 528:].copy().view(ml_dtypes.bfloat16).astype(np.float64)
@@ -64,7 +64,7 @@ def decoded(tokens):
 
 
 class Float8Inputs(Inputs):
-    """Pages hold what the bytes say exactly; the operation sees it in the queries' dtype."""
+    """Pages contain exact dequantized values; the operation casts them to the queries' dtype."""
 
     @classmethod
     def random(cls, lengths, **kwargs):
@@ -83,10 +83,10 @@ class Float8Inputs(Inputs):
 class Float8Cases(MlaDecodeCases):
     widths = WIDTHS
     dtype = "bfloat16"
-    # As all others.
+    # These are the same as the other cases.
     test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
     test_published_widths = None  # pyright: ignore[reportAssignmentType]
-    # A token has 656 bytes.
+    # A token always has 656 bytes.
     test_pages_wider_than_tokens = None  # pyright: ignore[reportAssignmentType]
 
     def random(self, lengths, **kwargs):
@@ -112,23 +112,23 @@ class TestCpu(Float8Cases):
 @kernel_runs
 class TestMosaicGpu(Float8Cases, HopperCases):
     @pytest.mark.parametrize(
-        ("H", "parts"),
+        ("H", "partitions"),
         [
             (8, 2),
             pytest.param(8, 1, marks=pytest.mark.slow),
             pytest.param(128, 5, marks=pytest.mark.slow),
         ],
     )
-    def test_rows_in_pieces(self, H, parts):
-        """Segments that begin with either of the two warpgroups, and end with either."""
-        self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(parts))
+    def test_split_sequences(self, H, partitions):
+        """Segments whose first and last block are scored by either of the two warpgroups."""
+        self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(partitions))
 
-    def test_query_that_sees_nothing_of_a_piece(self):
-        """The last of three pieces is a block of two tokens, the last two of five queries."""
+    def test_query_without_visible_tokens_in_a_segment(self):
+        """The last of three segments has two tokens, which are the last two of five queries."""
         self.check(self.random((12 * 64 + 2,), T=5, max_pages=13), kernel(3))
 
 
-# ---- what the kernel does not take ---------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def arrays(H=8, page=64, widths=WIDTHS, bytes_=656, dtype="bfloat16"):
@@ -151,27 +151,27 @@ def arrays(H=8, page=64, widths=WIDTHS, bytes_=656, dtype="bfloat16"):
         ({"bytes_": 576}, "takes tokens of 656 bytes, got 576"),
     ],
 )
-def test_what_the_kernel_does_not_take(changes, message):
+def test_kernel_refusals(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
-def test_settings_are_those_of_the_other_kernel():
-    with pytest.raises(NotImplementedError, match=r"has no settings, got Config\("):
+def test_config_of_another_kernel_is_refused():
+    with pytest.raises(NotImplementedError, match=r"has no config, got Config\("):
         mosaic_gpu.mla_decode(*arrays(), scale=0.1, config=Config(), interpret=object())
 
 
 @off_gpu
 @pytest.mark.parametrize("changes", [{"widths": (256, 64)}, {"widths": (512, 32)}])
 def test_no_backend_takes_other_widths(changes):
-    """One line with each back-end's reason."""
+    """The message has each back-end's reason, in one line."""
     with pytest.raises(NotImplementedError, match=r"cpu: .*; reference: takes float8"):
         mla_decode(*arrays(**changes), scale=0.1)
 
 
 @pytest.mark.parametrize("H", [8, pytest.param(128, marks=pytest.mark.slow)])
 def test_lowers_for_cuda(H, monkeypatch):
-    """SMEM's size and the layouts of registers are checked without a GPU."""
+    """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     f = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1))
     text = f.trace(*arrays(H)).lower(lowering_platforms=("cuda",)).as_text()
@@ -182,20 +182,20 @@ def test_lowers_for_cuda(H, monkeypatch):
 
 
 def test_bytes():
-    """A token's latent, scales and rope key, each at its place."""
+    """A token's latent, scales and rope key are at their byte offsets."""
     latent = np.zeros(512, np.float32)
     latent[[0, 1, 128, 511]] = 448, -1, 896, 2**-9 * 448 * 0.5
     rope = np.zeros(64, np.float32)
     rope[1] = -2
-    found = np.asarray(QUANTIZE(latent, rope))
-    assert found.dtype == np.uint8
-    assert found.shape == (656,)
-    assert found[[0, 1, 2, 128, 511]].tolist() == [0x7E, 0xB8, 0, 0x7E, 0x7E]
-    scales = found[512:528].view(np.float32)
+    encoded_bytes = np.asarray(QUANTIZE(latent, rope))
+    assert encoded_bytes.dtype == np.uint8
+    assert encoded_bytes.shape == (656,)
+    assert encoded_bytes[[0, 1, 2, 128, 511]].tolist() == [0x7E, 0xB8, 0, 0x7E, 0x7E]
+    scales = encoded_bytes[512:528].view(np.float32)
     np.testing.assert_array_equal(scales, [1, 2, 1, 2**-10])
-    assert found[528:534].tolist() == [0, 0, 0, 0xC0, 0, 0]
+    assert encoded_bytes[528:534].tolist() == [0, 0, 0, 0xC0, 0, 0]
     for dtype in (jnp.float32, jnp.bfloat16):
-        got_latent, got_rope = DEQUANTIZE(found, dtype)
+        got_latent, got_rope = DEQUANTIZE(encoded_bytes, dtype)
         assert got_latent.dtype == got_rope.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got_latent, np.float32), latent)
         np.testing.assert_array_equal(np.asarray(got_rope, np.float32), rope)
@@ -203,7 +203,7 @@ def test_bytes():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip(dtype):
-    """Each value to half a step of float8 under a scale of at most 2^-7 more than amax / 448."""
+    """Each value is within half a float8 step, at a scale of at most (1 + 2^-7) * amax / 448."""
     rng = np.random.default_rng(0)
     latent = rng.standard_normal((3, 5, 4, 128)) * 2.0 ** rng.integers(-20, 20, (3, 5, 4, 1))
     latent[0, 0, 1] = 0
@@ -219,8 +219,8 @@ def test_round_trip(dtype):
     assert (np.abs(groups - want) <= allowed * (1 + 1e-6)).all()
 
 
-def test_what_float8_holds_comes_back():
-    """Values of every kind under a scale that bfloat16 holds."""
+def test_float8_values_round_trip_exactly():
+    """All float8 values, with scales that bfloat16 represents exactly."""
     rng = np.random.default_rng(1)
     values = random_e4m3(rng, (7, 4, 128))
     values[..., 5] = 448
@@ -235,7 +235,7 @@ def test_what_float8_holds_comes_back():
 
 
 def test_scales_of_other_writers():
-    """Scales that only float32 holds: the reference multiplies in float32, then rounds once."""
+    """With float32 scales, the reference multiplies in float32 and rounds once."""
     rng = np.random.default_rng(2)
     values, rope = random_e4m3(rng, (3, 4, 128)), np.ones((3, 64), ml_dtypes.bfloat16)
     tokens = packed(values, rng.uniform(0.1, 1, (3, 4)).astype(np.float32), rope)
@@ -248,7 +248,7 @@ def test_scales_of_other_writers():
 @kernel_runs
 @pytest.mark.parametrize("factor", [1.00123, 0.99877])
 def test_the_kernel_rounds_scales_of_other_writers(factor):
-    """To the nearest bfloat16: here those of our own writer."""
+    """It rounds to the nearest bfloat16, which here is the scale that quantize_latent writes."""
     x = TestMosaicGpu().random((200, 64))
     q_latent, q_rope, pages, *rest = x.arrays()
     tokens = np.array(pages)

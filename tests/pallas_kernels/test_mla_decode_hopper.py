@@ -1,4 +1,4 @@
-"""mla_decode's kernels for Hopper GPUs: on one, or interpreted with race detection."""
+"""mla_decode's Hopper kernels: run on a GPU, or interpreted with race detection."""
 
 import dataclasses
 import functools
@@ -10,30 +10,30 @@ import pytest
 
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.few_rows_kernel import FewRows, rings
+from pallas_kernels.mla_decode.few_queries_kernel import FewQueries, rings
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
-from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel, pieces_of_rows
+from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel, segments_of_sequences
 from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check
 
 
 @kernel_runs
 class TestMosaicGpu(HopperCases):
-    def test_another_row_s_length_changes_a_rounding(self):
-        """It decides where this row is cut: float32 sums are then rounded in other places, and
-        their result to bfloat16 once, maybe to the neighbour."""
+    def test_another_sequence_s_length_changes_a_rounding(self):
+        """The other length decides where this sequence is split. Its float32 sums are then rounded
+        differently, and the bfloat16 result may differ by one step."""
         x = self.random((637, 300), max_pages=10)
         other = dataclasses.replace(x, lengths=(637, 70))
-        assert pieces_of_rows(x, 3)[0] == 1
-        assert pieces_of_rows(other, 3)[0] == 2
+        assert segments_of_sequences(x, 3)[0] == 1
+        assert segments_of_sequences(other, 3)[0] == 2
         (out, lse), (other_out, other_lse) = (run(each, kernel(3)) for each in (x, other))
         check(other_out[0], out[0], BFLOAT16_ROUNDING)
         check(np.ravel(other_lse[0]), np.ravel(lse[0]), TOLERANCES["float32"])
 
-    # Of one tile of query rows, and of two, which form a pair.
+    # One tile of query rows, and two, which form a cluster.
     @pytest.mark.parametrize(
-        ("H", "parts", "pieces"),
+        ("H", "partitions", "segments"),
         [
             (8, 5, [2, 2, 1]),
             (128, 2, [1, 2, 1]),
@@ -44,16 +44,16 @@ class TestMosaicGpu(HopperCases):
             pytest.param(128, 5, [2, 2, 1], marks=pytest.mark.slow),
         ],
     )
-    def test_rows_in_pieces(self, H, parts, pieces):
-        """The last of five parts has nothing to do."""
+    def test_split_sequences(self, H, partitions, segments):
+        """The last of five partitions has nothing to do."""
         x = self.random((640, 9 * 64 - 3, 0), H=H, max_pages=10)
-        assert pieces_of_rows(x, parts) == pieces
-        self.check(x, kernel(parts))
+        assert segments_of_sequences(x, partitions) == segments
+        self.check(x, kernel(partitions))
 
-    def test_query_that_sees_nothing_of_a_piece(self):
-        """The last of three pieces is a block of two tokens, the last two of five queries."""
+    def test_query_without_visible_tokens_in_a_segment(self):
+        """The last of three segments has two tokens, which are the last two of five queries."""
         x = self.random((12 * 64 + 2,), T=5, max_pages=13)
-        assert pieces_of_rows(x, 3) == [3]
+        assert segments_of_sequences(x, 3) == [3]
         self.check(x, kernel(3))
 
     @pytest.mark.slow
@@ -69,39 +69,39 @@ class TestMosaicGpu(HopperCases):
             pytest.param(32, 1, marks=pytest.mark.slow),
         ],
     )
-    def test_kernel_of_many_rows_with_few(self, H, T):
+    def test_kernel_for_many_queries_with_few(self, H, T):
         x = self.random((640, 9 * 64 - 3, 0, 1), H=H, T=T, max_pages=10)
         self.check(x, kernel(3, Config()))
 
-    # Rings of 192 and of 64 columns a piece; of one block; of one warpgroup, that holds two.
+    # Slices of 192 and 64 columns; rings with room for one block; one warpgroup with room for two.
     @pytest.mark.parametrize(
         ("config", "T"),
         [
-            (FewRows(width=192, stages=6), 2),
-            (FewRows(warpgroups=1), 1),
+            (FewQueries(width=192, stages=6), 2),
+            (FewQueries(warpgroups=1), 1),
             *(
                 pytest.param(config, T, marks=pytest.mark.slow)
                 for config, T in [
-                    (FewRows(width=192), 1),
-                    (FewRows(width=192), 2),
-                    (FewRows(width=64), 1),
-                    (FewRows(width=64), 2),
-                    (FewRows(width=192, stages=6), 1),
-                    (FewRows(warpgroups=1), 2),
-                    (FewRows(warpgroups=1, width=192, stages=3), 1),
-                    (FewRows(warpgroups=1, width=192, stages=3), 2),
+                    (FewQueries(width=192), 1),
+                    (FewQueries(width=192), 2),
+                    (FewQueries(width=64), 1),
+                    (FewQueries(width=64), 2),
+                    (FewQueries(width=192, stages=6), 1),
+                    (FewQueries(warpgroups=1), 2),
+                    (FewQueries(warpgroups=1, width=192, stages=3), 1),
+                    (FewQueries(warpgroups=1, width=192, stages=3), 2),
                 ]
             ),
         ],
     )
-    def test_settings_for_few_rows(self, config, T):
-        """Rows of an even and an odd number of blocks, of one, of none, one after the other."""
+    def test_settings_for_few_queries(self, config, T):
+        """Successive sequences with an even and an odd number of blocks, with one and with none."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
         self.check(x, kernel(2, config))
 
-    def test_few_rows_that_see_nothing(self):
-        """Of a row, and of a piece: the last of three is a block of two tokens, which two of four
-        queries see."""
+    def test_few_queries_without_visible_tokens(self):
+        """Queries that see no token of a sequence, or of a segment: the last of three segments has
+        two tokens, which two of four queries see."""
         x = self.random((2, 20, 0, 3, 1), T=4)
         out, lse = (np.asarray(a, np.float32) for a in run(x, kernel(3)))
         blind = np.array([[length < 4 - t for t in range(4)] for length in x.lengths])
@@ -109,12 +109,12 @@ class TestMosaicGpu(HopperCases):
         assert (lse[blind] == -np.inf).all()
         self.check(x)
         x = self.random((12 * 64 + 2,), T=4, max_pages=13)
-        assert pieces_of_rows(x, 3) == [3]
+        assert segments_of_sequences(x, 3) == [3]
         self.check(x, kernel(3))
 
-    def test_few_rows_whose_maximum_rises(self):
-        """From block to block by more than P may grow, in either warpgroup, and for some query rows
-        alone."""
+    def test_few_queries_whose_maximum_rises(self):
+        """The maximum rises from block to block by more than SLACK, in either warpgroup, and only
+        for some query rows."""
         x = self.random((6 * 64 + 9,), H=16, max_pages=8)
         pages, table = x.pages.copy(), x.block_tables[0]
         for block in range(7):
@@ -122,18 +122,18 @@ class TestMosaicGpu(HopperCases):
         self.check(dataclasses.replace(x, pages=pages), kernel(1), bound=TOLERANCES["large scores"])
 
 
-def test_few_rows_fill_shared_memory():
-    """At least 150 KB of rings, in whole pieces for each warpgroup."""
+def test_rings_fill_shared_memory():
+    """The ring buffers take at least 150 KB, in whole stages for each warpgroup."""
     for N in (8, 16, 24, 32):
         for warpgroups in (1, 2):
-            width, stages = rings(N, FewRows(warpgroups=warpgroups))
+            width, stages = rings(N, FewQueries(warpgroups=warpgroups))
             assert warpgroups * stages * 64 * width * 2 >= 150_000
 
 
 @pytest.mark.parametrize("stages", [4, 10])
-def test_few_rows_ask_for_rings_that_hold_a_block_and_fit(stages):
+def test_rings_must_contain_a_block_and_fit(stages):
     with pytest.raises(ValueError, match=f"stages={stages}"):
-        rings(16, FewRows(width=192, stages=stages))
+        rings(16, FewQueries(width=192, stages=stages))
 
 
 def arrays(T=1, H=8, page=64, widths=(512, 64), dtype="bfloat16", B=2, max_pages=4):
@@ -157,14 +157,14 @@ def arrays(T=1, H=8, page=64, widths=(512, 64), dtype="bfloat16", B=2, max_pages
         ({"T": 3, "H": 4}, "got 12"),
     ],
 )
-def test_what_it_does_not_take(changes, message):
+def test_refusals(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
-def test_few_rows_are_few():
-    with pytest.raises(NotImplementedError, match="32 at most, got 40"):
-        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewRows(), interpret=object())
+def test_few_queries_kernel_refuses_more_queries():
+    with pytest.raises(NotImplementedError, match=r"32 query rows \(T \* H\) at most, got 40"):
+        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewQueries(), interpret=object())
 
 
 @off_gpu
@@ -185,7 +185,7 @@ def test_no_gpu():
     ],
 )
 def test_lowers_for_cuda(T, H, config, monkeypatch):
-    """SMEM's size and the layouts of registers are checked without a GPU."""
+    """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     f = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1, config=config))
     text = f.trace(*arrays(T, H)).lower(lowering_platforms=("cuda",)).as_text()

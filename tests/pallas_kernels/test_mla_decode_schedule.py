@@ -1,4 +1,4 @@
-"""The schedule of mla_decode's Hopper kernel: who attends which blocks of which rows."""
+"""The split-KV schedule of mla_decode's Hopper kernels: which partition processes which blocks."""
 
 import functools
 
@@ -8,21 +8,21 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.few_rows_kernel import MOST_ROWS
+from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS
 from pallas_kernels.mla_decode.schedule import (
-    _CUTS_COST,
-    _LEAST_BLOCKS,
     _MERGE_COST,
-    _ROW_COST,
+    _MIN_BLOCKS,
+    _PARTIALS_COST,
+    _SEQUENCE_COST,
     BLOCK,
-    FEW_ROWS,
+    FEW_QUERIES_COSTS,
     Schedule,
     schedule,
 )
 from tests.pallas_kernels.numerics import device
 
 MAX_PAGES = 700
-make = jax.jit(functools.partial(schedule, max_pages=MAX_PAGES), static_argnames="parts")
+make = jax.jit(functools.partial(schedule, max_pages=MAX_PAGES), static_argnames="partitions")
 
 
 def blocks_of(lengths):
@@ -30,115 +30,140 @@ def blocks_of(lengths):
 
 
 def segments(made: Schedule):
-    """(part, row, first block, end block) of all that is attended, in order."""
-    parts, table = made.parts, np.asarray(made.table)
-    found = []
-    for part, (first_row, last_row, begin, end) in enumerate(table[:parts].tolist()):
-        for row in range(first_row, last_row + 1):
-            first = begin if row == first_row else 0
-            found.append((part, row, first, end if row == last_row else table[parts + row, 0]))
-    return found
+    """Returns (partition, sequence, first block, end block) of every segment, in order."""
+    partitions, table = made.partitions, np.asarray(made.table)
+    made_segments = []
+    for partition, (first_sequence, last_sequence, begin, end) in enumerate(
+        table[:partitions].tolist()
+    ):
+        for sequence in range(first_sequence, last_sequence + 1):
+            first = begin if sequence == first_sequence else 0
+            made_segments.append(
+                (
+                    partition,
+                    sequence,
+                    first,
+                    end if sequence == last_sequence else table[partitions + sequence, 0],
+                )
+            )
+    return made_segments
 
 
-def check_schedule(lengths, parts):
-    """All that the kernels rely on; returns the segments."""
-    made = make(device(lengths, "int32"), parts=parts)
-    table, split = np.asarray(made.table), np.asarray(made.split)
+def check_schedule(lengths, partitions):
+    """Checks every property that the kernels rely on, and returns the segments."""
+    made = make(device(lengths, "int32"), partitions=partitions)
+    table, split = np.asarray(made.table), np.asarray(made.split_sequences)
     B = len(lengths)
-    assert table.shape == (parts + B, 4)
-    assert split.shape == (parts, 4)
+    assert table.shape == (partitions + B, 4)
+    assert split.shape == (partitions, 4)
     assert table.dtype == split.dtype == np.int32
-    rows, want_blocks = table[parts:], blocks_of(lengths)
-    np.testing.assert_array_equal(rows[:, 0], want_blocks)
-    np.testing.assert_array_equal(rows[:, 3], lengths)
+    entries, want_blocks = table[partitions:], blocks_of(lengths)
+    np.testing.assert_array_equal(entries[:, 0], want_blocks)
+    np.testing.assert_array_equal(entries[:, 3], lengths)
 
-    found = segments(made)
-    covered = [(row, block) for _, row, a, b in found for block in range(a, b)]
-    assert covered == [(row, block) for row in range(B) for block in range(want_blocks[row])]
-    assert all(a < b for _, _, a, b in found)
-
-    holders = [[part for part, r, _, _ in found if r == row] for row in range(B)]
-    for row, of_row in enumerate(holders):
-        assert of_row == list(range(of_row[0], of_row[0] + len(of_row))), f"row {row}"
-    assert rows[:, 1].tolist() == [len(of_row) for of_row in holders]
-
-    numbers = [
-        rows[row, 2] + part for row in range(B) if len(holders[row]) > 1 for part in holders[row]
+    made_segments = segments(made)
+    covered = [(sequence, block) for _, sequence, a, b in made_segments for block in range(a, b)]
+    assert covered == [
+        (sequence, block) for sequence in range(B) for block in range(want_blocks[sequence])
     ]
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) <= 2 * parts
+    assert all(a < b for _, _, a, b in made_segments)
 
-    several = [row for row in range(B) if len(holders[row]) > 1]
-    want = [[row, rows[row, 2] + holders[row][0], len(holders[row])] for row in several]
-    assert split[: len(several), :3].tolist() == want
-    assert (split[len(several) :, 2] == 0).all()
-    assert (split[:, 3] == len(several)).all()
+    partitions_of = [
+        [partition for partition, r, _, _ in made_segments if r == sequence]
+        for sequence in range(B)
+    ]
+    for sequence, of_sequence in enumerate(partitions_of):
+        assert of_sequence == list(range(of_sequence[0], of_sequence[0] + len(of_sequence))), (
+            f"sequence {sequence}"
+        )
+    assert entries[:, 1].tolist() == [len(of_sequence) for of_sequence in partitions_of]
 
-    cost = np.zeros(parts, int)
-    for part, _, a, b in found:
-        cost[part] += b - a + _ROW_COST
-    share = max(-(-(want_blocks + _ROW_COST).sum() // parts), _LEAST_BLOCKS)
-    # A piece that begins in a row's middle pays for the row again.
-    assert cost.max() <= share + max(_MERGE_COST + _CUTS_COST, _ROW_COST)
-    return found
+    partial_indices = [
+        entries[sequence, 2] + partition
+        for sequence in range(B)
+        if len(partitions_of[sequence]) > 1
+        for partition in partitions_of[sequence]
+    ]
+    assert partial_indices == list(range(len(partial_indices)))
+    assert len(partial_indices) <= 2 * partitions
+
+    split_ones = [sequence for sequence in range(B) if len(partitions_of[sequence]) > 1]
+    want = [
+        [sequence, entries[sequence, 2] + partitions_of[sequence][0], len(partitions_of[sequence])]
+        for sequence in split_ones
+    ]
+    assert split[: len(split_ones), :3].tolist() == want
+    assert (split[len(split_ones) :, 2] == 0).all()
+    assert (split[:, 3] == len(split_ones)).all()
+
+    cost = np.zeros(partitions, int)
+    for partition, _, a, b in made_segments:
+        cost[partition] += b - a + _SEQUENCE_COST
+    share = max(-(-(want_blocks + _SEQUENCE_COST).sum() // partitions), _MIN_BLOCKS)
+    # A segment that begins inside a sequence pays the sequence's cost again.
+    assert cost.max() <= share + max(_MERGE_COST + _PARTIALS_COST, _SEQUENCE_COST)
+    return made_segments
 
 
-def adversarial(B, parts):
-    """Lengths that stand at or about the borders of blocks, of shares and of the table."""
+def adversarial(B, partitions):
+    """Yields lengths at and next to the boundaries of blocks, of shares and of the table."""
     longest = MAX_PAGES * BLOCK
     yield np.zeros(B, int)
     yield np.full(B, 1)
     for length in (BLOCK - 1, BLOCK, BLOCK + 1, longest, longest + 3):
         yield np.full(B, length)
-    for place in (0, B // 2, B - 1):
+    for index in (0, B // 2, B - 1):
         one = np.zeros(B, int)
-        one[place] = longest
+        one[index] = longest
         yield one
         yield longest - one
     yield np.arange(B) * BLOCK
     yield np.arange(B)[::-1] * BLOCK + 1
     yield np.where(np.arange(B) % 2, 0, longest)
-    # Rows whose costs end at a share's border, and one block before and behind it.
+    # Sequences whose costs end at a share's boundary, one block before it and one after it.
     for more in (-1, 0, 1):
-        yield np.full(B, (max(parts // B, 1) * 8 - _ROW_COST + more) * BLOCK)
+        yield np.full(B, (max(partitions // B, 1) * 8 - _SEQUENCE_COST + more) * BLOCK)
 
 
-# One compilation each: fewer rows than parts, as many, more; one of either.
+# One compilation each: fewer sequences than partitions, as many, more; one of either.
 SHAPES = [(1, 1), (1, 7), (7, 1), (2, 132), (16, 16), (128, 66)]
 MORE_SHAPES = [pytest.param(*s, marks=pytest.mark.slow) for s in [(3, 5), (64, 66), (300, 33)]]
 
 
-@pytest.mark.parametrize(("B", "parts"), [*SHAPES, *MORE_SHAPES])
-def test_every_block_once(B, parts):
-    for lengths in adversarial(B, parts):
-        check_schedule(lengths, parts)
+@pytest.mark.parametrize(("B", "partitions"), [*SHAPES, *MORE_SHAPES])
+def test_every_block_once(B, partitions):
+    for lengths in adversarial(B, partitions):
+        check_schedule(lengths, partitions)
     rng = np.random.default_rng(B)
     for longest in (100, 1000, MAX_PAGES * BLOCK + 100):
         for _ in range(4):
-            check_schedule(rng.integers(0, longest, B), parts)
-            check_schedule((longest ** rng.random(B)).astype(int), parts)
+            check_schedule(rng.integers(0, longest, B), partitions)
+            check_schedule((longest ** rng.random(B)).astype(int), partitions)
 
 
-def test_whole_rows_stay_whole_where_that_ends_no_later():
-    """128 equal rows: two for each of 64 parts, and two parts without work."""
-    found = check_schedule(np.full(128, 4096), 66)
-    assert [row for _, row, _, _ in found] == list(range(128))
-    assert np.bincount([part for part, *_ in found], minlength=66).tolist() == [2] * 64 + [0] * 2
+def test_sequences_stay_whole_if_that_finishes_no_later():
+    """128 equal sequences: two for each of 64 partitions, and two partitions without work."""
+    made_segments = check_schedule(np.full(128, 4096), 66)
+    assert [sequence for _, sequence, _, _ in made_segments] == list(range(128))
+    assert (
+        np.bincount([partition for partition, *_ in made_segments], minlength=66).tolist()
+        == [2] * 64 + [0] * 2
+    )
 
 
-def test_few_long_rows_are_cut():
-    """One row over 132 parts: its 700 blocks by sixes; 9 by fours."""
+def test_few_long_sequences_are_split():
+    """One sequence over 132 partitions: 700 blocks in sixes, 9 blocks in fours."""
     for blocks, want in ((MAX_PAGES, [6] * 116 + [4]), (9, [4, 4, 1])):
-        found = check_schedule(np.array([blocks * BLOCK]), 132)
-        assert [b - a for _, _, a, b in found] == want
+        made_segments = check_schedule(np.array([blocks * BLOCK]), 132)
+        assert [b - a for _, _, a, b in made_segments] == want
 
 
-def test_whole_rows_where_merging_costs_more_than_it_saves():
-    """Four rows for each of 32 parts of 33, eight blocks over the even share; not when they are
-    twice as long."""
+def test_sequences_stay_whole_if_merging_costs_more_than_it_saves():
+    """Four sequences for each of 32 of the 33 partitions, eight blocks above the even share. They
+    are split when they are twice as long."""
     for length, cut in ((4096, False), (8192, True)):
-        found = check_schedule(np.full(128, length), 33)
-        assert (len(found) > 128) == cut
+        made_segments = check_schedule(np.full(128, length), 33)
+        assert (len(made_segments) > 128) == cut
 
 
 @pytest.mark.slow
@@ -149,9 +174,9 @@ def test_public_schedule_fills_the_device(queries, heads, tiles):
         pallas_kernels.mla_decode_schedule, queries=queries, heads=heads, max_pages=100
     )
     made = jax.jit(public)(lengths)
-    assert made.parts == multiprocessors() // tiles
-    costs = FEW_ROWS if queries * heads <= MOST_ROWS else None
-    own = functools.partial(schedule, max_pages=100, parts=made.parts, costs=costs)
+    assert made.partitions == multiprocessors() // tiles
+    costs = FEW_QUERIES_COSTS if queries * heads <= MAX_QUERY_ROWS else None
+    own = functools.partial(schedule, max_pages=100, partitions=made.partitions, costs=costs)
     want = jax.jit(own)(lengths)
     np.testing.assert_array_equal(made.table, want.table)
-    np.testing.assert_array_equal(made.split, want.split)
+    np.testing.assert_array_equal(made.split, want.split_sequences)

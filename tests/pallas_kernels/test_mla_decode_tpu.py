@@ -1,4 +1,4 @@
-"""mla_decode's kernel for TPUs: interpreted on a CPU, which finds copies that nobody awaits."""
+"""mla_decode's TPU kernel, interpreted on a CPU with detection of copies not waited for."""
 
 import functools
 import types
@@ -18,7 +18,7 @@ RACES = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
 
 @functools.cache
 def kernel(**config):
-    """Of small blocks, so that short rows have several."""
+    """The kernel with small blocks, so that short sequences have several."""
     config = Config(**{"chunk": 32, "block": 64, **config})
     return functools.partial(mosaic_tpu.mla_decode, config=config, interpret=RACES)
 
@@ -31,36 +31,36 @@ class Cases(MlaDecodeCases):
 
 @pytest.mark.slow
 class TestMosaicTpu(Cases):
-    # Rows in odd and even numbers: a v5p, which is interpreted, has two cores.
+    # Even and odd numbers of sequences: the interpreted chip, a v5p, has two cores.
     more_heads = ((1, 1), (3, 2), (16, 1))
 
     @pytest.mark.parametrize("rows", [8, 16, 24])
     def test_query_rows_in_several_steps(self, rows):
-        """They go through the cache one behind the other; a step begins within a query's heads."""
+        """Each grid step reads the cache anew; a step may begin inside a query's heads."""
         self.check(self.random((37, 5, 0), T=4, H=6), kernel(rows=rows))
 
     @pytest.mark.parametrize("block", [32, 4096])
     def test_blocks(self, block):
-        """Of one chunk, and longer than the table."""
+        """A block of one chunk, and a block longer than the table."""
         self.check(self.random((64, 33, 0, 32), T=2), kernel(block=block))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ragged_rows(dtype):
-    """Several blocks, a part of one, none, fewer tokens than queries; wide pages."""
+def test_ragged_lengths(dtype):
+    """Several blocks, part of a block, no token, fewer tokens than queries; wide pages."""
     cases = Cases()
     cases.check(cases.random((64, 37, 0, 48, 1), T=3, dtype=dtype).wider())
 
 
 @pytest.mark.slow
-def test_a_copy_that_is_not_awaited_is_a_race(monkeypatch, capsys):
-    def hasty(*args):
+def test_missing_wait_is_a_race(monkeypatch, capsys):
+    def copy_without_wait(*args):
         return types.SimpleNamespace(start=pltpu.make_async_copy(*args).start, wait=lambda: None)
 
-    fake = types.SimpleNamespace(**{**vars(pltpu), "make_async_copy": hasty})
+    fake = types.SimpleNamespace(**{**vars(pltpu), "make_async_copy": copy_without_wait})
     monkeypatch.setattr(mosaic_tpu, "pltpu", fake)
     x, message = Inputs.random((40,), widths=(128, 64)), ""
-    try:  # at a scale that no other test has: its kernel is no good to them
+    try:  # a scale of its own, so that no other test reuses the broken kernel
         jax.block_until_ready(kernel()(*x.arrays(), scale=0.123))
     except RuntimeError as error:  # since jax 0.12
         message = str(error)
@@ -91,7 +91,7 @@ def arrays(H=8, page=16, max_pages=4, widths=(128, 64), B=2, **dtypes):
         ),
     ],
 )
-def test_what_it_does_not_take(changes, message):
+def test_refusals(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_tpu.mla_decode(**arrays(**changes), scale=0.1, interpret=RACES)
 

@@ -1,4 +1,4 @@
-"""mla_prefill's back-ends, each through the public function."""
+"""mla_prefill's back-ends, called through the public function."""
 
 import functools
 
@@ -19,7 +19,7 @@ class TestReference(MlaPrefillCases, MlaPrefillGradientCases):
 
 
 def test_default():
-    """Bit for bit what the one back-end that takes float32 gives."""
+    """The default is bit for bit the only back-end that takes float32."""
     x = Inputs.random((0, 2), (9, 6), T=9, S=9, widths=(24, 16), scale=0.2)
     got = jax.jit(functools.partial(mla_prefill, scale=x.scale))(*x.arrays())
     for a, b in zip(got, run(x, "reference"), strict=True):

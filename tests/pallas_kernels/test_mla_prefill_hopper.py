@@ -1,4 +1,4 @@
-"""mla_prefill's kernel for Hopper GPUs: interpreted on a CPU, the real one on such a GPU."""
+"""mla_prefill's Hopper kernel: run on a GPU, or interpreted on a CPU."""
 
 import functools
 
@@ -16,12 +16,12 @@ from tests.pallas_kernels.numerics import device
 
 
 def kernel(**config):
-    """The back-end's function; interpreted where there is no GPU."""
+    """Returns the back-end's function, interpreted if there is no GPU."""
     config = Config(**config) if config else None
     return functools.partial(mosaic_gpu.mla_prefill, config=config, interpret=INTERPRET)
 
 
-# One object for all tests: they share what it compiles.
+# One object for all tests, so that they share its compilations.
 KERNEL = kernel()
 
 
@@ -30,18 +30,18 @@ class TestMosaicGpu(MlaPrefillCases):
     implementation = "mosaic_gpu" if ON_GPU else KERNEL
     dtype = "bfloat16"
     widths = (192, 128)
-    # Interpreted, a tile costs half a second.
+    # The interpreter takes half a second per tile.
     more_widths = ((64, 64), (128, 128), (192, 64))[: 3 if ON_GPU else 2]
     heads = (1, 16 if ON_GPU else 3)
 
     def test_several_blocks_and_tiles(self):
-        """Prompts, chunks behind a cache, prefixes and rows that begin before the keys."""
+        """Prompts, chunks after cached tokens, prefixes, and queries that precede the keys."""
         starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
         self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
 
     @pytest.mark.parametrize("programs", [3, pytest.param(1, marks=pytest.mark.slow)])
-    def test_several_tiles_a_program(self, programs):
-        """Small blocks, rings longer and shorter than a tile's blocks, heads one after another."""
+    def test_several_tiles_per_program(self, programs):
+        """Small blocks, rings longer and shorter than a tile's blocks, one head at a time."""
         x = self.random((100, -3), (230, 113), T=132, S=230, H=programs, scale=0.07)
         out, lse = run(x, kernel(block=64, stages=3, l2_bytes=1, programs=programs))
         want = run(x, "reference")
@@ -50,13 +50,13 @@ class TestMosaicGpu(MlaPrefillCases):
         )
         np.testing.assert_allclose(lse, want[1], rtol=1e-5)
 
-    def test_bits_do_not_depend_on_who_draws_a_tile(self):
+    def test_result_does_not_depend_on_tile_assignment(self):
         x = self.random((5, 0, 20), (14, 9, 29), T=9, S=29)
         for a, b in zip(run(x, self.implementation), run(x, kernel(programs=1)), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
-    def test_values_and_keys_past_the_end_count_for_nothing(self):
-        """NaN (in all other tests) or numbers: the very same bits."""
+    def test_keys_and_values_past_the_end_are_ignored(self):
+        """Numbers there give the same bits as NaN, which the other tests have."""
         x = self.random((3, 0), (12, 8), T=9, S=12)
         q, k, v, *rest = x.arrays()
         again = jax.jit(functools.partial(self.function, scale=x.scale))(
@@ -68,17 +68,17 @@ class TestMosaicGpu(MlaPrefillCases):
     function = staticmethod(KERNEL)
 
     def test_gradients_are_the_reference_s(self):
-        """Bit for bit: of sums whose cotangents do not depend on the outputs."""
+        """They are equal bit for bit, for a loss whose cotangents do not depend on the outputs."""
         x = self.random((0, 2), (9, 9), T=9, S=9)
         *qkv, starts, lengths = x.arrays()
         rng = np.random.default_rng(1)
-        of_out = device(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), "bfloat16")
-        of_lse = device(rng.standard_normal(x.q.shape[:-1]), "float32")
+        out_weights = device(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), "bfloat16")
+        lse_weights = device(rng.standard_normal(x.q.shape[:-1]), "float32")
 
         def gradients(function):
             def loss(*qkv):
                 out, lse = function(*qkv, starts, lengths, scale=x.scale)
-                return (out * of_out).sum(dtype=jnp.float32) + (lse * of_lse).sum()
+                return (out * out_weights).sum(dtype=jnp.float32) + (lse * lse_weights).sum()
 
             return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
 
@@ -103,7 +103,7 @@ def arrays(T=8, S=8, widths=(192, 128), dtype="bfloat16"):
         ({"S": 0}, "empty"),
     ],
 )
-def test_what_it_does_not_take(changes, message):
+def test_refusals(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.mla_prefill(*arrays(**changes), scale=0.1, interpret=object())
 
@@ -119,7 +119,7 @@ def test_negative_scale():
         ({"block": 96}, "a block of 64"),
         ({"block": 0}, "a block of 64"),
         ({"stages": 1}, "2 stages or more"),
-        ({"programs": 0}, "a program or more"),
+        ({"programs": 0}, "programs: expected 1 or more"),
     ],
 )
 def test_config_is_checked(wrong, message):
@@ -143,7 +143,7 @@ def test_no_gpu():
     ],
 )
 def test_lowers_for_cuda(config, T, S, monkeypatch):
-    """SMEM's size and the layouts of registers are checked without a GPU."""
+    """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     f = jax.jit(functools.partial(mosaic_gpu.mla_prefill, scale=0.1, config=config))
     text = f.trace(*arrays(T, S)).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,4 +1,4 @@
-"""mla_prefill's kernel for TPUs, interpreted on a CPU."""
+"""mla_prefill's TPU kernel, interpreted on a CPU."""
 
 import functools
 
@@ -17,7 +17,7 @@ def kernel(**config):
     return functools.partial(mosaic_tpu.mla_prefill, config=config, interpret=True)
 
 
-# Queries in several blocks, keys in several segments of several chunks; none divides.
+# Several blocks of queries, several segments of several chunks of keys; none divides evenly.
 SMALL = {"rows": 16, "chunk": 16, "segment": 32}
 
 
@@ -33,8 +33,8 @@ class TestMosaicTpu(Cases, MlaPrefillGradientCases):
 
 @pytest.mark.parametrize("config", [SMALL, {}], ids=["small", "default"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_every_kind(dtype, config):
-    """A prompt, a chunk behind a cache, a prefix, a row that begins before the keys, none."""
+def test_all_kinds_of_sequences(dtype, config):
+    """A prompt, a chunk after cached tokens, a prefix, queries before the keys, no keys."""
     cases = Cases()
     cases.implementation = kernel(**config)
     starts, lengths = (0, 60, 100, -9, 0), (50, 100, 70, 33, 0)
@@ -62,7 +62,7 @@ def arrays(T=8, S=8, **dtypes):
         ),
     ],
 )
-def test_what_it_does_not_take(changes, config, message):
+def test_refusals(changes, config, message):
     with pytest.raises(NotImplementedError, match=message):
         kernel(**config)(*arrays(**changes), scale=0.1)
 

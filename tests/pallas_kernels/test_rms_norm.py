@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm: both back-ends against float64, and what they refuse."""
+"""rms_norm and add_rms_norm: compares both back-ends with float64, and tests refusals."""
 
 import functools
 
@@ -19,7 +19,7 @@ REFERENCE = jax.jit(functools.partial(rms_norm, eps=EPS, implementation="referen
 
 
 def inputs(shape, dtype="bfloat16", scale=3.0):
-    """x, weight; and the result in float64."""
+    """Returns (x, weight), and the result in float64."""
     random = np.random.default_rng(0)
     x = device(random.standard_normal(shape) * scale, dtype)
     weight = device(random.uniform(0.5, 1.5, shape[-1:]), dtype)
@@ -33,7 +33,7 @@ def inputs(shape, dtype="bfloat16", scale=3.0):
     ("shape", "scale"), [((24,), 3), ((2, 3, 24), 3), ((2, 3, 24), 1e-3), ((0, 24), 3)]
 )
 def test_reference(shape, scale, dtype):
-    """Where squares are about eps too."""
+    """The cases include squares of about eps."""
     arrays, want = inputs(shape, dtype, scale)
     got = REFERENCE(*arrays)
     assert got.dtype == dtype
@@ -41,7 +41,7 @@ def test_reference(shape, scale, dtype):
 
 
 def check_sum(norm, shape, dtype):
-    """The sum to the bit, and the norm of what it was rounded to."""
+    """Checks that the sum is exact, and that the norm is that of the rounded sum."""
     (x, weight), _ = inputs(shape, dtype)
     y = device(np.random.default_rng(1).standard_normal(shape), dtype)
     total, normed = norm(x, y, weight)
@@ -65,12 +65,12 @@ def test_kernel_of_a_sum(D):
     check_sum(jax.jit(add_kernel), (1, 1, D), "bfloat16")
 
 
-# Loads of 16, 16, 8 and 4 bytes a thread.
+# Threads load 16, 16, 8 and 4 bytes each.
 @kernel_runs
 @pytest.mark.parametrize("D", [2048, 7168, 2560, 2304])
 @pytest.mark.parametrize("scale", [3.0, 1e-4, 0.0])
 def test_kernel(D, scale):
-    """Where squares are about eps too, and where there is nothing but eps."""
+    """The cases include squares of about eps, and zeros."""
     arrays, want = inputs((1, 1, D), scale=scale)
     check(jax.jit(kernel)(*arrays), want, tolerance("bfloat16"))
 
@@ -98,11 +98,11 @@ def test_gradients_are_the_reference_s(ours, op):
         ((2, 2048), "bfloat16", "takes one row, got 2"),
         ((0, 2048), "bfloat16", "takes one row, got 0"),
         ((1, 2048), "float32", "takes bfloat16, got float32"),
-        ((1, 512), "bfloat16", "2048 and more, got 512"),
-        ((1, 2176), "bfloat16", "columns in 256, .* got 2176"),
+        ((1, 512), "bfloat16", "2048 or more, got 512"),
+        ((1, 2176), "bfloat16", "multiple of 256 columns, .* got 2176"),
     ],
 )
-def test_what_the_kernel_does_not_take(shape, dtype, message):
+def test_kernel_refusals(shape, dtype, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.rms_norm(*inputs(shape, dtype)[0], eps=EPS, interpret=object())
 

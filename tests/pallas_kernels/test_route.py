@@ -1,4 +1,4 @@
-"""route: the reference against loops, the kernel against the reference, and what is refused."""
+"""route: compares the reference with loops and the kernel with the reference; refusals."""
 
 import functools
 
@@ -23,18 +23,18 @@ ONE, FIVE, NINE = (Rule(K, 1, 1, "greedy", "softmax", False, 1.0) for K in (1, 5
 
 
 def inputs(tokens, experts, rule, valid=None):
-    """``valid``: the part of tokens that are; None leaves it out."""
+    """Returns random arguments. ``valid``: share of valid tokens; None passes no mask."""
     rng = np.random.default_rng(tokens + experts)
     logits = device(rng.standard_normal((tokens, experts)), "float32")
     bias = None
     if rule.method == "noaux_tc":
         bias = device(0.1 * rng.standard_normal(experts), "float32")
-    held = None if valid is None else jax.device_put(rng.random(tokens) < valid)
-    return logits, bias, held
+    valid_mask = None if valid is None else jax.device_put(rng.random(tokens) < valid)
+    return logits, bias, valid_mask
 
 
 def by_loops(logits, bias, valid, rule):
-    """scores, experts, weights, order, inverse, group_sizes in numpy."""
+    """Returns the fields of Routes, computed by NumPy and loops."""
     logits = np.asarray(logits, np.float64)
     M, E = logits.shape
     K, size = rule.num_experts_per_tok, E // rule.n_group
@@ -47,9 +47,9 @@ def by_loops(logits, bias, valid, rule):
     for t in range(M):
         best = 2 if rule.method == "noaux_tc" else 1
         groups = [np.sort(choice[t, g * size :][:size])[-best:].sum() for g in range(rule.n_group)]
-        kept = sorted(range(rule.n_group), key=lambda g: (-groups[g], g))[: rule.topk_group]
-        open_to = [e for e in range(E) if e // size in kept]
-        experts[t] = sorted(open_to, key=lambda e: (-choice[t, e], e))[:K]
+        open_groups = sorted(range(rule.n_group), key=lambda g: (-groups[g], g))[: rule.topk_group]
+        candidates = [e for e in range(E) if e // size in open_groups]
+        experts[t] = sorted(candidates, key=lambda e: (-choice[t, e], e))[:K]
         weights[t] = scores[t, experts[t]]
         if rule.normalize:
             weights[t] /= weights[t].sum() + 1e-20
@@ -87,7 +87,7 @@ def exact(*arrays, rule):
 
 @functools.cache
 def compiled(f, **options):
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted function, cached so that tests of the same shapes share a compilation."""
     return jax.jit(functools.partial(f, **options))
 
 
@@ -106,7 +106,7 @@ def test_reference(experts, rule, tokens, valid):
 
 
 def test_choices_below_zero():
-    """Biases so low that even the best choice is negative: other groups' experts are no better."""
+    """With biases so low that all choices are negative, masked experts are still not chosen."""
     logits, bias, _ = inputs(37, 8, SMALL)
     arrays = logits, bias - 2.0, None
     f = compiled(route, **options(SMALL), implementation="reference")
@@ -140,15 +140,15 @@ def test_kernel(tokens, experts, rule, valid):
             41,
             Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5),
             0.9,
-            id="two a warp",
+            id="two per warp",
             marks=pytest.mark.slow,
         ),
-        pytest.param(100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None, id="four a warp"),
+        pytest.param(100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None, id="four per warp"),
     ],
 )
-def test_kernel_of_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
-    # The interpreter has no threads for more than 24 warpgroups: here two programs have 32 warps.
-    monkeypatch.setattr(mosaic_gpu_kernel, "_MOST_PROGRAMS", 2)
+def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
+    # The interpreter supports at most 24 warpgroups: two programs have 32 warps.
+    monkeypatch.setattr(mosaic_gpu_kernel, "_MAX_PROGRAMS", 2)
     arrays = inputs(tokens, 32, rule, valid)
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
@@ -158,14 +158,14 @@ def test_kernel_of_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
     ("tokens", "experts", "rule"),
     [(128, 256, V3), (130, 256, V3), (256, 64, MOONLIGHT), (512, 256, V3)],
 )
-def test_kernel_of_many_tokens(tokens, experts, rule):
+def test_kernel_with_many_tokens(tokens, experts, rule):
     arrays = inputs(tokens, experts, rule, 0.9)
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
 @kernel_runs
 @pytest.mark.parametrize("case", ["ties", "same experts", "large bias", "infinite", "not a number"])
-def test_kernel_of_odd_numbers(case):
+def test_kernel_with_special_values(case):
     rule = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
     logits, bias, valid = inputs(6, 64, rule, 0.8)
     if case == "ties":
@@ -173,10 +173,10 @@ def test_kernel_of_odd_numbers(case):
         logits = logits.at[0].set(0.0)
     elif case == "same experts":
         logits = jnp.broadcast_to(logits[0], logits.shape)
-    elif case == "large bias":  # choices below zero, scores that underflow
+    elif case == "large bias":  # negative choices, scores that underflow
         bias, logits = bias - 12.0, logits.at[1].set(-200.0)
         bias = bias.at[:40].add(-1e9)
-    elif case == "infinite":  # as many choices of -inf in the best groups as there are outside
+    elif case == "infinite":  # -inf inside the best groups as well as outside
         bias = jnp.full_like(bias, -jnp.inf).at[jnp.asarray([3, 50])].set(0.0)
     else:
         logits = logits.at[2, 5].set(jnp.nan).at[2, 50].set(jnp.nan)
@@ -187,32 +187,32 @@ def test_kernel_of_odd_numbers(case):
 def test_gradient_of_the_logits():
     logits, bias, valid = inputs(2, 64, MOONLIGHT, 0.8)
     rng = np.random.default_rng(0)
-    by = [device(rng.standard_normal(s), "float32") for s in ((2, 64), (2, 6))]
+    cotangents = [device(rng.standard_normal(s), "float32") for s in ((2, 64), (2, 6))]
 
-    def pulled(f):
+    def gradients(f):
         def loss(logits, bias):
             routes = f(logits, bias, valid, rule=MOONLIGHT)
-            return jnp.sum(routes.scores * by[0]) + jnp.sum(routes.weights * by[1])
+            return jnp.sum(routes.scores * cotangents[0]) + jnp.sum(routes.weights * cotangents[1])
 
         return jax.jit(jax.grad(loss, (0, 1)))(logits, bias)
 
-    for got, want in zip(pulled(kernel), pulled(reference.route), strict=True):
+    for got, want in zip(gradients(kernel), gradients(reference.route), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "changes", "message"),
     [
-        (513, 64, {}, "takes 1 to 512 tokens of 6 choices, got 513"),
-        (0, 64, {}, "takes 1 to 512 tokens of 6 choices, got 0"),
-        (257, 64, {"num_experts_per_tok": 9}, "takes 1 to 256 tokens of 9 choices, got 257"),
-        (4, 72, {}, "takes 384 experts at most, in 32, got 72"),
-        (4, 416, {}, "takes 384 experts at most, in 32, got 416"),
-        (4, 64, {"num_experts_per_tok": 17}, "takes 16 choices a token at most, got 17"),
+        (513, 64, {}, "takes 1 to 512 tokens with 6 experts each, got 513"),
+        (0, 64, {}, "takes 1 to 512 tokens with 6 experts each, got 0"),
+        (257, 64, {"num_experts_per_tok": 9}, "takes 1 to 256 tokens with 9 experts each, got 257"),
+        (4, 72, {}, "takes a multiple of 32 experts, 384 at most, got 72"),
+        (4, 416, {}, "takes a multiple of 32 experts, 384 at most, got 416"),
+        (4, 64, {"num_experts_per_tok": 17}, "takes 16 experts per token at most, got 17"),
         (4, 64, {"n_group": 16, "topk_group": 16}, "takes 8 groups at most, got 16"),
     ],
 )
-def test_what_the_kernel_does_not_take(tokens, experts, changes, message):
+def test_kernel_refusals(tokens, experts, changes, message):
     rule = Rule(**{**options(MOONLIGHT), **changes})
     with pytest.raises(NotImplementedError, match=message):
         kernel(*inputs(tokens, experts, rule), rule=rule, interpret=object())
@@ -236,13 +236,13 @@ def test_no_gpu():
         ({"n_group": 16}, "num_experts_per_tok: expected 1 to 4, .* got 6"),
     ],
 )
-def test_settings_that_do_not_fit(changes, message):
+def test_inconsistent_settings(changes, message):
     rule = Rule(**{**options(MOONLIGHT), **changes})
     with pytest.raises(ValueError, match=message):
         rule.check(*inputs(2, 64, MOONLIGHT))
 
 
-def test_shapes_that_do_not_fit():
+def test_inconsistent_shapes():
     logits, bias, valid = inputs(2, 64, MOONLIGHT, 0.5)
     with pytest.raises(ValueError, match=r"bias: expected shape \(64,\), got \(63,\)"):
         MOONLIGHT.check(logits, bias[:-1], valid)

@@ -1,7 +1,7 @@
-"""token_exchange: the reference against numpy, and what is refused.
+"""token_exchange: compares the reference with NumPy, and tests the refusals.
 
-No interpreter knows the memory of other devices; ``python -m scripts.bench_exchange`` compares the
-kernel with what must come before it times it.
+No interpreter supports remote memory, so the kernel is not tested here.
+``python -m scripts.bench_exchange`` checks its results on GPUs before it times it.
 """
 
 import functools
@@ -16,8 +16,8 @@ from pallas_kernels import token_exchange
 from sharding import make_mesh
 
 
-def exchanged(mesh, axes, rows, counts, implementation=None):
-    """Of all devices, [devices * n, C, W] and [devices * n]."""
+def exchange(mesh, axes, rows, counts, implementation=None):
+    """Returns what all devices received: [devices * n, C, W] and [devices * n]."""
     run = jax.shard_map(
         functools.partial(token_exchange, axes=axes, implementation=implementation),
         mesh=mesh,
@@ -29,7 +29,7 @@ def exchanged(mesh, axes, rows, counts, implementation=None):
 
 
 def inputs(devices, n, C=5, W=16):
-    """[devices, n, C, W] and [devices, n]; some send nothing, some all."""
+    """Returns rows [devices, n, C, W] and counts [devices, n], among which are 0 and C."""
     rng = np.random.default_rng(n)
     rows = rng.integers(0, 2**16, (devices, n, C, W), np.uint16)
     counts = rng.integers(0, C + 1, (devices, n), np.int32)
@@ -45,27 +45,32 @@ def inputs(devices, n, C=5, W=16):
         ({"data": 2, "expert": 2, "tensor": 2}, ("data", "expert")),
     ],
 )
-def test_what_arrives(sizes, axes):
+def test_received_rows_and_counts(sizes, axes):
     mesh = make_mesh(**sizes)
     devices, n = mesh.size, int(np.prod([sizes[axis] for axis in axes]))
     rows, counts = inputs(devices, n)
-    got, came = exchanged(mesh, axes, rows.reshape(-1, 5, 16), counts.reshape(-1))
-    got, came = np.asarray(got).reshape(rows.shape), np.asarray(came).reshape(counts.shape)
-    apart = devices // n  # devices that exchange nothing, in the mesh between those that do
-    for to in range(devices):
+    got, got_counts = exchange(mesh, axes, rows.reshape(-1, 5, 16), counts.reshape(-1))
+    got, got_counts = (
+        np.asarray(got).reshape(rows.shape),
+        np.asarray(got_counts).reshape(counts.shape),
+    )
+    stride = devices // n  # stride between devices that exchange with each other
+    for receiver in range(devices):
         for i in range(n):
-            other = i * apart + to % apart
-            sent = counts[other, to // apart]
-            assert came[to, i] == sent
-            np.testing.assert_array_equal(got[to, i, :sent], rows[other, to // apart, :sent])
+            sender = i * stride + receiver % stride
+            sent = counts[sender, receiver // stride]
+            assert got_counts[receiver, i] == sent
+            np.testing.assert_array_equal(
+                got[receiver, i, :sent], rows[sender, receiver // stride, :sent]
+            )
 
 
-def test_refused():
+def test_refusals():
     mesh = make_mesh(expert=4, devices=jax.devices()[:4])
     rows, counts = jnp.zeros((12, 5, 16), jnp.uint16), jnp.zeros(12, jnp.int32)
     with pytest.raises(
         ValueError, match=r"for 4 devices along expert, got \(3, 5, 16\) and \(3,\)"
     ):
-        exchanged(mesh, ("expert",), rows, counts)
+        exchange(mesh, ("expert",), rows, counts)
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
-        exchanged(mesh, ("expert",), jnp.zeros((16, 5, 16)), jnp.zeros(16, jnp.int32), "mosaic_gpu")
+        exchange(mesh, ("expert",), jnp.zeros((16, 5, 16)), jnp.zeros(16, jnp.int32), "mosaic_gpu")

@@ -1,4 +1,4 @@
-"""Keeps a product's left operand in its registers until the tensor cores have read it."""
+"""Keeps the register operand of a wgmma live until the tensor cores have read it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def hold(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
-    """``factors`` unchanged, in such a way that P's registers are in use until ``acc`` is known.
+def keep_live(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
+    """Returns ``factors`` unchanged, but makes them depend on P's registers and on ``acc``.
 
-    A product in flight reads P from registers. If nothing else does, ptxas may give them to the
-    softmax of the next block: at best it waits for the product first, and versions before 13.3
-    are known to forget that. So the bits of P are combined after the wait, into a sign that is
-    never set, for P >= 0.
+    A wgmma in flight reads P from registers. If nothing else uses these registers, ptxas may assign
+    them to the softmax of the next block. At best it then waits for the wgmma first, and versions
+    before 13.3 are known to omit the wait. So after the wait for ``acc`` the bits of P are combined
+    into a sign bit, which is never set because P >= 0, and which is merged into ``factors``.
     """
     shape = plgpu.ShapeDtypeStruct(factors.shape, jnp.float32, layout=_ROW)
 
     @inline(_ROW, _WGMMA, _WGMMA, returns=shape)
-    def held(factors: Any, acc: Any, p: Any) -> Any:
+    def merge_sign(factors: Any, acc: Any, p: Any) -> Any:
         def bits(register: Any) -> Any:
-            """The first 32 bits of a register."""
-            kind = register.type
-            if isinstance(kind, ir.VectorType):
-                words = kind.shape[0] * utils.bitwidth(kind.element_type) // 32
+            """Returns the first 32 bits of a register."""
+            type_ = register.type
+            if isinstance(type_, ir.VectorType):
+                words = type_.shape[0] * utils.bitwidth(type_.element_type) // 32
                 register = vector.bitcast(ir.VectorType.get((words,), i32()), register)
                 return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
             return arith.bitcast(i32(), register)
@@ -67,4 +67,4 @@ def hold(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
                 new.registers[index] = arith.bitcast(register.type, combined)
         return new
 
-    return held(factors, acc, p)
+    return merge_sign(factors, acc, p)

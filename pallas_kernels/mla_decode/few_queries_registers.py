@@ -1,9 +1,9 @@
-"""What threads of the few-rows kernel do to their own registers and to single words of memory.
+"""Per-thread code of the kernel for few query rows: reductions, shared memory and global stores.
 
-Arrays are transposed: tokens or latent columns down a WGMMA tile, query rows across it. Of 64 x 8
-thread ``lane`` of a warp holds rows ``lane // 4`` and the one 8 further down of the warp's 16, and
-columns ``2 * (lane % 4)`` and the next. On a machine without such threads each function does the
-same to whole arrays.
+Arrays are transposed: the rows of a WGMMA tile are tokens or latent columns, its columns are query
+rows. In a tile of 64 x 8, each warp has 16 rows. Its thread ``lane`` holds rows ``lane // 4`` and
+``lane // 4 + 8`` of them, and columns ``2 * (lane % 4)`` and the next one. With ``gpu=False``, in
+the interpreter, each function operates on whole arrays instead.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from pallas_kernels.mosaic_ir import (
 )
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""One number for each column of a WGMMA tile, here a query row: in every thread that holds it."""
+"""Layout of a vector with one number per column of a WGMMA tile, here per query row."""
 _TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _TILE_BYTES = 8 * 128
-_JOINS: dict[str, Any] = {"max": arith.maximumf, "add": arith.addf}
+_REDUCTIONS: dict[str, Any] = {"max": arith.maximumf, "add": arith.addf}
 
 
 def column_vector(N: int, value: float) -> jax.Array:
+    """Returns a vector [N] of ``value`` in the COLUMN layout."""
     return plgpu.layout_cast(jnp.full((N,), value, jnp.float32), COLUMN)
 
 
 def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
-    """bfloat16 [64, N] to [N, 64] in shared memory as wgmma takes it."""
+    """Stores bfloat16 ``p`` [64, N], transposed to [N, 64], in shared memory as wgmma requires."""
     if not gpu:
         target[...] = p.T
         return
 
     @inline(_TILES, WGMMA)
-    def put(target: Any, p: Any):
+    def write(target: Any, p: Any):
         warp, lane = warp_and_lane()
         row, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
-        # Matrices of 8 x 8 in the registers' order: of eight query rows the warp's first eight
-        # tokens, then its other eight, which are a row's 16 bytes.
-        piece = arith.ori(arith.shli(warp, const(1)), arith.andi(matrix, const(1)))
-        piece = arith.shli(arith.xori(piece, row), const(4))
+        # 8 x 8 matrices in the order of the registers: for each eight query rows, the warp's first
+        # eight tokens, then its other eight. Eight tokens are 16 bytes of a stored row.
+        chunk = arith.ori(arith.shli(warp, const(1)), arith.andi(matrix, const(1)))
+        chunk = arith.shli(arith.xori(chunk, row), const(4))
         tile = arith.muli(arith.shrui(matrix, const(1)), const(_TILE_BYTES))
         at = arith.addi(_shared(target), arith.addi(tile, arith.shli(row, const(7))))
-        at = arith.addi(at, piece)
+        at = arith.addi(at, chunk)
         words = [llvm.bitcast(i32(), pair) for pair in p.registers.flat]
         for first in range(0, len(words), 4):
             some = words[first : first + 4]
@@ -73,11 +74,11 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
             )
             asm(text, ",".join(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
 
-    put(target, p)
+    write(target, p)
 
 
 def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
-    """Whether any of ``p`` is above the bound; the warpgroup's threads meet."""
+    """Returns whether any element of ``p`` exceeds ``bound``. A barrier of the warpgroup."""
     if not gpu:
         return jnp.any(p > bound)
 
@@ -93,26 +94,30 @@ def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
     return vote(p)
 
 
-def over_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
-    """The "max" or "add" of each column of [64, N], so far as the thread holds it: over_threads
-    does the rest."""
+def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
+    """Reduces the columns of ``x`` [64, N] over the rows that a thread holds.
+
+    :func:`reduce_threads` completes the reduction. ``kind`` is "max" or "add".
+    """
     if not gpu:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
     @inline(WGMMA, returns=_vector(x.shape[1]))
     def reduce(x: Any):
-        join = _JOINS[kind]
+        combine = _REDUCTIONS[kind]
         rows = _batched(x.registers.flat, 2)
-        found = [_pair(*(join(_item(a, i), _item(b, i)) for i in range(2))) for a, b in rows]
-        return array(found, (x.shape[1],), COLUMN)
+        results = [_pair(*(combine(_item(a, i), _item(b, i)) for i in range(2))) for a, b in rows]
+        return array(results, (x.shape[1],), COLUMN)
 
     return reduce(x)
 
 
-def over_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
-    """The "max" or "add" of what the threads of a column found.
+def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
+    """Reduces per-thread results of :func:`reduce_rows` over the threads of each column.
 
-    They must have met since ``scratch``, 4 N float32 in shared memory, was last read.
+    Args:
+      scratch: 4 N float32 in shared memory. A barrier of the warpgroup must separate this call
+        from the last read of it.
     """
     if not gpu:
         return x
@@ -120,7 +125,7 @@ def over_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Arr
 
     @inline(COLUMN, REF, returns=_vector(N))
     def reduce(x: Any, scratch: Any):
-        join = _JOINS[kind]
+        combine = _REDUCTIONS[kind]
         warp, lane = _warp_and_lane()
         column = arith.shli(arith.andi(lane, const(3)), const(3))
         base = arith.addi(_shared(scratch), column)
@@ -128,86 +133,96 @@ def over_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Arr
         for j, pair in enumerate(x.registers.flat):
             both = [_item(pair, i) for i in range(2)]
             for distance in (4, 8, 16):
-                both = [join(value, mgpu.utils.shfl_bfly(value, distance)) for value in both]
-            # Eight threads write the same.
+                both = [combine(value, mgpu.utils.shfl_bfly(value, distance)) for value in both]
+            # Eight threads write the same value.
             text = f"st.shared.v2.f32 [$0 + {32 * j}], {{$1, $2}};"
             asm(text, "r,f,f,~{memory}", at, *both, effects=True)
         mgpu.utils.warpgroup_barrier()
-        found = []
+        results = []
         for j in range(N // 8):
             warps = [_load_pair(base, 4 * N * w + 32 * j) for w in range(4)]
             both = ([pair[i] for pair in warps] for i in range(2))
-            found.append(_pair(*(join(join(a, b), join(c, d)) for a, b, c, d in both)))
-        return array(found, (N,), COLUMN)
+            results.append(_pair(*(combine(combine(a, b), combine(c, d)) for a, b, c, d in both)))
+        return array(results, (N,), COLUMN)
 
     return reduce(x, scratch)
 
 
-def hand_over(pieces: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -> None:
-    """Lays [512, N] and vectors [N] into a block's pieces as threads hold them: 64
-    latent columns of at most 32 rows where those of the block were, vectors for rope keys."""
+def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -> None:
+    """Stores ``acc`` [512, N] and vectors [N] in a key block's stages, in the threads' own order.
 
-    @inline([_TILES] * len(pieces), WGMMA, *(COLUMN for _ in vectors))
-    def write(pieces: Any, acc: Any, *vectors: Any):
-        lone = [pair for each in vectors for pair in each.registers.flat]
-        for pairs, places in zip([*_tiles(acc), lone], _places(pieces), strict=True):
-            for (address, offset), some in zip(places, _batched(pairs, 2), strict=False):
+    ``acc`` of every 64 latent columns overwrites those columns of the block, and the vectors
+    overwrite its rope keys.
+    """
+
+    @inline([_TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
+    def write(stages: Any, acc: Any, *vectors: Any):
+        vector_pairs = [pair for each in vectors for pair in each.registers.flat]
+        for pairs, addresses in zip([*_tiles(acc), vector_pairs], _addresses(stages), strict=True):
+            for (address, offset), some in zip(addresses, _batched(pairs, 2), strict=False):
                 words = [_item(pair, i) for pair in some for i in range(2)]
                 asm(f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};",
                     "r,f,f,f,f,~{memory}", address, *words, effects=True)  # fmt: skip
 
-    write(list(pieces), acc, *vectors)
+    write(list(stages), acc, *vectors)
 
 
-def taken_vectors(pieces: Sequence[Any], N: int, count: int) -> tuple[jax.Array, ...]:
-    """The vectors [N] that another warpgroup's hand_over left."""
+def read_handover_vectors(stages: Sequence[Any], N: int, count: int) -> tuple[jax.Array, ...]:
+    """Loads the vectors [N] that another warpgroup stored with :func:`write_handover`."""
 
-    @inline([_TILES] * len(pieces), returns=(_vector(N),) * count)
-    def read(pieces: Any):
-        pairs = _load_fours(_places(pieces)[-1], count * (N // 8))
+    @inline([_TILES] * len(stages), returns=(_vector(N),) * count)
+    def read(stages: Any):
+        pairs = _load_fours(_addresses(stages)[-1], count * (N // 8))
         return tuple(array(some, (N,), COLUMN) for some in _batched(pairs, N // 8))
 
-    return read(list(pieces))
+    return read(list(stages))
 
 
-def add_taken(
-    pieces: Sequence[Any], acc: jax.Array, kept: jax.Array, added: jax.Array
+def add_handover(
+    stages: Sequence[Any], acc: jax.Array, own_factor: jax.Array, other_factor: jax.Array
 ) -> jax.Array:
-    """``acc * kept`` and what another warpgroup's hand_over left times ``added``, 64 rows after the
-    other: registers hold only one [512, N]."""
+    """Returns ``acc * own_factor + other_acc * other_factor``.
+
+    ``other_acc`` is what another warpgroup stored with :func:`write_handover`. It is loaded 64 rows
+    at a time, because registers have room for only one [512, N].
+    """
     N = acc.shape[1]
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 
-    @inline([_TILES] * len(pieces), WGMMA, COLUMN, COLUMN, returns=result)
-    def add(pieces: Any, acc: Any, kept: Any, added: Any):
-        found = []
-        for tile, (own, place) in enumerate(zip(_tiles(acc), _places(pieces), strict=False)):
+    @inline([_TILES] * len(stages), WGMMA, COLUMN, COLUMN, returns=result)
+    def add(stages: Any, acc: Any, own_factor: Any, other_factor: Any):
+        results = []
+        for tile, (own, tile_addresses) in enumerate(
+            zip(_tiles(acc), _addresses(stages), strict=False)
+        ):
             if tile % 2 == 0:
-                instruction("bar.warp.sync 0xffffffff;")  # ptxas would load all before it adds any
-            for n, (a, b) in enumerate(zip(own, _load_fours(place, N // 4), strict=True)):
-                factors = kept.registers.flat[n // 2], added.registers.flat[n // 2]
-                found.append(math.fma(a, factors[0], arith.mulf(b, factors[1])))
-        return array(found, (LATENT, N), WGMMA)
+                instruction(
+                    "bar.warp.sync 0xffffffff;"
+                )  # otherwise ptxas loads everything before it adds any
+            for n, (a, b) in enumerate(zip(own, _load_fours(tile_addresses, N // 4), strict=True)):
+                factors = own_factor.registers.flat[n // 2], other_factor.registers.flat[n // 2]
+                results.append(math.fma(a, factors[0], arith.mulf(b, factors[1])))
+        return array(results, (LATENT, N), WGMMA)
 
-    return add(list(pieces), acc, kept, added)
+    return add(list(stages), acc, own_factor, other_factor)
 
 
-def store(out: Any, lse: Any, acc: jax.Array, of_rows: jax.Array, *, gpu: bool) -> None:
-    """[512, N] of float32 or bfloat16 to rows [N, 512] in global memory; the rows' lse [N]."""
+def store(out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool) -> None:
+    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]."""
     if not gpu:
         out[...] = acc.T
-        lse[...] = of_rows
+        lse[...] = lse_values
         return
     N, bytes_ = acc.shape[1], jnp.dtype(acc.dtype).itemsize
 
     @inline(REF, REF, WGMMA, COLUMN)
-    def write(out: Any, lse: Any, acc: Any, of_rows: Any):
+    def write(out: Any, lse: Any, acc: Any, lse_values: Any):
         (stride, _), _ = ir.MemRefType(out.type).get_strides_and_offset()
         warp, lane = _warp_and_lane()
         high, low = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
-        # Of bfloat16 eight rows by eight columns are transposed first: a thread then has two
-        # columns of one row, of float32 one column of two rows.
+        # bfloat16 is transposed first in matrices of 8 x 8, after which a thread has two columns of
+        # one row. With float32 it has one column of two rows.
         row, column = (high, arith.shli(low, const(1))) if bytes_ == 2 else (
             arith.shli(low, const(1)), high)  # fmt: skip
         column = arith.addi(column, arith.shli(warp, const(4)))
@@ -230,7 +245,7 @@ def store(out: Any, lse: Any, acc: jax.Array, of_rows: jax.Array, *, gpu: bool) 
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(lse))
         at = arith.addi(base, arith.extui(i64(), arith.shli(low, const(3))))
         thread = arith.ori(warp, high)
-        for j, pair in enumerate(of_rows.registers.flat):
+        for j, pair in enumerate(lse_values.registers.flat):
             text = f"""{{
                 .reg .pred p;
                 setp.eq.s32 p, $1, 0;
@@ -239,7 +254,7 @@ def store(out: Any, lse: Any, acc: jax.Array, of_rows: jax.Array, *, gpu: bool) 
             asm(text, "l,r,f,f,~{memory}", at, thread, _item(pair, 0), _item(pair, 1),
                 effects=True)  # fmt: skip
 
-    write(out, lse, acc, of_rows)
+    write(out, lse, acc, lse_values)
 
 
 def _vector(N: int) -> Any:
@@ -247,8 +262,11 @@ def _vector(N: int) -> Any:
 
 
 def _thread() -> Any:
-    """Of the warpgroup's; read anew, where a row ends, rather than all that follows from it kept
-    in registers meanwhile."""
+    """Returns the thread's number in its warpgroup.
+
+    It is read anew at the end of a sequence, so that nothing derived from it occupies registers in
+    the main loop.
+    """
     thread = asm("mov.u32 $0, %tid.x;", "=r", result=i32(), effects=True)
     return arith.andi(thread, const(127))
 
@@ -284,29 +302,29 @@ def _batched(values: Any, count: int) -> list[list[Any]]:
 
 
 def _tiles(acc: Any) -> list[list[Any]]:
-    """A thread's pairs of each 64 latent columns."""
+    """Groups a thread's register pairs by 64 latent columns."""
     return _batched(acc.registers.flat, acc.registers.size * 64 // LATENT)
 
 
-def _load_fours(places: Sequence[Any], pairs: int) -> list[Any]:
+def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
     f32 = ir.F32Type.get()
     four = llvm.StructType.get_literal([f32] * 4)
-    found = []
-    for address, offset in places[: pairs // 2]:
+    results = []
+    for address, offset in addresses[: pairs // 2]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         loaded = asm(text, "=f,=f,=f,=f,r,~{memory}", address, result=four, effects=True)
         words = [llvm.extractvalue(f32, loaded, [i]) for i in range(4)]
-        found += [_pair(*words[:2]), _pair(*words[2:])]
-    return found
+        results += [_pair(*words[:2]), _pair(*words[2:])]
+    return results
 
 
-def _places(pieces: Sequence[Any]) -> list[Any]:
-    """For each 64 columns of a block where a thread's fours of float32 go: addresses, offsets."""
+def _addresses(stages: Sequence[Any]) -> list[Any]:
+    """Returns (address, offset) of a thread's groups of four float32, for each 64 block columns."""
     thread = _thread()
-    found = []
-    for ref in pieces:
+    results = []
+    for ref in stages:
         at = arith.addi(_shared(ref), arith.shli(thread, const(4)))
         _, tiles, _, _ = ir.MemRefType(ref.type).shape
         for tile in range(tiles):
-            found.append([(at, 8 * tile * _TILE_BYTES + 2048 * i) for i in range(4)])
-    return found
+            results.append([(at, 8 * tile * _TILE_BYTES + 2048 * i) for i in range(4)])
+    return results
