@@ -322,7 +322,7 @@ def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[
 
 
 def _parts(case: Case) -> list[str]:
-    """Returns the implementations of a case that are timed in turns with the peers.
+    """Returns the implementations of a case that are timed alternately with the peers.
 
     XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
     """

@@ -154,7 +154,7 @@ _PURPOSE = {
 
 
 def _compared() -> Iterator[tuple[str, str, list[float], str]]:
-    """What was timed, what it is compared with, the speedups, and the name of the result."""
+    """Yields what was timed, what it is compared with, the speedups, and the result's name."""
     rows = _kernel_rows()
     purposes = list(_PURPOSE)
     for op, dtype in dict.fromkeys(map(_kind, sorted(rows, key=lambda r: purposes.index(r["op"])))):
