@@ -88,15 +88,15 @@ def test_a_finding_names_file_line_and_replacement():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    (tmp_path / "sharding").mkdir()
-    bad, good = tmp_path / "sharding" / "bad.py", tmp_path / "README.md"
+    (tmp_path / "scripts").mkdir()
+    bad, good = tmp_path / "scripts" / "bad.py", tmp_path / "README.md"
     bad.write_text('"""Who holds it."""\n', "utf-8")
     good.write_text("Text.\n", "utf-8")
     (tmp_path / "elsewhere.py").write_text('"""Who holds it."""\n', "utf-8")
     monkeypatch.setattr(check_words, "ROOT", tmp_path)
     assert check_words.main([]) == 1
     out = capsys.readouterr()
-    assert out.out == ("sharding/bad.py:1: 'Who': write a subject and a verb, or an imperative\n")
-    assert out.err == "sharding: 1\n"
+    assert out.out == ("scripts/bad.py:1: 'Who': write a subject and a verb, or an imperative\n")
+    assert out.err == "scripts: 1\n"
     assert check_words.main([str(good), str(tmp_path / "elsewhere.py")]) == 0
     assert capsys.readouterr().out == ""
