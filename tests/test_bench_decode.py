@@ -148,7 +148,7 @@ def test_the_largest_batch_is_run(config, monkeypatch, capsys):
     (row,) = run(monkeypatch, config, "--batches", "--largest", "9")["rows"]
     assert (row["batch"], row["fails_at"]) == (3, 4)
     assert row["peak_bytes"] > row["workspace_bytes"] > 0
-    assert "3 x 9 largest: 4 rows do not fit" in capsys.readouterr().out
+    assert "3 x 9 largest: batch 4 does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["8", "x8", "8x", "8x2x1"])
