@@ -179,4 +179,4 @@ def test_public_schedule_fills_the_device(queries, heads, tiles):
     own = functools.partial(schedule, max_pages=100, partitions=made.partitions, costs=costs)
     want = jax.jit(own)(lengths)
     np.testing.assert_array_equal(made.table, want.table)
-    np.testing.assert_array_equal(made.split, want.split_sequences)
+    np.testing.assert_array_equal(made.split_sequences, want.split_sequences)
