@@ -133,7 +133,8 @@ def test_a_setter_changes_no_other_model(name):
     SETTERS[name](model)
     for key in derived:
         before[key].check()
-    if name != "lay_out":  # which changes only caches with so few tokens
+    # The other setters change caches, or computations with many tokens, but not this one.
+    if name != "lay_out":
         assert program(lambda: model(TOKENS)) == logits
     now = Snapshot(model)
     for each in derived.values():
