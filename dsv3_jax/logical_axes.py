@@ -6,18 +6,16 @@ Names of axes are the model's; which of them a mesh splits is for :mod:`sharding
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.parameter_path import ParameterPath, dotted
 from sharding import Layout, Rules
 from sharding.expert_parallel import check_exchange
 from sharding.storage import stored
-
-Path = tuple[Any, ...]
 
 # By the name of the module that holds the parameter: of its weight, [out, in].
 _AXES: dict[str, tuple[str, ...]] = {
@@ -46,7 +44,7 @@ _INNER = {"experts": "expert_ffn", "shared_experts": "shared_ffn"}
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
-def logical_axes(path: Path) -> tuple[str, ...]:
+def logical_axes(path: ParameterPath) -> tuple[str, ...]:
     """The axes of the parameter at ``path`` in the tree of a model.
 
     Heads are rows of N + R or N + V a head, or columns of V; latent is C, or C + R. A scale has
@@ -71,8 +69,8 @@ def parameter_shardings(
     quantization: Quantization | None = None,
     *,
     storage: tuple[str, ...] = (),
-    at: Path = (),
-) -> dict[Path, NamedSharding]:
+    prefix: ParameterPath = (),
+) -> dict[ParameterPath, NamedSharding]:
     """How every parameter of ``model``, or of a module in it, lies on ``mesh``, by its path;
     shapes are enough.
 
@@ -81,7 +79,7 @@ def parameter_shardings(
 
     Args:
       storage: as of :class:`~sharding.Layout`; without it, how they lie where they are used.
-      at: path of ``model`` in the whole, where names below it do not say what its axes are.
+      prefix: path of ``model`` in the whole, where names below it do not say what its axes are.
 
     Raises:
       ValueError: a parameter cannot lie as ``rules`` and ``storage`` say; the message names it.
@@ -92,13 +90,13 @@ def parameter_shardings(
             f"storage: expected weights without quantization, got {type(quantization).__name__}"
         )
     flat = dict(nnx.to_flat_state(nnx.state(model)))
-    out: dict[Path, NamedSharding] = {}
+    out: dict[ParameterPath, NamedSharding] = {}
     for path, variable in flat.items():
         # What is held beside the parameters, such as attention's up-projections, is no variable.
         value = variable if isinstance(variable, jax.Array) else variable.get_value()
         shape = value.shape
-        axes: tuple[str | None, ...] = logical_axes((*at, *path))
-        name = ".".join(map(str, (*at, *path)))
+        axes: tuple[str | None, ...] = logical_axes((*prefix, *path))
+        name = dotted((*prefix, *path))
         block = None
         if quantization is not None:
             if path[-1] in _SCALES and _is_one_a_row(quantization):

@@ -74,7 +74,7 @@ def published(*, small: bool, whole: bool) -> Any:
 
 def write_source(directory: Path, config: Any, shards: int, *, holes: bool) -> None:
     """Writes config.json, index and shards. With ``holes``, the files are sparse without values."""
-    from dsv3_jax.checkpoint.names import copies
+    from dsv3_jax.checkpoint.tensor_table import copies
 
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
@@ -99,7 +99,7 @@ def write_source(directory: Path, config: Any, shards: int, *, holes: bool) -> N
 
 def layout(config: Any, shards: int) -> list[dict[str, Any]]:
     """Returns the tensors of each shard. Scales are one shard after their weights."""
-    from dsv3_jax.checkpoint.names import tensor_table
+    from dsv3_jax.checkpoint.tensor_table import tensor_table
 
     table = tensor_table(config)
     total, before = sum(spec.nbytes for spec in table.values()), 0

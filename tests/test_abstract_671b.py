@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import presets
-from dsv3_jax.checkpoint.names import TensorSpec, copies, tensor_table
-from dsv3_jax.checkpoint.parameters import published_names
+from dsv3_jax.checkpoint.parameter_names import published_tensor_names
+from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
 
@@ -36,7 +36,7 @@ def held(model: DeepSeekV3) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         leaf = variable.get_value()
-        names, stacked = published_names(model.config, path)
+        names, stacked = published_tensor_names(model.config, path)
         if stacked:
             assert leaf.shape[0] == len(names)
         spec = TensorSpec(leaf.shape[stacked:], STORED_AS[leaf.dtype.name])

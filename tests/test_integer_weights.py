@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import ModelConfig, presets
-from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.config import INT4, INT8, IntegerQuantization
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.linear import Linear, Weight

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from dsv3_jax.checkpoint.compare import Difference
-from dsv3_jax.checkpoint.find import find_description
-from dsv3_jax.checkpoint.opened import open_checkpoint
+from dsv3_jax.checkpoint.find import find_config_directory
+from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.viz.routing import draw_load, load_maps, moe_layer_names
 from dsv3_jax.viz.training import expert_load
 from dsv3_jax.viz.weights import weight_differences
 
-DEMO = ModelConfig.from_hf(find_description("demo"))
+DEMO = ModelConfig.from_hf(find_config_directory("demo"))
 
 
 def differences(apart: str) -> dict[str, Difference]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from dsv3_jax.checkpoint.layout import StoredArray
+from dsv3_jax.checkpoint.stored_arrays import StoredArray
 from dsv3_jax.files import check_file_name
 
 

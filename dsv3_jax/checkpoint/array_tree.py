@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from dsv3_jax.checkpoint.array_files import failure
-from dsv3_jax.checkpoint.layout import StoredArray
+from dsv3_jax.checkpoint.stored_arrays import StoredArray
 
 
 def create(directory: Path, arrays: Iterable[StoredArray]) -> None:

@@ -6,8 +6,8 @@ import dataclasses
 import re
 
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.names import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.checkpoint.tensor_table import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
 from dsv3_jax.config import BlockQuantization, ModelConfig
 
 _SCALES = ("F32", "BF16", "F8_E8M0")
@@ -92,7 +92,7 @@ def is_left_out(config: ModelConfig, arrays: Arrays, name: str) -> bool:
     )
 
 
-def kind_of(name: str) -> str:
+def tensor_kind(name: str) -> str:
     """A tensor's name without layer and expert: ``layers.mlp.experts.gate_proj.weight``."""
     return re.sub(r"\.(\d+)(?=\.)", "", name.removeprefix("model."))
 

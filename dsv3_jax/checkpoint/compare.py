@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.checkpoint.names import copies, tensor_table
-from dsv3_jax.checkpoint.opened import Opened
+from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.checkpoint.verify import Scans, sum_of_squares
 
@@ -53,7 +53,7 @@ class Difference:
         )
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """What a pass over two checkpoints found."""
 
     differences: dict[str, Difference]
@@ -67,8 +67,8 @@ class Compared(NamedTuple):
 
 
 def compare(
-    a: Opened, b: Opened, *, workers: int = 1, count: Progress = lambda n: None
-) -> Compared:
+    a: OpenCheckpoint, b: OpenCheckpoint, *, workers: int = 1, count: Progress = lambda n: None
+) -> Comparison:
     """Reads both once, and checks as :func:`verify` does what both have.
 
     Values are compared in float32, quantised ones dequantised. A is taken for the source of a store
@@ -102,10 +102,12 @@ def compare(
         findings += [f"{line} (in {side.directory})" for line in scans.findings()]
     source_hashes, changed = _source(b, of_a.digests)
     first = next((lines[name] for name in names if name in lines), None)
-    return Compared(differences, first or _configs_differ(a, b), source_hashes, findings + changed)
+    return Comparison(
+        differences, first or _configs_differ(a, b), source_hashes, findings + changed
+    )
 
 
-def _alike(a: Opened, b: Opened) -> tuple[list[str], list[str]]:
+def _alike(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[list[str], list[str]]:
     """Names and shapes that one has and the other has not, a line each; tensors to compare."""
     of_a, of_b = _shapes(a), _shapes(b)
     may_be_absent = {*copies(a.config), *copies(b.config)}
@@ -124,14 +126,14 @@ def _alike(a: Opened, b: Opened) -> tuple[list[str], list[str]]:
     return findings, names
 
 
-def _shapes(checkpoint: Opened) -> dict[str, tuple[int, ...]]:
+def _shapes(checkpoint: OpenCheckpoint) -> dict[str, tuple[int, ...]]:
     """Of the tensors that are there, scales left out, as if none were packed."""
     plain = dataclasses.replace(checkpoint.config, quantization=None)
     table = tensor_table(plain)
     return {name: spec.shape for name, spec in table.items() if name in checkpoint.arrays}
 
 
-def _configs_differ(a: Opened, b: Opened) -> str | None:
+def _configs_differ(a: OpenCheckpoint, b: OpenCheckpoint) -> str | None:
     for field in dataclasses.fields(a.config):
         of_a, of_b = (getattr(side.config, field.name) for side in (a, b))
         if of_a != of_b and field.name not in _FREE:
@@ -139,7 +141,7 @@ def _configs_differ(a: Opened, b: Opened) -> str | None:
     return None
 
 
-def _source(b: Opened, digests: dict[str, str]) -> tuple[int | None, list[str]]:
+def _source(b: OpenCheckpoint, digests: dict[str, str]) -> tuple[int | None, list[str]]:
     """How many of these B was made from, and those that it was not, if most are."""
     if b.manifest is None:
         return None, []

@@ -26,18 +26,24 @@ import dsv3_jax
 from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import digest
-from dsv3_jax.checkpoint.failures import said
+from dsv3_jax.checkpoint.conversion_plan import (
+    ConversionPlan,
+    Target,
+    Unit,
+    free_bytes,
+    plan_conversion,
+)
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.journal import Journal
 from dsv3_jax.checkpoint.manifest import Error, Manifest, SourceFile, Tensor
-from dsv3_jax.checkpoint.plan import Plan, Target, Unit, free_bytes, plan
+from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
 from dsv3_jax.checkpoint.threads import Progress, in_threads
-from dsv3_jax.checkpoint.work import convert_unit, stored_hashes
+from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
 from dsv3_jax.files import remove_partial_files, sync_tree
 
-HOW_TO_RESUME = "what is converted so far is kept, the same command with --resume continues it"
+RESUME_HINT = "what is converted so far is kept, the same command with --resume continues it"
 
 
 def convert(
@@ -67,24 +73,24 @@ def convert(
     """
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, got {workers}")
-    planned, store = plan(find(source), to), Path(destination)
+    planned, store = plan_conversion(find(source), to), Path(destination)
     check_destination(planned, store, resume)
     if (store / manifest.NAME).is_file():
         return _whole(planned, store)
     try:
         store.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(said(error)) from None
+        raise ValueError(os_error_message(error)) from None
     try:
         with Journal(store) as log:
             if (store / manifest.NAME).is_file():  # another process has just ended
                 return _whole(planned, store)
             return _Run(planned, store, log, workers, progress or (lambda count: None)).all()
     except OSError as error:
-        raise ValueError(f"{said(error)}; {HOW_TO_RESUME}") from None
+        raise ValueError(f"{os_error_message(error)}; {RESUME_HINT}") from None
 
 
-def check_destination(planned: Plan, store: Path, resume: bool) -> None:
+def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> None:
     """Refuses to mix a conversion with anything that is there, or to fill the disk."""
     source, target = planned.directory.resolve(), store.resolve()
     if source == target or source in target.parents or target in source.parents:
@@ -113,7 +119,7 @@ def check_destination(planned: Plan, store: Path, resume: bool) -> None:
         raise ValueError(f"{store}: expected {needed:,} bytes of free disk, got {free:,}")
 
 
-def _whole(planned: Plan, store: Path) -> Manifest:
+def _whole(planned: ConversionPlan, store: Path) -> Manifest:
     """The manifest of a store that is there already, if it is this conversion's."""
     made = manifest.read(store)
     _check_same(
@@ -123,7 +129,7 @@ def _whole(planned: Plan, store: Path) -> Manifest:
     return made
 
 
-def _identity(planned: Plan) -> dict[str, Any]:
+def _identity(planned: ConversionPlan) -> dict[str, Any]:
     """What must be the same for a conversion to go on: compared with JSON, so lists for tuples."""
     return {
         "to": planned.to,
@@ -146,14 +152,16 @@ def _check_same(store: Path, now: dict[str, Any], then: Mapping[str, Any]) -> No
         raise ValueError(f"{changed[0]}: the source is not that of {store}: this file has changed")
 
 
-def _shards(planned: Plan) -> list[SafetensorsFile]:
+def _shards(planned: ConversionPlan) -> list[SafetensorsFile]:
     return list({id(t.file): t.file for t in planned.source.values()}.values())
 
 
 class _Run:
     """One process' part of a conversion."""
 
-    def __init__(self, planned: Plan, store: Path, log: Journal, workers: int, progress: Progress):
+    def __init__(
+        self, planned: ConversionPlan, store: Path, log: Journal, workers: int, progress: Progress
+    ):
         self.plan, self.store, self.log, self.workers = planned, store, log, workers
         self.progress = progress
         self.files = ArrayFiles(store / WEIGHTS, workers)

@@ -16,10 +16,9 @@ import xxhash
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
 from dsv3_jax.checkpoint.check import check_tensors
-from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import Forms, recode
 from dsv3_jax.checkpoint.manifest import NAME
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, Table, TensorSpec, copies, tensor_table
+from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import (
     NUMPY,
@@ -28,6 +27,13 @@ from dsv3_jax.checkpoint.safetensors_file import (
     parsed_header,
 )
 from dsv3_jax.checkpoint.store import StoreReader
+from dsv3_jax.checkpoint.tensor_table import (
+    UNUSED_SUFFIXES,
+    Table,
+    TensorSpec,
+    copies,
+    tensor_table,
+)
 from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_of
 from dsv3_jax.config import BlockQuantization, ModelConfig, check_choice
@@ -92,11 +98,11 @@ def export(
             for name, content in planned.small.items():
                 atomic_write(partial / name, content)
     except OSError as error:
-        raise ValueError(f"{said(error)}; {how_to_resume(out)}") from None
+        raise ValueError(f"{os_error_message(error)}; {resume_hint(out)}") from None
     return planned
 
 
-def how_to_resume(directory: Path) -> str:
+def resume_hint(directory: Path) -> str:
     """What an export that was interrupted leaves behind, for its message; empty if nothing."""
     partial = partial_of(directory)
     if not partial.is_dir():

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from dsv3_jax.checkpoint import manifest
-from dsv3_jax.checkpoint.kinds import described, is_checkpoint, is_store
+from dsv3_jax.checkpoint.kinds import describe, is_checkpoint, is_store
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, weight_map
 from dsv3_jax.checkpoint.sidecar import FOLDER
 from dsv3_jax.config import ModelConfig
@@ -41,7 +41,7 @@ def find(path_or_name: str | os.PathLike[str]) -> Path:
     return _local(path_or_name) or _published(os.fspath(path_or_name), weights=True)
 
 
-def find_description(path_or_name: str | os.PathLike[str]) -> Path:
+def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
     """The directory with a checkpoint's config.json and tokenizer: of a store, what it keeps.
     Under a Hub name no weights are downloaded."""
     directory = _local(path_or_name) or _published(os.fspath(path_or_name), weights=False)
@@ -61,7 +61,7 @@ def _local(path_or_name: str | os.PathLike[str]) -> Path | None:
     name = os.fspath(path_or_name)
     if name and os.path.isdir(name):
         if not is_checkpoint(Path(name)):
-            raise ValueError(f"{name}: expected a checkpoint, got {described(Path(name))}")
+            raise ValueError(f"{name}: expected a checkpoint, got {describe(Path(name))}")
         return Path(name)
     if os.path.exists(name):
         raise ValueError(f"{expected}; got the file {name!r}")

@@ -25,7 +25,7 @@ def is_checkpoint(directory: Path) -> bool:
     return is_store(directory) or not any((directory / name).is_file() for name in (MARK, _RUN))
 
 
-def described(path: Path) -> str:
+def describe(path: Path) -> str:
     """What there is at ``path``, with the command that takes it; for error messages."""
     if not path.exists():
         return "a symbolic link to nothing" if path.is_symlink() else "no such directory"

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import with_layers_present
-from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
+from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
@@ -126,7 +126,7 @@ def load(
             placement=placement,
         )
     except OSError as error:  # a disk that fails, a chunk that is gone
-        raise ValueError(said(error)) from None
+        raise ValueError(os_error_message(error)) from None
     if activations is not None:
         model.use_float8_activations()
     return model, tokenizer

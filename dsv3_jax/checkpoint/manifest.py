@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv3_jax.checkpoint import journal, sidecar
-from dsv3_jax.checkpoint.kinds import MANIFEST, described
+from dsv3_jax.checkpoint.kinds import MANIFEST, describe
 from dsv3_jax.checkpoint.safetensors_file import NUMPY, are_sizes
 from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
 from dsv3_jax.files import atomic_write, check_file_name
@@ -104,7 +104,7 @@ def read(directory: Path) -> Manifest:
             raise ValueError(
                 f"{directory}: an unfinished conversion; go on with dsv3 convert --resume"
             )
-        raise ValueError(f"{directory}: expected a store, got {described(directory)}")
+        raise ValueError(f"{directory}: expected a store, got {describe(directory)}")
     try:
         content = json.loads(path.read_text("utf-8"))
         found = content.pop("format")

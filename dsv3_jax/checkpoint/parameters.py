@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,44 +20,16 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
 from dsv3_jax.checkpoint.check import check_tensors, is_left_out
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
-from dsv3_jax.checkpoint.source import Index, Source
-from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
+from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
+from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.parameter_path import ParameterPath
 from sharding import Layout, Placement
 from sharding.distributed import host_values
-
-Path = tuple[Any, ...]
-
-
-# What the model calls a weight's scale, which a config may have under another suffix.
-_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
-
-
-class Names(NamedTuple):
-    """The published tensors behind one parameter: one, or one an expert, in order."""
-
-    names: tuple[str, ...]
-    stacked: bool
-
-
-def published_names(config: ModelConfig, path: Path) -> Names:
-    """Published names of the parameter at ``path`` in the tree of :class:`DeepSeekV3`."""
-    parts = [str(p) for p in path]
-    if parts[0] == "mtp":
-        parts[:2] = ["layers", str(config.num_hidden_layers + int(parts[1]))]
-    stored = config.quantization
-    if stored is not None and parts[-1] == _SCALES[type(stored)]:
-        parts[-1] = "weight" + stored.scale_suffix
-    if parts[0] != "lm_head":
-        parts.insert(0, "model")
-    if "experts" not in parts:
-        return Names((".".join(parts),), stacked=False)
-    at = parts.index("experts") + 1
-    names = (".".join([*parts[:at], str(e), *parts[at:]]) for e in range(config.n_routed_experts))
-    return Names(tuple(names), stacked=True)
 
 
 def load_model(
@@ -95,11 +67,11 @@ def load_model(
         check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
-    expected = {path: published_names(config, path) for path in flat}
+    expected = {path: published_tensor_names(config, path) for path in flat}
     for path, experts in placed.items():
-        expected[path] = Names(tuple(expected[path].names[e] for e in experts), stacked=True)
+        expected[path] = TensorNames(tuple(expected[path].names[e] for e in experts), stacked=True)
     _check_names(config, tensors, {n for names in expected.values() for n in names.names})
-    source = Source(config, tensors)
+    source = ParameterReader(config, tensors)
     # Everything is looked at before anything is read, which may take an hour.
     for path, variable in flat.items():
         names, stacked = expected[path]
@@ -130,7 +102,7 @@ def load_model(
 
 def _make_places(
     model: DeepSeekV3, placement: Placement, layout: Layout | None
-) -> dict[Path, np.ndarray]:
+) -> dict[ParameterPath, np.ndarray]:
     """Widens the abstract model's stacks of experts; by path, the expert at each place."""
     model.check_placement(placement, layout)
     phy2log = np.asarray(placement.phy2log)
@@ -154,7 +126,11 @@ _THREADS = 8  # that read and dequantise; each holds an expert or a piece of a m
 
 
 def _part(
-    threads: ThreadPoolExecutor, source: Source, names: Names, dtype: np.dtype, index: Index
+    threads: ThreadPoolExecutor,
+    source: ParameterReader,
+    names: TensorNames,
+    dtype: np.dtype,
+    index: Index,
 ) -> np.ndarray:
     """The part of a parameter at ``index``, expert by expert and piece by piece."""
     out = np.empty([along.stop - along.start for along in index], dtype)
@@ -239,7 +215,7 @@ def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
         if not isinstance(variable, nnx.Variable):
             continue
         value = np.asarray(host_values(variable.get_value()))
-        names = published_names(config, path)
+        names = published_tensor_names(config, path)
         if not names.stacked:
             out[names.names[0]] = value
             continue

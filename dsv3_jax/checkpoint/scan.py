@@ -13,8 +13,8 @@ import numpy as np
 import xxhash
 
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
-from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import dequantize
+from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.config import Quantization
 
@@ -170,7 +170,7 @@ class _Places:
 
 
 def unreadable(name: str, error: OSError) -> str:
-    return f"{name}: cannot be read: {said(error)}"
+    return f"{name}: cannot be read: {os_error_message(error)}"
 
 
 def nbytes(array: LazyArray) -> int:

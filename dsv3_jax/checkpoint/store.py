@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsv3_jax.checkpoint import manifest, sidecar
 from dsv3_jax.checkpoint.array_files import ArrayFiles, TensorView
-from dsv3_jax.checkpoint.layout import place
+from dsv3_jax.checkpoint.parameter_names import stored_location
 from dsv3_jax.checkpoint.safetensors_file import NUMPY
 
 WEIGHTS = "weights"
@@ -29,7 +29,7 @@ class StoreReader(Mapping[str, TensorView]):
         self._tensors = {}
         for name, tensor in self.manifest.tensors.items():
             try:
-                array, expert = place(self.config, name)
+                array, expert = stored_location(self.config, name)
             except (ValueError, IndexError):
                 raise ValueError(
                     f"{directory / manifest.NAME}: expected the name of a tensor, got {name!r:.200}"

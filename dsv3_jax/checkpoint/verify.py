@@ -14,14 +14,14 @@ import numpy as np
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import digest
 from dsv3_jax.checkpoint.check import differences, is_left_out
-from dsv3_jax.checkpoint.names import copies
-from dsv3_jax.checkpoint.opened import Opened
+from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.scan import Scan, nbytes, unreadable
+from dsv3_jax.checkpoint.tensor_table import copies
 from dsv3_jax.checkpoint.threads import Progress, in_threads
 
 
 @dataclasses.dataclass
-class Figures:
+class ValueStats:
     """What the values of a tensor, or of many, add up to. Scales are applied."""
 
     tensors: int = 0
@@ -42,9 +42,9 @@ class Figures:
         self.largest = max(self.largest, float(part.max()), -float(part.min()))
         self.squares += sum_of_squares(part)
 
-    def __add__(self, other: Figures) -> Figures:
+    def __add__(self, other: ValueStats) -> ValueStats:
         ranges = [scales for scales in (self.scales, other.scales) if scales is not None]
-        return Figures(
+        return ValueStats(
             self.tensors + other.tensors,
             self.values + other.values,
             max(self.largest, other.largest),
@@ -53,18 +53,20 @@ class Figures:
         )
 
 
-class Verified(NamedTuple):
+class Verification(NamedTuple):
     """What a pass over a checkpoint found."""
 
     tensors: int
     nbytes: int
-    figures: dict[str, Figures]
+    stats: dict[str, ValueStats]
     """Of each tensor by its published name, a weight's with its scale."""
     findings: list[str]
     """What is wrong, a line each with the name of the tensor."""
 
 
-def verify(checkpoint: Opened, *, workers: int = 1, count: Progress = lambda n: None) -> Verified:
+def verify(
+    checkpoint: OpenCheckpoint, *, workers: int = 1, count: Progress = lambda n: None
+) -> Verification:
     """Reads every value once.
 
     Names, shapes and dtypes are those of the config; weights are finite, scales finite and above
@@ -77,7 +79,7 @@ def verify(checkpoint: Opened, *, workers: int = 1, count: Progress = lambda n: 
       count: is told of bytes as they are read, :func:`total_bytes` in all.
     """
     scans = Scans(checkpoint, count)
-    figures = {name: Figures(tensors=1) for name in checkpoint.with_values()}
+    figures = {name: ValueStats(tensors=1) for name in checkpoint.with_values()}
 
     def one(name: str) -> None:
         scan = scans.of(name)
@@ -89,7 +91,7 @@ def verify(checkpoint: Opened, *, workers: int = 1, count: Progress = lambda n: 
     in_threads(workers, one, list(figures))
     scans.hash_others()
     size = total_bytes(checkpoint)
-    return Verified(len(checkpoint.arrays), size, figures, scans.findings())
+    return Verification(len(checkpoint.arrays), size, figures, scans.findings())
 
 
 class Scans:
@@ -99,7 +101,7 @@ class Scans:
       digests: of the tensors that were read, by name.
     """
 
-    def __init__(self, checkpoint: Opened, count: Progress):
+    def __init__(self, checkpoint: OpenCheckpoint, count: Progress):
         self.digests: dict[str, str] = {}
         self._checkpoint = checkpoint
         self._count = count
@@ -152,7 +154,7 @@ class Scans:
         return out
 
 
-def total_bytes(checkpoint: Opened) -> int:
+def total_bytes(checkpoint: OpenCheckpoint) -> int:
     return sum(map(nbytes, checkpoint.arrays.values()))
 
 
@@ -166,6 +168,6 @@ def sum_of_squares(part: np.ndarray) -> float:
     return total
 
 
-def _scale_suffix(checkpoint: Opened) -> str:
+def _scale_suffix(checkpoint: OpenCheckpoint) -> str:
     quantization = checkpoint.config.quantization
     return quantization.scale_suffix if quantization is not None else ""

@@ -12,12 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dsv3_jax.checkpoint.failures import said
 from dsv3_jax.checkpoint.formats import quantize
-from dsv3_jax.checkpoint.names import tensor_table
+from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.files import atomic_write
@@ -89,7 +89,7 @@ def write_checkpoint(
             if add_files is not None:
                 add_files(partial)
     except OSError as error:
-        raise ValueError(f"{said(error)}; nothing was written") from None
+        raise ValueError(f"{os_error_message(error)}; nothing was written") from None
 
 
 def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

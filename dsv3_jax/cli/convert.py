@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax.checkpoint import journal, manifest
+from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, free_bytes, plan_conversion
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.plan import Plan, free_bytes, plan
 from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.stopped import saying_what_is_kept
@@ -20,10 +20,10 @@ from dsv3_jax.words import counted
 
 def run(arguments: argparse.Namespace) -> None:
     # orbax, on which it stands, is not for every command to wait for.
-    from dsv3_jax.checkpoint.convert import HOW_TO_RESUME, check_destination, convert
+    from dsv3_jax.checkpoint.convert import RESUME_HINT, check_destination, convert
 
     source, store = find(arguments.source), arguments.destination
-    planned = plan(source, arguments.to)
+    planned = plan_conversion(source, arguments.to)
     summary = _summary(planned, store, arguments.workers)
     for line in _lines(summary):
         print(f"dsv3: {line}", file=sys.stderr)
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         def kept() -> str:
             began = (store / journal.NAME).is_file()
-            return f"{store}: {HOW_TO_RESUME}" if began else "nothing was written"
+            return f"{store}: {RESUME_HINT}" if began else "nothing was written"
 
         label = f"convert to {arguments.to}"
         with (
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(summary)
 
 
-def _summary(planned: Plan, store: Path, workers: int) -> dict[str, object]:
+def _summary(planned: ConversionPlan, store: Path, workers: int) -> dict[str, object]:
     return {
         "source": str(planned.directory),
         "store": str(store),

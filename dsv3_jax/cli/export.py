@@ -9,9 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dsv3_jax.checkpoint.export import export, how_to_resume, plan_export
+from dsv3_jax.checkpoint.export import export, plan_export, resume_hint
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.checkpoint.kinds import described, is_store
+from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.unfinished import check_new
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     elif (source / record.RECORD).is_file():
         result = _run(arguments)
     else:
-        found = described(DEMO if source == Path("demo") and not source.exists() else source)
+        found = describe(DEMO if source == Path("demo") and not source.exists() else source)
         raise ValueError(
             f"{source}: expected a store or a training run, found no {record.RECORD}: {found}"
         )
@@ -49,7 +49,7 @@ def _store(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = plan_export(StoreReader(arguments.source), arguments.to)
     out = arguments.hf_directory
     with (
-        saying_what_is_kept("export", lambda: how_to_resume(out)),
+        saying_what_is_kept("export", lambda: resume_hint(out)),
         ByteProgress(planned.bytes, "export") as progress,
     ):
         export(

@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
         return _refuse(parsed.command, str(error))
     except OSError as error:
         # A disk that is full, a directory that may not be written: nothing that a traceback tells.
-        from dsv3_jax.checkpoint.failures import said
+        from dsv3_jax.checkpoint.messages import os_error_message
 
-        return _refuse(parsed.command, said(error))
+        return _refuse(parsed.command, os_error_message(error))
     except KeyboardInterrupt:
         return STATUS
     except Exception:

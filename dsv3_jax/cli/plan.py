@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from dsv3_jax import presets
-from dsv3_jax.checkpoint.find import find_description
+from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.cli import plan_report
 from dsv3_jax.cli.arguments.plan import MODELS
 from dsv3_jax.cli.output import print_json
@@ -105,7 +105,7 @@ def _config(name: str) -> ModelConfig:
     if name.lower() in presets.PRESETS:
         return presets.get(name)
     if name == "demo" or Path(name).is_dir():
-        return ModelConfig.from_hf(find_description(name))
+        return ModelConfig.from_hf(find_config_directory(name))
     near = difflib.get_close_matches(name.lower(), MODELS, n=1)
     raise ValueError(
         f"model: expected demo, a directory or one of {', '.join(MODELS)}; got {name!r}"

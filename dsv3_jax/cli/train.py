@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.checkpoint.find import find_description
+from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.output import print_json
@@ -206,7 +206,7 @@ def _less(settings: RunSettings, seconds: float) -> RunSettings:
 
 def _model_config(plan: Mapping[str, Any], recorded: Mapping[str, Any]) -> ModelConfig:
     if plan["config"] is None:
-        return ModelConfig.from_hf(find_description(plan["source"]))
+        return ModelConfig.from_hf(find_config_directory(plan["source"]))
     # The file may have gone or changed since the run began; run.json has what it said.
     source = recorded.get("model") if not Path(plan["config"]).exists() else None
     config = ModelConfig.from_hf(source or Path(plan["config"]))
@@ -244,11 +244,11 @@ def _tokenizer(plan: Mapping[str, Any], out: Path, given: bool) -> Path | None:
     if plan["tokenizer"] is not None:
         path = Path(plan["tokenizer"])
         named = path.name == "tokenizer.json"
-        directory = path.parent if named else find_description(plan["tokenizer"])
+        directory = path.parent if named else find_config_directory(plan["tokenizer"])
         if not (directory / "tokenizer.json").is_file():
             raise ValueError(f"--tokenizer: expected a tokenizer.json, found none in {directory}")
         return directory
-    model = find_description(plan["source"]) if plan["source"] else Path(plan["config"])
+    model = find_config_directory(plan["source"]) if plan["source"] else Path(plan["config"])
     model = model if model.is_dir() else model.parent
     places = (model, Path(plan["data"][0]).parent)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     # These bring orbax: seconds that no other command should wait for.
     from dsv3_jax.checkpoint.compare import compare
-    from dsv3_jax.checkpoint.opened import open_checkpoint
+    from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
     from dsv3_jax.checkpoint.verify import total_bytes, verify
     from dsv3_jax.cli import verify_report
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.plot is not None:
             from dsv3_jax.viz.weights import weights
 
-            save(weights(a.config, verified.figures, arguments.a), arguments.plot)
+            save(weights(a.config, verified.stats, arguments.a), arguments.plot)
     else:
         b = open_checkpoint(arguments.b)
         size += total_bytes(b)

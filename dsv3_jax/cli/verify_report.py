@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from dsv3_jax.checkpoint.compare import Compared, Difference
-from dsv3_jax.checkpoint.opened import Opened, by_kind
-from dsv3_jax.checkpoint.verify import Figures, Verified
+from dsv3_jax.checkpoint.compare import Comparison, Difference
+from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint, group_by_kind
+from dsv3_jax.checkpoint.verify import ValueStats, Verification
 
-T = TypeVar("T", Figures, Difference)
+T = TypeVar("T", ValueStats, Difference)
 
 
-def of_one(checkpoint: Opened, found: Verified) -> dict[str, Any]:
+def of_one(checkpoint: OpenCheckpoint, found: Verification) -> dict[str, Any]:
     """Tensor kinds with their figures."""
-    sums = _sums(checkpoint, found.figures, Figures())
+    sums = _sums(checkpoint, found.stats, ValueStats())
     kinds = {
         kind: {
             "tensors": figures.tensors,
@@ -29,7 +29,7 @@ def of_one(checkpoint: Opened, found: Verified) -> dict[str, Any]:
     return {"tensors": found.tensors, "kinds": kinds}
 
 
-def of_two(a: Opened, found: Compared) -> dict[str, Any]:
+def of_two(a: OpenCheckpoint, found: Comparison) -> dict[str, Any]:
     """Tensor kinds with their differences."""
     sums = _sums(a, found.differences, Difference())
     return {
@@ -73,9 +73,9 @@ def _lines_of_two(report: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _sums(checkpoint: Opened, of_each: Mapping[str, T], none: T) -> dict[str, T]:
+def _sums(checkpoint: OpenCheckpoint, of_each: Mapping[str, T], none: T) -> dict[str, T]:
     """By tensor kind, in the order data flows."""
-    kinds = by_kind(checkpoint.config, of_each)
+    kinds = group_by_kind(checkpoint.config, of_each)
     return {k: sum(itertools.chain(*layers.values()), none) for k, layers in kinds.items()}
 
 

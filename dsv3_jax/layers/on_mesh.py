@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 
 from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear, Weight
-from dsv3_jax.logical_axes import Path, parameter_shardings
+from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.parameter_path import ParameterPath
 from sharding import Layout
 from sharding.storage import gathered
 
@@ -23,7 +24,7 @@ def on_mesh(
     body: Callable[..., Any],
     specs: Any,
     out_specs: Any,
-    at: Path = (),
+    at: ParameterPath = (),
 ) -> Callable[..., Any]:
     """``body(layer, *args)`` inside shard_map: heads, inner widths, experts and rows are those of
     the device, and sums over what is cut are the body's affair. Of what is stored in parts, the
@@ -39,8 +40,8 @@ def on_mesh(
     used, stored = (
         [lies[path].spec for path, _ in flat]
         for lies in (
-            parameter_shardings(*how, at=at),
-            parameter_shardings(*how, at=at, storage=layout.storage),
+            parameter_shardings(*how, prefix=at),
+            parameter_shardings(*how, prefix=at, storage=layout.storage),
         )
     )
 
@@ -57,7 +58,7 @@ def on_mesh(
     return lambda *args: spread(values, *args)
 
 
-def shardings(module: nnx.Module, layout: Layout) -> dict[Path, NamedSharding]:
+def shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, NamedSharding]:
     """How the parameters of a model, or of a layer, lie on ``layout``, by their paths."""
     how = module, layout.mesh, layout.rules, _quantization(module)
     return parameter_shardings(*how, storage=layout.storage)

@@ -18,15 +18,16 @@ from flax import nnx
 from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import QUANTIZATIONS, ModelConfig
 from dsv3_jax.layers.on_mesh import shardings
-from dsv3_jax.logical_axes import Path, check_layout
+from dsv3_jax.logical_axes import check_layout
 from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.parameter_path import ParameterPath
 from sharding import Layout, Placement
 
 
 class Part(NamedTuple):
     """What of one of a model's arrays a device holds."""
 
-    path: Path
+    path: ParameterPath
     shape: tuple[int, ...]
     dtype: np.dtype
 

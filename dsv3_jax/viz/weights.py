@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from dsv3_jax.checkpoint.compare import Difference
-from dsv3_jax.checkpoint.names import copies
-from dsv3_jax.checkpoint.opened import by_kind
-from dsv3_jax.checkpoint.verify import Figures
+from dsv3_jax.checkpoint.open_checkpoint import group_by_kind
+from dsv3_jax.checkpoint.tensor_table import copies
+from dsv3_jax.checkpoint.verify import ValueStats
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.viz.canvas import new_figure
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-T = TypeVar("T", Figures, Difference)
+T = TypeVar("T", ValueStats, Difference)
 Line = Mapping[int, T]
 """Place on the x axis -> the figures of all tensors of one kind there."""
 
@@ -34,9 +34,9 @@ _BEFORE, _BEHIND = "emb.", "head"
 _BESIDE_LAYERS = 2  # the column that has these places
 
 
-def weights(config: ModelConfig, figures: Mapping[str, Figures], title: str = "") -> Figure:
+def weights(config: ModelConfig, figures: Mapping[str, ValueStats], title: str = "") -> Figure:
     """Largest and root mean square weight above, the range of scales below."""
-    lines = _lines(config, figures, Figures())
+    lines = _lines(config, figures, ValueStats())
     scaled = [any(f.scales for line in c.values() for f in line.values()) for c in lines]
     figure, panels = _panels(config, 2 if any(scaled) else 1, title)
     for column, above in enumerate(panels[0]):
@@ -89,7 +89,7 @@ def _lines(
     """
     own = {name: figures for name, figures in of_each.items() if name not in copies(config)}
     out: list[dict[str, dict[float, T]]] = [{} for _ in _COLUMNS]
-    for kind, layers in by_kind(config, own).items():
+    for kind, layers in group_by_kind(config, own).items():
         short = kind.removeprefix("layers.").removeprefix("mtp.")
         short = short.removeprefix("self_attn.").removeprefix("mlp.")
         if "norm" in kind or kind.endswith("eh_proj"):
@@ -161,7 +161,7 @@ def _pens(axes: Axes, config: ModelConfig, lines: dict[str, dict[float, T]]) -> 
     return pens
 
 
-def _draw_scales(pen: _Pen[Figures]) -> None:
+def _draw_scales(pen: _Pen[ValueStats]) -> None:
     """A band through the layers, a bar at each other place."""
     ranges = {at: figures.scales for at, figures in pen.line.items() if figures.scales}
     layers = [at for at in pen.layers if at in ranges]

@@ -295,7 +295,7 @@ BREAKS: dict[str, Break] = {
         (_CHECKPOINT + "test_interrupted_conversion.py",),
     ),
     "what is written is not read back": Break(
-        "dsv3_jax/checkpoint/work.py",
+        "dsv3_jax/checkpoint/unit_conversion.py",
         "        if found[name] != wanted:\n",
         "        if found[name] != wanted and not wanted:\n",
         (_CHECKPOINT + "test_interrupted_conversion.py", _CHECKPOINT + "test_conversion.py"),
@@ -313,7 +313,7 @@ BREAKS: dict[str, Break] = {
         (_CHECKPOINT + "test_bad_checkpoints.py",),
     ),
     "a part of a scaled matrix reads the wrong scales": Break(
-        "dsv3_jax/checkpoint/source.py",
+        "dsv3_jax/checkpoint/parameter_reader.py",
         "offset = (rows.start % N, first % K)",
         "offset = (0, 0)",
         (_CHECKPOINT + "test_sharded_load.py", _CHECKPOINT + "test_loaded_values.py"),

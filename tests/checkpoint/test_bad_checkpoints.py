@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.values import assert_holds, loaded, no_array_made, small_config

@@ -14,8 +14,8 @@ import safetensors
 import dsv3_jax
 from dsv3_jax.checkpoint import writer
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.names import tensor_table
 from dsv3_jax.checkpoint.parameters import published_tensors
+from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.model import parameter_count

@@ -12,8 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import dsv3_jax
-from dsv3_jax.checkpoint import arrays, layout, manifest
+from dsv3_jax.checkpoint import arrays, manifest, stored_arrays
 from dsv3_jax.checkpoint.convert import convert
+from dsv3_jax.checkpoint.parameter_names import stored_location
 from dsv3_jax.checkpoint.safetensors_file import FileArray
 from dsv3_jax.checkpoint.store import StoreReader
 from sharding import make_mesh
@@ -235,10 +236,11 @@ def test_orbax_opens_it(checkpoint, tmp_path, to):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     for name, tensor in store.items():
-        place = layout.place(store.config, name)
-        held = flat[place.array] if place.expert is None else flat[place.array][place.expert]
-        assert np.asarray(held).tobytes() == tensor[...].tobytes()
-    assert set(flat) == {layout.place(store.config, name).array for name in store}
+        location = stored_location(store.config, name)
+        array = flat[location.array]
+        restored = array if location.expert is None else array[location.expert]
+        assert np.asarray(restored).tobytes() == tensor[...].tobytes()
+    assert set(flat) == {stored_location(store.config, name).array for name in store}
 
 
 def test_orbax_restores_it_sharded(checkpoint, tmp_path):
@@ -271,7 +273,7 @@ def test_workers_and_pieces_do_not_show(checkpoint, tmp_path, monkeypatch, to):
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
 
     limit = 128 * 304
-    for module in (arrays, layout):
+    for module in (arrays, stored_arrays):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", limit)
     sizes = []
     plain = FileArray.__getitem__

@@ -9,7 +9,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.checkpoint.names import copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint.files import CONFIG, read_directory
 from tests.checkpoint.values import loaded, no_array_made

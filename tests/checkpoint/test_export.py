@@ -14,7 +14,7 @@ import dsv3_jax
 from dsv3_jax.checkpoint import export as exporting
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.export import export
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.test_conversion import rounded_once

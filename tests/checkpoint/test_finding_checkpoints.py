@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 import dsv3_jax
-from dsv3_jax.checkpoint.find import find_description
+from dsv3_jax.checkpoint.find import find_config_directory
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, edit_json
 from tests.checkpoint.values import assert_holds, loaded
 
@@ -225,7 +225,7 @@ def test_a_file_is_not_its_directory(checkpoint, monkeypatch, file):
 def test_a_description_needs_no_weights(hub):
     """Of a Hub name only the small files are downloaded, so that prompts are checked first."""
     _, given = hub()
-    assert (find_description("org/name") / CONFIG).is_file()
+    assert (find_config_directory("org/name") / CONFIG).is_file()
     assert given
     assert not [name for name in given if name.endswith((".safetensors", ".bin"))]
 

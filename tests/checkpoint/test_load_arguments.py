@@ -8,7 +8,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.checkpoint.check import check_tensors
-from dsv3_jax.checkpoint.opened import open_checkpoint
+from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
 from dsv3_jax.checkpoint.verify import verify
 from sharding import make_layout
 from tests.checkpoint.files import CONFIG, SINGLE, Stored, edit, edit_json

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored, edit, edit_json, read_directory
 from tests.checkpoint.values import assert_holds, loaded, same_bytes, small_config
 from tests.support.checkpoints import BIAS, is_fp8, tensor_shapes

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import dsv3_jax
 from dsv3_jax.checkpoint.arrays import LazyArray
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.parameters import load_model, published_names
+from dsv3_jax.checkpoint.parameter_names import published_tensor_names
+from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.config import ModelConfig
 from sharding import DEFAULT_RULES, Layout, Rules, make_mesh
@@ -331,7 +332,7 @@ def test_every_part_is_read_once_and_by_itself(checkpoint, mesh, quantization):
     shares = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()
-        names, stacked = published_names(config, path)
+        names, stacked = published_tensor_names(config, path)
         share = value.sharding.shard_shape(value.shape)[stacked:]
         shares |= dict.fromkeys(names, share)
     for name, tensor in watched.items():

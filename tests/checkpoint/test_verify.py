@@ -12,10 +12,10 @@ import pytest
 from dsv3_jax.checkpoint import arrays as arrays_module
 from dsv3_jax.checkpoint import scan as scan_module
 from dsv3_jax.checkpoint.compare import compare
+from dsv3_jax.checkpoint.conversion_plan import plan_conversion
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.opened import by_kind, open_checkpoint
-from dsv3_jax.checkpoint.plan import plan
-from dsv3_jax.checkpoint.verify import Figures, total_bytes, verify
+from dsv3_jax.checkpoint.open_checkpoint import group_by_kind, open_checkpoint
+from dsv3_jax.checkpoint.verify import ValueStats, total_bytes, verify
 from dsv3_jax.cli import byte_progress
 from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.config import ModelConfig
@@ -77,9 +77,9 @@ def test_a_good_directory(checkpoint, options, workers):
     assert found.findings == []
     assert found.tensors == len(good.arrays)
     assert sum(read) == found.nbytes == total_bytes(good)
-    assert list(found.figures) == good.with_values()
-    assert set(found.figures) == set(want)
-    for name, figures in found.figures.items():
+    assert list(found.stats) == good.with_values()
+    assert set(found.stats) == set(want)
+    for name, figures in found.stats.items():
         exact = want[name].astype(np.float64)
         assert figures.values == exact.size
         assert figures.largest == pytest.approx(np.abs(exact).max(), rel=1e-6)
@@ -91,7 +91,7 @@ def test_the_range_of_scales_is_numpys(checkpoint):
     directory, _ = checkpoint(**FP8)
     opened = open_checkpoint(directory)
     found = verify(opened)
-    for name, figures in found.figures.items():
+    for name, figures in found.stats.items():
         if figures.scales is not None:
             scales = opened.arrays[name + "_scale_inv"][...]
             assert figures.scales == (scales.min(), scales.max())
@@ -132,7 +132,7 @@ def test_mtp_layers_that_are_not_promised(checkpoint):
     assert findings(directory) == []
     message = r"^checkpoint: unknown tensor model\.layers\.2\.\S+ and 31 more: an MTP layer; expec"
     with pytest.raises(ValueError, match=message):
-        plan(directory, "int8")
+        plan_conversion(directory, "int8")
 
 
 # ---- findings ------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_figures_leave_out_what_is_not_finite(checkpoint):
     directory, _ = checkpoint(**FP8)
     damage(directory, poke(UP, np.s_[:], 0x7F))
     damage(directory, poke(NORM, 0, np.inf))
-    figures = verify(open_checkpoint(directory)).figures
+    figures = verify(open_checkpoint(directory)).stats
     assert figures[UP].largest == figures[UP].rms == 0
     assert 0 < figures[NORM].largest < 2
 
@@ -468,7 +468,7 @@ def test_a_lost_chunk(store):
 def test_kinds_have_no_numbers():
     config = ModelConfig.from_hf(small_config())
     table = {name: name for name in random_tensors(small_config())}
-    kinds = by_kind(config, table)
+    kinds = group_by_kind(config, table)
     assert kinds["layers.mlp.experts.up_proj"] == {
         1: [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in range(4)]
     }
@@ -480,10 +480,10 @@ def test_kinds_have_no_numbers():
 
 
 def test_figures_add_up():
-    total = Figures(1, 4, 2.0, 8.0, (0.1, 0.2)) + Figures(2, 12, 3.0, 8.0) + Figures()
-    assert total == Figures(3, 16, 3.0, 16.0, (0.1, 0.2))
+    total = ValueStats(1, 4, 2.0, 8.0, (0.1, 0.2)) + ValueStats(2, 12, 3.0, 8.0) + ValueStats()
+    assert total == ValueStats(3, 16, 3.0, 16.0, (0.1, 0.2))
     assert total.rms == 1
-    assert (total + Figures(scales=(0.05, 0.15))).scales == (0.05, 0.2)
+    assert (total + ValueStats(scales=(0.05, 0.15))).scales == (0.05, 0.2)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from dsv3_jax.checkpoint.find import find_description
+from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
@@ -27,7 +27,7 @@ TARGETS = [
 
 
 def demo(target: str) -> Deployment:
-    config = ModelConfig.from_hf(find_description("demo"))
+    config = ModelConfig.from_hf(find_config_directory("demo"))
     return Deployment(config, Target.parse(target), "dp_attention_ep", 4, 256, prefill_chunk=64)
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from dsv3_jax import presets
-from dsv3_jax.checkpoint.names import copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint.files import Stored, Tensors, write
 from tests.checkpoint.values import small_config

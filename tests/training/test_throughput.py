@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dsv3_jax import ModelConfig, presets
-from dsv3_jax.checkpoint.names import tensor_table
+from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.training.throughput import peak_flops, training_flops_per_token, utilisation
 from tests.support.checkpoints import tiny_config
 

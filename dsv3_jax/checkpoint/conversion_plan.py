@@ -13,10 +13,10 @@ from ml_dtypes import bfloat16
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
 from dsv3_jax.checkpoint.check import check_tensors, with_layers_present
 from dsv3_jax.checkpoint.formats import Forms
-from dsv3_jax.checkpoint.kinds import described, is_store
-from dsv3_jax.checkpoint.layout import StoredArray, stored_arrays
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, copies
+from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.checkpoint.stored_arrays import StoredArray, stored_arrays
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
 from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization, check_choice
 
 Target = Literal["fp8", "bf16", "int8", "int4"]
@@ -51,7 +51,7 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A checked source and what becomes of it."""
 
     directory: Path
@@ -94,7 +94,7 @@ class Plan:
         return _BASE_BYTES + workers * PIECE_ELEMENTS * _BYTES_AN_ELEMENT
 
 
-def plan(directory: Path, to: Target) -> Plan:
+def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
     """Reads every header, no values.
 
     Raises:
@@ -103,7 +103,7 @@ def plan(directory: Path, to: Target) -> Plan:
     check_choice("to", to, TARGETS)
     if is_store(directory):
         raise ValueError(
-            f"{directory}: expected a Hugging Face directory, got {described(directory)}"
+            f"{directory}: expected a Hugging Face directory, got {describe(directory)}"
         )
     published = ModelConfig.from_hf(directory)
     source = CheckpointReader(directory)
@@ -113,7 +113,7 @@ def plan(directory: Path, to: Target) -> Plan:
     keeps = config == source_config
     forms = Forms(source_config.quantization, config.quantization, np.dtype(bfloat16))
     arrays = stored_arrays(config, multiple=forms.rows, kept=source if keeps else None)
-    return Plan(
+    return ConversionPlan(
         directory=directory,
         source=source,
         source_config=source_config,

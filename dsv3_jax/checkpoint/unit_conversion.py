@@ -9,9 +9,9 @@ import xxhash
 
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import as_bytes, digest
-from dsv3_jax.checkpoint.check import kind_of
+from dsv3_jax.checkpoint.check import tensor_kind
+from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, Unit
 from dsv3_jax.checkpoint.formats import Forms, dequantize, recode
-from dsv3_jax.checkpoint.plan import Plan, Unit
 from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.checkpoint.values import check_finite, check_scale
 
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 """Of the journal."""
 
 
-def convert_unit(plan: Plan, unit: Unit, files: ArrayFiles, progress: Progress) -> Line:
+def convert_unit(plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: Progress) -> Line:
     """Does all of it, some rows at a time.
 
     Returns:
@@ -42,7 +42,7 @@ def convert_unit(plan: Plan, unit: Unit, files: ArrayFiles, progress: Progress) 
         "stored": {n: h.hexdigest() for t in tensors for n, h in t.written.items()},
     }
     if unit.scales is not None:
-        line["error"] = {"kind": kind_of(unit.tensors[0]), "tensors": len(tensors)} | {
+        line["error"] = {"kind": tensor_kind(unit.tensors[0]), "tensors": len(tensors)} | {
             "error": sum(t.squared_error for t in tensors),
             "weight": sum(t.squared_weight for t in tensors),
             "largest": max(t.largest_error for t in tensors),
@@ -71,7 +71,7 @@ def stored_hashes(unit: Unit, files: ArrayFiles) -> dict[str, str]:
 class _Conversion:
     """A published tensor on its way: what was read of it, what written, what lost."""
 
-    def __init__(self, plan: Plan, unit: Unit, expert: int, name: str):
+    def __init__(self, plan: ConversionPlan, unit: Unit, expert: int, name: str):
         self.read: dict[str, xxhash.xxh3_128] = {name: xxhash.xxh3_128()}
         self.written = {array.tensors[expert]: xxhash.xxh3_128() for array in unit.arrays}
         self.squared_error = self.squared_weight = self.largest_error = self.largest_weight = 0.0

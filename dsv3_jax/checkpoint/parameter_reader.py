@@ -21,7 +21,7 @@ _QUANTIZED = {
 }
 
 
-class Source:
+class ParameterReader:
     """The published tensors of a checkpoint, checked and read by parts."""
 
     def __init__(self, config: ModelConfig, tensors: Arrays):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def said(error: OSError) -> str:
+def os_error_message(error: OSError) -> str:
     """The complaint and its file."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"

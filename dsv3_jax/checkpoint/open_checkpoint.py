@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import kind_of, with_layers_present
+from dsv3_jax.checkpoint.check import tensor_kind, with_layers_present
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.names import STORED_AS, tensor_table
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
 from dsv3_jax.checkpoint.store import StoreReader
+from dsv3_jax.checkpoint.tensor_table import STORED_AS, tensor_table
 from dsv3_jax.config import ModelConfig
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _FLOATS = ("F64", "F32", *STORED_AS.values())
 
 
-class Opened(NamedTuple):
+class OpenCheckpoint(NamedTuple):
     """A Hugging Face directory or a store."""
 
     directory: Path
@@ -58,7 +58,7 @@ class Opened(NamedTuple):
         return name in self.arrays and self.arrays[name].shape == shape
 
 
-def open_checkpoint(path_or_name: str | os.PathLike[str]) -> Opened:
+def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
     """
     Args:
       path_or_name: of a Hugging Face directory or a store; ``"demo"`` or a Hub name.
@@ -69,13 +69,13 @@ def open_checkpoint(path_or_name: str | os.PathLike[str]) -> Opened:
     directory = find(path_or_name)
     if is_store(directory):
         store = StoreReader(directory)
-        return Opened(directory, store.config, store, store.manifest)
+        return OpenCheckpoint(directory, store.config, store, store.manifest)
     published = ModelConfig.from_hf(directory)
     arrays = CheckpointReader(directory)
-    return Opened(directory, with_layers_present(published, arrays), arrays, None)
+    return OpenCheckpoint(directory, with_layers_present(published, arrays), arrays, None)
 
 
-def by_kind(config: ModelConfig, of_each: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
+def group_by_kind(config: ModelConfig, of_each: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
     """What there is of each tensor, by kind and layer; -1 is the layer of what is in none.
 
     A kind is a name without numbers and ``.weight``: ``layers.mlp.experts.gate_proj``, and
@@ -83,7 +83,7 @@ def by_kind(config: ModelConfig, of_each: Mapping[str, T]) -> dict[str, dict[int
     """
     out: dict[str, dict[int, list[T]]] = {}
     for name, figures in of_each.items():
-        kind, layer = kind_of(name).removesuffix(".weight"), -1
+        kind, layer = tensor_kind(name).removesuffix(".weight"), -1
         if (match := re.match(r"model\.layers\.(\d+)\.", name)) is not None:
             layer = int(match[1])
         if layer >= config.num_hidden_layers:

@@ -15,8 +15,8 @@ import pytest
 
 from dsv3_jax import presets
 from dsv3_jax.accounting import checkpoint_bytes, count_parameters
-from dsv3_jax.checkpoint import names
-from dsv3_jax.checkpoint.names import UNUSED_SUFFIXES, TensorSpec, copies
+from dsv3_jax.checkpoint import tensor_table as table_module
+from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, TensorSpec, copies
 from dsv3_jax.config import BlockQuantization
 from tests.support import sparse
 from tests.support.checkpoints import tensor_shapes
@@ -64,7 +64,7 @@ EVERY = {
 
 
 # V3 and Kimi-K2 have a hundred thousand tensors each.
-tensor_table = functools.cache(names.tensor_table)
+tensor_table = functools.cache(table_module.tensor_table)
 
 
 @pytest.fixture(scope="module")

@@ -10,24 +10,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Arrays, rows_of_a_piece
-from dsv3_jax.checkpoint.names import copies, tensor_table
+from dsv3_jax.checkpoint.parameter_names import stored_location
 from dsv3_jax.checkpoint.safetensors_file import NUMPY
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.config import ModelConfig
 
 _INNER = 512  # rows and columns that can be read without the rest of their file
-
-
-class Place(NamedTuple):
-    """Where the store has a published tensor."""
-
-    array: str
-    expert: int | None
-    """Its index, in an array that stacks the experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +68,6 @@ class StoredArray:
         return math.prod(-(-size // part) * part for size, part in sizes) * self.dtype.itemsize
 
 
-def place(config: ModelConfig, name: str) -> Place:
-    """Array and index of a published tensor."""
-    parts = name.removeprefix("model.").split(".")
-    if parts[0] == "layers" and (layer := int(parts[1])) >= config.num_hidden_layers:
-        parts[:2] = ["mtp", str(layer - config.num_hidden_layers)]
-    if "experts" not in parts:
-        return Place(".".join(parts), None)
-    at = parts.index("experts") + 1
-    return Place(".".join(parts[:at] + parts[at + 1 :]), int(parts[at]))
-
-
 def stored_arrays(
     config: ModelConfig, *, multiple: int, kept: Arrays | None = None
 ) -> dict[str, StoredArray]:
@@ -104,7 +85,7 @@ def stored_arrays(
     stacked = set()
     for name in table:
         if name not in left_out:
-            array, expert = place(config, name)
+            array, expert = stored_location(config, name)
             tensors.setdefault(array, []).append(name)
             if expert is not None:
                 stacked.add(array)

@@ -1,0 +1,12 @@
+"""Paths of parameters in the tree of a model."""
+
+from __future__ import annotations
+
+ParameterPath = tuple[str | int, ...]
+"""Keys from the root of the model to one parameter, as ``nnx.to_flat_state`` returns them:
+``("layers", 3, "mlp", "experts", "gate_proj", "weight")``."""
+
+
+def dotted(path: ParameterPath) -> str:
+    """Joins the keys by dots: ``layers.3.mlp.experts.gate_proj.weight``."""
+    return ".".join(map(str, path))
