@@ -173,7 +173,10 @@ def _of_attention(
         return {}
     if layer.layout is None:
         return of_attention(layer, x, turn)
-    rows, heads = layer.layout.spec(("batch",)), layer.layout.spec(("batch", "heads"))
+    rows, heads = (
+        layer.layout.partition_spec(("batch",)),
+        layer.layout.partition_spec(("batch", "heads")),
+    )
     lies = {"latents": rows, "attention_entropy": heads}
     specs = {name: lies[name] for name in asked}
     return on_mesh(layer.layout, layer, of_attention, (rows, rows), specs)(x, turn)

@@ -89,7 +89,9 @@ class LatentKVCache:
             if size < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {size}")
         rows_apart, tokens_apart = (
-            (1, 1) if layout is None else (layout.parts("batch"), layout.parts("cached_tokens"))
+            (1, 1)
+            if layout is None
+            else (layout.num_shards("batch"), layout.num_shards("cached_tokens"))
         )
         if batch % rows_apart:
             raise ValueError(f"batch: expected a multiple of {rows_apart} devices, got {batch}")
@@ -144,7 +146,9 @@ class TokenShare(NamedTuple):
         """This device's, inside :meth:`sharding.Layout.local`."""
         if layout is None:
             return cls(page_size)
-        return cls(page_size, layout.parts("cached_tokens"), layout.index("cached_tokens"))
+        return cls(
+            page_size, layout.num_shards("cached_tokens"), layout.shard_index("cached_tokens")
+        )
 
     def lengths(self, lengths: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         """How many tokens it holds of rows of these lengths: its first ones, without gaps."""

@@ -35,7 +35,7 @@ def layer_collectives(model: DeepSeekV3, layer: int) -> list[Collective]:
     if model.layout is None:
         raise ValueError("model: expected one that was loaded with a layout, got one without")
     c, layout = model.config, model.layout
-    rows = math.lcm(layout.mesh.size, layout.row_multiple)
+    rows = math.lcm(layout.mesh.size, layout.batch_multiple)
     x, valid = jnp.zeros((rows, 1, c.hidden_size), model.dtype), jnp.ones((rows, 1), bool)
     empty = LatentKVCache.init(c, rows, PAGE_SIZE, dtype=model.dtype, layout=layout)
     per_row = x, empty.block_tables, empty.lengths, valid

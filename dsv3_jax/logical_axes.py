@@ -15,7 +15,7 @@ from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
 from dsv3_jax.parameter_path import ParameterPath, dotted
 from sharding import Layout, Rules
 from sharding.expert_parallel import check_exchange
-from sharding.storage import stored
+from sharding.fsdp import fsdp_sharding
 
 # By the name of the module that holds the parameter: of its weight, [out, in].
 _AXES: dict[str, tuple[str, ...]] = {
@@ -68,7 +68,7 @@ def parameter_shardings(
     rules: Rules,
     quantization: Quantization | None = None,
     *,
-    storage: tuple[str, ...] = (),
+    fsdp_axes: tuple[str, ...] = (),
     prefix: ParameterPath = (),
 ) -> dict[ParameterPath, NamedSharding]:
     """How every parameter of ``model``, or of a module in it, lies on ``mesh``, by its path;
@@ -78,16 +78,16 @@ def parameter_shardings(
     belong to every part of their row, and are cut by rows only.
 
     Args:
-      storage: as of :class:`~sharding.Layout`; without it, how they lie where they are used.
+      fsdp_axes: as of :class:`~sharding.Layout`; without it, how they lie where they are used.
       prefix: path of ``model`` in the whole, where names below it do not say what its axes are.
 
     Raises:
-      ValueError: a parameter cannot lie as ``rules`` and ``storage`` say; the message names it.
-        Storage of quantised weights.
+      ValueError: a parameter cannot lie as ``rules`` and ``fsdp_axes`` say; the message names it.
+        ``fsdp_axes`` for quantised weights.
     """
-    if storage and quantization is not None:
+    if fsdp_axes and quantization is not None:
         raise ValueError(
-            f"storage: expected weights without quantization, got {type(quantization).__name__}"
+            f"fsdp_axes: expected weights without quantization, got {type(quantization).__name__}"
         )
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     out: dict[ParameterPath, NamedSharding] = {}
@@ -105,7 +105,7 @@ def parameter_shardings(
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
         out[path] = rules.sharding(mesh, name, shape, axes, block)
         if isinstance(variable, nnx.Param):
-            out[path] = stored(name, shape, out[path], storage)
+            out[path] = fsdp_sharding(name, shape, out[path], fsdp_axes)
     return out
 
 
@@ -116,31 +116,30 @@ def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None
     Args:
       experts: places for experts, if not one each.
     """
-    heads, parts = config.num_attention_heads, layout.parts("heads")
+    heads, parts = config.num_attention_heads, layout.num_shards("heads")
     if heads % parts:
         raise ValueError(
             f"num_attention_heads: expected whole heads on each of {parts} devices of mesh axis"
-            f" {' x '.join(layout.axes('heads'))}, got {heads}"
+            f" {' x '.join(layout.mesh_axes('heads'))}, got {heads}"
         )
     for axis in ("batch", "heads"):
-        if shared := [a for a in layout.axes("cached_tokens") if a in layout.axes(axis)]:
+        if shared := [a for a in layout.mesh_axes("cached_tokens") if a in layout.mesh_axes(axis)]:
             raise ValueError(
                 f"rules: expected axes 'cached_tokens' and {axis!r} over different mesh axes, got"
                 f" both over {shared[0]}: devices that share a row's tokens run the same queries"
             )
     for axis in ("hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score"):
-        if layout.parts(axis) > 1:
+        if layout.num_shards(axis) > 1:
             raise ValueError(
                 f"rules: expected axis {axis!r} on every device whole, got it over mesh axis"
-                f" {' x '.join(layout.axes(axis))}: layers do not sum over it"
+                f" {' x '.join(layout.mesh_axes(axis))}: layers do not sum over it"
             )
-    exchanged, summed = layout.expert_axes
     check_exchange(
         layout.mesh,
         layout.exchange,
         num_experts=experts or config.n_routed_experts,
-        axes=exchanged,
-        reduce_axes=summed,
+        exchange_axes=layout.exchange_axes,
+        reduce_axes=layout.reduce_axes,
         float8=layout.float8_dispatch,
         hidden_size=config.hidden_size,
     )

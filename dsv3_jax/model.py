@@ -233,8 +233,8 @@ class DeepSeekV3(nnx.Module):
         """Raises ValueError as :meth:`place_experts` would on ``layout``."""
         if not isinstance(placement, Placement):
             raise ValueError(
-                f"placement: expected a Placement, got {type(placement).__name__}; Placement.of"
-                " makes one"
+                f"placement: expected a Placement, got {type(placement).__name__};"
+                " Placement.from_phy2log makes one"
             )
         placement.check()
         (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
@@ -242,7 +242,7 @@ class DeepSeekV3(nnx.Module):
             raise ValueError(
                 f"placement: expected {want[0]} layers of {want[1]} experts, got {L} of {E}"
             )
-        if layout is not None and P % (parts := layout.parts("expert")):
+        if layout is not None and P % (parts := layout.num_shards("expert")):
             raise ValueError(
                 f"placement: expected places that divide over {parts} devices, got {P}"
             )
@@ -429,7 +429,7 @@ def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -
         return DeepSeekV3(config, rngs=nnx.Rngs(seed))
     model = abstract(config)
     model.lay_out(layout)
-    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         made = nnx.to_flat_state(nnx.state(DeepSeekV3(config, rngs=nnx.Rngs(seed))))
     placed = []

@@ -4,7 +4,7 @@
         [--profile] [--time-limit 85] [--out benchmarks/results/exchange_h200.json]
 
 The rows have DeepSeek-V3's sizes: hidden size 7,168, and each token goes to 8 of 256 experts chosen
-at random. Rows of dtype ``uint8`` are float8 parcels, as sent to experts; rows of dtype
+at random. Rows of dtype ``uint8`` are packed float8 tokens, as sent to experts; rows of dtype
 ``bfloat16`` are sums, as sent back. A result is the time of one exchange there and one back, in a
 loop on the device that excludes Python. ``bytes`` is what a device sends to others in both. Unused
 slots count only for all_to_all, which sends them.
@@ -43,9 +43,9 @@ from dsv3_jax.files import atomic_write
 from pallas_kernels import token_exchange
 from pallas_kernels.token_exchange import mosaic_gpu
 from pallas_kernels.token_exchange.mosaic_gpu import Config
+from sharding.dispatch_table import DispatchTable
 from sharding.expert_parallel import default_capacity
-from sharding.parcel import Parcel
-from sharding.token_queues import Queues
+from sharding.token_packer import TokenPacker
 
 EXPERTS, CHOSEN = 256, 8
 PAIRS = 200  # pairs of exchanges in the timed program
@@ -83,9 +83,9 @@ class Case:
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Yields the cases, the most important first, because the time limit may cut off the last."""
     hidden = arguments.hidden
-    parcel = Parcel(hidden, CHOSEN, np.dtype(jnp.bfloat16), float8=True)
+    packer = TokenPacker(hidden, CHOSEN, np.dtype(jnp.bfloat16), float8=True)
     pair = jax.ShapeDtypeStruct((1, CHOSEN), jnp.int32), jax.ShapeDtypeStruct((1, CHOSEN), "f4")
-    row = jax.eval_shape(parcel.pack, jax.ShapeDtypeStruct((1, hidden), jnp.bfloat16), *pair)
+    row = jax.eval_shape(packer.pack, jax.ShapeDtypeStruct((1, hidden), jnp.bfloat16), *pair)
     kinds = (jnp.bfloat16, hidden), (row.dtype, row.shape[1])
     for dtype, width in kinds:
         for tokens, exchange in itertools.product(arguments.tokens, arguments.exchanges):
@@ -104,7 +104,7 @@ def counts_of(devices: int, tokens: int, capacity: int) -> np.ndarray:
         np.tile(np.arange(EXPERTS), (devices * tokens, 1)), axis=1
     )[:, :CHOSEN]
     owner = jnp.asarray(chosen // (EXPERTS // devices), jnp.int32)
-    count = jax.vmap(lambda owner: Queues.of(owner, devices).counts)
+    count = jax.vmap(lambda owner: DispatchTable.from_owners(owner, devices).counts)
     return np.minimum(count(owner.reshape(devices, tokens, CHOSEN)), capacity)
 
 

@@ -1,7 +1,8 @@
-"""Meshes: named axes of devices, what each of them splits, and which device gets which experts and
-which requests. Knows no model.
+"""Meshes, sharding rules and layouts, expert parallelism, expert placement and request balancing.
 
-A name is imported when it is first used: :mod:`sharding.names` is there without JAX.
+This package knows no model.
+
+Names are imported on first use, so that :mod:`sharding.names` can be imported without JAX.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sharding.balancers import WAITS, assign_by_count, assign_decode, assign_prefill
+    from sharding.balancers import UNASSIGNED, assign_by_count, assign_decode, assign_prefill
     from sharding.eplb import balancedness, rebalance_experts
     from sharding.expert_parallel import (
         check_exchange,
         default_capacity,
-        default_pairs,
+        default_pairs_per_call,
         mix_experts,
     )
-    from sharding.layout import Axes, Layout
-    from sharding.mesh import AXES, abstract_mesh, make_mesh
+    from sharding.layout import Layout, LogicalAxes
+    from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
     from sharding.names import Exchange, LayoutName
     from sharding.presets import PRESETS, Preset, abstract_layout, make_layout
     from sharding.replicas import Placement, choose_replicas, physical_experts
     from sharding.rules import DEFAULT_RULES, Rules
 
 __all__ = [
-    "AXES",
     "DEFAULT_RULES",
+    "MESH_AXES",
     "PRESETS",
-    "WAITS",
-    "Axes",
+    "UNASSIGNED",
     "Exchange",
     "Layout",
     "LayoutName",
+    "LogicalAxes",
     "Placement",
     "Preset",
     "Rules",
@@ -46,7 +47,7 @@ __all__ = [
     "check_exchange",
     "choose_replicas",
     "default_capacity",
-    "default_pairs",
+    "default_pairs_per_call",
     "make_layout",
     "make_mesh",
     "mix_experts",
@@ -56,14 +57,14 @@ __all__ = [
 
 # Module that defines each name.
 _MODULES = {
-    "AXES": "sharding.mesh",
     "DEFAULT_RULES": "sharding.rules",
+    "MESH_AXES": "sharding.mesh",
     "PRESETS": "sharding.presets",
-    "WAITS": "sharding.balancers",
-    "Axes": "sharding.layout",
+    "UNASSIGNED": "sharding.balancers",
     "Exchange": "sharding.names",
     "Layout": "sharding.layout",
     "LayoutName": "sharding.names",
+    "LogicalAxes": "sharding.layout",
     "Placement": "sharding.replicas",
     "Preset": "sharding.presets",
     "Rules": "sharding.rules",
@@ -76,7 +77,7 @@ _MODULES = {
     "check_exchange": "sharding.expert_parallel",
     "choose_replicas": "sharding.replicas",
     "default_capacity": "sharding.expert_parallel",
-    "default_pairs": "sharding.expert_parallel",
+    "default_pairs_per_call": "sharding.expert_parallel",
     "make_layout": "sharding.presets",
     "make_mesh": "sharding.mesh",
     "mix_experts": "sharding.expert_parallel",

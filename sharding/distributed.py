@@ -107,12 +107,12 @@ def host_values(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(_gathered, tree))
 
 
-def slowest(seconds: float) -> float:
+def max_over_processes(seconds: float) -> float:
     """The largest of all processes' numbers; all must call this alike."""
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
-def wait_for_all(where: str) -> None:
+def barrier(where: str) -> None:
     """Until all processes have come here, which they say alike."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int32, Integer
 
-from sharding.packing import improve, pack
+from sharding.bin_packing import improve, pack
 
 
 def rebalance_experts(

@@ -1,23 +1,31 @@
-"""Mixtures of experts that are spread over devices: who computes what, and how tokens get there.
+"""Expert parallelism: a mixture of experts that are sharded over devices.
 
-These functions run inside :func:`jax.shard_map`. Four exchanges give the same sums:
+These functions run inside :func:`jax.shard_map`. Four exchanges compute the same sums:
 
-- ``all_gather``: every device sees every token, computes its own experts' share, and a
-  reduce-scatter adds the shares. The only one with a gradient.
-- ``all_to_all``: a token goes once to each device that holds one of its experts. Messages have a
-  fixed capacity; what does not fit goes in a further round, so that nothing is ever dropped.
-- ``ragged_all_to_all``: the same with messages of exact length, where the platform has it.
-- ``one_sided``: the same, each device storing rows into the others' memory itself, by
-  :func:`pallas_kernels.token_exchange`; among the devices of one process. Where that kernel cannot
-  run, an all-to-all of all places takes its part.
+- ``all_gather``: every device receives every token and computes the partial sums of its own
+  experts; a reduce-scatter adds them. The only exchange with a gradient.
+- ``all_to_all``: each token is sent once to every device that holds one of its experts. Messages
+  have a fixed capacity. Tokens that do not fit are sent in another round, so none is ever dropped.
+- ``ragged_all_to_all``: the same with messages of exact length, on platforms that support it.
+- ``one_sided``: the same; each device stores rows directly into the others' memory, with
+  :func:`pallas_kernels.token_exchange`. All devices must belong to one process. Where that kernel
+  cannot run, an all-to-all of full buffers replaces it.
 
-Which one is used is said by the caller. With float32 partial sums (``combine_dtype``), no result
-depends on it beyond the order in which they are added.
+The caller chooses the exchange. With float32 partial sums (``combine_dtype``), results depend on it
+only through the order of additions.
 
-Of m tokens on each of n devices, a device sends m rows to all others and holds n m rows; or sends
-``capacity`` rows to each and holds n times as many; or, of the last two, sends what must go, and
-has room for n m. Beside them lie as many sums in float32, and what ``run`` makes of its pairs: K
-for each row held, or ``pairs_at_once``.
+Memory and traffic, for m tokens on each of n devices:
+
+==================== ================================ =======================
+exchange             rows sent per device             rows in the buffers
+==================== ================================ =======================
+all_gather           m, to all others                 n m
+all_to_all           ``capacity`` to each, per round  n ``capacity``
+ragged, one_sided    only the tokens that must go     n m
+==================== ================================ =======================
+
+In addition there are as many float32 sums, and the intermediate results of the experts' MLP: K per
+row, or ``pairs_per_call``.
 """
 
 from __future__ import annotations
@@ -32,13 +40,19 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from sharding.expert_mixture import Run, mix_local
+from sharding.dispatch_table import DispatchTable
+from sharding.expert_mixture import ExpertMLP, mix_local
 from sharding.names import Exchange
-from sharding.parcel import FLOAT8_BLOCK, Parcel
-from sharding.token_exchange import gathered, in_rounds, one_sided, ragged, without_gradient
-from sharding.token_queues import Queues
+from sharding.token_exchange import (
+    exchange_one_sided,
+    exchange_padded,
+    exchange_ragged,
+    gather_tokens,
+    without_gradient,
+)
+from sharding.token_packer import FLOAT8_BLOCK, TokenPacker
 
-_LEAST_PAIRS = 16384  # of 7,168 columns in bfloat16, 235 MB
+_MIN_PAIRS_PER_CALL = 16384  # with 7,168 columns in bfloat16, 235 MB
 
 
 def check_exchange(
@@ -46,27 +60,30 @@ def check_exchange(
     exchange: str,
     *,
     num_experts: int,
-    axes: tuple[str, ...],
+    exchange_axes: tuple[str, ...],
     reduce_axes: tuple[str, ...] = (),
     float8: bool = False,
     hidden_size: int | None = None,
     capacity: int | None = None,
     combine_dtype: DTypeLike = jnp.float32,
 ) -> int:
-    """How many experts a device holds, if :func:`mix_experts` can do this on ``mesh``.
+    """Checks that :func:`mix_experts` can run with these arguments on ``mesh``.
+
+    Returns:
+      The number of experts per device.
 
     Raises:
-      ValueError: an unknown exchange, an axis that the mesh lacks or that is named twice, experts
-        that do not divide over the devices, float8 rows that are no whole blocks, a capacity that
-        is not positive or that the exchange does not use, another dtype of partial sums,
-        ``one_sided`` on a mesh whose devices are not 0, 1, ... in row-major order.
-      NotImplementedError: ``ragged_all_to_all`` on a CPU; ``one_sided`` with several processes.
+      ValueError: the exchange is unknown; the mesh lacks an axis, or an axis is named twice; the
+        experts do not divide over the devices; float8 rows are not whole blocks; the capacity is
+        not positive, or the exchange has none; ``combine_dtype`` is neither float32 nor bfloat16;
+        the devices for ``one_sided`` are not 0, 1, ... in row-major order.
+      NotImplementedError: ``ragged_all_to_all`` on CPUs; ``one_sided`` with several processes.
     """
     if exchange not in get_args(Exchange):
         raise ValueError(
             f"exchange: expected one of {', '.join(get_args(Exchange))}; got {exchange!r}"
         )
-    names = (*axes, *reduce_axes)
+    names = (*exchange_axes, *reduce_axes)
     for axis in names:
         if axis not in mesh.shape:
             raise ValueError(
@@ -91,17 +108,17 @@ def check_exchange(
         raise ValueError(
             f"combine_dtype: expected float32 or bfloat16, got {jnp.dtype(combine_dtype)}"
         )
-    if exchange == "ragged_all_to_all" and axes and platform_of(mesh) == "cpu":
+    if exchange == "ragged_all_to_all" and exchange_axes and mesh_platform(mesh) == "cpu":
         raise NotImplementedError(
-            "ragged_all_to_all: XLA has none for CPUs; use all_to_all or all_gather there"
+            "ragged_all_to_all: XLA does not implement it on CPUs; use all_to_all or all_gather"
         )
-    if exchange == "one_sided" and axes and jax.process_count() > 1:
+    if exchange == "one_sided" and exchange_axes and jax.process_count() > 1:
         raise NotImplementedError(
             f"one_sided: expected devices of one process, got {jax.process_count()} processes"
         )
-    if exchange == "one_sided" and axes and isinstance(mesh, Mesh):
-        # A kernel names the device that it stores into by its place in the mesh. A mesh that is
-        # being traced has no devices to ask.
+    if exchange == "one_sided" and exchange_axes and isinstance(mesh, Mesh):
+        # The kernel addresses a device by its index in the mesh. The abstract mesh of a trace has
+        # no devices to compare with.
         numbers = [device.id for device in mesh.devices.flat]
         if numbers != list(range(len(numbers))):
             raise ValueError(
@@ -111,133 +128,144 @@ def check_exchange(
     return num_experts // devices
 
 
-def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
-    """None: the mesh is of no devices yet."""
+def mesh_platform(mesh: Mesh | AbstractMesh) -> str | None:
+    """Returns the platform of a mesh's devices, such as "gpu", or None for an abstract mesh."""
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
     return device.platform if device else None
 
 
 def default_capacity(tokens: int, experts_per_token: int, devices: int) -> int:
-    """Tokens that one device sends another in one round, if every expert is as likely.
+    """Returns the number of rows in one message of ``all_to_all``, for equally likely experts.
 
-    A token has an expert on a device with ``p = 1 - (1 - 1 / devices)^K``. Room for a quarter more
-    than expected, or for four standard deviations where that is more, so that a balanced load takes
-    one round; never more than all tokens.
+    A token has an expert on a given device with probability ``p = 1 - (1 - 1 / devices)^K``. The
+    capacity exceeds the expected number of tokens by a quarter or by four standard deviations,
+    whichever is more, so that a balanced load takes one round. It never exceeds ``tokens``.
+
+    Args:
+      tokens: number of tokens on the sending device.
     """
     p = 1 - (1 - 1 / devices) ** experts_per_token
     expected, deviation = tokens * p, math.sqrt(tokens * p * (1 - p))
     return max(1, min(tokens, math.ceil(max(1.25 * expected, expected + 4 * deviation))))
 
 
-def default_pairs(tokens: int, experts_per_token: int, devices: int) -> int:
-    """(token, expert) pairs that one device computes at once: twice as many as come to it if every
-    expert is as likely, and no fewer than take little memory, for a GPU would wait at the loop.
+def default_pairs_per_call(tokens: int, experts_per_token: int, devices: int) -> int:
+    """Returns the number of (token, expert) pairs that one device computes in one call.
+
+    It is twice the number of pairs that a device receives if experts are equally likely. It has a
+    lower limit, because small calls save little memory and a GPU waits at every loop iteration.
 
     Args:
-      tokens: different ones, of all devices together.
-      devices: over which the experts are spread.
+      tokens: number of different tokens on all devices together.
+      devices: number of devices that the experts are sharded over.
     """
-    return max(_LEAST_PAIRS, -(-2 * tokens * experts_per_token // devices))
+    return max(_MIN_PAIRS_PER_CALL, -(-2 * tokens * experts_per_token // devices))
 
 
 def mix_experts(
     tokens: Float[Array, "M D"],
     experts: Int32[Array, "M K"],
     weights: Float32[Array, "M K"],
-    run: Run,
+    expert_mlp: ExpertMLP,
     *,
     num_experts: int,
-    axes: tuple[str, ...],
+    exchange_axes: tuple[str, ...],
     exchange: Exchange,
     float8: bool = False,
     reduce_axes: tuple[str, ...] = (),
     capacity: int | None = None,
-    pairs_at_once: int | None = None,
+    pairs_per_call: int | None = None,
     combine_dtype: DTypeLike = jnp.float32,
 ) -> Float32[Array, "M D"]:
-    """``y_m = sum_k weight_mk expert_mk(x_m)``, summed in float32, of experts on many devices.
+    """Computes ``y_m = sum_k weight_mk expert_mk(x_m)`` in float32, with experts on many devices.
 
-    Runs inside shard_map. Device i, counted row-major along ``axes + reduce_axes``, holds experts
-    ``i * E_local .. (i + 1) * E_local - 1``.
+    Runs inside shard_map. Device i, counted row-major along ``exchange_axes + reduce_axes``, holds
+    experts ``i * E_local .. (i + 1) * E_local - 1``.
 
     Args:
-      tokens: this device's own, as many on each; along ``reduce_axes`` all devices hold the same.
-      experts: among all devices' ``num_experts``; a number outside is no expert (padding).
-      run: the local experts' MLP, see :data:`~sharding.expert_mixture.Run`.
-      axes: mesh axes that split the tokens. Without any, nothing is exchanged.
-      float8: tokens travel in float8_e4m3fn, with a float32 scale for 128 columns, and are rounded
-        to their own dtype again before ``run``; also where there is nothing to exchange. In
-        gradients the rounding counts as the identity.
-      reduce_axes: mesh axes along which every device adds its own experts' share, by one psum.
-      capacity: tokens a device sends another in one round of ``all_to_all``; None:
-        :func:`default_capacity`. When it is all tokens, one round is enough, and neither a loop
-        nor an agreement on the rounds is compiled.
-      pairs_at_once: (token, expert) pairs that ``run`` takes in one call, which bounds its memory.
-        None: of ``all_gather`` as many as there may ever be, which alone has a gradient; of the
-        others :func:`default_pairs`.
-      combine_dtype: float32, or bfloat16, in which partial sums travel.
+      tokens: this device's tokens; M is the same on all devices. Along ``reduce_axes`` all devices
+        have equal tokens.
+      experts: global expert numbers. A number outside 0 .. num_experts - 1 is padding and adds
+        nothing.
+      expert_mlp: MLP of the local experts, see :data:`~sharding.expert_mixture.ExpertMLP`.
+      exchange_axes: mesh axes that shard both tokens and experts. If empty, no token is exchanged.
+      float8: whether tokens are sent in float8_e4m3fn, with a float32 scale per 128 columns.
+        ``expert_mlp`` gets them in their own dtype again. They are rounded even if nothing is
+        exchanged. Gradients treat the rounding as the identity.
+      reduce_axes: mesh axes that shard experts only. One psum adds the partial sums along them.
+      capacity: rows in one message of ``all_to_all``; None takes :func:`default_capacity`. With
+        ``capacity >= M`` one round suffices, and neither a loop nor the collective that agrees on
+        the number of rounds is compiled.
+      pairs_per_call: largest number of (token, expert) pairs in one call of ``expert_mlp``, which
+        bounds its memory. None takes all possible pairs for ``all_gather``, which only then has a
+        gradient, and :func:`default_pairs_per_call` for the other exchanges.
+      combine_dtype: dtype in which partial sums are sent, float32 or bfloat16.
 
     Raises:
       ValueError, NotImplementedError: as :func:`check_exchange`, while tracing.
-      ValueError: experts and weights that are not both [M, K], or ``pairs_at_once`` below 1.
-      NotImplementedError: a gradient through another exchange than ``all_gather``.
+      ValueError: experts and weights are not both [M, K], or ``pairs_per_call`` is below 1.
+      NotImplementedError: a gradient is taken through another exchange than ``all_gather``.
     """
     (M, D), K = tokens.shape, experts.shape[-1]
     if experts.shape != (M, K) or weights.shape != (M, K):
         raise ValueError(
             f"experts, weights: expected both [{M}, K], got {experts.shape}, {weights.shape}"
         )
-    if pairs_at_once is not None and pairs_at_once < 1:
-        raise ValueError(f"pairs_at_once: expected None, or 1 or more; got {pairs_at_once}")
+    if pairs_per_call is not None and pairs_per_call < 1:
+        raise ValueError(f"pairs_per_call: expected None, or 1 or more; got {pairs_per_call}")
     mesh = jax.sharding.get_abstract_mesh()
     local_experts = check_exchange(
         mesh,
         exchange,
         num_experts=num_experts,
-        axes=axes,
+        exchange_axes=exchange_axes,
         reduce_axes=reduce_axes,
         float8=float8,
         hidden_size=D,
         capacity=capacity,
         combine_dtype=combine_dtype,
     )
-    if pairs_at_once is None and axes and exchange != "all_gather":
-        different = M * math.prod(mesh.shape[axis] for axis in axes)
-        pairs_at_once = default_pairs(different, K, num_experts // local_experts)
-    names = (*axes, *reduce_axes)
-    first = local_experts * (lax.axis_index(names) if names else 0)
+    if pairs_per_call is None and exchange_axes and exchange != "all_gather":
+        different = M * math.prod(mesh.shape[axis] for axis in exchange_axes)
+        pairs_per_call = default_pairs_per_call(different, K, num_experts // local_experts)
+    names = (*exchange_axes, *reduce_axes)
+    first_expert = local_experts * (lax.axis_index(names) if names else 0)
 
     def mix(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        own = mix_local(tokens, experts - first, weights, run, local_experts, pairs_at_once)
-        return own.astype(combine_dtype) if names else own
+        partial_sums = mix_local(
+            tokens, experts - first_expert, weights, expert_mlp, local_experts, pairs_per_call
+        )
+        return partial_sums.astype(combine_dtype) if names else partial_sums
 
-    parcel = Parcel(D, K, tokens.dtype, float8)
-    if exchange == "all_gather" or not axes:
-        everyones: Any = gathered(parcel, axes, tokens, experts, weights)
-        y = mix(*everyones)
-        if axes:
-            y = lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+    packer = TokenPacker(D, K, tokens.dtype, float8)
+    if exchange == "all_gather" or not exchange_axes:
+        gathered: Any = gather_tokens(packer, exchange_axes, tokens, experts, weights)
+        y = mix(*gathered)
+        if exchange_axes:
+            y = lax.psum_scatter(y, exchange_axes, scatter_dimension=0, tiled=True)
     else:
         tokens, weights = without_gradient(exchange, tokens, weights)
-        # Behind the last token stands one with no expert, for places that no token takes.
-        last = ((0, 1), (0, 0))
-        rows = parcel.pack(
-            jnp.pad(tokens, last),
-            jnp.pad(experts, last, constant_values=num_experts),
-            jnp.pad(weights, last),
+        # One token without experts is appended. It fills slots that no token takes.
+        one_more = ((0, 1), (0, 0))
+        rows = packer.pack(
+            jnp.pad(tokens, one_more),
+            jnp.pad(experts, one_more, constant_values=num_experts),
+            jnp.pad(weights, one_more),
         )
-        devices = math.prod(mesh.shape[axis] for axis in axes)
+        devices = math.prod(mesh.shape[axis] for axis in exchange_axes)
         owner = jnp.where((experts >= 0) & (experts < num_experts), experts // local_experts, -1)
         if reduce_axes:
-            # The other devices along reduce_axes send the same tokens to their own experts.
-            row = math.prod(mesh.shape[axis] for axis in reduce_axes)
-            owner = jnp.where(owner % row == lax.axis_index(reduce_axes), owner // row, -1)
-        queues = Queues.of(jnp.where(owner < 0, devices, owner), devices)
+            # Each device along reduce_axes sends the same tokens, but only to experts with its own
+            # index along these axes.
+            copies = math.prod(mesh.shape[axis] for axis in reduce_axes)
+            is_own = owner % copies == lax.axis_index(reduce_axes)
+            owner = jnp.where(is_own, owner // copies, -1)
+        table = DispatchTable.from_owners(jnp.where(owner < 0, devices, owner), devices)
         if exchange == "ragged_all_to_all":
-            y = ragged(rows, queues, parcel, mix, axes)
+            y = exchange_ragged(rows, table, packer, mix, exchange_axes)
         elif exchange == "one_sided":
-            y = one_sided(rows, queues, parcel, mix, axes)
+            y = exchange_one_sided(rows, table, packer, mix, exchange_axes)
         else:
             capacity = capacity or default_capacity(M, K, num_experts // local_experts)
-            y = in_rounds(rows, queues, parcel, mix, axes, min(capacity, M))
+            y = exchange_padded(rows, table, packer, mix, exchange_axes, min(capacity, M))
     return (lax.psum(y, reduce_axes) if reduce_axes else y).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A mesh, what of a model it splits, and how tokens reach experts that other devices hold."""
+"""Layout: a mesh, the rules that shard a model over it, and the exchange of tokens."""
 
 from __future__ import annotations
 
@@ -13,143 +13,158 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from sharding.expert_parallel import platform_of
+from sharding.expert_parallel import mesh_platform
 from sharding.names import Exchange
 from sharding.rules import DEFAULT_RULES, Rules
 
-Axis = str | tuple[str, ...] | None
-"""A logical axis; several that one dimension counts, the first of them in the larger parts; None
-for what is never split."""
+LogicalAxis = str | tuple[str, ...] | None
+"""Logical axis of one array dimension. A tuple names several axes that are flattened into one
+dimension, major first. None means that the dimension is never sharded."""
 
-Axes = tuple[Axis, ...]
-"""Of each dimension of an array."""
+LogicalAxes = tuple[LogicalAxis, ...]
+"""Logical axis of each dimension of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model lies on devices. Modules name logical axes alone; this knows the mesh's.
+    """Describes how a model is sharded over a mesh.
 
-    Methods that say so are for code inside :meth:`local`, where each device has its part of every
-    array.
+    Modules name logical axes only. A layout translates them to mesh axes. :meth:`psum`,
+    :meth:`all_gather` and :meth:`shard_index` may only be called inside :meth:`shard_map`.
 
     Raises:
-      ValueError: experts split over axes that the batch is not split over before those that it is;
-        a rule or a storage of an axis that the mesh lacks; storage beside words that are split;
-        less than one micro-batch; ``bfloat16_combine`` with experts that no rule splits.
+      ValueError: the rules shard experts over axes that do not shard the batch before axes that do;
+        a rule or ``fsdp_axes`` names an axis that the mesh lacks; ``fsdp_axes`` is combined with a
+        sharded vocabulary; ``micro_batches`` is below 1; ``bfloat16_combine`` is set but no rule
+        shards experts.
     """
 
     mesh: Mesh | AbstractMesh
     rules: Rules = DEFAULT_RULES
     exchange: Exchange = "all_gather"
-    """How tokens travel where experts lie on devices with other tokens."""
+    """Collective that moves tokens to experts on other devices."""
     float8_dispatch: bool = False
-    """Tokens travel to their experts in float8, a scale for each 128 columns; back in float32."""
+    """Whether tokens travel to their experts in float8, with one scale per 128 columns. Results
+    travel back in :attr:`combine_dtype`."""
     micro_batches: int = 1
-    """Parts of a device's rows that go through a layer one behind the other, so that one's tokens
-    can travel while another's are computed. Experts' weights are read once for each."""
-    storage: tuple[str, ...] = ()
-    """Axes of the mesh along which devices that would hold copies of a parameter hold a part each,
-    which is gathered where it is used: see :mod:`sharding.storage`."""
+    """Number of micro-batches that each device splits its sequences into. They run through a layer
+    one after the other, so that the exchange of one overlaps the compute of another. Every
+    micro-batch reads the expert weights again."""
+    fsdp_axes: tuple[str, ...] = ()
+    """Mesh axes over which parameters are stored sharded although computation needs them whole.
+    They are gathered where a layer uses them: see :mod:`sharding.fsdp`."""
     bfloat16_combine: bool = False
-    """Each device's part of an experts' sum travels back in bfloat16, as DeepSeek's do; of rules
-    that split experts."""
+    """Whether partial sums of experts travel back in bfloat16, as in DeepSeek's deployments.
+    Requires rules that shard experts."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
         for axis in self.rules.table:
             self.rules.sharding(self.mesh, "rules", (0,), (axis,))
-        exchanged, reduced = self.expert_axes
-        if exchanged + reduced != self.axes("expert"):
+        if self.exchange_axes + self.reduce_axes != self.mesh_axes("expert"):
             raise ValueError(
                 "rules: expected experts over axes of the batch first, then over others, got "
-                f"expert over {self.axes('expert')} and batch over {self.axes('batch')}"
+                f"expert over {self.mesh_axes('expert')} and batch over {self.mesh_axes('batch')}"
             )
         if self.bfloat16_combine and not self.rules.table.get("expert"):
             raise ValueError(
-                "bfloat16_combine: expected rules that split experts over devices, got none:"
-                " no sum travels"
+                "bfloat16_combine: expected rules that shard experts over devices, got none:"
+                " no partial sum is sent"
             )
-        for axis in self.storage:
+        for axis in self.fsdp_axes:
             if axis not in self.mesh.shape:
                 raise ValueError(
-                    f"storage: expected mesh axes among {', '.join(self.mesh.shape)}; got {axis!r}"
+                    f"fsdp_axes: expected mesh axes among {', '.join(self.mesh.shape)};"
+                    f" got {axis!r}"
                 )
-        if self.storage and self.axes("vocab"):
+        if self.fsdp_axes and self.mesh_axes("vocab"):
             raise ValueError(
-                "storage: expected axis 'vocab' on every device whole, got it over mesh axis"
-                f" {' x '.join(self.axes('vocab'))}: embedding and head are gathered by rows alone"
+                "fsdp_axes: expected axis 'vocab' unsharded, got it over mesh axis"
+                f" {' x '.join(self.mesh_axes('vocab'))}: embedding and head can only be gathered"
+                " when the rules leave their rows whole"
             )
 
     @property
     def platform(self) -> str | None:
-        """Of the mesh's devices, as :mod:`pallas_kernels.target` names them; None without any."""
-        return platform_of(self.mesh)
+        """Platform of the mesh's devices, as in :mod:`pallas_kernels.target`, or None if the mesh
+        is abstract."""
+        return mesh_platform(self.mesh)
 
-    def axes(self, axis: Axis) -> tuple[str, ...]:
-        """Axes of the mesh, of more than one device, that split a logical axis; none without a
-        rule for it."""
+    def mesh_axes(self, axis: LogicalAxis) -> tuple[str, ...]:
+        """Returns the mesh axes that shard a logical axis, major first.
+
+        Mesh axes of size 1 are left out. A logical axis without a rule is not sharded.
+        """
         if isinstance(axis, tuple):
-            return tuple(a for one in axis for a in self.axes(one))
+            return tuple(a for one in axis for a in self.mesh_axes(one))
         if axis not in self.rules.table:
             return ()
         return tuple(a for a in self.rules.mesh_axes(axis) if self.mesh.shape[a] > 1)
 
-    def parts(self, axis: Axis) -> int:
-        """How many a logical axis is split into."""
-        return math.prod(self.mesh.shape[a] for a in self.axes(axis))
+    def num_shards(self, axis: LogicalAxis) -> int:
+        """Returns the number of shards of a logical axis; 1 if it is not sharded."""
+        return math.prod(self.mesh.shape[a] for a in self.mesh_axes(axis))
 
     @property
-    def expert_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those over which tokens differ too, so that they travel, and those over which every
-        device has the same tokens, so that results are summed."""
-        batch = self.axes("batch")
-        of_experts = self.axes("expert")
-        return (
-            tuple(a for a in of_experts if a in batch),
-            tuple(a for a in of_experts if a not in batch),
-        )
+    def exchange_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard both experts and the batch. Tokens are exchanged along them."""
+        batch = self.mesh_axes("batch")
+        return tuple(a for a in self.mesh_axes("expert") if a in batch)
+
+    @property
+    def reduce_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard experts but not the batch. Along them every device has the same
+        tokens, and partial sums are reduced."""
+        batch = self.mesh_axes("batch")
+        return tuple(a for a in self.mesh_axes("expert") if a not in batch)
 
     @property
     def combine_dtype(self) -> DTypeLike:
-        """Of parts of experts' sums on their way back."""
+        """Dtype in which partial sums of experts travel back to their tokens' devices."""
         return jnp.bfloat16 if self.bfloat16_combine else jnp.float32
 
-    def spec(self, axes: Axes) -> PartitionSpec:
-        return PartitionSpec(*(self.axes(axis) or None for axis in axes))
+    def partition_spec(self, axes: LogicalAxes) -> PartitionSpec:
+        """Returns the PartitionSpec of an array with these logical axes."""
+        return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))
 
-    def sharding(self, axes: Axes) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(axes))
+    def sharding(self, axes: LogicalAxes) -> NamedSharding:
+        """Returns the sharding of an array with these logical axes."""
+        return NamedSharding(self.mesh, self.partition_spec(axes))
 
-    def local(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """``body`` on every device, of the parts of arrays that lie there."""
+    def shard_map(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Returns :func:`jax.shard_map` of ``body`` over this mesh, without the check of
+        replication (``check_vma=False``)."""
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def total(self, x: Any, *axes: str) -> Any:
-        """Inside :meth:`local`: the sum over the devices that split any of these logical axes."""
-        over = tuple(dict.fromkeys(a for axis in axes for a in self.axes(axis)))
+    def psum(self, x: Any, *axes: str) -> Any:
+        """Sums ``x`` over the devices that shard any of these logical axes."""
+        over = tuple(dict.fromkeys(a for axis in axes for a in self.mesh_axes(axis)))
         return lax.psum(x, over) if over else x
 
-    def gathered(self, x: jax.Array, axis: Axis) -> jax.Array:
-        """Inside :meth:`local`: everyone's, stacked, of the devices that split a logical axis."""
-        return lax.all_gather(x, self.axes(axis)) if self.axes(axis) else x[None]
+    def all_gather(self, x: jax.Array, axis: LogicalAxis) -> jax.Array:
+        """Stacks ``x`` of all devices that shard a logical axis, along a new first dimension."""
+        return lax.all_gather(x, self.mesh_axes(axis)) if self.mesh_axes(axis) else x[None]
 
-    def index(self, axis: Axis) -> Any:
-        """Inside :meth:`local`: which part of a logical axis this device has."""
-        return lax.axis_index(self.axes(axis)) if self.axes(axis) else 0
+    def shard_index(self, axis: LogicalAxis) -> Any:
+        """Returns the index of this device's shard of a logical axis; 0 if it is not sharded."""
+        return lax.axis_index(self.mesh_axes(axis)) if self.mesh_axes(axis) else 0
 
     @property
-    def row_multiple(self) -> int:
-        """What the rows of a batch divide by: devices that split it, and micro-batches there."""
-        return self.parts("batch") * self.micro_batches
+    def batch_multiple(self) -> int:
+        """Number that the batch size must be a multiple of: shards times micro-batches."""
+        return self.num_shards("batch") * self.micro_batches
 
-    def check_batch(self, rows: int) -> None:
-        """Raises ValueError for rows that do not divide so."""
-        if rows % self.row_multiple:
-            parts, micro = self.parts("batch"), self.micro_batches
+    def check_batch(self, batch_size: int) -> None:
+        """Raises ValueError unless ``batch_size`` is a multiple of :attr:`batch_multiple`."""
+        if batch_size % self.batch_multiple:
+            devices, micro = self.num_shards("batch"), self.micro_batches
             each = f" with {micro} micro-batches each" if micro > 1 else ""
             raise ValueError(
-                f"batch: expected rows that divide over {parts} devices{each}, got {rows}"
+                f"batch: expected a size that divides over {devices} devices{each}, got"
+                f" {batch_size}"
             )

@@ -1,11 +1,11 @@
-"""Names that a caller chooses among, for those who list them without importing JAX."""
+"""Names of exchanges and layouts, as types that can be imported without JAX."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Exchange = Literal["all_gather", "all_to_all", "ragged_all_to_all", "one_sided"]
-"""Ways of bringing tokens to experts on other devices; see :mod:`sharding.expert_parallel`."""
+"""Collectives that move tokens to experts on other devices; see :mod:`sharding.expert_parallel`."""
 
 LayoutName = Literal[
     "single",

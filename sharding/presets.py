@@ -1,53 +1,58 @@
-"""Layouts by name: what is split over how many devices."""
+"""Named layouts: which logical axes are sharded, over meshes of which sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from sharding.layout import Layout
 from sharding.mesh import abstract_mesh, make_mesh
 from sharding.names import Exchange, LayoutName
 from sharding.rules import DEFAULT_RULES, Rules
 
-_WHOLE = dict.fromkeys(DEFAULT_RULES.table)
+_UNSHARDED = dict.fromkeys(DEFAULT_RULES.table)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Rules, and the sizes of a mesh's axes for a number of devices."""
+    """A layout for any suitable number of devices."""
 
     rules: Rules
-    axes: Callable[[int], dict[str, int]]
-    devices: int | None = None
-    """The number it is made for; None: any."""
-    multiple: int = 1
-    """What the number of devices divides by."""
+    mesh_sizes: Callable[[int], dict[str, int]]
+    """Returns the size of each mesh axis for a number of devices."""
+    num_devices: int | None = None
+    """The only number of devices that the preset allows, or None."""
+    device_multiple: int = 1
+    """Number that the number of devices must be a multiple of."""
     redundant_experts: int = 0
-    """Replicas beside one of each expert that the published deployment has."""
-    storage: tuple[str, ...] = ()
-    """See :class:`~sharding.Layout`. With it, ``data`` may take a part of the devices."""
+    """Number of expert replicas, beyond one per expert, in the published deployment."""
+    fsdp_axes: tuple[str, ...] = ()
+    """See :attr:`sharding.Layout.fsdp_axes`. If not empty, :func:`make_layout` accepts
+    ``expert_devices``."""
 
 
-_DATA_AND_EXPERTS = Rules({**_WHOLE, "batch": "expert", "expert": "expert"})
+_DATA_AND_EXPERTS = Rules({**_UNSHARDED, "batch": "expert", "expert": "expert"})
 
 PRESETS: dict[LayoutName, Preset] = {
-    "single": Preset(Rules(_WHOLE), lambda n: {}, devices=1),
-    # Attention, dense layers and LM head by requests, as DeepSeek serves; experts apart.
+    "single": Preset(Rules(_UNSHARDED), lambda n: {}, num_devices=1),
+    # Data parallelism for attention, dense layers and LM head; expert parallelism for MoE layers.
+    # DeepSeek serves its models this way.
     "dp_attention_ep": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}),
-    # Heads, inner widths and words apart: every device has all requests and a part of each matrix.
+    # Heads, hidden widths of MLPs and the vocabulary are sharded. Every device runs all sequences.
     "tensor_parallel": Preset(
         Rules({**DEFAULT_RULES.table, "batch": None, "expert": None}), lambda n: {"tensor": n}
     ),
-    # The same, but for experts, which stay whole: widths of 2,048 are 16 blocks of 128.
+    # As tensor_parallel, but with whole experts on each device: a width of 2,048 has only 16 blocks
+    # of 128.
     "tp_attention_ep": Preset(
         Rules({**DEFAULT_RULES.table, "batch": None, "expert": "tensor", "expert_ffn": None}),
         lambda n: {"tensor": n},
     ),
-    # The same, but for attention: one long request's cache over all devices, heads whole.
+    # As tp_attention_ep, but the cached tokens of each sequence are sharded instead of the heads,
+    # so that one long sequence fits.
     "context_parallel": Preset(
         Rules(
             {
@@ -61,15 +66,15 @@ PRESETS: dict[LayoutName, Preset] = {
         ),
         lambda n: {"tensor": n},
     ),
-    # For training: tokens over all devices, experts along their own axis, and of every matrix, its
-    # gradient and its moments no copies (FSDP): each is gathered where a layer uses it.
+    # For training. The batch is sharded over all devices, experts over their own axis. Matrices,
+    # gradients and moments are stored sharded (FSDP) and gathered where a layer uses them.
     "train": Preset(
-        Rules({**_WHOLE, "batch": ("data", "expert"), "expert": "expert"}),
+        Rules({**_UNSHARDED, "batch": ("data", "expert"), "expert": "expert"}),
         lambda n: {"expert": n},
-        storage=("data", "expert"),
+        fsdp_axes=("data", "expert"),
     ),
-    # For TPU pods and for nodes of eight: matrices apart over eight neighbours, requests over such
-    # groups, experts over all.
+    # For TPU pods and nodes of eight GPUs: tensor parallelism within groups of eight neighbours,
+    # data parallelism over the groups, expert parallelism over all devices.
     "tpu_pod": Preset(
         Rules(
             {
@@ -80,16 +85,17 @@ PRESETS: dict[LayoutName, Preset] = {
             }
         ),
         lambda n: {"expert": n // 8, "tensor": 8},
-        multiple=8,
+        device_multiple=8,
     ),
-    # The least unit of Kimi K2 in float8 with 128k tokens (its deployment guide), not by tensors.
-    "kimi_k2_ep16": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=16),
-    # DeepSeek's published units of four and of 18 nodes (V3/R1 inference system overview).
+    # Smallest unit for Kimi K2 in float8 with 128k tokens according to its deployment guide, which
+    # shards tensors; here experts are sharded instead.
+    "kimi_k2_ep16": Preset(_DATA_AND_EXPERTS, lambda n: {"expert": n}, num_devices=16),
+    # DeepSeek's published units of 4 and of 18 nodes (DeepSeek-V3/R1 Inference System Overview).
     "deepseek_prefill_ep32": Preset(
-        _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=32, redundant_experts=32
+        _DATA_AND_EXPERTS, lambda n: {"expert": n}, num_devices=32, redundant_experts=32
     ),
     "deepseek_decode_ep144": Preset(
-        _DATA_AND_EXPERTS, lambda n: {"expert": n}, devices=144, redundant_experts=32
+        _DATA_AND_EXPERTS, lambda n: {"expert": n}, num_devices=144, redundant_experts=32
     ),
 }
 
@@ -104,76 +110,85 @@ def make_layout(
     micro_batches: int = 1,
     expert_devices: int | None = None,
 ) -> Layout:
-    """The layout of that name over ``devices``, by default all there are ("single": the first).
+    """Returns the layout of that name over ``devices``.
 
     Args:
-      expert_devices: of "train", over how many devices one set of experts is spread, and their
-        tokens exchanged. It divides the number of experts and of devices; the quotient is the axis
-        ``data``, along which sets of experts are stored in parts as all else is. None: over all.
+      name: a key of :data:`PRESETS`.
+      devices: None takes all devices, or for "single" the first.
+      exchange, float8_dispatch, bfloat16_combine, micro_batches: as in :class:`Layout`.
+      expert_devices: only for "train". Number of devices that share one set of experts and exchange
+        tokens; it must divide the number of experts and of devices. The quotient is the size of the
+        mesh axis ``data``, along which expert weights are stored sharded like all other parameters.
+        None shares one set of experts among all devices.
 
     Raises:
-      ValueError: no such name, another number of devices than it is made for, or
-        ``expert_devices`` that does not divide it or is not this layout's to choose.
+      ValueError: the name is unknown, the preset does not allow the number of devices,
+        ``expert_devices`` does not divide it, or the preset has no ``expert_devices``.
     """
-    found: Any = jax.devices() if devices is None else devices
-    if name == "single" and devices is None:
-        found = found[:1]
-    preset = _preset(name, len(found))
-    sizes = preset.axes(len(found))
+    if devices is None:
+        devices = jax.devices()[:1] if name == "single" else jax.devices()
+    preset = _preset(name, len(devices))
+    sizes = preset.mesh_sizes(len(devices))
     if expert_devices is not None:
-        if not preset.storage:
+        if not preset.fsdp_axes:
             raise ValueError(f"expert_devices: expected None for {name}, got {expert_devices}")
-        if expert_devices < 1 or len(found) % expert_devices:
+        if expert_devices < 1 or len(devices) % expert_devices:
             raise ValueError(
-                f"expert_devices: expected a divisor of {len(found)} devices, got {expert_devices}"
+                f"expert_devices: expected a divisor of {len(devices)} devices, got"
+                f" {expert_devices}"
             )
-        sizes = {"data": len(found) // expert_devices, "expert": expert_devices}
-    mesh = make_mesh(**sizes, devices=found)
-    return Layout(
-        mesh,
-        preset.rules,
-        exchange,
-        float8_dispatch,
-        micro_batches,
-        preset.storage,
-        bfloat16_combine,
-    )
+        sizes = {"data": len(devices) // expert_devices, "expert": expert_devices}
+    mesh = make_mesh(**sizes, devices=devices)
+    return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
 
 
 def abstract_layout(
     name: str,
-    devices: int,
+    num_devices: int,
     *,
     exchange: Exchange = "all_gather",
     float8_dispatch: bool = False,
     bfloat16_combine: bool = False,
     micro_batches: int = 1,
 ) -> Layout:
-    """The same over so many devices that are not here: to ask what each of them would hold.
+    """Returns the layout of that name over an abstract mesh, to compute what a device would hold.
 
     Raises:
       ValueError: as :func:`make_layout`.
     """
-    preset = _preset(name, devices)
-    mesh = abstract_mesh(**preset.axes(devices))
+    preset = _preset(name, num_devices)
+    mesh = abstract_mesh(**preset.mesh_sizes(num_devices))
+    return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
+
+
+def _layout(
+    preset: Preset,
+    mesh: Mesh | AbstractMesh,
+    exchange: Exchange,
+    float8_dispatch: bool,
+    bfloat16_combine: bool,
+    micro_batches: int,
+) -> Layout:
     return Layout(
         mesh,
         preset.rules,
-        exchange,
-        float8_dispatch,
-        micro_batches,
-        preset.storage,
-        bfloat16_combine,
+        exchange=exchange,
+        float8_dispatch=float8_dispatch,
+        micro_batches=micro_batches,
+        fsdp_axes=preset.fsdp_axes,
+        bfloat16_combine=bfloat16_combine,
     )
 
 
-def _preset(name: str, devices: int) -> Preset:
+def _preset(name: str, num_devices: int) -> Preset:
     if name not in PRESETS:
         raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
     preset = PRESETS[name]
-    if preset.devices not in (None, devices):
-        number = "1 device" if preset.devices == 1 else f"{preset.devices} devices"
-        raise ValueError(f"{name}: expected {number}, got {devices}")
-    if devices % preset.multiple:
-        raise ValueError(f"{name}: expected a multiple of {preset.multiple} devices, got {devices}")
+    if preset.num_devices not in (None, num_devices):
+        number = "1 device" if preset.num_devices == 1 else f"{preset.num_devices} devices"
+        raise ValueError(f"{name}: expected {number}, got {num_devices}")
+    if num_devices % preset.device_multiple:
+        raise ValueError(
+            f"{name}: expected a multiple of {preset.device_multiple} devices, got {num_devices}"
+        )
     return preset

@@ -1,7 +1,7 @@
-"""Physical experts at run time: where replicas stand, which one a token takes, whose weights.
+"""Placement of expert replicas as arrays, and the choice of a replica for each token.
 
-The arrays are arguments of the compiled step and their shapes follow from the number of experts
-and of replicas alone, so a step is compiled once for all placements.
+The tables are arguments of the compiled step. Their shapes depend only on the number of experts and
+of expert slots, so that one compiled step serves all placements.
 """
 
 from __future__ import annotations
@@ -21,24 +21,29 @@ from sharding.eplb import rebalance_experts, replica_tables
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """P physical experts of each of L layers; max_rep is P - E + 1, the most that one can have."""
+    """Assignment of E experts to P expert slots, in each of L layers.
+
+    An expert slot holds one replica of one expert; every expert has at least one. ``max_rep`` is
+    P - E + 1, the largest possible number of replicas. Of D devices, device d holds the slots
+    from ``d * P // D``.
+    """
 
     phy2log: Int32[Array, "L P"]
-    """The logical expert at each place. GPU g of D holds the places from ``g * P // D``."""
+    """Expert in each slot."""
 
     log2phy: Int32[Array, "L E max_rep"]
-    """The places of each logical expert, ascending, then -1."""
+    """Slots of each expert in ascending order, padded with -1."""
 
     logcnt: Int32[Array, "L E"]
-    """Number of replicas of each logical expert, at least 1."""
+    """Number of replicas of each expert, at least 1."""
 
     @classmethod
-    def of(cls, phy2log: Integer[np.ndarray, "L P"], num_experts: int) -> Placement:
-        """The placement that ``phy2log`` states.
+    def from_phy2log(cls, phy2log: Integer[np.ndarray, "L P"], num_experts: int) -> Placement:
+        """Builds a placement from the expert in each slot.
 
         Raises:
-          ValueError: an array that is not of integers [L, P], an expert that is none of the
-            ``num_experts``, or one that stands nowhere.
+          ValueError: ``phy2log`` is not an integer array [L, P], contains a number that is not one
+            of the ``num_experts``, or leaves an expert out.
         """
         phy2log = np.asarray(phy2log)
         if phy2log.ndim != 2 or not np.issubdtype(phy2log.dtype, np.integer):
@@ -54,13 +59,16 @@ class Placement:
     def identity(
         cls, num_layers: int, num_experts: int, num_replicas: int | None = None
     ) -> Placement:
-        """Place p holds expert p; places past the last expert count up from expert 0 again.
+        """Assigns expert p to slot p. Slots past the last expert start from expert 0 again.
 
-        For use before any load is known. Its shapes are those of every placement of as many
-        replicas; without ``num_replicas`` there is one of each expert.
+        It is meant for the time before any load is known. Its shapes are those of every placement
+        with as many slots.
+
+        Args:
+          num_replicas: number of slots; None for one slot per expert.
 
         Raises:
-          ValueError: a number below 1, or fewer replicas than experts.
+          ValueError: a number is below 1, or there are fewer slots than experts.
         """
         for name, number in (("num_layers", num_layers), ("num_experts", num_experts)):
             if number < 1:
@@ -68,7 +76,8 @@ class Placement:
         P = num_experts if num_replicas is None else num_replicas
         if num_experts > P:
             raise ValueError(f"num_replicas: expected {num_experts} experts or more, got {P}")
-        return cls.of(np.tile(np.arange(P) % num_experts, (num_layers, 1)), num_experts)
+        phy2log = np.tile(np.arange(P) % num_experts, (num_layers, 1))
+        return cls.from_phy2log(phy2log, num_experts)
 
     @classmethod
     def balanced(
@@ -79,36 +88,37 @@ class Placement:
         num_nodes: int,
         num_gpus: int,
     ) -> Placement:
-        """The placement of :func:`~sharding.eplb.rebalance_experts`, in shapes that do not depend
-        on the loads; takes and refuses what that does."""
+        """Builds the placement of :func:`~sharding.eplb.rebalance_experts`, which documents
+        arguments and errors. Unlike there, shapes do not depend on the loads."""
         phy2log, _, logcnt = rebalance_experts(
             weight, num_replicas, num_groups, num_nodes, num_gpus
         )
-        return cls.of(phy2log, logcnt.shape[1])
+        return cls.from_phy2log(phy2log, logcnt.shape[1])
 
     def check(self) -> None:
-        """Compares the tables with those that :meth:`of` derives from ``phy2log``. Of arrays whose
-        values are not at hand, tracers or shapes, only the shapes are compared.
+        """Checks that ``log2phy`` and ``logcnt`` are the tables of ``phy2log``.
+
+        If an array has no known values (a tracer or a ShapeDtypeStruct), only shapes are checked.
 
         Raises:
-          ValueError: they contradict each other.
+          ValueError: the arrays contradict each other.
         """
         (L, P), shapes = self.phy2log.shape, (self.log2phy.shape, self.logcnt.shape)
         E = shapes[1][-1]
-        if shapes != (want := ((L, E, max(P - E + 1, 1)), (L, E))):
+        if shapes != (expected := ((L, E, max(P - E + 1, 1)), (L, E))):
             raise ValueError(
-                f"placement: expected log2phy of shape {want[0]} and logcnt of shape {want[1]}"
-                f" beside phy2log of shape {(L, P)}, got {shapes[0]} and {shapes[1]}"
+                f"placement: expected log2phy of shape {expected[0]} and logcnt of shape"
+                f" {expected[1]} beside phy2log of shape {(L, P)}, got {shapes[0]} and {shapes[1]}"
             )
         tables = self.phy2log, self.log2phy, self.logcnt
         if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in tables):
             return
-        with jax.ensure_compile_time_eval():  # or a surrounding trace makes tracers of the tables
-            derived = jax.tree.leaves(Placement.of(np.asarray(self.phy2log), E))
+        with jax.ensure_compile_time_eval():  # an enclosing trace would turn the tables to tracers
+            derived = jax.tree.leaves(Placement.from_phy2log(np.asarray(self.phy2log), E))
         if not all(np.array_equal(x, y) for x, y in zip(tables, derived, strict=True)):
             raise ValueError(
                 "placement: expected log2phy and logcnt to be those of phy2log, got others;"
-                " Placement.of derives them"
+                " Placement.from_phy2log derives them"
             )
 
 
@@ -117,11 +127,15 @@ def choose_replicas(
     log2phy: Int32[Array, "E max_rep"],
     logcnt: Int32[Array, " E"],
 ) -> Int32[Array, "M K"]:
-    """The physical experts of each token: of n replicas, token m takes the (m mod n)th.
+    """Returns the expert slot for each (token, expert) pair, with replicas used round-robin.
 
-    The choice depends on m and the expert alone, so a token's result does not depend on what other
-    tokens chose, and n replicas take M tokens of one expert evenly. ``experts`` are 0 to E - 1, of
-    one layer as the tables are.
+    With n replicas, token m takes replica m mod n. The choice depends only on m and the expert.
+    Other tokens therefore do not influence a token's result, and M tokens of one expert are
+    distributed evenly.
+
+    Args:
+      experts: expert numbers 0 .. E - 1.
+      log2phy, logcnt: one layer of the tables of a :class:`Placement`.
     """
     token = jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None]
     return log2phy[experts, token % logcnt[experts]]
@@ -130,5 +144,5 @@ def choose_replicas(
 def physical_experts(
     stack: Shaped[Array, "E ..."], phy2log: Int32[Array, " P"]
 ) -> Shaped[Array, "P ..."]:
-    """Weights or scales of one layer's logical experts, repeated and in the order of places."""
+    """Returns one layer's expert weights or scales in slot order, with replicas repeated."""
     return stack[phy2log]

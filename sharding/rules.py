@@ -1,4 +1,4 @@
-"""One table: which axis of a mesh splits which logical axis of an array."""
+"""Sharding rules: the mesh axes that shard each logical axis."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from types import MappingProxyType
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
+"""Mesh axes that shard one logical axis, major first. None leaves it unsharded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Logical axis -> the axis of a mesh that splits it, several together, or None: all devices
-    hold all of it."""
+    """Maps logical axes to mesh axes."""
 
     table: Mapping[str, MeshAxes]
+    """Mesh axes of each logical axis. Read-only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
@@ -26,17 +27,17 @@ class Rules:
         return hash(frozenset(self.table.items()))
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """Those that split a logical axis, the first of them into the largest parts.
+        """Returns the mesh axes that shard a logical axis, major first.
 
         Raises:
-          ValueError: there is no rule for it.
+          ValueError: there is no rule for the axis.
         """
         if axis is None:
             return ()
         if axis not in self.table:
             raise ValueError(f"expected an axis among {', '.join(self.table)}; got {axis!r}")
-        found = self.table[axis] or ()
-        return (found,) if isinstance(found, str) else tuple(found)
+        mesh_axes = self.table[axis] or ()
+        return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
 
     def sharding(
         self,
@@ -46,40 +47,44 @@ class Rules:
         axes: tuple[str | None, ...],
         block: tuple[int, ...] | None = None,
     ) -> NamedSharding:
-        """How an array lies on ``mesh``. Nothing is computed: call it before anything is loaded.
+        """Returns the sharding of an array on ``mesh``. Needs no array, only its shape.
 
         Args:
-          name: of the array, for messages.
-          axes: the logical axis of each dimension; None for one that is never split.
-          block: elements of each dimension that stay together, as those under one scale do.
+          name: name of the array, for error messages.
+          axes: logical axis of each dimension; None for a dimension that is never sharded.
+          block: for each dimension, the number of consecutive elements that must stay on one
+            device, such as weights under one scale.
 
         Raises:
-          ValueError: a logical axis without a rule, a mesh axis that ``mesh`` lacks or that would
-            split two dimensions, a dimension that does not divide, or a block that would be cut.
+          ValueError: a logical axis has no rule, ``mesh`` lacks a mesh axis, a mesh axis would
+            shard two dimensions, a dimension does not divide, or a block would be split.
         """
         if len(axes) != len(shape):
             raise ValueError(f"{name}: expected an axis for each of {shape}, got {axes}")
-        split = tuple(self._mesh_axes(mesh, name, axis) for axis in axes)
-        used = [mesh_axis for mesh_axes in split for mesh_axis in mesh_axes]
+        by_dimension = tuple(self._checked_mesh_axes(mesh, name, axis) for axis in axes)
+        used = [mesh_axis for mesh_axes in by_dimension for mesh_axis in mesh_axes]
         if twice := [mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1]:
             raise ValueError(
                 f"{name}: expected each mesh axis once, got {twice[0]!r} twice for axes {axes}"
             )
-        for size, axis, mesh_axes, together in zip(
-            shape, axes, split, block or (1,) * len(shape), strict=True
+        for size, axis, mesh_axes, block_size in zip(
+            shape, axes, by_dimension, block or (1,) * len(shape), strict=True
         ):
-            parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
-            over = f"over {parts} devices of mesh axis {' x '.join(mesh_axes)}"
-            if size % parts:
+            shards = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+            over = f"over {shards} devices of mesh axis {' x '.join(mesh_axes)}"
+            if size % shards:
                 raise ValueError(f"{name}: expected axis {axis!r} to divide {over}, got {size}")
-            if parts > 1 and size // parts % together:
+            if shards > 1 and size // shards % block_size:
                 raise ValueError(
-                    f"{name}: expected whole blocks of {together} along axis {axis!r}, "
+                    f"{name}: expected whole blocks of {block_size} along axis {axis!r}, "
                     f"got {size} {over}"
                 )
-        return NamedSharding(mesh, PartitionSpec(*(mesh_axes or None for mesh_axes in split)))
+        spec = PartitionSpec(*(mesh_axes or None for mesh_axes in by_dimension))
+        return NamedSharding(mesh, spec)
 
-    def _mesh_axes(self, mesh: Mesh | AbstractMesh, name: str, axis: str | None) -> tuple[str, ...]:
+    def _checked_mesh_axes(
+        self, mesh: Mesh | AbstractMesh, name: str, axis: str | None
+    ) -> tuple[str, ...]:
         try:
             mesh_axes = self.mesh_axes(axis)
         except ValueError as error:
@@ -96,7 +101,7 @@ class Rules:
 DEFAULT_RULES = Rules(
     {
         "batch": "data",
-        "cached_tokens": None,  # of a row
+        "cached_tokens": None,  # within a sequence
         "expert": "expert",
         "vocab": "tensor",
         "heads": "tensor",
@@ -112,5 +117,5 @@ DEFAULT_RULES = Rules(
         "latent": None,
     }
 )
-"""For the axes of :func:`~sharding.mesh.make_mesh`: experts apart, matrices cut where heads, inner
-widths and words are."""
+"""Rules for the axes of :func:`~sharding.mesh.make_mesh`: expert parallelism, and tensor
+parallelism over heads, hidden widths of MLPs and the vocabulary."""

@@ -1,4 +1,4 @@
-"""Bodies of the exchanges: rows to the devices that compute them, and shares back."""
+"""Exchanges of tokens between devices, one function per member of :data:`~sharding.Exchange`."""
 
 from __future__ import annotations
 
@@ -12,59 +12,63 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt
 
 from pallas_kernels import token_exchange
+from sharding.dispatch_table import DispatchTable, ragged_slices
 from sharding.expert_mixture import gather_sum
-from sharding.parcel import Parcel
-from sharding.token_queues import Queues, ragged_slices
+from sharding.token_packer import TokenPacker
 
-Mix = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""This device's share of any tokens: (tokens, experts, weights) -> [R, D]."""
+LocalMixture = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Computes this device's partial sums of any tokens: (tokens, experts, weights) -> [R, D]."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gathered(
-    parcel: Parcel,
+def gather_tokens(
+    packer: TokenPacker,
     axes: tuple[str, ...],
     tokens: Float[Array, "M D"],
     experts: Int32[Array, "M K"],
     weights: Float32[Array, "M K"],
 ) -> tuple[Float[Array, "R D"], Int32[Array, "R K"], Float32[Array, "R K"]]:
-    """All devices' tokens, experts and weights, in the order of the devices: one all-gather.
+    """Returns all devices' tokens, experts and weights, in device order, after one all-gather.
 
-    The gradient is written here because bits have none: one reduce-scatter, in float32.
+    The gradient is one reduce-scatter in float32. It is defined here because packed integers have
+    no gradient.
     """
-    if not axes and not parcel.float8:
+    if not axes and not packer.float8:
         return tokens, experts, weights
-    rows = parcel.pack(tokens, experts, weights)
-    # Without an exchange between, XLA for GPUs would leave the rounding to float8 out.
+    rows = packer.pack(tokens, experts, weights)
+    # The barrier keeps XLA for GPUs from removing the rounding to float8.
     rows = lax.all_gather(rows, axes, tiled=True) if axes else lax.optimization_barrier(rows)
-    return parcel.unpack(rows)
+    return packer.unpack(rows)
 
 
-def _gathered_forward(
-    parcel: Parcel, axes: tuple[str, ...], *routed: jax.Array
+def _gather_forward(
+    packer: TokenPacker, axes: tuple[str, ...], *arrays: jax.Array
 ) -> tuple[tuple[jax.Array, ...], None]:
-    return gathered(parcel, axes, *routed), None
+    return gather_tokens(packer, axes, *arrays), None
 
 
-def _gathered_backward(
-    parcel: Parcel, axes: tuple[str, ...], residuals: None, cotangents: tuple[jax.Array, ...]
+def _gather_backward(
+    packer: TokenPacker, axes: tuple[str, ...], residuals: None, cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, None, jax.Array]:
     d_tokens, _, d_weights = cotangents
     if axes:
         both = jnp.concatenate([d_tokens.astype(jnp.float32), d_weights], axis=1)
         both = lax.psum_scatter(both, axes, scatter_dimension=0, tiled=True)
-        d_tokens, d_weights = jnp.split(both, [parcel.hidden_size], axis=1)
-    return d_tokens.astype(parcel.dtype), None, d_weights
+        d_tokens, d_weights = jnp.split(both, [packer.hidden_size], axis=1)
+    return d_tokens.astype(packer.dtype), None, d_weights
 
 
-gathered.defvjp(_gathered_forward, _gathered_backward)
+gather_tokens.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def without_gradient(
     exchange: str, tokens: Float[Array, "M D"], weights: Float32[Array, "M K"]
 ) -> tuple[Float[Array, "M D"], Float32[Array, "M K"]]:
-    """The same arrays. Their gradient is refused, which would otherwise be silently zero."""
+    """Returns its arguments, and raises NotImplementedError where a gradient is taken.
+
+    Without it the gradient through an exchange of integers would silently be zero.
+    """
     return tokens, weights
 
 
@@ -75,92 +79,94 @@ def _refuse(exchange: str, tokens: jax.Array, weights: jax.Array) -> NoReturn:
 without_gradient.defvjp(_refuse, _refuse)
 
 
-def in_rounds(
+def exchange_padded(
     rows: UInt[Array, "M1 W"],
-    queues: Queues,
-    parcel: Parcel,
-    mix: Mix,
+    table: DispatchTable,
+    packer: TokenPacker,
+    mix: LocalMixture,
     axes: tuple[str, ...],
     capacity: int,
 ) -> Float32[Array, "M D"]:
-    """Two all-to-alls a round, of ``capacity`` rows for each device, until all queues are empty.
+    """Exchanges messages of ``capacity`` rows by two all-to-alls per round, until all are sent.
 
     Args:
-      rows: the tokens' parcels, and last the one that fills places without a token.
+      rows: packed tokens. One more row follows them: a token without experts, which fills unused
+        slots of messages.
     """
-    M, devices = len(rows) - 1, len(queues.counts)
-    most = -(-M // capacity)
-    slots = queues.destination * (most * capacity) + queues.place
-    sent = queues.tokens_at(slots, devices * most * capacity).reshape(devices, -1)
+    M, devices = len(rows) - 1, len(table.counts)
+    max_rounds = -(-M // capacity)
+    slots = table.destination * (max_rounds * capacity) + table.position
+    sent = table.tokens_by_slot(slots, devices * max_rounds * capacity).reshape(devices, -1)
 
     def one_round(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        done, y = state
-        now = lax.dynamic_slice_in_dim(sent, done, capacity, axis=1)
-        there = lax.all_to_all(rows[now.reshape(-1)], axes, 0, 0, tiled=True)
-        shares = mix(*parcel.unpack(there))
-        back = lax.all_to_all(shares, axes, 0, 0, tiled=True)
-        place = queues.place - done
-        keep = queues.leads & (place >= 0) & (place < capacity)
-        return done + capacity, y + gather_sum(back, queues.destination * capacity + place, keep)
+        start, y = state
+        tokens = lax.dynamic_slice_in_dim(sent, start, capacity, axis=1)
+        received = lax.all_to_all(rows[tokens.reshape(-1)], axes, 0, 0, tiled=True)
+        partial_sums = mix(*packer.unpack(received))
+        returned = lax.all_to_all(partial_sums, axes, 0, 0, tiled=True)
+        position = table.position - start
+        keep = table.is_first & (position >= 0) & (position < capacity)
+        y += gather_sum(returned, table.destination * capacity + position, keep)
+        return start + capacity, y
 
-    y = jnp.zeros((M, parcel.hidden_size), jnp.float32)
-    if most == 1:
+    y = jnp.zeros((M, packer.hidden_size), jnp.float32)
+    if max_rounds == 1:
         return one_round((jnp.int32(0), y))[1]
-    # All devices of the mesh take as many rounds, also those that exchange nothing with each other:
-    # no collective then waits for a device that has left the loop.
-    everyone = jax.sharding.get_abstract_mesh().manual_axes
-    longest = lax.pmax(jnp.max(queues.counts), everyone)
-    # The sum starts from what the rounds vary over, as shard_map's check of replication wants it.
-    y += 0 * (queues.place[:, :1] + lax.axis_index(axes))
+    # All devices of the mesh run the same number of rounds, even those that exchange nothing with
+    # each other. Otherwise a collective could wait for a device that has left the loop.
+    all_axes = jax.sharding.get_abstract_mesh().manual_axes
+    longest = lax.pmax(jnp.max(table.counts), all_axes)
+    # shard_map's replication check requires the initial sum to vary over the same mesh axes as the
+    # loop's result.
+    y += 0 * (table.position[:, :1] + lax.axis_index(axes))
     return lax.while_loop(lambda state: state[0] < longest, one_round, (jnp.int32(0), y))[1]
 
 
-def ragged(
+def exchange_ragged(
     rows: UInt[Array, "M1 W"],
-    queues: Queues,
-    parcel: Parcel,
-    mix: Mix,
+    table: DispatchTable,
+    packer: TokenPacker,
+    mix: LocalMixture,
     axes: tuple[str, ...],
 ) -> Float32[Array, "M D"]:
-    """Two ragged all-to-alls of exact length, and before them an all-gather of the lengths.
+    """Exchanges messages of exact length by two ragged all-to-alls, after an all-gather of lengths.
 
     Args:
-      rows: as of :func:`in_rounds`.
+      rows: packed tokens and one without experts, as for :func:`exchange_padded`.
     """
-    (M, K), devices = queues.place.shape, len(queues.counts)
-    counts = lax.all_gather(queues.counts, axes)
-    there, back = ragged_slices(counts, lax.axis_index(axes))
-    slots = queues.starts()[queues.destination] + queues.place
-    sent = rows[queues.tokens_at(slots, M * min(devices, K))]
-    # At most every token of every device comes here. Where none does, a row without an expert lies.
-    room = jnp.broadcast_to(rows[-1], (devices * M, rows.shape[1]))
-    arrived = lax.ragged_all_to_all(sent, room, *there, axis_name=axes)
-    shares = mix(*parcel.unpack(arrived))
-    room = jnp.zeros((len(sent), shares.shape[1]), shares.dtype)
-    returned = lax.ragged_all_to_all(shares, room, *back, axis_name=axes)
-    return gather_sum(returned, slots, queues.leads)
+    (M, K), devices = table.position.shape, len(table.counts)
+    counts = lax.all_gather(table.counts, axes)
+    dispatch, combine = ragged_slices(counts, lax.axis_index(axes))
+    slots = table.offsets()[table.destination] + table.position
+    sent = rows[table.tokens_by_slot(slots, M * min(devices, K))]
+    # The buffer has room for every token of every device. Unused rows are tokens without experts.
+    buffer = jnp.broadcast_to(rows[-1], (devices * M, rows.shape[1]))
+    received = lax.ragged_all_to_all(sent, buffer, *dispatch, axis_name=axes)
+    partial_sums = mix(*packer.unpack(received))
+    buffer = jnp.zeros((len(sent), partial_sums.shape[1]), partial_sums.dtype)
+    returned = lax.ragged_all_to_all(partial_sums, buffer, *combine, axis_name=axes)
+    return gather_sum(returned, slots, table.is_first)
 
 
-def one_sided(
+def exchange_one_sided(
     rows: UInt[Array, "M1 W"],
-    queues: Queues,
-    parcel: Parcel,
-    mix: Mix,
+    table: DispatchTable,
+    packer: TokenPacker,
+    mix: LocalMixture,
     axes: tuple[str, ...],
 ) -> Float32[Array, "M D"]:
-    """Each device stores its rows into the others' memory, as many as there are, and their shares
-    come back the same way.
+    """Exchanges messages of exact length by stores into the other devices' memory.
 
     Args:
-      rows: as of :func:`in_rounds`.
+      rows: packed tokens and one without experts, as for :func:`exchange_padded`.
     """
-    M, devices = len(rows) - 1, len(queues.counts)
-    slots = queues.destination * M + queues.place
-    sent = rows[queues.tokens_at(slots, devices * M)].reshape(devices, M, -1)
-    there, counts = token_exchange(sent, queues.counts, axes=axes)
-    tokens, experts, weights = parcel.unpack(there.reshape(devices * M, -1))
-    # Behind the rows that came lie any bits: tokens of no expert.
-    came = (jnp.arange(M) < counts[:, None]).reshape(-1, 1)
-    shares = mix(tokens, jnp.where(came, experts, -1), weights)
-    back, _ = token_exchange(shares.reshape(devices, M, -1), counts, axes=axes)
-    return gather_sum(back.reshape(devices * M, -1), slots, queues.leads)
+    M, devices = len(rows) - 1, len(table.counts)
+    slots = table.destination * M + table.position
+    sent = rows[table.tokens_by_slot(slots, devices * M)].reshape(devices, M, -1)
+    received, counts = token_exchange(sent, table.counts, axes=axes)
+    tokens, experts, weights = packer.unpack(received.reshape(devices * M, -1))
+    # Rows past the received ones hold arbitrary bits, so they become tokens without experts.
+    is_received = (jnp.arange(M) < counts[:, None]).reshape(-1, 1)
+    partial_sums = mix(tokens, jnp.where(is_received, experts, -1), weights)
+    returned, _ = token_exchange(partial_sums.reshape(devices, M, -1), counts, axes=axes)
+    return gather_sum(returned.reshape(devices * M, -1), slots, table.is_first)

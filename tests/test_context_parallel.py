@@ -106,11 +106,11 @@ def test_pages_of_an_empty_cache(name):
     cache = LatentKVCache.init(
         config, 4, room, dtype="float32", page_size=PAGE, layout=layout, mtp=True
     )
-    tables, n = np.asarray(cache.block_tables), layout.parts("cached_tokens")
+    tables, n = np.asarray(cache.block_tables), layout.num_shards("cached_tokens")
     assert sorted(tables.ravel()) == list(range(len(cache.pages[0])))
     assert tables.shape[1] == -(-17 // n) * n
-    on_each = len(cache.pages[0]) // (layout.parts("batch") * n)
-    rows_each = 4 // layout.parts("batch")
+    on_each = len(cache.pages[0]) // (layout.num_shards("batch") * n)
+    rows_each = 4 // layout.num_shards("batch")
     for row, page in np.ndindex(*tables.shape):
         assert tables[row, page] // on_each == row // rows_each * n + page % n
     for pages in (*cache.pages, *cache.mtp_pages):
@@ -130,12 +130,12 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
     blind = rng.random(lses.shape) < 0.4
     blind[:, 0, 0], blind[2] = True, True
     lses[blind], outs[blind] = -np.inf, 0
-    spec = layout.spec(("cached_tokens",))
+    spec = layout.partition_spec(("cached_tokens",))
 
     def body(out, lse):
         return context_parallel.merged(out[0], lse[0], layout)[None]
 
-    run = jax.jit(layout.local(body, (spec, spec), spec))
+    run = jax.jit(layout.shard_map(body, (spec, spec), spec))
     got = run(outs.astype("float32"), lses.astype("float32"))
     top = np.maximum(lses.max(0), -1e9)
     weights = np.exp(lses - top)[..., None]

@@ -446,7 +446,7 @@ def test_every_preset_takes_deepseek_v3():
     for preset in PRESETS.values():
         if preset.redundant_experts:
             continue  # their experts are not the model's 256
-        sizes = {"data": 1, "expert": 1, "tensor": 1} | preset.axes(8)
+        sizes = {"data": 1, "expert": 1, "tensor": 1} | preset.mesh_sizes(8)
         mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
         parameter_shardings(model, mesh, preset.rules, BlockQuantization())
     pod = abstract_layout("tpu_pod", 128)

@@ -5,12 +5,12 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding import AXES, make_mesh
+from sharding import MESH_AXES, make_mesh
 
 
 def test_axes_have_the_sizes_asked_for():
     mesh = make_mesh(data=2, expert=4)
-    assert mesh.axis_names == AXES
+    assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == {"data": 2, "expert": 4, "tensor": 1}
     assert set(mesh.axis_types) == {AxisType.Auto}
 

@@ -30,7 +30,7 @@ from tests.support.unchanged import Snapshot
 
 CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=2))  # a dense layer, a MoE, and MTP's
 PLACEMENTS = [
-    Placement.of(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8),
+    Placement.from_phy2log(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8),
     Placement.balanced(np.random.default_rng(1).zipf(1.5, (2, 8)), 16, 4, 2, 8),
     Placement.identity(2, 8, 16),
 ]

@@ -13,7 +13,7 @@ from dsv3_jax import presets
 from dsv3_jax.config import INT4, INT8, BlockQuantization, IntegerQuantization
 from dsv3_jax.logical_axes import _stored_block, logical_axes, parameter_shardings
 from dsv3_jax.model import abstract
-from sharding import AXES, DEFAULT_RULES, Rules, make_mesh
+from sharding import DEFAULT_RULES, MESH_AXES, Rules, make_mesh
 
 RULES = Rules({"rows": "tensor", "columns": None, "expert": "expert", "all": ("data", "expert")})
 
@@ -96,7 +96,7 @@ def test_the_table_cannot_be_changed():
 
 
 def test_the_default_table_names_the_axes_of_make_mesh():
-    assert set(DEFAULT_RULES.table.values()) == {*AXES, None}
+    assert set(DEFAULT_RULES.table.values()) == {*MESH_AXES, None}
 
 
 # ---- the model's axes ----------------------------------------------------------------------------

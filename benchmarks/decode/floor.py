@@ -28,7 +28,7 @@ def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
       cached: cached tokens per sequence.
     """
     c, layout = model.config, model.layout
-    own_rows = rows if layout is None else rows // layout.parts("batch")
+    own_rows = rows if layout is None else rows // layout.num_shards("batch")
     main_parts = [part for part in parts(model, layout) if part.path[0] != "mtp"]
     E, chosen = c.n_routed_experts, c.num_experts_per_tok
     weights = read_bytes(main_parts, rows=rows, own_rows=own_rows, chosen=chosen, places=E)

@@ -62,7 +62,7 @@ def load_model(
     shardings = {}
     if layout is not None:
         shardings = parameter_shardings(
-            model, layout.mesh, layout.rules, quantization, storage=layout.storage
+            model, layout.mesh, layout.rules, quantization, fsdp_axes=layout.fsdp_axes
         )
         check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)

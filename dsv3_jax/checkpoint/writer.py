@@ -22,7 +22,7 @@ from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import BlockQuantization, ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
-from sharding.distributed import wait_for_all
+from sharding.distributed import barrier
 
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
@@ -58,7 +58,7 @@ def write_checkpoint(
         weights and ``quantization`` is not theirs, or integer weights; the disk is full or fails.
     """
     check_new(directory)
-    wait_for_all("checkpoint to be written")
+    barrier("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
     held = published_tensors(model)
     float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in held.values())

@@ -46,7 +46,7 @@ def measure() -> dict[str, str]:
 
 def _microseconds(exchange: Any, float8: bool, tokens: int, hidden: int) -> float:
     layout = make_layout("dp_attention_ep", exchange=exchange, float8_dispatch=float8)
-    experts_in_all = _EXPERTS_A_DEVICE * layout.parts("expert")
+    experts_in_all = _EXPERTS_A_DEVICE * layout.num_shards("expert")
 
     def layers(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         def layer(_: Any, x: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def _microseconds(exchange: Any, float8: bool, tokens: int, hidden: int) -> floa
                 weights,
                 lambda rows, which, _sizes: rows[which],
                 num_experts=experts_in_all,
-                axes=layout.expert_axes[0],
+                exchange_axes=layout.exchange_axes,
                 exchange=exchange,
                 float8=float8,
             )
@@ -64,9 +64,9 @@ def _microseconds(exchange: Any, float8: bool, tokens: int, hidden: int) -> floa
 
         return jax.lax.fori_loop(0, _LAYERS, layer, x)
 
-    rows = layout.spec(("batch",))
-    run = jax.jit(layout.local(layers, (rows, rows, rows), rows))
-    rows_in_all = tokens * layout.parts("batch")
+    rows = layout.partition_spec(("batch",))
+    run = jax.jit(layout.shard_map(layers, (rows, rows, rows), rows))
+    rows_in_all = tokens * layout.num_shards("batch")
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     keys = jax.random.split(jax.random.key(0), 2)
     choose = functools.partial(jax.random.choice, a=experts_in_all, shape=(_CHOSEN,), replace=False)

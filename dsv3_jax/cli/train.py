@@ -30,7 +30,7 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.viz.canvas import check_matplotlib
 from sharding import PRESETS, Layout, make_layout
-from sharding.distributed import initialize, wait_for_all
+from sharding.distributed import barrier, initialize
 
 MODEL = "model"
 
@@ -134,7 +134,7 @@ def _write_model(model: DeepSeekV3, out: Path, to: hf_directory.To, tokenizer: P
     first = jax.process_index() == 0
     if first and fresh.exists():
         shutil.rmtree(fresh)
-    wait_for_all("no new model")
+    barrier("no new model")
     hf_directory.write(model, fresh, to, tokenizer)
     if first:
         if directory.exists():

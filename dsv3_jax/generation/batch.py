@@ -21,7 +21,7 @@ from dsv3_jax.generation.settings import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from dsv3_jax.generation.state import NOT_FINITE, RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.text import TextTracker
 from dsv3_jax.tokenizer import Tokenizer
-from sharding.distributed import host_values, slowest
+from sharding.distributed import host_values, max_over_processes
 
 _WINDOW = 128  # tokens of each sequence that are copied to the host at a time
 
@@ -185,7 +185,7 @@ class Batch:
 
     def _agreed(self, seconds: float) -> float:
         """The same on all processes: each would choose steps and depths for itself otherwise."""
-        return seconds if self._live.steps.is_fully_addressable else slowest(seconds)
+        return seconds if self._live.steps.is_fully_addressable else max_over_processes(seconds)
 
     def _read_new_tokens(self) -> None:
         """Copies what is new of tokens, log-probabilities and text to the host."""

@@ -25,7 +25,7 @@ from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
 from dsv3_jax.generation.tally import Tally, non_finite
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from sharding.distributed import slowest
+from sharding.distributed import max_over_processes
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -92,7 +92,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.max_len = max_len
         # On a mesh every device that holds rows of its own has as many.
-        parts = 1 if model.layout is None else model.layout.row_multiple
+        parts = 1 if model.layout is None else model.layout.batch_multiple
         self.batch_sizes = tuple(sorted({-(-size // parts) * parts for size in batch_sizes}))
         self.stride = stride
         self._reader = RequestReader(model.config, tokenizer, max_len)
@@ -192,7 +192,9 @@ class Generator:
                 if progress is not None:
                     progress(tally.new_tokens)
                 # All processes of a mesh, or those that go on would wait for the others.
-                anywhere = self._programs.spans_processes and slowest(interrupts.pending) > 0
+                anywhere = (
+                    self._programs.spans_processes and max_over_processes(interrupts.pending) > 0
+                )
                 interrupts.deliver(elsewhere=anywhere)
 
             try:

@@ -20,7 +20,7 @@ from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import PAGES, LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
-from sharding import Axes, Layout
+from sharding import Layout, LogicalAxes
 
 GPU_OPTIONS = {
     # Kernels that do not wait for each other's results run side by side in a CUDA graph: the shared
@@ -124,7 +124,7 @@ def _laid_out(state: DecodeState, layout: Layout | None) -> DecodeState:
 def places(state: DecodeState, layout: Layout) -> list[NamedSharding]:
     """Where a state's arrays lie, in their order."""
 
-    def axes(path: tuple[Any, ...]) -> Axes:
+    def axes(path: tuple[Any, ...]) -> LogicalAxes:
         names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
         if "routing_counts" in names:  # of all rows together
             return ()

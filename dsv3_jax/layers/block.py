@@ -66,7 +66,7 @@ class DecoderLayer(nnx.Module):
         """Whole sequences, no cache."""
         if self.layout is None:
             return self._whole(x, rotation)
-        rows = self.layout.spec(("batch",))
+        rows = self.layout.partition_spec(("batch",))
 
         def whole(layer: DecoderLayer, x: Array, rotation: Rotation):
             parts = _micro_batches(layer.layout, (x, rotation))
@@ -87,7 +87,7 @@ class DecoderLayer(nnx.Module):
         """T new tokens a row behind those in the cache; also the extended cache."""
         if self.layout is None:
             return self._extended(x, rotation, cache, form)
-        rows = self.layout.spec(("batch",))
+        rows = self.layout.partition_spec(("batch",))
 
         def extended(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
             cache, pages, found = _own_pages(layer.layout, cache), cache.pages, []
@@ -98,7 +98,7 @@ class DecoderLayer(nnx.Module):
             y, stats = _joined(found)
             return y, pages, stats
 
-        pages = self.layout.spec(PAGES)
+        pages = self.layout.partition_spec(PAGES)
         cached: Any = LayerCache(pages, rows, rows, rows)  # pyright: ignore
         specs = rows, rows, cached
         body = on_mesh(self.layout, self, extended, specs, (rows, pages, self._stats))
@@ -128,7 +128,7 @@ class DecoderLayer(nnx.Module):
     def _stats(self) -> RoutingStats | None:
         """How statistics lie on the mesh."""
         assert self.layout is not None
-        rows = self.layout.spec(("batch",))
+        rows = self.layout.partition_spec(("batch",))
         dense = isinstance(self.mlp, MLP)
         return None if dense else RoutingStats(PartitionSpec(), rows, rows)  # pyright: ignore
 
@@ -172,9 +172,9 @@ def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
     """With the table of the device's own pages, as it counts them: of a row's pages every n-th one,
     where n devices share its tokens."""
     assert layout is not None
-    first = layout.index(PAGES[0]) * cache.pages.shape[0]
-    B, n = len(cache.block_tables), layout.parts("cached_tokens")
-    own = cache.block_tables.reshape(B, -1, n)[..., layout.index("cached_tokens")]
+    first = layout.shard_index(PAGES[0]) * cache.pages.shape[0]
+    B, n = len(cache.block_tables), layout.num_shards("cached_tokens")
+    own = cache.block_tables.reshape(B, -1, n)[..., layout.shard_index("cached_tokens")]
     return cache._replace(block_tables=own - first)
 
 

@@ -83,13 +83,13 @@ def merged(
     In one collective of (V + 1) H numbers a query, or for many queries two.
     """
     axis = "cached_tokens"
-    if layout is None or (parts := layout.parts(axis)) == 1:
+    if layout is None or (parts := layout.num_shards(axis)) == 1:
         return out
     out = out.astype(jnp.float32)
     if parts * 4 * out.size > _GATHERED_BYTES:
-        total = logsumexp(layout.gathered(lse, axis), axis=0)
-        return layout.total(_weighted(out, lse, total), axis)
-    everyones = layout.gathered(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
+        total = logsumexp(layout.all_gather(lse, axis), axis=0)
+        return layout.psum(_weighted(out, lse, total), axis)
+    everyones = layout.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
     outs, lses = everyones[..., :-1], everyones[..., -1]
     return jnp.sum(_weighted(outs, lses, logsumexp(lses, axis=0)), axis=0)
 

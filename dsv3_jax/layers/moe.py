@@ -150,7 +150,7 @@ class MoE(nnx.Module):
             mixed += self.shared_experts(tokens, jnp.float32)
         counts = routes.group_sizes
         if self.layout is not None:
-            counts = self.layout.total(counts, "batch")
+            counts = self.layout.psum(counts, "batch")
         stats = RoutingStats(counts, routes.scores, routes.experts)
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
@@ -195,10 +195,10 @@ class MoE(nnx.Module):
         device's tokens."""
         layout = self.layout
         count = self.experts.gate_proj.weight.shape[0]
-        over, summed_over = (), ()
+        exchange_axes, reduce_axes = (), ()
         if layout is not None:
-            count *= layout.parts("expert")
-            over, summed_over = layout.expert_axes
+            count *= layout.num_shards("expert")
+            exchange_axes, reduce_axes = layout.exchange_axes, layout.reduce_axes
         experts = routes.experts
         if self.replicas is not None:
             experts = choose_replicas(experts, *self.replicas)
@@ -210,10 +210,10 @@ class MoE(nnx.Module):
             routes.weights,
             self.experts,
             num_experts=count,
-            axes=over,
-            reduce_axes=summed_over,
+            exchange_axes=exchange_axes,
+            reduce_axes=reduce_axes,
             exchange="all_gather" if layout is None else layout.exchange,
             float8=layout is not None and layout.float8_dispatch,
             combine_dtype=layout.combine_dtype if layout else jnp.float32,
         )
-        return mixed if layout is None else layout.total(mixed, "expert_ffn")
+        return mixed if layout is None else layout.psum(mixed, "expert_ffn")

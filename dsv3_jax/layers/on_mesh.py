@@ -15,7 +15,7 @@ from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.parameter_path import ParameterPath
 from sharding import Layout
-from sharding.storage import gathered
+from sharding.fsdp import gather_parameter
 
 
 def on_mesh(
@@ -41,19 +41,19 @@ def on_mesh(
         [lies[path].spec for path, _ in flat]
         for lies in (
             parameter_shardings(*how, prefix=at),
-            parameter_shardings(*how, prefix=at, storage=layout.storage),
+            parameter_shardings(*how, prefix=at, fsdp_axes=layout.fsdp_axes),
         )
     )
 
     def local(values: list[jax.Array], *args: Any) -> Any:
-        values = [gathered(*each) for each in zip(values, used, stored, strict=True)]
+        values = [gather_parameter(*each) for each in zip(values, used, stored, strict=True)]
         held = [
             (path, value if isinstance(leaf, jax.Array) else leaf.replace(value))
             for (path, leaf), value in zip(flat, values, strict=True)
         ]
         return body(nnx.merge(graph, nnx.from_flat_state(held)), *args)
 
-    spread = layout.local(local, (stored, *specs), out_specs)
+    spread = layout.shard_map(local, (stored, *specs), out_specs)
     values = [leaf if isinstance(leaf, jax.Array) else leaf.get_value() for _, leaf in flat]
     return lambda *args: spread(values, *args)
 
@@ -61,7 +61,7 @@ def on_mesh(
 def shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, NamedSharding]:
     """How the parameters of a model, or of a layer, lie on ``layout``, by their paths."""
     how = module, layout.mesh, layout.rules, _quantization(module)
-    return parameter_shardings(*how, storage=layout.storage)
+    return parameter_shardings(*how, fsdp_axes=layout.fsdp_axes)
 
 
 def by_rows(layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any) -> jax.Array:
@@ -72,9 +72,9 @@ def by_rows(layout: Layout | None, name: str, module: Any, x: jax.Array, *args: 
       name: of the module in the model.
       x: [B, ...].
     """
-    if layout is None or not layout.storage:
+    if layout is None or not layout.fsdp_axes:
         return module(x, *args)
-    rows = layout.spec(("batch",))
+    rows = layout.partition_spec(("batch",))
     return on_mesh(layout, module, lambda module, x: module(x, *args), (rows,), rows, (name,))(x)
 
 
@@ -83,9 +83,9 @@ def summed(
 ) -> jax.Array:
     """``linear(x)``, where devices may each have a part of the axis that it sums over: then in
     float32, and rounded once."""
-    if layout is None or layout.parts(axis) == 1:
+    if layout is None or layout.num_shards(axis) == 1:
         return linear(x, out_dtype)
-    return layout.total(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)
+    return layout.psum(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)
 
 
 def _quantization(module: nnx.Module) -> Quantization | None:

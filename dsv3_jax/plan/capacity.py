@@ -17,7 +17,7 @@ def fits(share: Share, plan: Deployment) -> bool:
 
 def largest_batch(share: Share, plan: Deployment, limit: int | None = None) -> int:
     """Returns the most sequences that fit at this context, up to ``limit``; 0 if none do."""
-    multiple = share.layout.row_multiple
+    multiple = share.layout.batch_multiple
     most = None if limit is None else limit // multiple
     return multiple * _largest(
         lambda k: fits(share, dataclasses.replace(plan, batch=k * multiple)), 1, most

@@ -96,7 +96,7 @@ def _candidates(
       ValueError: the layout does not run on the target, whatever they are.
     """
     plan = dataclasses.replace(deployment, layout_name=layout_name)
-    exchanged, _ = plan.layout.expert_axes
+    exchanged = plan.layout.exchange_axes
     settings: dict[str, tuple[Any, ...]] = {
         "redundant_experts": (PRESETS[layout_name].redundant_experts,),
         "exchange": exchanges(plan.target) if exchanged else exchanges(plan.target)[:1],

@@ -37,7 +37,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check_choice("quantization", self.quantization, tuple(QUANTIZATIONS))
-        if self.layout_name in PRESETS and PRESETS[self.layout_name].storage:
+        if self.layout_name in PRESETS and PRESETS[self.layout_name].fsdp_axes:
             raise ValueError(
                 f"layout: expected one for serving, got {self.layout_name}, which is for training"
             )

@@ -19,8 +19,8 @@ from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import Part, Share
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few
-from sharding import Layout, default_capacity, default_pairs
-from sharding.parcel import FLOAT8_BLOCK
+from sharding import Layout, default_capacity, default_pairs_per_call
+from sharding.token_packer import FLOAT8_BLOCK
 
 _SAMPLING_BYTES = 41
 """A logit: float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
@@ -125,7 +125,7 @@ def _state(share: Share, plan: Deployment) -> tuple[int, int]:
     rows = share.own_rows(plan.batch)
     max_len = -(-(plan.context + 1) // PAGE_SIZE) * PAGE_SIZE
     pages = -(-(max_len + depth) // PAGE_SIZE)  # of a sequence, on all devices that share them
-    own_pages = -(-pages // share.layout.parts("cached_tokens"))
+    own_pages = -(-pages // share.layout.num_shards("cached_tokens"))
 
     def empty() -> tuple[list[jax.Array], list[jax.Array]]:
         cache = LatentKVCache.init(
@@ -158,7 +158,7 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
     """What a layer works in for M tokens of the device, and of that the exchange's buffers."""
     c, layout = share.shapes.config, share.layout
     D = c.hidden_size
-    H = c.num_attention_heads // layout.parts("heads")
+    H = c.num_attention_heads // layout.num_shards("heads")
     C, V, width = c.kv_lora_rank, c.v_head_dim, c.qk_head_dim
     if form == "absorbed":
         # Queries of both forms, sums of latents and of values.
@@ -177,7 +177,7 @@ def _layer(share: Share, plan: Deployment, M: int, form: str) -> tuple[int, int]
     else:
         # A pair's row or result beside its hidden numbers; of tokens that are not exchanged, sums
         # in float32 before and behind an all-reduce, and those of the shared experts.
-        hidden = c.moe_intermediate_size // layout.parts("expert_ffn")
+        hidden = c.moe_intermediate_size // layout.num_shards("expert_ffn")
         pairs = at_once * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
     if plan.target.platform == "tpu":
         pairs = max(pairs, _summed_on_tpu(share, layout, M))
@@ -188,10 +188,10 @@ def _scores(share: Share, plan: Deployment, M: int, form: str) -> int:
     """Bytes of attention without kernels, which has all scores of a layer in memory at once: in
     float32 and, as probabilities, in bfloat16. An estimate; no such GPU has been measured."""
     c, layout = share.shapes.config, share.layout
-    H = c.num_attention_heads // layout.parts("heads")
+    H = c.num_attention_heads // layout.num_shards("heads")
     rows = share.own_rows(plan.batch)
     if form == "absorbed":
-        own_tokens = -(-plan.context // layout.parts("cached_tokens"))
+        own_tokens = -(-plan.context // layout.num_shards("cached_tokens"))
         # The cached tokens are gathered from their pages, and masked in a copy.
         return M * H * own_tokens * (4 + 2) + 2 * 2 * rows * own_tokens * c.latent_dim
     chunk = min(plan.prefill_chunk, plan.context)
@@ -221,7 +221,7 @@ def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:
     back: see :mod:`sharding.expert_parallel`."""
     c = share.shapes.config
     D, K = c.hidden_size, c.num_experts_per_tok
-    exchanged, _ = layout.expert_axes
+    exchanged = layout.exchange_axes
     n = math.prod(layout.mesh.shape[a] for a in exchanged)
     if n == 1:
         return M, 0
@@ -229,7 +229,7 @@ def _exchanged(share: Share, layout: Layout, M: int) -> tuple[int, int]:
     if layout.exchange == "all_gather":
         held, sent, returned = n * M, M, M
     elif layout.exchange == "all_to_all":
-        held = n * default_capacity(M, K, layout.parts("expert"))
+        held = n * default_capacity(M, K, layout.num_shards("expert"))
         sent = returned = held
     elif layout.exchange == "one_sided":
         held = sent = returned = n * M
@@ -244,15 +244,15 @@ def _pairs(share: Share, layout: Layout, M: int) -> int:
     """(token, expert) pairs that the device computes at once."""
     K = share.shapes.config.num_experts_per_tok
     held, _ = _exchanged(share, layout, M)
-    exchanged, _ = layout.expert_axes
+    exchanged = layout.exchange_axes
     if not exchanged or layout.exchange == "all_gather":
         return held * K
     different = M * math.prod(layout.mesh.shape[a] for a in exchanged)
-    return min(held * K, default_pairs(different, K, layout.parts("expert")))
+    return min(held * K, default_pairs_per_call(different, K, layout.num_shards("expert")))
 
 
 def row_bytes(share: Share, layout: Layout) -> int:
-    """Of a token and its routing on their way: see :class:`sharding.parcel.Parcel`."""
+    """Of a token and its routing on their way: see :class:`sharding.token_packer.TokenPacker`."""
     D, K = share.shapes.config.hidden_size, share.shapes.config.num_experts_per_tok
     values = D + 4 * D // FLOAT8_BLOCK[1] if layout.float8_dispatch else 2 * D
     return values + 8 * K

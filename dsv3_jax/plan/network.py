@@ -40,8 +40,7 @@ def sent(share: Share, plan: Deployment, tokens: int, sums: DTypeLike = jnp.floa
     depth = plan.depth
     moe, dense = c.num_moe_layers + depth, c.num_hidden_layers - c.num_moe_layers
     total = jnp.dtype(sums).itemsize * c.hidden_size
-    exchanged, summed = layout.expert_axes
-    n = math.prod(layout.mesh.shape[a] for a in exchanged)
+    n = math.prod(layout.mesh.shape[a] for a in layout.exchange_axes)
     out = Sent()
     if n > 1:
         each = tokens * (row_bytes(share, layout) + total)
@@ -51,15 +50,17 @@ def sent(share: Share, plan: Deployment, tokens: int, sums: DTypeLike = jnp.floa
         else:
             reached = _reached(c, plan, n)
         out += reached * (moe * each)
-    if (parts := layout.parts("heads")) > 1:
+    if (parts := layout.num_shards("heads")) > 1:
         out += _all_reduce(plan, parts, tokens * total) * (moe + dense)
-    if (parts := layout.parts("cached_tokens")) > 1:
+    if (parts := layout.num_shards("cached_tokens")) > 1:
         # Attention's results in float32, with their log-sum-exp.
-        merged = 4 * c.num_attention_heads // layout.parts("heads") * (c.v_head_dim + 1)
+        merged = 4 * c.num_attention_heads // layout.num_shards("heads") * (c.v_head_dim + 1)
         out += _all_reduce(plan, parts, tokens * merged) * (moe + dense)
-    if (parts := layout.parts("ffn")) > 1:
+    if (parts := layout.num_shards("ffn")) > 1:
         out += _all_reduce(plan, parts, tokens * total) * dense
-    within = math.prod(layout.mesh.shape[a] for a in summed) * layout.parts("expert_ffn")
+    within = math.prod(layout.mesh.shape[a] for a in layout.reduce_axes) * layout.num_shards(
+        "expert_ffn"
+    )
     if within > 1:
         out += _all_reduce(plan, within, tokens * total) * moe
     return out

@@ -97,7 +97,7 @@ def _smaller(plan: Deployment, names: Set[str], shares: Shares) -> Deployment | 
     """The plan with the largest batch or chunk that fit, where these may change."""
     if _BATCH in names:
         # A batch that is reduced need not be a multiple of what was asked for.
-        parts = plan.layout.row_multiple
+        parts = plan.layout.batch_multiple
         plan = dataclasses.replace(plan, batch=max(parts, plan.batch // parts * parts))
         if _CHUNK in names:
             plan = dataclasses.replace(plan, prefill_chunk=min(plan.prefill_chunk, SMALLEST_CHUNK))

@@ -68,7 +68,7 @@ def decode(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) -> 
     each = 1 + plan.depth
     places, together = own * each, share.rows_together(plan.batch) * each
     # Devices that share a sequence's cached tokens run the same queries, each over its part.
-    shared = share.layout.parts("cached_tokens")
+    shared = share.layout.num_shards("cached_tokens")
     attention = flops_per_token(c, plan.context, "decode").attention / shared
     return _roofline(
         share,
@@ -106,7 +106,7 @@ def prefill(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) ->
     attention = flops_per_token(c, plan.context, "prefill").attention
     # Devices that share a sequence's cached tokens divide the chunks before; each attends to the
     # new one, 1 / passes of all, itself.
-    shared = share.layout.parts("cached_tokens")
+    shared = share.layout.num_shards("cached_tokens")
     attention *= 1 / passes + (1 - 1 / passes) / shared
     again /= shared
     per_pass = share.read_bytes(-(-together // passes), -(-own_tokens // passes), decoding=False)
@@ -146,7 +146,7 @@ def _roofline(
 ) -> Roofline:
     chip = plan.target.chip
     wide, narrow = operations
-    wide += attention / share.layout.parts("heads")
+    wide += attention / share.layout.num_shards("heads")
     going = sent(share, plan, own_tokens, sums)
     return Roofline(
         weights=passes * weights / chip.bandwidth,

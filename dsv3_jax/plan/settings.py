@@ -18,10 +18,10 @@ def layouts(target: Target) -> tuple[LayoutName, ...]:
     for the same layout the first."""
     devices, seen, found = target.devices, [], []
     for name, preset in PRESETS.items():
-        other_size = preset.devices not in (None, devices) or devices % preset.multiple
-        if preset.storage or other_size or (name == "single") != (devices == 1):
+        other_size = preset.num_devices not in (None, devices) or devices % preset.device_multiple
+        if preset.fsdp_axes or other_size or (name == "single") != (devices == 1):
             continue
-        same = preset.rules.table, preset.axes(devices), preset.redundant_experts
+        same = preset.rules.table, preset.mesh_sizes(devices), preset.redundant_experts
         if same not in seen:
             seen.append(same)
             found.append(name)

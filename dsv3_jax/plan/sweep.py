@@ -39,7 +39,7 @@ def sweep(deployment: Deployment, accepted: float = ACCEPTED) -> list[Point]:
         plan = dataclasses.replace(deployment, mtp=mtp)
         share = shapes_of(plan).on(plan.layout)
         for doublings in itertools.count():
-            rows = share.layout.row_multiple * 2**doublings
+            rows = share.layout.batch_multiple * 2**doublings
             plan = dataclasses.replace(plan, batch=rows)
             if not fits(share, plan):
                 break

@@ -151,11 +151,11 @@ class Share:
         return sum(part.nbytes for part in self.parts) + self.shapes.tables
 
     def own_rows(self, rows: int) -> int:
-        return rows // self.layout.parts("batch")
+        return rows // self.layout.num_shards("batch")
 
     def rows_together(self, rows: int) -> int:
         """Of all devices whose tokens visit the same experts' weights."""
-        exchanged, _ = self.layout.expert_axes
+        exchanged = self.layout.exchange_axes
         return self.own_rows(rows) * math.prod(self.layout.mesh.shape[a] for a in exchanged)
 
     def read_bytes(self, rows: int, own_rows: int, *, decoding: bool) -> float:

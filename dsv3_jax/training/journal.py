@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv3_jax.files import atomic_write
 from dsv3_jax.training.step import Metrics
-from sharding.distributed import wait_for_all
+from sharding.distributed import barrier
 
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ class Journal:
 
     def __init__(self, path: Path, step: int = -1):
         self.rows = [row for row in read_rows(path) if row["step"] <= step]
-        wait_for_all("rows read")
+        barrier("rows read")
         self._file = None
         if jax.process_index():
             return

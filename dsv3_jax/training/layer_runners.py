@@ -16,7 +16,7 @@ from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.model import LayerRunner
 from sharding import Layout
-from sharding.storage import keeps
+from sharding.fsdp import save_all_but_gathered
 
 # A layer's weights, and its function of them.
 Weights = Any
@@ -65,8 +65,8 @@ def _function(graph: Any, turn: Rotation, remat: bool, layout: Layout | None) ->
 
     if remat:
         return jax.checkpoint(apply)
-    if layout is not None and layout.storage:
-        return jax.checkpoint(apply, policy=keeps)
+    if layout is not None and layout.fsdp_axes:
+        return jax.checkpoint(apply, policy=save_all_but_gathered)
     return apply
 
 

@@ -13,7 +13,7 @@ import jax
 
 from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.files import atomic_write, publish_directory
-from sharding.distributed import wait_for_all
+from sharding.distributed import barrier
 
 RECORD = "run.json"
 TOKENIZER = "tokenizer"
@@ -67,7 +67,7 @@ def begin(
       ValueError: as :func:`check_new`.
     """
     check_new(out)
-    wait_for_all("before run.json")
+    barrier("before run.json")
     if jax.process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
         for path in out.iterdir():
@@ -75,7 +75,7 @@ def begin(
         # First, and whole: the run exists from here on, and resuming it supplies the rest.
         _write(out, {**identity, **beside})
         _copy_tokenizer(tokenizer, out)
-    wait_for_all("behind run.json")
+    barrier("behind run.json")
 
 
 def compare(out: Path, identity: Identity) -> None:
@@ -116,7 +116,7 @@ def resume(
         check_weights(out, fingerprint)
     check_writable(out)
     found = read(out)
-    wait_for_all("run.json compared")
+    barrier("run.json compared")
     if jax.process_index() == 0:
         before, steps = found["training"]["steps"], identity["training"]["steps"]
         if steps != before:
@@ -124,7 +124,7 @@ def resume(
             found["training"]["steps"] = steps
             _write(out, found)
         _copy_tokenizer(tokenizer, out)
-    wait_for_all("resumption recorded")
+    barrier("resumption recorded")
 
 
 def check_weights(out: Path, fingerprint: str) -> None:

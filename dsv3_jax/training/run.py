@@ -25,7 +25,7 @@ from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics, Trainer, TrainingState
 from dsv3_jax.training.store import Store
 from dsv3_jax.training.throughput import utilisation
-from sharding.distributed import slowest
+from sharding.distributed import max_over_processes
 
 METRICS = "metrics.jsonl"
 EXPERT_LOAD = "expert_load.npy"
@@ -170,7 +170,7 @@ def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[s
 
 def _check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
     batch, length = settings.batch, settings.length
-    devices = 1 if model.layout is None else model.layout.parts("batch")
+    devices = 1 if model.layout is None else model.layout.num_shards("batch")
     if model.layout is None and jax.process_count() > 1:
         raise ValueError(
             f"layout: expected one over the devices of {jax.process_count()} processes, got none"
@@ -310,7 +310,7 @@ class _Run:
 
     def _late(self) -> bool:
         limit = self.settings.max_minutes
-        return limit is not None and slowest(self._seconds() - 60 * limit) > 0
+        return limit is not None and max_over_processes(self._seconds() - 60 * limit) > 0
 
 
 def _due(step: int, every: int) -> bool:

@@ -23,13 +23,12 @@ def check_trainable(model: DeepSeekV3) -> None:
     layout = model.layout
     if layout is None:
         return
-    exchanged, _ = layout.expert_axes
-    if exchanged and model.moe_layers() and layout.exchange != "all_gather":
+    if layout.exchange_axes and model.moe_layers() and layout.exchange != "all_gather":
         raise ValueError(
             "exchange: expected all_gather to train, which alone has a gradient; got"
             f" {layout.exchange}"
         )
-    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct):  # of a model to compile alone
@@ -45,7 +44,7 @@ def weight_shardings(model: DeepSeekV3, weights: Tree) -> Tree:
     """Of the weights of a model that is laid out, in a tree like theirs."""
     layout = model.layout
     assert layout is not None
-    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
     flat = nnx.to_flat_state(weights)
     return nnx.from_flat_state([(path, leaf.replace(lies[path])) for path, leaf in flat])
 

@@ -251,7 +251,7 @@ class Trainer:
 
     def _check(self, shape: tuple[int, ...], parts: int) -> None:
         B, T = shape
-        devices = 1 if self.layout is None else self.layout.parts("batch")
+        devices = 1 if self.layout is None else self.layout.num_shards("batch")
         if B % (parts * devices) or not B:
             each = f"accumulate, {parts}" if devices == 1 else f"{devices} devices x {parts} parts"
             raise ValueError(f"tokens: expected rows in multiples of {each}, got {B}")

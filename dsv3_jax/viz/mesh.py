@@ -82,7 +82,7 @@ def _parts(layout: Layout, axis: str) -> np.ndarray:
     """Which part of ``axis`` each device holds, in the order of the mesh."""
     names, shape = layout.mesh.axis_names, tuple(layout.mesh.shape.values())
     index, places = np.zeros(shape, int), np.indices(shape)
-    for name in layout.axes(axis):
+    for name in layout.mesh_axes(axis):
         index = index * layout.mesh.shape[name] + places[names.index(name)]
     return index.reshape(-1)
 

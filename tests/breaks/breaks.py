@@ -147,7 +147,7 @@ BREAKS: dict[str, Break] = {
         "count[np.argmin(weight / count)] += 1",
         (_SHARDING + "test_eplb.py",),
     ),
-    "replicas are not used in turns": Break(
+    "replicas are not used round-robin": Break(
         "sharding/replicas.py",
         "log2phy[experts, token % logcnt[experts]]",
         "log2phy[experts, 0 * token]",
@@ -155,20 +155,20 @@ BREAKS: dict[str, Break] = {
     ),
     "a dimension that does not divide is accepted": Break(
         "sharding/rules.py",
-        "            if size % parts:\n",
-        "            if size < parts:\n",
+        "            if size % shards:\n",
+        "            if size < shards:\n",
         ("tests/test_rules.py",),
     ),
     "a block under one scale is cut": Break(
         "sharding/rules.py",
-        "if parts > 1 and size // parts % together:",
-        "if parts > 1 and size % together:",
+        "if shards > 1 and size // shards % block_size:",
+        "if shards > 1 and size % block_size:",
         ("tests/test_rules.py",),
     ),
     "a token is sent twice to one device": Break(
-        "sharding/token_queues.py",
-        "(owner < devices) & ~repeated",
-        "owner < devices",
+        "sharding/dispatch_table.py",
+        "(owner < num_devices) & ~repeated",
+        "owner < num_devices",
         (_SHARDING + "test_expert_parallel.py",),
     ),
     "partial sums take what no device computed": Break(

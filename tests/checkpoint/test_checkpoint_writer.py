@@ -83,7 +83,7 @@ def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layo
     config = dataclasses.replace(config, quantization=quantization)
     model = filled_model(config, quantization, layout and make_layout(layout))
     balanced = Placement.balanced(np.random.default_rng(1).zipf(1.5, (2, 8)), 16, 4, 2, 8)
-    turned = Placement.of(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8)
+    turned = Placement.from_phy2log(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8)
     models = {
         "logical": model,
         "balanced": model.place_experts(balanced),

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import dsv3_jax
 from dsv3_jax.generation import plan
 from dsv3_jax.generation.depth import DepthChooser
-from sharding import AXES, make_mesh
+from sharding import MESH_AXES, make_mesh
 from sharding.distributed import host_values, initialize
 
 PROMPTS = [[3, 9, 27, 81], [5, 25, 125], [7]]
@@ -36,7 +36,7 @@ def reads(directory: str, out: str, sizes: str) -> None:
     """Writes what the host reads of a sharded state, and measures draft depths."""
     network, generator = loaded(directory, sizes)
     programs = generator._programs
-    rows = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(AXES))
+    rows = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(MESH_AXES))
 
     @jax.jit
     def lay_apart(state):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sharding import WAITS, assign_by_count, assign_decode, assign_prefill
+from sharding import UNASSIGNED, assign_by_count, assign_decode, assign_prefill
 
 
 def prefill(tokens, loads, capacities):
@@ -37,11 +37,11 @@ def test_equal_requests_go_in_their_order():
 
 
 def test_what_has_no_room_waits_and_smaller_ones_go():
-    assert prefill([6, 5, 2, 1], [4, 7], [10, 10]) == [0, WAITS, 1, 1]
+    assert prefill([6, 5, 2, 1], [4, 7], [10, 10]) == [0, UNASSIGNED, 1, 1]
 
 
 def test_a_shard_at_its_capacity_gets_nothing_but_empty_requests():
-    assert prefill([1, 0], [5, 9], [5, 9]) == [WAITS, 0]
+    assert prefill([1, 0], [5, 9], [5, 9]) == [UNASSIGNED, 0]
 
 
 def test_decode_goes_where_the_cache_is_least_used():
@@ -53,12 +53,12 @@ def test_decode_needs_a_row_and_a_cache():
     """Shard 0 has no slot left, shard 1 no cache; the last request waits for a slot of shard 2."""
     rooms = {"max_cache": [20, 20, 90], "max_requests": [4, 4, 4]}
     got = assign_decode([6, 7], [0, 15, 50], shard_requests=[4, 0, 3], **rooms)
-    assert got.tolist() == [WAITS, 2]
+    assert got.tolist() == [UNASSIGNED, 2]
 
 
 def test_by_count():
     assert assign_by_count(5, [2, 0, 1], [9, 9, 9]).tolist() == [1, 1, 2, 0, 1]
-    assert assign_by_count(4, [1, 0], [2, 2]).tolist() == [1, 0, 1, WAITS]
+    assert assign_by_count(4, [1, 0], [2, 2]).tolist() == [1, 0, 1, UNASSIGNED]
     assert assign_by_count(0, [1, 0], [2, 2]).tolist() == []
 
 
@@ -92,7 +92,7 @@ def test_no_shard_is_overfilled_and_none_waits_beside_room():
             requests[shard] += (shards == shard).sum()
         assert (cache <= given["max_cache"]).all()
         assert (requests <= given["max_requests"]).all()
-        for size in given["cache"][shards == WAITS]:
+        for size in given["cache"][shards == UNASSIGNED]:
             waited += 1
             assert not (
                 (cache + size <= given["max_cache"]) & (requests < given["max_requests"])
@@ -140,11 +140,11 @@ def test_counts_end_within_one():
         ),
         (
             {"cache": [9, 10]},
-            "cache: expected at most 9, all that a shard can hold, got 10 for request 1",
+            "cache: expected at most 9, the capacity of an empty shard, got 10 for request 1",
         ),
         (
             {"max_cache": [9, 12], "shard_requests": [1, 0], "max_requests": [4, 0], "cache": [10]},
-            "cache: expected at most 9, all that a shard can hold, got 10 for request 0",
+            "cache: expected at most 9, the capacity of an empty shard, got 10 for request 0",
         ),
     ],
 )

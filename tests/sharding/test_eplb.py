@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sharding import balancedness, rebalance_experts
+from sharding.bin_packing import improve, pack
 from sharding.eplb import replica_tables
-from sharding.packing import improve, pack
 from tests.sharding.placements import check_tables, heaviest_of_greedy, random_cases
 
 # The example in the README of deepseek-ai/EPLB: 16 replicas, 4 groups, 2 nodes, 8 GPUs.

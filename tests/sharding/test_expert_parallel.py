@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import block_dequant, block_quant, grouped_matmul, token_exchange
 from sharding import expert_mixture, expert_parallel
+from sharding.dispatch_table import ragged_slices
 from sharding.expert_parallel import (
     check_exchange,
     default_capacity,
-    default_pairs,
+    default_pairs_per_call,
     mix_experts,
 )
-from sharding.token_queues import ragged_slices
 from tests.support.covering import slow_except
 
 M, D, F, E, K = 48, 128, 16, 32, 3
@@ -37,12 +37,12 @@ MESHES = {
 }
 EXCHANGES = {
     "all_gather": {"exchange": "all_gather"},
-    "all_gather in pieces": {"exchange": "all_gather", "pairs_at_once": 5},
+    "all_gather in pieces": {"exchange": "all_gather", "pairs_per_call": 5},
     "all_to_all": {"exchange": "all_to_all", "capacity": M},
     "all_to_all in rounds": {"exchange": "all_to_all", "capacity": 2},
-    "all_to_all in pieces": {"exchange": "all_to_all", "capacity": 4, "pairs_at_once": 7},
+    "all_to_all in pieces": {"exchange": "all_to_all", "capacity": 4, "pairs_per_call": 7},
     "ragged_all_to_all": {"exchange": "ragged_all_to_all"},
-    "ragged_all_to_all in pieces": {"exchange": "ragged_all_to_all", "pairs_at_once": 7},
+    "ragged_all_to_all in pieces": {"exchange": "ragged_all_to_all", "pairs_per_call": 7},
     "one_sided": {"exchange": "one_sided"},
 }
 
@@ -111,7 +111,7 @@ def sharded(mesh, axes, reduce_axes=(), check_vma=True, **options):
             weights,
             experts_mlp(*matrices),
             num_experts=E,
-            axes=axes,
+            exchange_axes=axes,
             reduce_axes=reduce_axes,
             **options,
         )
@@ -132,7 +132,7 @@ def compiled(name, exchange, dtype=jnp.float32, **options):
         patch.setattr("sharding.token_exchange.token_exchange", one_sided_emulated)
         if exchange.startswith("ragged_all_to_all"):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_emulated)
-            patch.setattr(expert_parallel, "platform_of", lambda mesh: None)
+            patch.setattr(expert_parallel, "mesh_platform", lambda mesh: None)
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     # The programs are small, and compiling them is what takes the time.
     return lowered.compile({"xla_backend_optimization_level": 0})
@@ -285,7 +285,12 @@ def test_devices_that_exchange_nothing_need_not_agree():
     experts = experts.at[: M // 2].set(jnp.array([E - 1, E - 2, E - 3]))
 
     def body(*arguments):
-        options = {"num_experts": E, "axes": ("x",), "exchange": "all_to_all", "capacity": 2}
+        options = {
+            "num_experts": E,
+            "exchange_axes": ("x",),
+            "exchange": "all_to_all",
+            "capacity": 2,
+        }
         return mix_experts(*arguments[:3], experts_mlp(*arguments[3:]), **options)
 
     split = P(("data", "x"))
@@ -404,9 +409,11 @@ def test_default_capacity():
 
 
 def test_default_pairs():
-    assert default_pairs(64 * 32, 8, 32) == 16384  # no fewer: a loop costs more than it saves
-    assert default_pairs(4096 * 8, 8, 8) == 65536  # twice as many as come to each
-    assert default_pairs(4096 * 2, 8, 2) == 65536  # all that there are
+    assert (
+        default_pairs_per_call(64 * 32, 8, 32) == 16384
+    )  # no fewer: a loop costs more than it saves
+    assert default_pairs_per_call(4096 * 8, 8, 8) == 65536  # twice as many as come to each
+    assert default_pairs_per_call(4096 * 2, 8, 2) == 65536  # all that there are
 
 
 @pytest.mark.slow
@@ -414,19 +421,19 @@ def test_default_pairs():
 def test_order_of_pairs_is_a_stable_sort(count):
     """Few pairs are ordered by counting, many by sorting."""
     keys = np.random.default_rng(count).integers(0, 7, count, np.int32)
-    order, place = expert_mixture._sorted_places(jnp.asarray(keys))
+    order, position = expert_mixture._sort_positions(jnp.asarray(keys))
     np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
-    np.testing.assert_array_equal(place, np.argsort(order))
+    np.testing.assert_array_equal(position, np.argsort(order))
 
 
-FITTING = {"exchange": "all_to_all", "num_experts": 32, "axes": ("x",)}
+FITTING = {"exchange": "all_to_all", "num_experts": 32, "exchange_axes": ("x",)}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"exchange": "nccl"}, "exchange: expected one of all_gather, all_to_all, .*got 'nccl'"),
-        ({"axes": ("z",)}, "axes: expected mesh axes among x, y; got 'z'"),
+        ({"exchange_axes": ("z",)}, "axes: expected mesh axes among x, y; got 'z'"),
         ({"reduce_axes": ("x",)}, "axes: expected each mesh axis once, got 'x' twice"),
         (
             {"num_experts": 36, "reduce_axes": ("y",)},
@@ -448,9 +455,9 @@ def test_refusals(options, message):
 
 def test_no_ragged_exchange_on_a_cpu():
     mesh = make_mesh({"x": 8})
-    message = "ragged_all_to_all: XLA has none for CPUs"
+    message = "ragged_all_to_all: XLA does not implement it on CPUs"
     with pytest.raises(NotImplementedError, match=message):
-        check_exchange(mesh, "ragged_all_to_all", num_experts=E, axes=("x",))
+        check_exchange(mesh, "ragged_all_to_all", num_experts=E, exchange_axes=("x",))
     function = sharded(mesh, ("x",), exchange="ragged_all_to_all")
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(function, *inputs("free"))
@@ -459,13 +466,13 @@ def test_no_ragged_exchange_on_a_cpu():
 def test_one_sided_stores_stay_in_a_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="one_sided: expected devices of one process"):
-        check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, axes=("x",))
+        check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, exchange_axes=("x",))
 
 
 @pytest.mark.parametrize(("some", "got"), [([1, 0], "1, 0"), ([2, 3], "2, 3")])
 def test_one_sided_stores_go_by_the_number_of_a_device(some, got):
     mesh = Mesh(np.array(jax.devices())[some], ("x",))
-    options = {"num_experts": E, "axes": ("x",)}
+    options = {"num_experts": E, "exchange_axes": ("x",)}
     assert check_exchange(mesh, "all_to_all", **options) == E // 2
     with pytest.raises(ValueError, match=rf"^one_sided: expected devices 0 to 1 .* got \[{got}\]$"):
         check_exchange(mesh, "one_sided", **options)
@@ -475,7 +482,7 @@ def test_one_sided_stores_go_by_the_number_of_a_device(some, got):
     ("columns", "options", "message"),
     [
         (1, {}, r"experts, weights: expected both \[6, K\], got \(6, 3\), \(6, 1\)"),
-        (K, {"pairs_at_once": 0}, "pairs_at_once: expected None, or 1 or more; got 0"),
+        (K, {"pairs_per_call": 0}, "pairs_per_call: expected None, or 1 or more; got 0"),
         (K, {"float8": True}, "float8: expected rows in whole blocks of 128, got 64"),
     ],
 )

@@ -57,7 +57,7 @@ def test_every_token_finds_its_expert():
 
 def test_tokens_take_replicas_in_turn():
     """Expert 0 is in slots 0, 2 and 4, expert 1 in slot 3, expert 2 in slot 1."""
-    placement = Placement.of(np.array([[0, 2, 0, 1, 0]]), 3)
+    placement = Placement.from_phy2log(np.array([[0, 2, 0, 1, 0]]), 3)
     experts = jnp.array([[0, 1], [0, 2], [2, 0], [0, 1], [1, 0]], jnp.int32)
     chosen = choose_replicas(experts, placement.log2phy[0], placement.logcnt[0])
     assert chosen.tolist() == [[0, 3], [2, 1], [1, 4], [0, 3], [3, 2]]
@@ -132,8 +132,11 @@ def test_a_new_placement_compiles_nothing():
             lambda: dataclasses.replace(GOOD, phy2log=GOOD.phy2log + 9).check(),
             "phy2log: expected experts 0 to 11, got 12",
         ),
-        (lambda: Placement.of(np.array([[0, 0]]), 2), ".* got none of expert 1 in layer 0"),
-        (lambda: Placement.of(np.array([[0]]), 2), ".* got none of expert 1 in layer 0"),
+        (
+            lambda: Placement.from_phy2log(np.array([[0, 0]]), 2),
+            ".* got none of expert 1 in layer 0",
+        ),
+        (lambda: Placement.from_phy2log(np.array([[0]]), 2), ".* got none of expert 1 in layer 0"),
         (lambda: Placement.balanced([[1, 2]], 3, 1, 1, 2), "num_replicas: .* num_gpus=2, got 3"),
     ],
 )
@@ -146,11 +149,11 @@ def test_refusals(make, message):
     ("make", "message"),
     [
         (
-            lambda: Placement.of(np.arange(8), 8),
+            lambda: Placement.from_phy2log(np.arange(8), 8),
             r"phy2log: expected integers of shape \[L, P\], got int64 of shape \(8,\)",
         ),
         (
-            lambda: Placement.of(np.zeros((1, 2)), 1),
+            lambda: Placement.from_phy2log(np.zeros((1, 2)), 1),
             r"phy2log: expected integers of shape \[L, P\], got float64 of shape \(1, 2\)",
         ),
         (

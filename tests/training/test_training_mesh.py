@@ -61,7 +61,7 @@ LAYOUTS = {
     "the same, stored in parts": lambda: Layout(
         make_mesh(data=2, expert=2, tensor=2),
         Rules({**DEFAULT_RULES.table, "vocab": None}),
-        storage=("data", "expert"),
+        fsdp_axes=("data", "expert"),
     ),
 }
 QUICK = "train, data 2 x expert 4"

@@ -12,7 +12,7 @@ from dsv3_jax.config import BlockQuantization
 from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.model import abstract
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
-from sharding.storage import gathered, stored
+from sharding.fsdp import fsdp_sharding, gather_parameter
 
 MESH = make_mesh(data=2, expert=4)
 BOTH = ("data", "expert")
@@ -32,27 +32,29 @@ BOTH = ("data", "expert")
     ],
 )
 def test_where_parts_are_stored(shape, used, over, want):
-    assert stored("w", shape, NamedSharding(MESH, used), over).spec == want
+    assert fsdp_sharding("w", shape, NamedSharding(MESH, used), over).spec == want
 
 
 def test_what_cannot_be_stored_in_parts():
     with pytest.raises(
         ValueError, match=r"^w: expected .* divides over 8 .* data x expert.*\(12, 9"
     ):
-        stored("w", (12, 9), NamedSharding(MESH, P()), BOTH)
-    with pytest.raises(ValueError, match=r"^storage: expected mesh axes among data, .* got 'fsdp'"):
-        Layout(MESH, storage=("fsdp",))
-    with pytest.raises(ValueError, match=r"^storage: expected axis 'vocab' on every device whole"):
-        Layout(make_mesh(data=4, tensor=2), storage=("data",))
+        fsdp_sharding("w", (12, 9), NamedSharding(MESH, P()), BOTH)
+    with pytest.raises(
+        ValueError, match=r"^fsdp_axes: expected mesh axes among data, .* got 'fsdp'"
+    ):
+        Layout(MESH, fsdp_axes=("fsdp",))
+    with pytest.raises(ValueError, match=r"^fsdp_axes: expected axis 'vocab' unsharded"):
+        Layout(make_mesh(data=4, tensor=2), fsdp_axes=("data",))
     model = abstract(presets.DEEPSEEK_V3, quantization=BlockQuantization())
-    with pytest.raises(ValueError, match=r"^storage: expected weights without quantization, "):
-        parameter_shardings(model, MESH, DEFAULT_RULES, BlockQuantization(), storage=BOTH)
+    with pytest.raises(ValueError, match=r"^fsdp_axes: expected weights without quantization, "):
+        parameter_shardings(model, MESH, DEFAULT_RULES, BlockQuantization(), fsdp_axes=BOTH)
 
 
 def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
     layout = make_layout("train", expert_devices=4)
     model = abstract(presets.DEEPSEEK_V3)
-    lies = parameter_shardings(model, layout.mesh, layout.rules, storage=layout.storage)
+    lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
     whole = {path for path, sharding in lies.items() if sharding.is_fully_replicated}
     assert {path[-1] for path in whole} == {"weight", "e_score_correction_bias"}
     assert {path[-2] for path in whole if path[-1] == "weight"} == {
@@ -64,22 +66,24 @@ def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gathered_and_its_gradient(dtype):
     """Sums of eight devices' gradients, rounded once."""
-    layout = Layout(MESH, Rules({"batch": BOTH, "expert": "expert"}), storage=BOTH)
+    layout = Layout(MESH, Rules({"batch": BOTH, "expert": "expert"}), fsdp_axes=BOTH)
     weight = jax.random.normal(jax.random.key(0), (8, 4, 2)).astype(dtype)
     factors = jax.random.normal(jax.random.key(1), (8, 8, 4, 2)).astype(dtype)
     used, parts = P("expert"), P(("expert", "data"))
 
     def body(part, factor):
-        mine = gathered(part, used, parts)
+        mine = gather_parameter(part, used, parts)
         assert mine.shape == (2, 4, 2)
         e = jax.lax.axis_index("expert") * 2
         return jnp.sum(mine * jax.lax.dynamic_slice_in_dim(factor[0], e, 2)).reshape(1)
 
-    spread = layout.local(body, (parts, P(BOTH)), P(BOTH))
+    spread = layout.shard_map(body, (parts, P(BOTH)), P(BOTH))
     got = jax.jit(jax.grad(lambda w: jnp.sum(spread(w, factors))))(weight)
     # Device (d, e) multiplies its own experts by its own factors.
     own = np.asarray(factors, np.float32).reshape(2, 4, 4, 2, 4, 2)
     want = np.stack([own[:, e, e].sum(axis=0) for e in range(4)]).reshape(8, 4, 2)
     np.testing.assert_allclose(got.astype(np.float32), want.astype(dtype), rtol=1e-6)
-    whole = jax.jit(layout.local(lambda p: gathered(p, used, parts), (parts,), used))(weight)
+    whole = jax.jit(layout.shard_map(lambda p: gather_parameter(p, used, parts), (parts,), used))(
+        weight
+    )
     np.testing.assert_array_equal(whole, weight)
