@@ -172,7 +172,7 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_p
         ({"target": "gpu:h200x3", "layout": "dp_attention_ep"}, "num_experts: expected a multiple"),
         (
             {"target": "gpu:h200x4", "layout": "dp_attention_ep", "batch": "6"},
-            "batch: expected rows that divide over 4 devices, got 6",
+            "batch: expected a size that divides over 4 devices, got 6",
         ),
     ],
 )
