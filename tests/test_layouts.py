@@ -195,7 +195,7 @@ def test_generated_tokens(laid, generated, name, draft):
 def test_batches_divide_over_the_devices(laid, tokens):
     model = laid("dp_attention_ep")
     assert Generator(model, None, 64, batch_sizes=(1, 4, 9)).batch_sizes == (8, 16)
-    with pytest.raises(ValueError, match="batch: expected a size that divides over 8 devices, got 7"):
+    with pytest.raises(ValueError, match="expected a size that divides over 8 devices, got 7"):
         forward(model, tokens[:7])
     model = laid("dp_attention_ep, 2 micro-batches", mtp=False)
     assert Generator(model, None, 64, batch_sizes=(1, 9)).batch_sizes == (8, 16)
@@ -386,7 +386,7 @@ def refused(pattern, run):
 @pytest.mark.parametrize("name", ["single", "tensor_parallel"])
 def test_sums_that_do_not_travel_have_no_dtype_for_it(name):
     refused(
-        "^bfloat16_combine: expected rules that split experts",
+        "^bfloat16_combine: expected rules that shard experts",
         lambda: make_layout(name, bfloat16_combine=True),
     )
 
