@@ -25,7 +25,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import shapes_of
+from dsv3_jax.plan.estimate import model_shapes
 from dsv3_jax.plan.target import Target
 from sharding import Exchange
 
@@ -137,10 +137,10 @@ class Compared:
     def of(cls, row: dict[str, Any]) -> Compared:
         case = Case(**{each.name: row[each.name] for each in dataclasses.fields(Case)})
         plan = case.deployment
-        share = shapes_of(plan).on(plan.layout)
-        counted = (memory.decoding if case.phase == "decode" else memory.prefilling)(share, plan)
+        shard = model_shapes(plan).shard(plan.layout)
+        use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, plan)
         kernels = sum(row["kernels"].values()) if row["compiler_bytes"] else 0
-        return cls(case, counted.peak, row["compiler_bytes"], kernels)
+        return cls(case, use.peak, row["compiler_bytes"], kernels)
 
     @property
     def formula_fits(self) -> bool:

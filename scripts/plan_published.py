@@ -21,7 +21,7 @@ from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.target import Target
-from dsv3_jax.plan.weights import Shapes
+from dsv3_jax.plan.weights import ModelShapes
 
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 
@@ -48,7 +48,7 @@ class Published:
         """The settings that determine the model's shapes."""
         return self.quantization, self.redundant_experts
 
-    def bound(self, shapes: Shapes) -> Roofline:
+    def bound(self, shapes: ModelShapes) -> Roofline:
         """Returns the roofline bound of the deployment.
 
         As in DeepEP, a token is sent once to each device that has one of its experts, in float8,
@@ -69,7 +69,7 @@ class Published:
             prefill_chunk=self.context,
         )
         of_phase = roofline.decode if self.phase == "decode" else roofline.prefill
-        return of_phase(shapes.on(plan.layout), plan, sums=jnp.bfloat16)
+        return of_phase(shapes.shard(plan.layout), plan, result_dtype=jnp.bfloat16)
 
 
 _OVERVIEW = "DeepSeek, V3/R1 inference system overview, 2025-03-01"
@@ -123,7 +123,7 @@ PUBLISHED = (
 def bounds() -> list[Roofline]:
     """Returns the bounds of all published deployments."""
     shapes = {
-        kind: Shapes.of(presets.DEEPSEEK_V3, kind[0], mtp=False, redundant_experts=kind[1])
+        kind: ModelShapes.of(presets.DEEPSEEK_V3, kind[0], mtp=False, redundant_experts=kind[1])
         for kind in {each.kind for each in PUBLISHED}
     }
     return [each.bound(shapes[each.kind]) for each in PUBLISHED]

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import collectives, compile_cache, completing, probes
+from dsv3_jax.cli import collectives, compile_cache, probes, run_generation
 from dsv3_jax.generation.completion import Completion, Generation, Stats
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.generation.generator import Generator
@@ -67,7 +67,7 @@ def test_speculation_is_reported(tiny, capsys):
 
 def test_synthetic_text_is_labelled(tiny, capsys, monkeypatch):
     monkeypatch.setattr(Generator, "warm_up", lambda *args, **settings: 0.0)
-    monkeypatch.setattr(completing, "_stream", lambda *arguments: None)
+    monkeypatch.setattr(run_generation, "_stream", lambda *arguments: None)
     assert generate(*tiny, "--prompt", "x =", "--stream", "--draft", "synthetic:0.5") == 0
     assert "draft synthetic:0.5: what follows is NOT the model's text" in capsys.readouterr().err
 
@@ -229,7 +229,7 @@ BAD_USAGE = pytest.mark.parametrize(
 @BAD_USAGE
 def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys, monkeypatch):
     """Bad usage is refused before any weight is read."""
-    monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(run_generation, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -244,7 +244,7 @@ def test_a_draft_that_the_model_lacks_is_refused_before_its_weights(tmp_path, ca
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    monkeypatch.setattr(completing, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(run_generation, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate("--prompt", "x", "--draft", "mtp", "--model", str(tmp_path)) == 2
     assert "draft: expected a model with an MTP layer" in capsys.readouterr().err
 
@@ -269,7 +269,7 @@ def asked(monkeypatch):
     def record(arguments, config, texts, prompts, max_len, settings):
         calls.append((prompts, max_len, settings))
 
-    monkeypatch.setattr(completing, "complete", record)
+    monkeypatch.setattr(run_generation, "complete", record)
     return calls
 
 

@@ -1,4 +1,4 @@
-"""dsv3 plan: its output and its refusals."""
+"""Output and refusals of dsv3 plan."""
 
 import json
 
@@ -16,28 +16,29 @@ SETTINGS = {
 
 
 def plan(*more: str, **changes: str | None) -> int:
-    """Runs the command and returns its exit status; settings that are None are left out."""
+    """Runs the command and returns its exit status. Settings that are None are left out."""
     words = SETTINGS | {f"--{name}": value for name, value in changes.items()}
     pairs = (pair for pair in words.items() if pair[1] is not None)
     return run("plan", *(word for pair in pairs for word in pair), *more)
 
 
 def finite(text: str) -> dict:
-    """Prints one JSON object without NaN or Infinity, so that any parser accepts it."""
+    """Parses one JSON object without NaN or Infinity, so that any parser accepts it."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_a_table(capsys):
     assert plan() == 0
     out = capsys.readouterr().out
-    assert "moonlight-16b in bf16 on gpu:h200x1, 1 device, single: 64 rows of 4,096 tokens" in out
+    title = "moonlight-16b in bf16 on gpu:h200x1, 1 device, single: 64 sequences of 4,096 tokens"
+    assert title in out
     assert "latent cache" in out
     assert "bound by" in out
     assert "network" in out
 
 
 @pytest.mark.slow
-def test_json_and_the_largest_that_fit(capsys):
+def test_json_and_the_largest_batch(capsys):
     assert plan("--json", model="demo", context="512") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 1
@@ -48,7 +49,7 @@ def test_json_and_the_largest_that_fit(capsys):
     assert plan(model="demo", context="512", batch=str(found["largest_batch"] + 1)) == 2
     out, err = capsys.readouterr()
     assert "too much: 0." in out
-    assert "expected at most 149.1 GB a device of gpu:h200x1, got 149." in err
+    assert "expected at most 149.1 GB per device of gpu:h200x1, got 149." in err
 
 
 def test_the_demo(capsys):
@@ -57,13 +58,13 @@ def test_the_demo(capsys):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_with_what_would(capsys):
+def test_a_refusal_proposes_flags_that_fit(capsys):
     settings = {"layout": "tensor_parallel", "target": "gpu:h200x2", "model": "demo"}
     settings |= {"batch": "40000", "context": "512"}
     assert plan(**settings) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert line.startswith("dsv3 plan: error: expected at most 149.1 GB a device of gpu:h200x2")
+    assert line.startswith("dsv3 plan: error: expected at most 149.1 GB per device of gpu:h200x2")
     proposals = line.split("what fits: ")[1].split("; ")
     for what in proposals:
         assert f"  {what}" in out.splitlines()
@@ -74,14 +75,14 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_has_a_table_too(capsys):
+def test_a_refusal_has_a_table(capsys):
     """JSON has the bytes of each phase, the memory, the missing bytes and the largest part."""
     changes = {"model": "demo", "context": "512", "batch": "100000", "target": "h100"}
     assert plan(**changes) == 2
     out, err = capsys.readouterr()
-    assert "on gpu:h100x1, 1 device, single: 100,000 rows of 512 tokens do not fit" in out
+    assert "on gpu:h100x1, 1 device, single: 100,000 sequences of 512 tokens do not fit" in out
     lines = {line[:36].strip(): line[36:].split() for line in out.splitlines()}
-    needed, available = ([float(x) for x in lines[name]] for name in ("peak", "of"))
+    needed, available = ([float(x) for x in lines[name]] for name in ("peak", "available"))
     assert available == [83.91, 83.91]
     assert f"too much: {max(needed) - 83.91:.2f}" in out
     assert "the largest part is" in out
@@ -108,7 +109,7 @@ def test_without_a_layout_the_fastest_is_chosen(capsys):
     assert finite(capsys.readouterr().out)["chosen"] is None
 
 
-def test_what_is_given_is_not_chosen(capsys):
+def test_given_settings_are_not_chosen(capsys):
     changes = {"layout": None, "target": "h100x4", "batch": "16", "model": "demo", "context": "512"}
     more = "--activations", "bf16", "--no-float8-dispatch", "--exchange", "all_to_all"
     assert plan("--json", *more, **changes) == 0
@@ -136,7 +137,7 @@ def test_help_offers_models_that_can_be_planned(capsys):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
         ("missing/x.png", "expected a file in a directory that exists, got "),
         ("x.txt", "expected a file name that ends with .png, .svg or .pdf, got "),
@@ -144,18 +145,18 @@ def test_help_offers_models_that_can_be_planned(capsys):
         ("folder.png", "expected a file, got the directory "),
     ],
 )
-def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_path, capsys):
+def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, message, tmp_path, capsys):
     (tmp_path / "folder.png").mkdir()
     # The missing model would be reported later.
     assert plan("--sweep", str(tmp_path / path), model="gpt-2") == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"dsv3 plan: error: --sweep: {says}{tmp_path}")
+    assert err.startswith(f"dsv3 plan: error: --sweep: {message}{tmp_path}")
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"target": "gpu:h200x8"}, "single: expected 1 device, got 8"),
         ({"target": "200"}, "target: expected a number of GPUs, such as h200x8, or"),
@@ -163,11 +164,14 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_p
         ({"batch": "0"}, "batch: expected 1 or more, got 0"),
         (
             {"context": "8192"},
-            "context: expected fewer tokens than the 8192 that the model reaches",
+            "context: expected fewer than the model's 8192 positions, got 8192",
         ),
         ({"model": "moonlight"}, "got 'moonlight'; did you mean moonlight-16b?"),
         ({"target": "h200x8", "layout": "train"}, "argument --layout: expected one of single, dp_"),
-        ({"activations": "float8"}, "activations: expected them with quantization fp8, got bf16"),
+        (
+            {"activations": "float8"},
+            "activations: expected quantization fp8 with float8 activations, got bf16",
+        ),
         ({"target": "gpu:h200x32", "layout": "tensor_parallel"}, "num_attention_heads: expected"),
         ({"target": "gpu:h200x3", "layout": "dp_attention_ep"}, "num_experts: expected a multiple"),
         (
@@ -176,10 +180,10 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, says, tmp_p
         ),
     ],
 )
-def test_bad_input_is_one_line(changes, says, capsys):
+def test_bad_input_is_one_line(changes, message, capsys):
     assert plan(**changes) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert message in line
 
 
 def test_a_model_without_mtp_layers_cannot_draft(capsys):

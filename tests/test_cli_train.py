@@ -21,7 +21,7 @@ from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.cli import export, flags, training_flags
 from dsv3_jax.cli.main import parser
-from dsv3_jax.cli.progress import Progress
+from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.journal import read_rows
@@ -239,7 +239,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(Evaluation, "losses", lambda self, state: {"main": 1.0})
-    monkeypatch.setattr(Progress, "row", lambda self, row: None)
+    monkeypatch.setattr(TrainingProgress, "show", lambda self, row: None)
     start = ("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo")
     before = signal.getsignal(signal.SIGINT)
     for arguments in ((*start, "--steps", 4, *SMALL), ("--resume",)):

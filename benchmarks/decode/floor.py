@@ -12,27 +12,32 @@ import jax.numpy as jnp
 
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.plan.weights import parts, read_bytes
+from dsv3_jax.plan.weights import parameter_shards, read_bytes
 
 WINDOWS, RUNS = 5, 10
 
 
-def step_bytes(model: DeepSeekV3, rows: int, cached: int) -> float:
+def step_bytes(model: DeepSeekV3, batch: int, cached: int) -> float:
     """Returns the bytes that a device reads in one decode step.
 
     They are the weights of the main model, with the expected number of distinct experts and one
     embedding row per token, and a bfloat16 cache. ``model`` may be abstract.
 
     Args:
-      rows: batch size, over all devices.
+      batch: batch size, over all devices.
       cached: cached tokens per sequence.
     """
     c, layout = model.config, model.layout
-    own_rows = rows if layout is None else rows // layout.num_shards("batch")
-    main_parts = [part for part in parts(model, layout) if part.path[0] != "mtp"]
-    E, chosen = c.n_routed_experts, c.num_experts_per_tok
-    weights = read_bytes(main_parts, rows=rows, own_rows=own_rows, chosen=chosen, places=E)
-    return weights + own_rows * cached * cache_bytes_per_token(c)
+    local_batch = batch if layout is None else batch // layout.num_shards("batch")
+    main_shards = [shard for shard in parameter_shards(model, layout) if shard.path[0] != "mtp"]
+    weights = read_bytes(
+        main_shards,
+        tokens=batch,
+        local_tokens=local_batch,
+        experts_per_token=c.num_experts_per_tok,
+        expert_slots=c.n_routed_experts,
+    )
+    return weights + local_batch * cached * cache_bytes_per_token(c)
 
 
 def bandwidth() -> float:

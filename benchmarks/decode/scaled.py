@@ -10,7 +10,7 @@ from dsv3_jax import presets
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.target import Target
-from dsv3_jax.plan.weights import Shapes
+from dsv3_jax.plan.weights import ModelShapes
 
 _V3 = presets.DEEPSEEK_V3
 
@@ -18,7 +18,7 @@ _V3 = presets.DEEPSEEK_V3
 def tokens_per_s_per_device(row: dict[str, Any]) -> float:
     """Extrapolates a result of a slice of DeepSeek-V3 to all 61 layers on as many GPUs.
 
-    It assumes that the whole model reaches the same share of its roofline bound as the slice. The
+    It assumes that the whole model reaches the same shard of its roofline bound as the slice. The
     bound of decode is the bytes of weights and cache, that of prefill the arithmetic. The whole
     model would not fit in the memory of so few GPUs.
     """
@@ -41,13 +41,13 @@ def _bound(row: dict[str, Any], config: Any) -> float:
         row["activations"],
         prefill_chunk=row.get("chunk", 1),
     )
-    share = _shapes(config, row["dtype"]).on(plan.layout)
+    shard = _shapes(config, row["dtype"]).shard(plan.layout)
     if row["phase"] == "decode":
-        decode_roofline = roofline.decode(share, plan)
+        decode_roofline = roofline.decode(shard, plan)
         return decode_roofline.weights + decode_roofline.cache
-    return roofline.prefill(share, plan).arithmetic
+    return roofline.prefill(shard, plan).arithmetic
 
 
 @functools.cache
-def _shapes(config: Any, quantization: str) -> Shapes:
-    return Shapes.of(config, quantization, mtp=False, redundant_experts=0)
+def _shapes(config: Any, quantization: str) -> ModelShapes:
+    return ModelShapes.of(config, quantization, mtp=False, redundant_experts=0)

@@ -1,1 +1,5 @@
-"""The ``dsv3`` command."""
+"""The ``dsv3`` command.
+
+:mod:`~dsv3_jax.cli.main` parses the arguments and imports the module that is named like the
+subcommand. Its function ``run(arguments)`` does the work.
+"""

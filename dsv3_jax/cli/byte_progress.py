@@ -1,4 +1,4 @@
-"""How far a pass over files is, on stderr: a line that changes on a terminal, else one at times."""
+"""Progress of a pass over files on stderr."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-_EVERY = 0.1  # seconds between two states of the line on a terminal
-_EVERY_LINE = 5.0  # seconds between two lines elsewhere
+_REFRESH_SECONDS = 0.1  # on a terminal, where one line changes
+_PRINT_SECONDS = 5.0  # elsewhere, between two lines
 
 
 class ByteProgress:
-    """Counts bytes, from any thread. A context; what else is said meanwhile goes through
-    :meth:`say`. It leaves one line behind: the bytes, the seconds and the rate.
+    """Context manager that counts processed bytes, from any thread, and shows their rate.
+
+    On a terminal one line changes; elsewhere a line is printed every few seconds. The last line,
+    with the bytes, the seconds and the rate, stays. While it is open, other messages must go
+    through :meth:`print`.
 
     Args:
-      total_bytes: all that will be added.
-      label: what is done to them, "verify".
+      total_bytes: sum of all future :meth:`add` calls.
+      label: verb for the work, for example "verify".
     """
 
     def __init__(self, total_bytes: int, label: str):
         self._total, self._label = total_bytes, label
-        self._unit, self._name = (1e9, "GB") if total_bytes >= 1e9 else (1e6, "MB")
+        self._unit, self._unit_name = (1e9, "GB") if total_bytes >= 1e9 else (1e6, "MB")
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._lock = threading.Lock()
@@ -40,42 +43,43 @@ class ByteProgress:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
         seconds = time.perf_counter() - self._began
-        done = f"{self._done / self._unit:.1f} {self._name}"
+        done = f"{self._done / self._unit:.1f} {self._unit_name}"
         if self._done < self._total:
             done += f" of {self._total / self._unit:.1f}"
-        self.say(f"{self._label} {done} in {_time(seconds)}, {self._rate(seconds)}")
+        self.print(f"{self._label} {done} in {_duration(seconds)}, {self._rate(seconds)}")
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Prints a line that stays."""
         self._console.print(Text(f"dsv3: {line}"), soft_wrap=True)
 
     def add(self, count: int) -> None:
-        """That many bytes more are done."""
+        """Counts ``count`` more bytes as processed."""
         with self._lock:
             self._done += count
             now = time.perf_counter()
-            terminal = self._console.is_terminal
-            if now - self._shown < (_EVERY if terminal else _EVERY_LINE):
+            is_terminal = self._console.is_terminal
+            if now - self._shown < (_REFRESH_SECONDS if is_terminal else _PRINT_SECONDS):
                 return
             self._shown = now
             line = self._line(now - self._began)
-            if terminal:
-                # One line, whatever the terminal's width: more of them would not be written over.
+            if is_terminal:
+                # Never wrapped: only one line would be overwritten.
                 short = Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
                 self._live.update(short, refresh=True)
             else:
-                self.say(line)
+                self.print(line)
 
     def _line(self, seconds: float) -> str:
-        done = f"{self._done / self._unit:.1f}/{self._total / self._unit:.1f} {self._name}"
-        left = seconds * (self._total - self._done) / max(self._done, 1)
-        return f"{self._label} {done}, {self._rate(seconds)}, {_time(left)} to go"
+        done = f"{self._done / self._unit:.1f}/{self._total / self._unit:.1f} {self._unit_name}"
+        remaining = seconds * (self._total - self._done) / max(self._done, 1)
+        return f"{self._label} {done}, {self._rate(seconds)}, {_duration(remaining)} to go"
 
     def _rate(self, seconds: float) -> str:
         rate = self._done / max(seconds, 1e-9)
         return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)

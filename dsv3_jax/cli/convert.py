@@ -13,8 +13,8 @@ from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, free_bytes, plan
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.cli.byte_progress import ByteProgress
+from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.stopped import saying_what_is_kept
 from dsv3_jax.words import counted
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         label = f"convert to {arguments.to}"
         with (
-            saying_what_is_kept("convert", kept),
+            report_interrupt("convert", kept),
             ByteProgress(planned.source_bytes, label) as progress,
         ):
             made = convert(

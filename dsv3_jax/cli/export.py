@@ -17,8 +17,8 @@ from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.unfinished import check_new
 from dsv3_jax.cli import flags, hf_directory
 from dsv3_jax.cli.byte_progress import ByteProgress
+from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.stopped import saying_what_is_kept
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3, abstract, random_model
 from dsv3_jax.training import record
@@ -49,7 +49,7 @@ def _store(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = plan_export(StoreReader(arguments.source), arguments.to)
     out = arguments.hf_directory
     with (
-        saying_what_is_kept("export", lambda: resume_hint(out)),
+        report_interrupt("export", lambda: resume_hint(out)),
         ByteProgress(planned.bytes, "export") as progress,
     ):
         export(

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     RequestReader(config, tokenizer, max_len).read(prompts, **_of_a_request(settings))
 
-    from dsv3_jax.cli.completing import complete
+    from dsv3_jax.cli.run_generation import complete
 
     complete(arguments, config, texts, prompts, max_len, settings)
 

@@ -1,4 +1,4 @@
-"""Say what a model needs on given devices, what fits, and how fast it could be."""
+"""``dsv3 plan``: memory use, limits and lower bounds on time of a deployment."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.cli import plan_report
 from dsv3_jax.cli.arguments.plan import MODELS
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.waiting import Waiting
+from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.plan.choice import OPEN, Choice, choose
-from dsv3_jax.plan.compiled import Compiled, Phase, compile_program
+from dsv3_jax.plan.choice import OPEN_SETTINGS, Choice, choose
+from dsv3_jax.plan.compiled import CompiledProgram, Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import DoesNotFitError, Plan, plan
-from dsv3_jax.plan.settings import layouts
-from dsv3_jax.plan.shares import Shares
+from dsv3_jax.plan.estimate import DoesNotFitError, Estimate, estimate
+from dsv3_jax.plan.search_space import layouts
+from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.sweep import sweep
 from dsv3_jax.plan.target import Target
 from dsv3_jax.viz.canvas import check_picture, save
@@ -29,36 +29,42 @@ from sharding import PRESETS
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+      DoesNotFitError: the deployment does not fit; its report has been printed.
+      ValueError: a setting is refused.
+    """
     if arguments.sweep:
         check_picture("--sweep", arguments.sweep)
     try:
-        found, choice = _plan(arguments)
+        result, choice = _estimate(arguments)
     except DoesNotFitError as error:
         if arguments.json:
             print_json(plan_report.refusal_json(error, arguments.model))
         else:
             print("\n".join(plan_report.refusal(error, arguments.model)))
         raise
-    programs = _compile(found.deployment) if arguments.compile else {}
-    points = sweep(found.deployment) if arguments.sweep else []
+    programs = _compile(result.deployment) if arguments.compile else {}
+    points = sweep(result.deployment) if arguments.sweep else []
     if arguments.sweep:
-        title = plan_report.title(found.deployment, arguments.model)
+        title = plan_report.title(result.deployment, arguments.model)
         save(frontier(points, f"{title}\n{arguments.context:,} tokens each"), arguments.sweep)
     if arguments.json:
-        print_json(plan_report.as_json(found, arguments.model, choice, programs, points))
+        print_json(plan_report.as_json(result, arguments.model, choice, programs, points))
         return
-    lines = plan_report.table(found, arguments.model, choice)
+    lines = plan_report.table(result, arguments.model, choice)
     if programs:
-        lines += ["", *plan_report.compiled_table(found, programs)]
+        lines += ["", *plan_report.compiled_table(result, programs)]
     if points:
         lines += ["", *plan_report.sweep_table(points), "", f"picture: {arguments.sweep}"]
     print("\n".join(lines))
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Plan, Choice | None]:
-    """The plan, and how its layout was chosen where none was given."""
+def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
+    """Returns the estimate, and the choice of settings if no layout was given."""
     config, target = _config(arguments.model), Target.parse(arguments.target)
-    settings = {name: getattr(arguments, name) for name in OPEN if name != "layout_name"}
+    settings = {name: getattr(arguments, name) for name in OPEN_SETTINGS if name != "layout_name"}
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("activations") == "bf16":
         given["activations"] = None
@@ -77,17 +83,17 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, Choice | None]:
         mtp=arguments.mtp,
         **given,
     )
-    shares = Shares()
+    shards = ShardCache()
     choice = None
     if arguments.layout is None:
-        choice = choose(deployment, {"layout_name", *(settings.keys() - given.keys())}, shares)
+        choice = choose(deployment, {"layout_name", *(settings.keys() - given.keys())}, shards)
         deployment = choice.deployment
-    return plan(deployment, shares), choice
+    return estimate(deployment, shards), choice
 
 
-def _compile(deployment: Deployment) -> dict[Phase, Compiled]:
-    """Both programs, one after the other; says on stderr how it goes."""
-    found: dict[Phase, Compiled] = {}
+def _compile(deployment: Deployment) -> dict[Phase, CompiledProgram]:
+    """Compiles both programs, one after the other, and reports progress on stderr."""
+    programs: dict[Phase, CompiledProgram] = {}
     for phase in get_args(Phase):
         print(
             f"dsv3: compiling {phase} for {deployment.target.name}, all"
@@ -95,10 +101,10 @@ def _compile(deployment: Deployment) -> dict[Phase, Compiled]:
             file=sys.stderr,
             flush=True,
         )
-        with Waiting(f"compiling {phase}"):
-            found[phase] = compile_program(deployment, phase)
-        print(f"dsv3: {found[phase].seconds:.0f} s", file=sys.stderr, flush=True)
-    return found
+        with StatusLine(f"compiling {phase}"):
+            programs[phase] = compile_program(deployment, phase)
+        print(f"dsv3: {programs[phase].seconds:.0f} s", file=sys.stderr, flush=True)
+    return programs
 
 
 def _config(name: str) -> ModelConfig:

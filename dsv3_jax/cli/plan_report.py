@@ -1,40 +1,46 @@
-"""What ``dsv3 plan`` prints: tables, and the same as JSON."""
+"""Formats the results of ``dsv3 plan``, as tables and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from dsv3_jax.plan.choice import OPEN, Candidate, Choice
-from dsv3_jax.plan.compiled import Compiled, Phase
+from dsv3_jax.plan.choice import OPEN_SETTINGS, Candidate, Choice
+from dsv3_jax.plan.compiled import CompiledProgram, Phase
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import DoesNotFitError, Plan
-from dsv3_jax.plan.memory import MEANINGS, Memory
+from dsv3_jax.plan.estimate import DoesNotFitError, Estimate
+from dsv3_jax.plan.memory import LABELS, MemoryUse
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.sweep import Point
 from dsv3_jax.words import counted
 
 
 def as_json(
-    found: Plan,
+    estimate: Estimate,
     model: str,
     choice: Choice | None,
-    programs: dict[Phase, Compiled],
+    programs: dict[Phase, CompiledProgram],
     points: list[Point],
 ) -> dict[str, Any]:
-    """Bytes and seconds, and tokens a second."""
+    """Returns the JSON object of a deployment that fits, in bytes, seconds and tokens/s.
+
+    Args:
+      choice: the planner's choice of settings, or None if the layout was given.
+      programs: the compiler's figures, empty without ``--compile``.
+      points: bounds over batch sizes, empty without ``--sweep``.
+    """
     return {
-        **_needs(found.deployment, found.memory, model),
+        **_needs(estimate.deployment, estimate.memory, model),
         "fits": True,
         "chosen": None
         if choice is None
         else {
-            "because": choice.because,
+            "because": choice.reason,
             "layouts": [_candidate(each) for each in choice.layouts],
         },
-        "largest_batch": found.largest_batch,
-        "largest_context": found.largest_context,
-        "bounds": {phase: _bound(each) for phase, each in found.rooflines.items()},
+        "largest_batch": estimate.largest_batch,
+        "largest_context": estimate.largest_context,
+        "bounds": {phase: _bound(each) for phase, each in estimate.rooflines.items()},
         "compiled": {
             phase: dataclasses.asdict(each) | {"peak": each.peak}
             for phase, each in programs.items()
@@ -44,7 +50,10 @@ def as_json(
 
 
 def refusal_json(error: DoesNotFitError, model: str) -> dict[str, Any]:
-    """The same keys up to ``fits``, and what is missing."""
+    """Returns the JSON object of a deployment that does not fit.
+
+    Its keys up to ``fits`` are those of :func:`as_json`.
+    """
     part, nbytes = error.largest_part
     return {
         **_needs(error.deployment, error.memory, model),
@@ -55,39 +64,39 @@ def refusal_json(error: DoesNotFitError, model: str) -> dict[str, Any]:
     }
 
 
-def _needs(plan: Deployment, memory: dict[str, Memory], model: str) -> dict[str, Any]:
+def _needs(deployment: Deployment, memory: dict[str, MemoryUse], model: str) -> dict[str, Any]:
     return {
         "model": model,
-        "target": plan.target.name,
-        "devices": plan.target.devices,
-        "kernels": plan.target.chip.kernels,
-        "layout": plan.layout_name,
+        "target": deployment.target.name,
+        "devices": deployment.target.devices,
+        "kernels": deployment.target.chip.has_kernels,
+        "layout": deployment.layout_name,
         **{
-            name: getattr(plan, name)
+            name: getattr(deployment, name)
             for name in (
                 *("batch", "context", "quantization", "activations", "exchange"),
                 *("float8_dispatch", "mtp", "redundant_experts", "prefill_chunk"),
             )
         },
-        "memory_bytes": plan.target.chip.memory,
-        "peak_bytes": max(each.peak for each in memory.values()),
+        "memory_bytes": deployment.target.chip.memory,
+        "peak_bytes": max(use.peak for use in memory.values()),
         "bytes": {
-            phase: {**dataclasses.asdict(each), "peak": each.peak} for phase, each in memory.items()
+            phase: {**dataclasses.asdict(use), "peak": use.peak} for phase, use in memory.items()
         },
     }
 
 
-def _candidate(each: Candidate) -> dict[str, Any]:
-    plan = each.deployment
-    settings = {name: getattr(plan, name) for name in OPEN if name != "layout_name"}
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    deployment = candidate.deployment
+    settings = {name: getattr(deployment, name) for name in OPEN_SETTINGS if name != "layout_name"}
     return {
-        "layout": plan.layout_name,
+        "layout": deployment.layout_name,
         **settings,
-        "fits": each.fits,
-        "peak_bytes": each.peak,
-        "step_seconds": each.step,
-        "prefill_seconds": each.prefill,
-        "seconds": each.seconds,
+        "fits": candidate.fits,
+        "peak_bytes": candidate.peak,
+        "step_seconds": candidate.step_seconds,
+        "prefill_seconds": candidate.prefill_seconds,
+        "seconds": candidate.seconds,
     }
 
 
@@ -96,110 +105,118 @@ def _bound(roofline: Roofline) -> dict[str, Any]:
     return dataclasses.asdict(roofline) | {name: getattr(roofline, name) for name in names}
 
 
-def table(found: Plan, model: str, choice: Choice | None) -> list[str]:
-    plan = found.deployment
-    lines = [f"{title(plan, model)}: {_rows(plan)}"]
+def table(estimate: Estimate, model: str, choice: Choice | None) -> list[str]:
+    """Returns the lines of the report on a deployment that fits."""
+    deployment = estimate.deployment
+    lines = [f"{title(deployment, model)}: {_sequences(deployment)}"]
     if choice is not None:
-        lines.append(f"layout: {choice.because}")
+        lines.append(f"layout: {choice.reason}")
     lines += [
-        *_note(plan),
+        *_note(deployment),
         "",
-        *_memory(plan, found.memory),
+        *_memory(deployment, estimate.memory),
         "",
-        f"largest batch at this context         {found.largest_batch:>22,}",
-        f"largest context at this batch         {found.largest_context:>22,}",
+        f"largest batch at this context         {estimate.largest_batch:>22,}",
+        f"largest context at this batch         {estimate.largest_context:>22,}",
         "",
-        f"{'ms at the least':36}{'a step':>12}{'a prefill':>12}",
+        f"{'lower bounds in ms':36}{'decode step':>12}{'prefill':>12}",
     ]
-    step, prompts = found.rooflines["decode"], found.rooflines["prefill"]
-    for name, words in (
+    step, prompts = estimate.rooflines["decode"], estimate.rooflines["prefill"]
+    for name, label in (
         ("weights", "reading weights"),
         ("cache", "reading the cache"),
         ("arithmetic", "arithmetic"),
         ("network", "network"),
-        ("seconds", "the longest; memory's two added"),
+        ("seconds", "longest; weights and cache added"),
     ):
         a, b = getattr(step, name), getattr(prompts, name)
-        lines.append(f"  {words:34}{1e3 * a:12.2f}{1e3 * b:12.2f}")
+        lines.append(f"  {label:34}{1e3 * a:12.2f}{1e3 * b:12.2f}")
     lines += [
         f"  {'bound by':34}{step.binding:>12}{prompts.binding:>12}",
-        f"  {'tokens/s at most, all devices':34}"
+        f"  {'tokens/s of all devices, at most':34}"
         f"{step.tokens_per_s:12,.0f}{prompts.tokens_per_s:12,.0f}",
-        f"  {'tokens/s at most, a device':34}"
+        f"  {'tokens/s per device, at most':34}"
         f"{step.tokens_per_s_per_device:12,.0f}{prompts.tokens_per_s_per_device:12,.0f}",
     ]
     return lines
 
 
 def refusal(error: DoesNotFitError, model: str) -> list[str]:
-    """The memory of what comes closest to fitting, what is missing and what would help."""
-    plan = error.deployment
+    """Returns the lines of the report on a deployment that does not fit."""
+    deployment = error.deployment
     part, nbytes = error.largest_part
+    verb = "does" if deployment.batch == 1 else "do"
     return [
-        f"{title(plan, model)}: {_rows(plan)} {'does' if plan.batch == 1 else 'do'} not fit",
-        *_note(plan),
+        f"{title(deployment, model)}: {_sequences(deployment)} {verb} not fit",
+        *_note(deployment),
         "",
-        *_memory(plan, error.memory),
+        *_memory(deployment, error.memory),
         "",
-        f"too much: {error.missing / 1e9:.2f} GB a device; the largest part is {part},"
+        f"too much: {error.missing / 1e9:.2f} GB per device; the largest part is {part},"
         f" {nbytes / 1e9:.2f} GB",
-        "what fits, added to the command:" if error.remedies else "nothing near fits",
+        "any of these, added to the command, fits:"
+        if error.remedies
+        else "no change of settings that the planner tries fits",
         *(f"  {each}" for each in error.remedies),
     ]
 
 
-def _memory(plan: Deployment, memory: dict[str, Memory]) -> list[str]:
-    lines = [f"{'GB a device':36}" + "".join(f"{phase:>12}" for phase in memory)]
+def _memory(deployment: Deployment, memory: dict[str, MemoryUse]) -> list[str]:
+    lines = [f"{'GB per device':36}" + "".join(f"{phase:>12}" for phase in memory)]
 
-    def line(words: str, values: list[int]) -> str:
-        return f"  {words:34}" + "".join(f"{value / 1e9:12.2f}" for value in values)
+    def line(label: str, values: list[int]) -> str:
+        return f"  {label:34}" + "".join(f"{value / 1e9:12.2f}" for value in values)
 
-    for name, words in MEANINGS.items():
-        values = [getattr(each, name) for each in memory.values()]
+    for name, label in LABELS.items():
+        values = [getattr(use, name) for use in memory.values()]
         if any(values):
-            lines.append(line(words, values))
+            lines.append(line(label, values))
     return [
         *lines,
-        line("peak", [each.peak for each in memory.values()]),
-        line("of", [plan.target.chip.memory] * len(memory)),
+        line("peak", [use.peak for use in memory.values()]),
+        line("available", [deployment.target.chip.memory] * len(memory)),
     ]
 
 
-def _note(plan: Deployment) -> list[str]:
-    """What limits the figures for chips that this project has no kernels for."""
-    if plan.target.chip.kernels:
+def _note(deployment: Deployment) -> list[str]:
+    """Returns the limits of the figures for chips that this project has no kernels for."""
+    if deployment.target.chip.has_kernels:
         return []
     return [
-        f"note: this project has no kernels for {plan.target.kind}; XLA alone runs there. Its"
-        " workspace is an estimate, and no program comes near these bounds"
+        f"note: this project has no kernels for {deployment.target.kind} and uses plain XLA there."
+        " The workspace is an estimate, and no program comes near these bounds"
     ]
 
 
-def title(plan: Deployment, model: str) -> str:
-    devices = counted(plan.target.devices, "device")
-    return f"{model} in {plan.quantization} on {plan.target.name}, {devices}, {plan.layout_name}"
+def title(deployment: Deployment, model: str) -> str:
+    """Returns the model, its precision, the devices and the layout, in one line."""
+    target, layout = deployment.target, deployment.layout_name
+    devices = counted(target.devices, "device")
+    return f"{model} in {deployment.quantization} on {target.name}, {devices}, {layout}"
 
 
-def _rows(plan: Deployment) -> str:
-    return f"{counted(plan.batch, 'row')} of {counted(plan.context, 'token')}"
+def _sequences(deployment: Deployment) -> str:
+    sequences = counted(deployment.batch, "sequence")
+    return f"{sequences} of {counted(deployment.context, 'token')}"
 
 
-def compiled_table(found: Plan, programs: dict[Phase, Compiled]) -> list[str]:
+def compiled_table(estimate: Estimate, programs: dict[Phase, CompiledProgram]) -> list[str]:
+    """Returns the lines of the compiler's figures, and the ratio of the estimate to them."""
     compiled = list(programs.values())
 
-    def line(words: str, cells: list[str]) -> str:
-        return f"  {words:34}" + "".join(f"{cell:>12}" for cell in cells)
+    def line(label: str, cells: list[str]) -> str:
+        return f"  {label:34}" + "".join(f"{cell:>12}" for cell in cells)
 
     def gb(nbytes: int) -> str:
         return f"{nbytes / 1e9:.2f}"
 
-    ratios = [found.memory[phase].peak / each.peak for phase, each in programs.items()]
+    ratios = [estimate.memory[phase].peak / each.peak for phase, each in programs.items()]
     return [
-        f"{'GB a device, says the compiler':36}" + "".join(f"{phase:>12}" for phase in programs),
+        f"{'GB per device, by the compiler':36}" + "".join(f"{phase:>12}" for phase in programs),
         line("weights, cache, counters", [gb(each.arguments) for each in compiled]),
         line("everything else", [gb(each.workspace) for each in compiled]),
         line("peak", [gb(each.peak) for each in compiled]),
-        line("the formula's peak beside it", [f"{ratio:.1%}" for ratio in ratios]),
+        line("estimated peak / compiler's peak", [f"{ratio:.1%}" for ratio in ratios]),
         *(
             line(f"{name} kernels", [str(each.kernels.get(name, 0)) for each in compiled])
             for name in sorted({name for each in compiled for name in each.kernels})
@@ -208,7 +225,10 @@ def compiled_table(found: Plan, programs: dict[Phase, Compiled]) -> list[str]:
 
 
 def sweep_table(points: list[Point]) -> list[str]:
-    lines = [f"{'rows':>8}{'MTP':>6}{'tokens/s a user':>18}{'tokens/s a device':>20}  bound by"]
+    """Returns the lines of the table of ``--sweep``."""
+    lines = [
+        f"{'batch':>8}{'MTP':>6}{'tokens/s per user':>18}{'tokens/s per device':>20}  bound by"
+    ]
     for point in points:
         lines.append(
             f"{point.batch:8,}{'yes' if point.mtp else 'no':>6}{point.tokens_per_s_per_user:18,.1f}"

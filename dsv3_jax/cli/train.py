@@ -19,8 +19,8 @@ from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.progress import Progress
 from dsv3_jax.cli.stop_request import StopRequest
+from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.model import DeepSeekV3, abstract, parameter_count, random_model
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_length(corpus.train, settings.length)
     first, alone = jax.process_index() == 0, jax.process_count() == 1
     counts: dict[str, int] = {}
-    with Progress(config.steps, shown=first) as progress, StopRequest(alone) as request:
-        say = progress.say if first else _nothing
+    with TrainingProgress(config.steps, is_shown=first) as progress, StopRequest(alone) as request:
+        say = progress.print if first else _nothing
 
         # Called by the run, so that nothing here keeps the initial weights in memory.
         def make() -> DeepSeekV3:
@@ -96,12 +96,12 @@ def run(arguments: argparse.Namespace) -> None:
                 config,
                 _less(settings, time.perf_counter() - began),
                 resume=arguments.resume,
-                report=progress.row if first else _nothing,
-                stop=request.made if alone else None,
+                report=progress.show if first else _nothing,
+                stop=request.is_made if alone else None,
                 beside={"plan": plan | {"settings": dataclasses.asdict(settings)}},
                 tokenizer=tokenizer,
             )
-            if request.made() and not trained.finished:
+            if request.is_made() and not trained.finished:
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             if first:

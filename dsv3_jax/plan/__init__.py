@@ -1,1 +1,6 @@
-"""Which devices a model fits, and how fast they could serve it, before any of them is had."""
+"""Planner: memory use and lower bounds on time for a deployment, without its devices.
+
+:mod:`~dsv3_jax.plan.deployment` describes what is asked, :mod:`~dsv3_jax.plan.estimate` answers it.
+Units are bytes, seconds, FLOP (a multiply-add counts as two) and bytes/s, unless a name or
+docstring gives another. GB are 10^9 bytes.
+"""

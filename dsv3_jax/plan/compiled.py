@@ -1,4 +1,5 @@
-"""The generator's own programs compiled for devices that are not here, and what they take there."""
+"""Compiles the generator's own programs for a target, without its devices, and reads their memory
+use from the compiler."""
 
 from __future__ import annotations
 
@@ -19,39 +20,44 @@ from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.topology import topology
-from dsv3_jax.plan.weights import Shapes
+from dsv3_jax.plan.weights import ModelShapes
 from sharding import Layout, make_layout
 
 Phase = Literal["decode", "prefill"]
 
 _KERNEL = re.compile(r'%([\w-]+?)(?:\.\d+)? = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
-_UNNAMED = "mpmd_map"  # what Mosaic GPU's calls are called, all of them
+_UNNAMED = "mpmd_map"  # the name of every Mosaic GPU call
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program, in bytes of one device."""
+class CompiledProgram:
+    """The compiler's figures for one program on one device."""
 
     arguments: int
-    """Weights and state, read or not, as the compiler lays them out."""
+    """Bytes of weights and state as the compiler lays them out, whether the program reads them or
+    not."""
     workspace: int
-    """Temporary arrays, and results that do not overwrite the state."""
+    """Bytes of temporary arrays, and of results that do not overwrite the state."""
     kernels: dict[str, int]
-    """Calls of Pallas kernels in the program, by name; ``mosaic_gpu`` are those of GPUs."""
+    """Number of calls of each Pallas kernel in the program. All Mosaic GPU kernels count as
+    ``mosaic_gpu``."""
     seconds: float
-    """To lower and compile."""
+    """Time to lower and compile."""
 
     @property
     def peak(self) -> int:
+        """Memory use, in bytes."""
         return self.arguments + self.workspace
 
 
-def compile_program(deployment: Deployment, phase: Phase) -> Compiled:
-    """A decode step, or a prefill chunk of all rows, with every layer of the model.
+def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
+    """Compiles the program of a decode step, or of a prefill chunk of all sequences.
+
+    It has every layer of the model.
 
     Raises:
-      ValueError: the compiler for the target is not installed; or the program does not fit, in the
-        compiler's words.
+      ValueError: the compiler for the target is not installed, or it reports that the program does
+        not fit.
     """
     layout = make_layout(
         deployment.layout_name,
@@ -59,28 +65,28 @@ def compile_program(deployment: Deployment, phase: Phase) -> Compiled:
         exchange=deployment.exchange,
         float8_dispatch=deployment.float8_dispatch,
     )
-    # XLA's own parts are traced for the devices of the mesh too.
+    # The parts outside of shard_map must be traced for the devices of the mesh too.
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-        return _compiled(deployment, layout, phase)
+        return _compile_for(layout, deployment, phase)
 
 
-def _compiled(deployment: Deployment, layout: Layout, phase: Phase) -> Compiled:
+def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> CompiledProgram:
     began = time.perf_counter()
     programs = _programs(deployment, layout)
     program = getattr(programs, phase)
-    held, structure = programs.state_shapes(
-        deployment.batch, depth=deployment.depth, mtp=deployment.mtp
+    state, structure = programs.state_shapes(
+        deployment.batch, depth=deployment.draft_depth, mtp=deployment.mtp
     )
     drafter = MTPDrafter() if deployment.mtp else None
     arguments, static = (np.int32(1),), (drafter,)
     if phase == "decode":
         arguments = Sampling.greedy(deployment.batch), np.int32(1)
-        static = (drafter, deployment.depth)
-    lowered = program.lower(held, structure, *arguments, static=static, keep_unused=True)
+        static = (drafter, deployment.draft_depth)
+    lowered = program.lower(state, structure, *arguments, static=static, keep_unused=True)
     executable = _compile(lowered, program, deployment)
     memory: Any = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Compiled(
+    return CompiledProgram(
         arguments=memory.argument_size_in_bytes,
         workspace=memory.temp_size_in_bytes + results,
         kernels=_kernels(executable.as_text() or ""),
@@ -89,8 +95,8 @@ def _compiled(deployment: Deployment, layout: Layout, phase: Phase) -> Compiled:
 
 
 def _programs(deployment: Deployment, layout: Layout) -> Programs:
-    """Of shapes that lie where the arrays would."""
-    model = Shapes.of(
+    """Returns the generator's programs for a model of shapes with the layout's shardings."""
+    model = ModelShapes.of(
         deployment.config,
         deployment.quantization,
         mtp=deployment.mtp,
@@ -99,13 +105,16 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
     if deployment.activations:
         model.use_float8_activations()
     model.lay_out(layout)
-    lies = shardings(model, layout)
+    sharding_of = shardings(model, layout)
     graph, state = nnx.split(model)
-    placed = [
-        (path, leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies[path])))
+    leaves = [
+        (
+            path,
+            leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of[path])),
+        )
         for path, leaf in nnx.to_flat_state(state)
     ]
-    model = nnx.merge(graph, nnx.from_flat_state(placed))
+    model = nnx.merge(graph, nnx.from_flat_state(leaves))
     max_len = -(-(deployment.context + 1) // PAGE_SIZE) * PAGE_SIZE
     return Programs.of(
         model,
@@ -118,7 +127,7 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
 def _compile(
     lowered: jax.stages.Lowered, program: Program, deployment: Deployment
 ) -> jax.stages.Compiled:
-    # Not kept: no program comes back out of the compilation cache without its device.
+    # Without the compilation cache, which cannot load a program whose device is missing.
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, False)
@@ -127,15 +136,17 @@ def _compile(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ValueError(
-            f"{deployment.target.name}: does not fit, says the compiler: {said}"
+            f"{deployment.target.name}: the compiler reports that the program does not fit:"
+            f" {first_line}"
         ) from None
     finally:
         jax.config.update(name, before)
 
 
 def _kernels(program: str) -> dict[str, int]:
+    """Counts the calls of Pallas kernels in a program's HLO text, by name."""
     names = _KERNEL.findall(program)
-    found = Counter("mosaic_gpu" if name == _UNNAMED else name for name in names)
-    return dict(sorted(found.items()))
+    counts = Counter("mosaic_gpu" if name == _UNNAMED else name for name in names)
+    return dict(sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""What is to run where: everything a plan depends on."""
+"""The question that the planner answers: a model, its devices, their layout and the requests."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from sharding import PRESETS, Exchange, Layout, abstract_layout
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model, devices, how it lies on them, and the requests that they serve together.
+    """A model on devices, with every setting that the planner's results depend on.
 
     Raises:
-      ValueError: a setting that there is not, or that does not go with another.
+      ValueError: a setting is unknown, out of range, or does not go with another.
     """
 
     config: ModelConfig
     target: Target
     layout_name: str
+    """Name of a serving layout in ``sharding.PRESETS``."""
     batch: int
-    """Rows of all devices."""
+    """Number of sequences on all devices together."""
     context: int
-    """Tokens of a row in the cache."""
+    """Cached tokens of each sequence."""
     quantization: str = "bf16"
+    """Form of the weights, a key of ``QUANTIZATIONS``."""
     activations: str | None = None
-    """``float8``: as ``dsv3_jax.load`` takes it."""
+    """``"float8"`` if activations are rounded to float8, as in :func:`dsv3_jax.load`; else None."""
     exchange: Exchange = "all_gather"
     float8_dispatch: bool = False
+    """Whether tokens travel to experts on other devices in float8."""
     mtp: bool = False
-    """The MTP layer drafts a token a step."""
+    """Whether the MTP layer drafts one token per step."""
     redundant_experts: int = 0
+    """Number of expert replicas per layer, in addition to one of each expert."""
     prefill_chunk: int = 512
-    """Prompt tokens a row that go through the model at a time."""
+    """Prompt tokens of each sequence that one pass of prefill processes."""
 
     def __post_init__(self) -> None:
         check_choice("quantization", self.quantization, tuple(QUANTIZATIONS))
@@ -43,7 +47,8 @@ class Deployment:
             )
         if self.activations is not None and self.quantization != "fp8":
             raise ValueError(
-                f"activations: expected them with quantization fp8, got {self.quantization}"
+                f"activations: expected quantization fp8 with {self.activations} activations, got"
+                f" {self.quantization}"
             )
         for name, least in (
             *(("batch", 1), ("context", 1), ("prefill_chunk", 1)),
@@ -53,15 +58,15 @@ class Deployment:
                 raise ValueError(f"{name}: expected {least} or more, got {value}")
         if self.context >= self.config.max_position_embeddings:
             raise ValueError(
-                f"context: expected fewer tokens than the {self.config.max_position_embeddings}"
-                f" that the model reaches, got {self.context}"
+                f"context: expected fewer than the model's {self.config.max_position_embeddings}"
+                f" positions, got {self.context}"
             )
         if self.mtp and not self.config.num_nextn_predict_layers:
             raise ValueError("mtp: expected a model with an MTP layer, got one without")
 
     @property
     def layout(self) -> Layout:
-        """Raises ValueError, as :func:`sharding.abstract_layout`."""
+        """The layout on abstract devices. Raises ValueError as :func:`sharding.abstract_layout`."""
         return abstract_layout(
             self.layout_name,
             self.target.devices,
@@ -70,6 +75,6 @@ class Deployment:
         )
 
     @property
-    def depth(self) -> int:
-        """Drafts a step."""
+    def draft_depth(self) -> int:
+        """Drafts per sequence and step: 1 with MTP, else 0."""
         return int(self.mtp)

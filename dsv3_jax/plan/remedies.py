@@ -1,4 +1,4 @@
-"""Changes of settings that make a deployment fit: as few at a time as do."""
+"""Changes of settings that make a deployment fit, as few at a time as possible."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 from dsv3_jax.config import QUANTIZATIONS
 from dsv3_jax.plan import capacity
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.settings import SMALLEST_CHUNK, exchanges, layouts, rounds_activations
-from dsv3_jax.plan.shares import Shares
+from dsv3_jax.plan.search_space import (
+    SMALLEST_CHUNK,
+    can_use_float8_activations,
+    exchanges,
+    layouts,
+)
+from dsv3_jax.plan.shard_cache import ShardCache
 
-_ENOUGH = 3  # proposals, with which pairs of changes are not looked for
+_ENOUGH = 3  # with this many proposals of single changes, pairs of changes are not tried
 
-# What can be changed, in the order in which proposals stand.
+# Settings that can change, in the order in which they appear in a proposal.
 _BATCH, _CHUNK, _TARGET = "batch", "prefill_chunk", "target"
 _CHANGES = (
     *(_BATCH, _CHUNK, "exchange", "float8_dispatch", "layout_name"),
@@ -23,104 +28,117 @@ _CHANGES = (
 )
 
 
-def remedies(deployment: Deployment, shares: Shares) -> Iterator[str]:
-    """Yields flags that make it fit when they are added to its command, of each setting the value
-    that gives up least: the larger batch or chunk, the wider weights, the fewer devices.
+def remedies(deployment: Deployment, shards: ShardCache) -> Iterator[str]:
+    """Yields strings of flags. Adding any one of them to the command makes the deployment fit.
 
-    Single changes come first; then pairs, if those are fewer than three; then three together, if
-    there is nothing yet. No proposal contains another, unless it leaves twice the batch. More
-    devices are combined with other changes only where nothing else fits.
+    Each changed setting has the value that gives up least: the largest batch or chunk, the widest
+    weights, the fewest devices.
+
+    Single changes come first. Pairs follow if there are fewer than three single ones, and
+    combinations of three if there is nothing yet. No proposal contains another one, unless it
+    allows twice the batch. More devices are combined with other changes only where nothing else
+    fits.
     """
-    found: list[set[str]] = []
-    batch = 0  # the largest of a proposal that reduces it
-    for together, enough in ((1, len(_CHANGES)), (2, _ENOUGH), (3, 1)):
-        if len(found) >= enough:
+    proposed: list[set[str]] = []
+    batch = 0  # the largest batch of a proposal that reduces it
+    for size, enough in ((1, len(_CHANGES)), (2, _ENOUGH), (3, 1)):
+        if len(proposed) >= enough:
             return
-        for names in map(set, itertools.combinations(_CHANGES, together)):
-            if any(each <= names and each != {_BATCH} for each in found):
+        for names in map(set, itertools.combinations(_CHANGES, size)):
+            if any(each <= names and each != {_BATCH} for each in proposed):
                 continue
-            if together > 1 and _TARGET in names and found:
+            if size > 1 and _TARGET in names and proposed:
                 continue
-            if (better := _with(deployment, names, shares)) is None:
+            if (fitting := _changed(deployment, names, shards)) is None:
                 continue
             if _BATCH in names:
-                if better.batch < 2 * batch:
+                if fitting.batch < 2 * batch:
                     continue
-                batch = better.batch
-            found.append(names)
-            yield _flags(deployment, better)
+                batch = fitting.batch
+            proposed.append(names)
+            yield _flags(deployment, fitting)
 
 
-def _with(plan: Deployment, names: Set[str], shares: Shares) -> Deployment | None:
-    """The plan with all of these settings changed, so that it fits; None if no values do."""
+def _changed(deployment: Deployment, names: Set[str], shards: ShardCache) -> Deployment | None:
+    """Returns the deployment with all of the named settings changed so that it fits.
+
+    None if no values of these settings make it fit.
+    """
     chosen = [name for name in _CHANGES if name in names and name not in (_BATCH, _CHUNK)]
-    for values in itertools.product(*(_alternatives(plan, name) for name in chosen)):
+    for alternatives in itertools.product(*(_alternatives(deployment, name) for name in chosen)):
         merged: dict[str, Any] = {}
-        for each in values:
-            merged |= each
+        for alternative in alternatives:
+            merged |= alternative
         try:
-            changed = dataclasses.replace(plan, **merged)
-            if (found := _smaller(changed, names, shares)) is not None:
-                return found
+            candidate = dataclasses.replace(deployment, **merged)
+            if (fitting := _reduced(candidate, names, shards)) is not None:
+                return fitting
         except ValueError:
-            continue  # no such layout there, or a batch that does not divide over it
+            continue  # the layout does not exist there, or the batch does not divide over it
     return None
 
 
-def _alternatives(plan: Deployment, name: str) -> Iterator[dict[str, Any]]:
-    """Other values of one setting, the preferred first."""
+def _alternatives(deployment: Deployment, name: str) -> Iterator[dict[str, Any]]:
+    """Yields the other values of one setting, preferred ones first."""
     if name == "activations":
-        if plan.activations is None and rounds_activations(plan):
+        if deployment.activations is None and can_use_float8_activations(deployment):
             yield {name: "float8"}
     elif name == "exchange":
-        yield from ({name: each} for each in exchanges(plan.target) if each != plan.exchange)
+        usable = exchanges(deployment.target)
+        yield from ({name: each} for each in usable if each != deployment.exchange)
     elif name == "float8_dispatch":
-        if not plan.float8_dispatch:
+        if not deployment.float8_dispatch:
             yield {name: True}
     elif name == "layout_name":
-        yield from ({name: each} for each in layouts(plan.target) if each != plan.layout_name)
+        usable = layouts(deployment.target)
+        yield from ({name: each} for each in usable if each != deployment.layout_name)
     elif name == "quantization":
         known = list(QUANTIZATIONS)
-        for each in known[known.index(plan.quantization) + 1 :]:
+        for each in known[known.index(deployment.quantization) + 1 :]:
             smaller = {"quantization": each, "activations": None}
             yield smaller
-            if rounds_activations(dataclasses.replace(plan, **smaller)):
+            if can_use_float8_activations(dataclasses.replace(deployment, **smaller)):
                 yield smaller | {"activations": "float8"}
     elif name == _TARGET:
-        target = plan.target.doubled()
+        target = deployment.target.doubled()
         while target is not None:
             yield {name: target}
             target = target.doubled()
 
 
-def _smaller(plan: Deployment, names: Set[str], shares: Shares) -> Deployment | None:
-    """The plan with the largest batch or chunk that fit, where these may change."""
+def _reduced(deployment: Deployment, names: Set[str], shards: ShardCache) -> Deployment | None:
+    """Returns the deployment with the largest batch or chunk that fits, if these may change.
+
+    None if it does not fit.
+    """
     if _BATCH in names:
-        # A batch that is reduced need not be a multiple of what was asked for.
-        parts = plan.layout.batch_multiple
-        plan = dataclasses.replace(plan, batch=max(parts, plan.batch // parts * parts))
+        # The reduced batch need not be a multiple of the one that was asked for.
+        multiple = deployment.layout.batch_multiple
+        batch = max(multiple, deployment.batch // multiple * multiple)
+        deployment = dataclasses.replace(deployment, batch=batch)
         if _CHUNK in names:
-            plan = dataclasses.replace(plan, prefill_chunk=min(plan.prefill_chunk, SMALLEST_CHUNK))
-        rows = capacity.largest_batch(shares.of(plan), plan, plan.batch)
-        return dataclasses.replace(plan, batch=rows) if rows else None
-    share = shares.of(plan)
+            chunk = min(deployment.prefill_chunk, SMALLEST_CHUNK)
+            deployment = dataclasses.replace(deployment, prefill_chunk=chunk)
+        batch = capacity.largest_batch(shards.of(deployment), deployment, deployment.batch)
+        return dataclasses.replace(deployment, batch=batch) if batch else None
+    shard = shards.of(deployment)
     if _CHUNK in names:
-        chunk = capacity.largest_chunk(share, plan, SMALLEST_CHUNK)
-        return dataclasses.replace(plan, prefill_chunk=chunk) if chunk else None
-    return plan if capacity.fits(share, plan) else None
+        chunk = capacity.largest_chunk(shard, deployment, SMALLEST_CHUNK)
+        return dataclasses.replace(deployment, prefill_chunk=chunk) if chunk else None
+    return deployment if capacity.fits(shard, deployment) else None
 
 
 def _flags(before: Deployment, after: Deployment) -> str:
-    """What to add to a command that asks for ``before``."""
-    said = []
+    """Returns the flags to add to a command for ``before``, so that it asks for ``after``."""
+    flags = []
     for name in _CHANGES:
         if (value := getattr(after, name)) == getattr(before, name):
             continue
         flag = "--" + name.removesuffix("_name").replace("_", "-")
         if value is None:
-            said.append(f"without {flag}")
+            flags.append(f"without {flag}")
         elif value is True:
-            said.append(flag)
+            flags.append(flag)
         else:
-            said.append(f"{flag} {value.name if name == _TARGET else value}")
-    return " ".join(said)
+            flags.append(f"{flag} {value.name if name == _TARGET else value}")
+    return " ".join(flags)

@@ -1,8 +1,15 @@
-"""The least time of a decode step and of a prefill: each resource at its peak, all at once.
+"""Lower bounds on the time of a decode step and of a prefill, in seconds.
 
-Reading weights and reading the cache share the memory and are added; memory, arithmetic and network
-may overlap entirely, so that the longest of them is the bound. Experts are chosen alike, and every
-device has as much to do: no program takes less, most take more.
+The roofline model: each resource of a device works at its peak rate, and the resources overlap
+perfectly. The bound is the largest of three times:
+
+- memory: bytes of weights and of cache that are read, divided by memory bandwidth;
+- arithmetic: FLOP of matmuls, divided by peak FLOP/s;
+- network: bytes sent, divided by link bandwidth.
+
+It assumes that all experts are equally likely and that every device has the same work. No program
+takes less time, and most take more: launches, latency of collectives and imperfect overlap are not
+counted.
 """
 
 from __future__ import annotations
@@ -14,29 +21,37 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.accounting import cache_bytes_per_token, flops_per_token
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.network import sent
-from dsv3_jax.plan.weights import Share
+from dsv3_jax.plan.network import traffic
+from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.mla_decode.api import page_width
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds that each resource of a device needs, and tokens of all devices meanwhile."""
+    """Seconds that each resource of a device needs at its peak rate, and the tokens processed."""
 
     weights: float
+    """Seconds to read the weights from memory."""
     cache: float
+    """Seconds to read the cache from memory."""
     arithmetic: float
+    """Seconds of matmuls."""
     network: float
+    """Seconds to send to other devices."""
     tokens: int
+    """Tokens that all devices together process in this time."""
     devices: int
+    """Number of devices."""
 
     @property
     def seconds(self) -> float:
+        """Lower bound on the time: the largest of memory, arithmetic and network."""
         return max(self.weights + self.cache, self.arithmetic, self.network)
 
     @property
     def binding(self) -> str:
-        """What takes ``seconds``; of the memory's two, the larger."""
+        """The resource that determines ``seconds``: ``"weights"`` or ``"cache"``, whichever takes
+        more of the memory's time, ``"arithmetic"`` or ``"network"``."""
         times = {
             "memory": self.weights + self.cache,
             "arithmetic": self.arithmetic,
@@ -49,113 +64,138 @@ class Roofline:
 
     @property
     def tokens_per_s(self) -> float:
+        """Upper bound on the tokens/s of all devices."""
         return self.tokens / self.seconds
 
     @property
     def tokens_per_s_per_device(self) -> float:
+        """Upper bound on the tokens/s of one device."""
         return self.tokens_per_s / self.devices
 
 
-def decode(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) -> Roofline:
-    """Of a step of all rows behind ``plan.context`` tokens each. With ``mtp`` it checks a draft a
-    row, all of which hold.
+def decode(
+    shard: ModelShard, deployment: Deployment, *, result_dtype: DTypeLike = jnp.float32
+) -> Roofline:
+    """Returns the bound of one decode step of all sequences, each with ``context`` cached tokens.
+
+    With ``mtp`` the step also verifies one draft per sequence, and every draft is accepted.
 
     Args:
-      sums: see :func:`dsv3_jax.plan.network.sent`.
+      result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
     """
-    c = share.shapes.config
-    own = share.own_rows(plan.batch)
-    each = 1 + plan.depth
-    places, together = own * each, share.rows_together(plan.batch) * each
-    # Devices that share a sequence's cached tokens run the same queries, each over its part.
-    shared = share.layout.num_shards("cached_tokens")
-    attention = flops_per_token(c, plan.context, "decode").attention / shared
+    c = shard.shapes.config
+    local_batch = shard.local_batch(deployment.batch)
+    queries = 1 + deployment.draft_depth  # per sequence
+    local_tokens = local_batch * queries
+    tokens = shard.expert_group_batch(deployment.batch) * queries
+    # Devices that share a sequence's cached tokens run the same queries, each over its own part.
+    sharers = shard.layout.num_shards("cached_tokens")
+    attention = flops_per_token(c, deployment.context, "decode").attention / sharers
     return _roofline(
-        share,
-        plan,
+        shard,
+        deployment,
         passes=1,
-        weights=share.read_bytes(together, places, decoding=True),
-        cache=own * plan.context / shared * _token_bytes(plan),
-        operations=share.operations(
-            together, places, decoding=True, float8=plan.activations is not None
+        weight_bytes=shard.read_bytes(tokens, local_tokens, decoding=True),
+        cache_bytes=local_batch * deployment.context / sharers * _token_bytes(deployment),
+        matmul_flop=shard.matmul_flop(
+            tokens, local_tokens, decoding=True, float8=deployment.activations is not None
         ),
-        attention=places * attention,
-        own_tokens=places,
-        tokens=plan.batch * each,
-        sums=sums,
+        attention_flop=local_tokens * attention,
+        local_tokens=local_tokens,
+        all_tokens=deployment.batch * queries,
+        result_dtype=result_dtype,
     )
 
 
-def prefill(share: Share, plan: Deployment, *, sums: DTypeLike = jnp.float32) -> Roofline:
-    """Of whole prompts of ``plan.context`` tokens, ``plan.prefill_chunk`` of each row at a time.
+def prefill(
+    shard: ModelShard, deployment: Deployment, *, result_dtype: DTypeLike = jnp.float32
+) -> Roofline:
+    """Returns the bound of the prefill of whole prompts of ``context`` tokens, in chunks.
 
-    A chunk expands the keys and values of what was cached before it, which costs kv_b_proj once
-    more for each of these tokens.
+    Each chunk expands the keys and values of all tokens cached before it. That applies kv_b_proj
+    once more to each of these tokens.
+
+    Args:
+      result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
     """
-    c = share.shapes.config
-    own = share.own_rows(plan.batch)
-    chunk = min(plan.prefill_chunk, plan.context)
-    passes = -(-plan.context // chunk)
-    own_tokens = own * plan.context
-    together = share.rows_together(plan.batch) * plan.context
-    again = own * chunk * passes * (passes - 1) // 2
-    wide, narrow = share.operations(
-        together, own_tokens, decoding=False, float8=plan.activations is not None
+    c = shard.shapes.config
+    local_batch = shard.local_batch(deployment.batch)
+    chunk = min(deployment.prefill_chunk, deployment.context)
+    passes = -(-deployment.context // chunk)
+    local_tokens = local_batch * deployment.context
+    tokens = shard.expert_group_batch(deployment.batch) * deployment.context
+    bfloat16_flop, float8_flop = shard.matmul_flop(
+        tokens, local_tokens, decoding=False, float8=deployment.activations is not None
     )
-    expanded = sum(p.elements for p in share.parts if p.is_matrix and "kv_b_proj" in p.path)
-    attention = flops_per_token(c, plan.context, "prefill").attention
-    # Devices that share a sequence's cached tokens divide the chunks before; each attends to the
-    # new one, 1 / passes of all, itself.
-    shared = share.layout.num_shards("cached_tokens")
-    attention *= 1 / passes + (1 - 1 / passes) / shared
-    again /= shared
-    per_pass = share.read_bytes(-(-together // passes), -(-own_tokens // passes), decoding=False)
+    kv_b_proj = sum(p.elements for p in shard.parameters if p.is_matrix and "kv_b_proj" in p.path)
+    attention = flops_per_token(c, deployment.context, "prefill").attention
+    # Devices that share a sequence's cached tokens divide the earlier chunks among them. Each of
+    # them attends to the whole new chunk, which is 1 / passes of the context.
+    sharers = shard.layout.num_shards("cached_tokens")
+    attention *= 1 / passes + (1 - 1 / passes) / sharers
+    expanded_again = local_batch * chunk * passes * (passes - 1) // 2
+    expanded_again /= sharers
+    bytes_per_pass = shard.read_bytes(
+        -(-tokens // passes), -(-local_tokens // passes), decoding=False
+    )
     return _roofline(
-        share,
-        plan,
+        shard,
+        deployment,
         passes=passes,
-        weights=per_pass,
-        cache=(own_tokens + again) * _token_bytes(plan),
-        operations=(wide, narrow + 2 * expanded * again),
-        attention=own_tokens * attention,
-        own_tokens=own_tokens,
-        tokens=plan.batch * plan.context,
-        sums=sums,
+        weight_bytes=bytes_per_pass,
+        cache_bytes=(local_tokens + expanded_again) * _token_bytes(deployment),
+        matmul_flop=(bfloat16_flop, float8_flop + 2 * kv_b_proj * expanded_again),
+        attention_flop=local_tokens * attention,
+        local_tokens=local_tokens,
+        all_tokens=deployment.batch * deployment.context,
+        result_dtype=result_dtype,
     )
 
 
-def _token_bytes(plan: Deployment) -> float:
-    """Of the cache, as wide as the kernels of the target read it."""
-    width = plan.config.latent_dim
-    read = page_width(width, plan.target.platform) / width
-    return read * cache_bytes_per_token(plan.config, mtp=plan.mtp)
+def _token_bytes(deployment: Deployment) -> float:
+    """Returns the bytes of a cached token in all layers, padded as the target's kernels read it."""
+    width = deployment.config.latent_dim
+    padding = page_width(width, deployment.target.platform) / width
+    return padding * cache_bytes_per_token(deployment.config, mtp=deployment.mtp)
 
 
 def _roofline(
-    share: Share,
-    plan: Deployment,
+    shard: ModelShard,
+    deployment: Deployment,
     *,
     passes: int,
-    weights: float,
-    cache: float,
-    operations: tuple[float, float],
-    attention: float,
-    own_tokens: int,
-    tokens: int,
-    sums: DTypeLike,
+    weight_bytes: float,
+    cache_bytes: float,
+    matmul_flop: tuple[float, float],
+    attention_flop: float,
+    local_tokens: int,
+    all_tokens: int,
+    result_dtype: DTypeLike,
 ) -> Roofline:
-    chip = plan.target.chip
-    wide, narrow = operations
-    wide += attention / share.layout.num_shards("heads")
-    going = sent(share, plan, own_tokens, sums)
+    """Divides amounts by the chip's rates.
+
+    Args:
+      passes: passes over all weights.
+      weight_bytes: bytes of weights that one pass reads.
+      cache_bytes: bytes of cache that all passes read.
+      matmul_flop: bfloat16 and float8 FLOP of matmuls with weights, in all passes.
+      attention_flop: FLOP of attention with all heads, in all passes.
+      local_tokens: tokens on this device, in all passes.
+      all_tokens: tokens on all devices, in all passes.
+    """
+    chip = deployment.target.chip
+    bfloat16_flop, float8_flop = matmul_flop
+    bfloat16_flop += attention_flop / shard.layout.num_shards("heads")
+    sent = traffic(shard, deployment, local_tokens, result_dtype)
     return Roofline(
-        weights=passes * weights / chip.bandwidth,
-        cache=cache / chip.bandwidth,
-        arithmetic=wide / chip.bf16 + narrow / (chip.fp8 or chip.bf16),
+        weights=passes * weight_bytes / chip.memory_bandwidth,
+        cache=cache_bytes / chip.memory_bandwidth,
+        arithmetic=bfloat16_flop / chip.bf16_flops
+        + float8_flop / (chip.fp8_flops or chip.bf16_flops),
         network=max(
-            going.link / chip.link,
-            going.between_nodes / chip.between_nodes if going.between_nodes else 0.0,
+            sent.within_node / chip.link_bandwidth,
+            sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
         ),
-        tokens=tokens,
-        devices=plan.target.devices,
+        tokens=all_tokens,
+        devices=deployment.target.devices,
     )

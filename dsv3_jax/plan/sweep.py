@@ -1,4 +1,7 @@
-"""Throughput against interactivity: what more rows a step give all users, and take from each."""
+"""Throughput and speed per user over batch sizes.
+
+A larger batch raises the throughput of the devices and lowers the speed that each user sees.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,56 @@ import itertools
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.capacity import fits
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import shapes_of
+from dsv3_jax.plan.estimate import model_shapes
 
 ACCEPTED = 0.85
-"""Share of drafts that hold, at the least, as DeepSeek reports (V3 report, section 5.4.3)."""
+"""Acceptance rate of MTP drafts: the lower end of what DeepSeek reports (V3 report, section
+5.4.3)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Bounds on decoding with so many rows."""
+    """Upper bounds on the speed of decode at one batch size."""
 
     batch: int
-    """Of all devices."""
+    """Number of sequences on all devices together."""
     mtp: bool
+    """Whether the MTP layer drafts one token per step."""
     tokens_per_s_per_user: float
-    """A row."""
+    """Tokens/s of one sequence."""
     tokens_per_s_per_device: float
+    """Tokens/s of all sequences, divided by the number of devices."""
     binding: str
+    """The resource that limits the step: see :attr:`dsv3_jax.plan.roofline.Roofline.binding`."""
 
 
 def sweep(deployment: Deployment, accepted: float = ACCEPTED) -> list[Point]:
-    """Batches that double from the least that the layout takes to the most that fits, without and,
-    where the model has an MTP layer, with drafts.
+    """Returns a point for every batch size that fits, doubling from the layout's smallest.
+
+    If the model has an MTP layer, the points without drafts come first, then those with drafts.
 
     Args:
-      accepted: share of drafts that hold.
+      accepted: acceptance rate of drafts, from 0 to 1.
     """
-    found = []
+    points = []
     for mtp in (False, True) if deployment.config.num_nextn_predict_layers else (False,):
-        plan = dataclasses.replace(deployment, mtp=mtp)
-        share = shapes_of(plan).on(plan.layout)
+        candidate = dataclasses.replace(deployment, mtp=mtp)
+        shard = model_shapes(candidate).shard(candidate.layout)
         for doublings in itertools.count():
-            rows = share.layout.batch_multiple * 2**doublings
-            plan = dataclasses.replace(plan, batch=rows)
-            if not fits(share, plan):
+            batch = shard.layout.batch_multiple * 2**doublings
+            candidate = dataclasses.replace(candidate, batch=batch)
+            if not fits(shard, candidate):
                 break
-            bound = roofline.decode(share, plan)
-            # A step yields a token a row, and each draft that holds.
-            tokens = rows * (1 + accepted * plan.depth) / bound.seconds
-            found.append(
-                Point(rows, mtp, tokens / rows, tokens / plan.target.devices, bound.binding)
+            bound = roofline.decode(shard, candidate)
+            # A step yields one token per sequence, and one more for each accepted draft.
+            tokens_per_s = batch * (1 + accepted * candidate.draft_depth) / bound.seconds
+            points.append(
+                Point(
+                    batch,
+                    mtp,
+                    tokens_per_s / batch,
+                    tokens_per_s / candidate.target.devices,
+                    bound.binding,
+                )
             )
-    return found
+    return points

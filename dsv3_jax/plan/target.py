@@ -1,4 +1,4 @@
-"""So many devices of a kind, by name: ``gpu:h200x8``, ``tpu:v5p:4x4x8``, or short ``h200x8``."""
+"""Names of targets: a kind and number of devices, as in ``gpu:h200x8`` or ``tpu:v5p:4x4x8``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dsv3_jax.plan.chips import CHIPS, Chip
 
 _MOST_GPUS = 2048
 
-# Dimensions of a topology, most chips of a slice (Google Cloud's pages), devices a chip.
+# Number of dimensions of a slice, most chips of a slice (Google Cloud's pages), devices per chip.
 _TPUS = {"v5e": (2, 256, 1), "v5p": (3, 8960, 1), "v6e": (2, 256, 1), "tpu7x": (3, 9216, 2)}
 
 _EXPECTED = (
     "target: expected a number of GPUs, such as h200x8, or the chips of a TPU slice, such as"
     " v5p:4x4x8"
 )
-# The family may be left out, and of a GPU the number, which is 1 then.
 _NAME = re.compile(
     r"(?:(?P<family>gpu|tpu):)?"
     r"(?P<kind>[a-z][a-z0-9-]*?)"
@@ -29,24 +28,28 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Target:
+    """A number of equal devices, joined by their makers' networks."""
+
     name: str
-    """In full, such as ``gpu:h200x8``, however it was written."""
+    """Full name, such as ``gpu:h200x8``."""
     kind: str
+    """Key of :data:`~dsv3_jax.plan.chips.CHIPS`, such as ``h200``."""
     sizes: tuple[int, ...]
-    """The number of GPUs, or chips along each dimension of a slice."""
+    """Number of GPUs, or number of chips along each dimension of a TPU slice."""
 
     @classmethod
     def parse(cls, name: str) -> Target:
-        """Reads ``gpu:h200x8`` or ``tpu:v5p:4x4x8``. ``gpu:`` and ``tpu:`` may be left out, and the
-        number of GPUs where it is 1: ``h200`` is ``gpu:h200x1``.
+        """Reads a name such as ``gpu:h200x8`` or ``tpu:v5p:4x4x8``.
+
+        ``gpu:`` and ``tpu:`` may be left out, and so may ``x1``: ``h200`` is ``gpu:h200x1``.
 
         Raises:
-          ValueError: a name of another form, an unknown kind (the message has the nearest), or no
-            such slice.
+          ValueError: the name has another form, the kind is unknown (the message suggests the
+            nearest), or the slice does not exist.
         """
-        if (found := _NAME.fullmatch(name.lower())) is None:
+        if (match := _NAME.fullmatch(name.lower())) is None:
             raise ValueError(f"{_EXPECTED}; got {name!r}")
-        family, kind, gpus, chips = found.group("family", "kind", "gpus", "slice")
+        family, kind, gpus, chips = match.group("family", "kind", "gpus", "slice")
         known = [each for each in CHIPS if family in (None, _family(each))]
         if kind not in known:
             raise ValueError(
@@ -54,7 +57,7 @@ class Target:
             )
         family = _family(kind)
         if (gpus or not chips) if family == "tpu" else chips:
-            raise ValueError(f"{_EXPECTED}; got {name!r}, of a {family.upper()}")
+            raise ValueError(f"{_EXPECTED}; got {name!r}, but {kind} is a {family.upper()}")
         sizes = tuple(map(int, (chips or gpus or "1").split("x")))
         if min(sizes) < 1:
             raise ValueError(f"target: expected 1 device or more, got {name!r}")
@@ -62,32 +65,36 @@ class Target:
             dimensions, most, _ = _TPUS[kind]
             if len(sizes) != dimensions or math.prod(sizes) > most:
                 raise ValueError(
-                    f"target: expected {dimensions} dimensions of {most} chips at most for {kind},"
+                    f"target: expected {dimensions} dimensions and at most {most} chips for {kind},"
                     f" got {name!r}"
                 )
         return cls(_full_name(kind, sizes), kind, sizes)
 
     @property
     def chip(self) -> Chip:
+        """Peak figures of one device."""
         return CHIPS[self.kind]
 
     @property
     def platform(self) -> str:
-        """As :mod:`pallas_kernels.target` names it."""
+        """``"gpu"`` or ``"tpu"``, the names that :mod:`pallas_kernels.target` uses."""
         return "tpu" if self.kind in _TPUS else "gpu"
 
     @property
     def devices(self) -> int:
-        """As JAX counts them."""
+        """Number of devices as JAX counts them. A TPU7x chip is two."""
         return math.prod(self.sizes) * (_TPUS[self.kind][2] if self.kind in _TPUS else 1)
 
     @property
     def nodes(self) -> int:
-        """Groups of devices that are joined by the faster links."""
-        return -(-self.devices // (self.chip.node or self.devices))
+        """Number of groups of devices that the fast links join: see ``Chip.node_size``."""
+        return -(-self.devices // (self.chip.node_size or self.devices))
 
     def doubled(self) -> Target | None:
-        """Twice as many devices, along the shortest dimension; None where there are no more."""
+        """Returns the target with twice as many devices, along the shortest dimension of a slice.
+
+        None if that is more than exist.
+        """
         sizes = list(self.sizes)
         sizes[sizes.index(min(sizes))] *= 2
         most = _TPUS[self.kind][1] if self.kind in _TPUS else _MOST_GPUS
@@ -106,7 +113,7 @@ def _full_name(kind: str, sizes: Sequence[int]) -> str:
 
 
 def _nearest(kind: str) -> str:
-    """The known kinds that are most like ``kind``, for a message."""
+    """Returns ``"; did you mean X?"`` with the known kinds closest to ``kind``, or ``""``."""
     close = [each for each in CHIPS if each.startswith(kind)]
     close = close or difflib.get_close_matches(kind, CHIPS, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""Devices of a target that are not here: what JAX's compilers need to know of them."""
+"""Descriptions of a target's devices, from which JAX's compilers compile without the devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jax.experimental import topologies
 
 from dsv3_jax.plan.target import Target
 
-# What the plugin asks of a GPU: stream_executor's GpuTargetConfigProto, of NVIDIA's published
-# figures for compute capability 9.0.
+# The GPU description that the CUDA plugin requires, a stream_executor GpuTargetConfigProto, with
+# NVIDIA's published figures for compute capability 9.0.
 _HOPPER = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -41,43 +41,44 @@ runtime_version {{ major: 13 minor: 0 patch: 0 }}
 
 
 def topology(target: Target) -> list[Any]:
-    """Devices that programs compile for and do not run on.
+    """Returns devices that programs can be compiled for but not run on.
 
     Raises:
-      ValueError: the compiler is not installed; says which extra has it. Or it knows no such slice,
-        or the GPUs are none of the Hopper generation's, which no program here is written for.
+      ValueError: the compiler is not installed (the message names the extra that has it), it does
+        not know the slice, or the target has GPUs that this project has no kernels for.
     """
     if target.platform == "tpu":
         _require("libtpu", "tpu")
-        # Read when libtpu is loaded: else it takes itself for the one process that has the TPU.
+        # libtpu reads this when it is loaded. Without it, libtpu claims the machine's TPU for
+        # itself.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
         shape = "x".join(map(str, target.sizes))
-        what: dict[str, Any] = {"topology_name": f"{target.kind}:{shape}"}
+        description: dict[str, Any] = {"topology_name": f"{target.kind}:{shape}"}
         platform = "tpu"
     else:
-        if not target.chip.kernels:
+        if not target.chip.has_kernels:
             raise ValueError(
                 f"--compile: expected TPUs or Hopper GPUs, got {target.name}, for which this"
                 " project has no kernels"
             )
         _require("jax_cuda13_plugin", "gpu")
         chip = target.chip
-        node = min(target.devices, chip.node or target.devices)
-        shape = f"1x{target.nodes}x{node}"
-        described = _HOPPER.format(
-            bandwidth=chip.bandwidth, memory=chip.memory, name=target.kind.upper()
+        node_size = min(target.devices, chip.node_size or target.devices)
+        shape = f"1x{target.nodes}x{node_size}"
+        config = _HOPPER.format(
+            bandwidth=chip.memory_bandwidth, memory=chip.memory, name=target.kind.upper()
         )
-        what = {"topology_name": shape, "topology": shape, "target_config": described}
+        description = {"topology_name": shape, "topology": shape, "target_config": config}
         platform = "cuda"
     try:
-        return list(topologies.get_topology_desc(platform=platform, **what).devices)
+        return list(topologies.get_topology_desc(platform=platform, **description).devices)
     except Exception as error:
-        raise ValueError(f"target: {target.name}: the compiler says {error}") from None
+        raise ValueError(f"target: {target.name}: the compiler refuses it: {error}") from None
 
 
 def _require(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"--compile: expected {module} to be installed, which compiles without a device;"
+            f"--compile: expected {module} to be installed, which compiles without a device; run"
             f" pip install 'dsv3-jax[{extra}]'"
         )

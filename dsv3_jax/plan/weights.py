@@ -1,6 +1,6 @@
-"""A model's arrays as a device of a layout holds them, and what a pass over tokens does with them.
+"""One device's shard of a model's parameters, and the bytes and FLOP of a pass over tokens.
 
-All of it is read off the model itself, made of shapes.
+Everything is computed from the model itself, built from shapes without values.
 """
 
 from __future__ import annotations
@@ -24,39 +24,41 @@ from dsv3_jax.parameter_path import ParameterPath
 from sharding import Layout, Placement
 
 
-class Part(NamedTuple):
-    """What of one of a model's arrays a device holds."""
+class ParameterShard(NamedTuple):
+    """One device's shard of a parameter."""
 
     path: ParameterPath
     shape: tuple[int, ...]
+    """Shape of the shard, not of the whole parameter."""
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_matrix(self) -> bool:
-        """Rows are multiplied by it: no norm, bias or scale, nor looked up."""
+        """Whether tokens are multiplied by it. Norms, biases, scales and the embedding are not."""
         return self.path[-1] == "weight" and len(self.shape) > 1 and self.path[0] != "embed_tokens"
 
     @property
     def elements(self) -> int:
-        """A byte holds two int4."""
+        """Number of weights. A uint8 byte holds two int4 weights."""
         return math.prod(self.shape) * (2 if self.dtype == np.uint8 else 1)
 
 
-def parts(model: DeepSeekV3, layout: Layout | None) -> list[Part]:
-    """Of all parameters; ``model`` may be of shapes.
+def parameter_shards(model: DeepSeekV3, layout: Layout | None) -> list[ParameterShard]:
+    """Returns one device's shard of every parameter. ``model`` may be abstract.
 
     Raises:
       ValueError: as :func:`dsv3_jax.logical_axes.parameter_shardings`.
     """
-    lies = {} if layout is None else shardings(model, layout)
+    sharding_of = {} if layout is None else shardings(model, layout)
     return [
-        Part(
+        ParameterShard(
             path,
-            leaf.shape if layout is None else lies[path].shard_shape(leaf.shape),
+            leaf.shape if layout is None else sharding_of[path].shard_shape(leaf.shape),
             jnp.dtype(leaf.dtype),
         )
         for path, leaf in nnx.to_flat_state(nnx.state(model))
@@ -65,131 +67,163 @@ def parts(model: DeepSeekV3, layout: Layout | None) -> list[Part]:
 
 
 def read_bytes(
-    held: Iterable[Part], *, rows: int, own_rows: int, chosen: int, places: int
+    shards: Iterable[ParameterShard],
+    *,
+    tokens: int,
+    local_tokens: int,
+    experts_per_token: int,
+    expert_slots: int,
 ) -> float:
-    """Of these, what a pass over ``rows`` tokens reads: all but the experts that none of them
-    chose, if all are chosen alike, and of the embedding a row for each of the device's own.
+    """Returns the expected number of bytes that one pass over tokens reads from these parameters.
+
+    It reads the experts that at least one token chose, if all are equally likely, one row of the
+    embedding for each local token, and everything else once.
 
     Args:
-      rows: of all devices that share the experts.
-      chosen: experts of a token, of ``places``.
+      tokens: tokens on all devices that share the experts.
+      local_tokens: tokens on this device.
+      experts_per_token: experts that a token chooses, out of ``expert_slots``.
     """
-    visited = distinct_experts(places, chosen, rows) / places
+    visited = distinct_experts(expert_slots, experts_per_token, tokens) / expert_slots
     total = 0.0
-    for part in held:
-        if part.path[0] == "embed_tokens":
-            total += own_rows * part.shape[-1] * part.dtype.itemsize
+    for shard in shards:
+        if shard.path[0] == "embed_tokens":
+            total += local_tokens * shard.shape[-1] * shard.dtype.itemsize
         else:
-            total += part.nbytes * (visited if "experts" in part.path else 1)
+            total += shard.nbytes * (visited if "experts" in shard.path else 1)
     return total
 
 
 @dataclasses.dataclass(frozen=True)
-class Shapes:
-    """A model that could be loaded, and what it would hold."""
+class ModelShapes:
+    """A whole model, as shapes without values."""
 
     model: DeepSeekV3
     up_projections: tuple[tuple[int, ...], ...]
-    """[H, N, C] and [H, V, C] of every layer, which decoding holds beside kv_b_proj."""
-    places: int
-    """For experts of a layer."""
-    tables: int
-    """Bytes that say where replicas stand."""
+    """Shapes [H, N, C] and [H, V, C] of the up-projections of every layer. Decode keeps them in
+    bfloat16 in addition to ``kv_b_proj``."""
+    expert_slots: int
+    """Expert slots per layer: the experts and their replicas."""
+    placement_bytes: int
+    """Size of the tables that map experts to slots, in bytes. 0 without replicas."""
 
     @classmethod
     def of(
         cls, config: ModelConfig, quantization: str, *, mtp: bool, redundant_experts: int
-    ) -> Shapes:
-        """In bfloat16, or as ``quantization`` of QUANTIZATIONS says."""
+    ) -> ModelShapes:
+        """Builds the shapes.
+
+        Args:
+          quantization: form of the weights, a key of ``QUANTIZATIONS``. The rest is bfloat16.
+          mtp: whether the MTP layers are included.
+          redundant_experts: expert replicas per layer.
+        """
         if not mtp:
             config = dataclasses.replace(config, num_nextn_predict_layers=0)
         model = abstract(config, dtype=jnp.bfloat16, quantization=QUANTIZATIONS[quantization])
-        tables, places = 0, config.n_routed_experts
+        placement_bytes, expert_slots = 0, config.n_routed_experts
         if redundant_experts:
-            places += redundant_experts
+            expert_slots += redundant_experts
             layers = len(model.moe_layers())
-            placed = Placement.identity(layers, config.n_routed_experts, places)
-            tables = placed.log2phy.nbytes + placed.logcnt.nbytes
-            model = nnx.eval_shape(lambda model: model.place_experts(placed), model)
+            placement = Placement.identity(layers, config.n_routed_experts, expert_slots)
+            placement_bytes = placement.log2phy.nbytes + placement.logcnt.nbytes
+            model = nnx.eval_shape(lambda model: model.place_experts(placement), model)
 
         def up_projections(model: DeepSeekV3) -> list[jax.Array]:
             layers = (*model.layers, *model.mtp)
-            return [w for each in layers for w in each.self_attn.up_projections(jnp.bfloat16)]
+            return [w for layer in layers for w in layer.self_attn.up_projections(jnp.bfloat16)]
 
-        wide = nnx.eval_shape(up_projections, model)
-        return cls(model, tuple(w.shape for w in wide), places, tables)
+        arrays = nnx.eval_shape(up_projections, model)
+        return cls(model, tuple(w.shape for w in arrays), expert_slots, placement_bytes)
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
 
-    def on(self, layout: Layout) -> Share:
-        """What a device of ``layout`` holds.
+    def shard(self, layout: Layout) -> ModelShard:
+        """Returns one device's shard of the model.
 
         Raises:
-          ValueError: parameters cannot lie, or layers not run, as ``layout`` says.
+          ValueError: the layout cannot shard the parameters or run the layers.
         """
-        check_layout(self.config, layout, self.places)
-        lies = layout.sharding(("heads", "head_dim", "latent"))
-        wide = sum(2 * math.prod(lies.shard_shape(shape)) for shape in self.up_projections)
-        return Share(self, layout, tuple(parts(self.model, layout)), wide)
+        check_layout(self.config, layout, self.expert_slots)
+        sharding = layout.sharding(("heads", "head_dim", "latent"))
+        up_projection_bytes = sum(
+            2 * math.prod(sharding.shard_shape(shape)) for shape in self.up_projections
+        )
+        shards = tuple(parameter_shards(self.model, layout))
+        return ModelShard(self, layout, shards, up_projection_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """One device's part of a model."""
+class ModelShard:
+    """One device's shard of a model."""
 
-    shapes: Shapes
+    shapes: ModelShapes
     layout: Layout
-    parts: tuple[Part, ...]
-    up_projections: int
-    """Bytes."""
+    parameters: tuple[ParameterShard, ...]
+    up_projection_bytes: int
+    """Size of this device's up-projections, in bytes: see ``ModelShapes.up_projections``."""
 
     @property
-    def weights(self) -> int:
-        """Bytes."""
-        return sum(part.nbytes for part in self.parts) + self.shapes.tables
+    def weight_bytes(self) -> int:
+        """Size of all parameters and placement tables, in bytes."""
+        return sum(shard.nbytes for shard in self.parameters) + self.shapes.placement_bytes
 
-    def own_rows(self, rows: int) -> int:
-        return rows // self.layout.num_shards("batch")
+    def local_batch(self, batch: int) -> int:
+        """Returns the number of this device's sequences in a batch of all devices."""
+        return batch // self.layout.num_shards("batch")
 
-    def rows_together(self, rows: int) -> int:
-        """Of all devices whose tokens visit the same experts' weights."""
-        exchanged = self.layout.exchange_axes
-        return self.own_rows(rows) * math.prod(self.layout.mesh.shape[a] for a in exchanged)
+    def expert_group_batch(self, batch: int) -> int:
+        """Returns the number of sequences on all devices whose tokens use the same expert
+        weights."""
+        exchange_axes = self.layout.exchange_axes
+        return self.local_batch(batch) * math.prod(self.layout.mesh.shape[a] for a in exchange_axes)
 
-    def read_bytes(self, rows: int, own_rows: int, *, decoding: bool) -> float:
-        """Of the weights, in one pass over tokens of all devices that share experts, and of this
-        one. While decoding, up-projections stand in for kv_b_proj."""
-        held = [p for p in self.parts if not (decoding and "kv_b_proj" in p.path)]
-        if not decoding:  # a prompt needs no logits
-            held = [p for p in held if p.path[0] != "lm_head"]
-        chosen = self.shapes.config.num_experts_per_tok
-        places = self.shapes.places
-        total = read_bytes(held, rows=rows, own_rows=own_rows, chosen=chosen, places=places)
-        return total + (self.up_projections if decoding else 0)
+    def read_bytes(self, tokens: int, local_tokens: int, *, decoding: bool) -> float:
+        """Returns the expected number of bytes of weights that this device reads in one pass.
 
-    def operations(
-        self, rows: int, own_rows: int, *, decoding: bool, float8: bool
-    ) -> tuple[float, float]:
-        """Of products with weights, a multiply-add being two: in bfloat16, and in float8.
+        Decode reads the up-projections instead of ``kv_b_proj``. Prefill computes no logits and
+        reads no ``lm_head``.
 
         Args:
-          float8: rows are rounded to float8 where weights are.
+          tokens: tokens on all devices that share the experts.
+          local_tokens: tokens on this device.
         """
-        wide = narrow = 0.0
+        unused = "kv_b_proj" if decoding else "lm_head"
+        total = read_bytes(
+            (shard for shard in self.parameters if unused not in shard.path),
+            tokens=tokens,
+            local_tokens=local_tokens,
+            experts_per_token=self.shapes.config.num_experts_per_tok,
+            expert_slots=self.shapes.expert_slots,
+        )
+        return total + (self.up_projection_bytes if decoding else 0)
+
+    def matmul_flop(
+        self, tokens: int, local_tokens: int, *, decoding: bool, float8: bool
+    ) -> tuple[float, float]:
+        """Returns the FLOP of this device's matmuls with weights, in bfloat16 and in float8.
+
+        Args:
+          tokens: tokens on all devices that share the experts.
+          local_tokens: tokens on this device.
+          float8: whether activations are rounded to float8 where weights are float8.
+        """
+        bfloat16_flop = float8_flop = 0.0
         config = self.shapes.config
-        for part in self.parts:
-            if not part.is_matrix or (part.path[0] == "lm_head" and not decoding):
+        for shard in self.parameters:
+            if not shard.is_matrix or (shard.path[0] == "lm_head" and not decoding):
                 continue
-            times = own_rows
-            if "experts" in part.path:  # of ``places`` matrices those that are here
-                times = rows * config.num_experts_per_tok / self.shapes.places
-            count = 2 * part.elements * times
-            # Folded into queries and outputs, kv_b_proj costs what it costs to apply it once.
-            folded = decoding and "kv_b_proj" in part.path
-            if float8 and part.dtype == jnp.float8_e4m3fn and not folded:
-                narrow += count
+            uses = local_tokens
+            if "experts" in shard.path:  # tokens per expert slot
+                uses = tokens * config.num_experts_per_tok / self.shapes.expert_slots
+            flop = 2 * shard.elements * uses
+            # Absorbed into queries and outputs, kv_b_proj costs as much as one application to the
+            # tokens themselves, but the up-projections are bfloat16.
+            is_absorbed = decoding and "kv_b_proj" in shard.path
+            if float8 and shard.dtype == jnp.float8_e4m3fn and not is_absorbed:
+                float8_flop += flop
             else:
-                wide += count
-        return wide, narrow
+                bfloat16_flop += flop
+        return bfloat16_flop, float8_flop

@@ -625,7 +625,7 @@ def test_a_picture_without_matplotlib(monkeypatch, capsys):
 
 
 def test_progress_counts_from_every_thread(capsys, monkeypatch):
-    monkeypatch.setattr(byte_progress, "_EVERY_LINE", 0.0)
+    monkeypatch.setattr(byte_progress, "_PRINT_SECONDS", 0.0)
     with ByteProgress(4_000_000_000, "verify") as progress:
         threads = [
             threading.Thread(target=lambda: [progress.add(10**7) for _ in range(100)])

@@ -1,4 +1,4 @@
-"""The generator's programs compiled for TPUs and GPUs that are not here, beside the formula."""
+"""The generator's programs, compiled for TPUs and GPUs without having them, against the formula."""
 
 import importlib.util
 
@@ -9,7 +9,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.fit import shapes_of
+from dsv3_jax.plan.estimate import model_shapes
 from dsv3_jax.plan.target import Target
 
 TARGETS = [
@@ -34,15 +34,15 @@ def demo(target: str) -> Deployment:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_arguments_are_what_the_planner_counts(target, phase):
-    """Weights, cache and state, and the kernels are in the program."""
+def test_arguments_are_the_planners(target, phase):
+    """The program's arguments are the weights, the cache and the state."""
     plan = demo(target)
-    found = compile_program(plan, phase)
-    share = shapes_of(plan).on(plan.layout)
-    counted = (memory.decoding if phase == "decode" else memory.prefilling)(share, plan)
-    held = counted.weights + counted.cache + counted.state
-    assert found.arguments == pytest.approx(held, rel=0.01)
-    assert found.peak == found.arguments + found.workspace
+    program = compile_program(plan, phase)
+    shard = model_shapes(plan).shard(plan.layout)
+    use = (memory.decode if phase == "decode" else memory.prefill)(shard, plan)
+    arguments = use.weights + use.cache + use.state
+    assert program.arguments == pytest.approx(arguments, rel=0.01)
+    assert program.peak == program.arguments + program.workspace
 
 
 @pytest.mark.parametrize(

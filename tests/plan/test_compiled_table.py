@@ -1,4 +1,5 @@
-"""The formula's bytes beside the compilers', of whole models: the committed record and its page."""
+"""The planner's bytes against the compilers', for whole models: committed results and their
+page."""
 
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_both_refuse_the_same(compared):
 
 
 def test_every_program_has_the_kernels(compared):
-    """At least attention's of every layer."""
+    """Each program has at least one attention kernel per layer."""
     for each in compared:
         if each.compiler:
             assert each.kernels >= each.case.deployment.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""What the planner says a device holds, against checkpoints and measured peaks."""
+"""The planner's memory use of a device, against checkpoints and measured peaks."""
 
 import dataclasses
 import functools
@@ -13,10 +13,11 @@ import pytest
 from benchmarks.decode import models
 from dsv3_jax import accounting, presets
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.plan import fit, memory
+from dsv3_jax.plan import memory
 from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.estimate import estimate
 from dsv3_jax.plan.target import Target
-from dsv3_jax.plan.weights import Shapes
+from dsv3_jax.plan.weights import ModelShapes
 from sharding import make_layout
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -28,7 +29,7 @@ MEASURED = [
 
 @pytest.fixture(scope="module")
 def v3():
-    return Shapes.of(presets.DEEPSEEK_V3, "fp8", mtp=True, redundant_experts=0)
+    return ModelShapes.of(presets.DEEPSEEK_V3, "fp8", mtp=True, redundant_experts=0)
 
 
 def deployment(**changes):
@@ -41,106 +42,107 @@ def deployment(**changes):
 
 @pytest.mark.slow
 def test_weights_are_the_checkpoints(v3):
-    """688,574,839,360 bytes are published; two of them are copies that no model holds."""
+    """688,574,839,360 bytes are published; two tensors are copies that no model loads."""
     alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")
     copies = 2 * 2 * 129_280 * 7168
-    assert v3.on(alone.layout).weights == 688_574_839_360 - copies
-    assert v3.on(alone.layout).weights == accounting.checkpoint_bytes(
+    assert v3.shard(alone.layout).weight_bytes == 688_574_839_360 - copies
+    assert v3.shard(alone.layout).weight_bytes == accounting.checkpoint_bytes(
         presets.DEEPSEEK_V3, mtp_copies=False
     )
 
 
 @pytest.mark.slow
-def test_experts_are_all_that_data_parallel_attention_parts(v3):
+def test_data_parallel_attention_shards_only_the_experts(v3):
     alone = deployment(target=Target.parse("gpu:h200x1"), layout_name="single")
-    whole, part = (v3.on(each.layout).weights for each in (alone, deployment()))
+    whole, part = (v3.shard(each.layout).weight_bytes for each in (alone, deployment()))
     expert = 3 * 7168 * 2048 + 4 * 3 * 56 * 16
     assert whole - part == 59 * (256 - 32) * expert
 
 
 def test_replicas():
     config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=5)
-    share = Shapes.of(config, "fp8", mtp=False, redundant_experts=32).on(
+    shard = ModelShapes.of(config, "fp8", mtp=False, redundant_experts=32).shard(
         deployment(target=Target.parse("gpu:h800x144"), layout_name="deepseek_decode_ep144").layout
     )
-    stacks = [p for p in share.parts if "experts" in p.path and p.path[-1] == "weight"]
+    stacks = [p for p in shard.parameters if "experts" in p.path and p.path[-1] == "weight"]
     assert len(stacks) == 3 * 2
     assert {p.shape[0] for p in stacks} == {2}
 
 
 def test_up_projections(v3):
-    share = v3.on(deployment().layout)
-    assert share.up_projections == 2 * 62 * 128 * (128 + 128) * 512
-    cut = v3.on(deployment(layout_name="tensor_parallel").layout)
-    assert cut.up_projections == share.up_projections // 8
+    shard = v3.shard(deployment().layout)
+    assert shard.up_projection_bytes == 2 * 62 * 128 * (128 + 128) * 512
+    cut = v3.shard(deployment(layout_name="tensor_parallel").layout)
+    assert cut.up_projection_bytes == shard.up_projection_bytes // 8
 
 
 def test_the_cache_is_whole_pages(v3):
-    share = v3.on(deployment().layout)
-    found = memory.decoding(share, deployment(context=100))
-    assert found.cache == 8 * 128 * 62 * 1152 - 8 * 128 * 1152  # without MTP drafts
-    drafting = memory.decoding(share, deployment(context=100, mtp=True))
-    assert drafting.cache == 8 * 192 * 62 * 1152  # a draft behind two full pages
+    shard = v3.shard(deployment().layout)
+    use = memory.decode(shard, deployment(context=100))
+    assert use.cache == 8 * 128 * 62 * 1152 - 8 * 128 * 1152  # without MTP drafts
+    drafting = memory.decode(shard, deployment(context=100, mtp=True))
+    assert drafting.cache == 8 * 192 * 62 * 1152  # a draft after two full pages
 
 
 def test_devices_share_a_long_requests_cache():
-    """As LatentKVCache lays it out on a mesh of eight devices."""
+    """The planner counts the pages that LatentKVCache allocates on a mesh of eight devices."""
     config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=1, first_k_dense_replace=0)
-    shapes = Shapes.of(config, "bf16", mtp=False, redundant_experts=0)
+    shapes = ModelShapes.of(config, "bf16", mtp=False, redundant_experts=0)
     plan = deployment(
         config=config, quantization="bf16", layout_name="context_parallel", batch=2, context=5119
     )
-    found = memory.decoding(shapes.on(plan.layout), plan)
+    use = memory.decode(shapes.shard(plan.layout), plan)
     layout = make_layout("context_parallel", devices=jax.devices()[:8])
     cache = LatentKVCache.init(config, 2, 5120, dtype=jnp.bfloat16, layout=layout, platform="gpu")
     (pages,) = cache.pages
-    assert found.cache == pages.addressable_shards[0].data.nbytes == pages.nbytes // 8
+    assert use.cache == pages.addressable_shards[0].data.nbytes == pages.nbytes // 8
     whole = dataclasses.replace(plan, layout_name="tp_attention_ep")
-    assert memory.decoding(shapes.on(whole.layout), whole).cache == 8 * found.cache
+    assert memory.decode(shapes.shard(whole.layout), whole).cache == 8 * use.cache
 
 
-def test_gpus_without_our_kernels_hold_quantized_weights_twice(v3):
-    """XLA multiplies in bfloat16, whatever the rows are rounded to; attention has all scores."""
+def test_gpus_without_our_kernels_store_quantized_weights_twice(v3):
+    """XLA multiplies in bfloat16, whatever activations are rounded to, and computes all scores."""
     plan = deployment(target=Target.parse("b200x8"), activations="float8", batch=8)
-    found = memory.decoding(v3.on(plan.layout), plan)
+    use = memory.decode(v3.shard(plan.layout), plan)
     on_hopper = dataclasses.replace(plan, target=Target.parse("h200x8"))
-    assert memory.decoding(v3.on(on_hopper.layout), on_hopper).dequantized == 0
-    stored = sum(p.elements for p in v3.on(plan.layout).parts if p.dtype.itemsize == 1)
-    assert 2 * 0.98 * stored < found.dequantized < 2 * 1.02 * stored
-    assert found.workspace > 128 * 4096 * 6
+    assert memory.decode(v3.shard(on_hopper.layout), on_hopper).dequantized == 0
+    stored = sum(p.elements for p in v3.shard(plan.layout).parameters if p.dtype.itemsize == 1)
+    assert 2 * 0.98 * stored < use.dequantized < 2 * 1.02 * stored
+    assert use.workspace > 128 * 4096 * 6
 
 
 @pytest.mark.parametrize(
-    ("exchange", "held"),
+    ("exchange", "received"),
     [("all_gather", 512), ("all_to_all", None), ("ragged_all_to_all", 512), ("one_sided", 512)],
 )
-def test_rows_held_for_an_exchange(v3, exchange, held):
-    """As sharding.expert_parallel says, of 64 tokens on each of 8 devices."""
+def test_buffers_of_an_exchange(v3, exchange, received):
+    """The buffers that sharding.expert_parallel documents, for 64 tokens on each of 8 devices."""
     plan = deployment(batch=512, exchange=exchange)
-    found = memory.decoding(v3.on(plan.layout), plan).exchange
-    if held is None:
-        assert 0 < found < memory.decoding(v3.on(deployment(batch=512).layout), plan).exchange * 2
+    nbytes = memory.decode(v3.shard(plan.layout), plan).exchange
+    if received is None:
+        assert 0 < nbytes < memory.decode(v3.shard(deployment(batch=512).layout), plan).exchange * 2
         return
-    row, sent = 2 * 7168 + 64, 64 if exchange == "all_gather" else 512
-    assert found == (held + sent) * row + held * 2 * 7168 + (held + sent) * 4 * 7168
+    token, sent = 2 * 7168 + 64, 64 if exchange == "all_gather" else 512
+    assert nbytes == (received + sent) * token + received * 2 * 7168 + (received + sent) * 4 * 7168
 
 
-def test_float8_rows_are_half_as_long(v3):
+def test_float8_tokens_are_half_as_long(v3):
     wide, narrow = (deployment(float8_dispatch=value) for value in (False, True))
-    sizes = [memory.row_bytes(v3.on(plan.layout), plan.layout) for plan in (wide, narrow)]
+    sizes = [memory.token_bytes(v3.shard(plan.layout), plan.layout) for plan in (wide, narrow)]
     assert sizes == [2 * 7168 + 64, 7168 + 4 * 56 + 64]
 
 
 @functools.cache
 def on_one_gpu(model: str, dtype: str, mtp: bool):
-    shapes = Shapes.of(models.SHAPES[model], dtype, mtp=mtp, redundant_experts=0)
-    return shapes.on(deployment(target=Target.parse("gpu:h200x1"), layout_name="single").layout)
+    shapes = ModelShapes.of(models.SHAPES[model], dtype, mtp=mtp, redundant_experts=0)
+    return shapes.shard(deployment(target=Target.parse("gpu:h200x1"), layout_name="single").layout)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_peaks(name):
-    """Within 5 % of what XLA took on an H200, every row. A prefill's program does not take the LM
-    head, which lies there all the same."""
+    """Every row is within 5 % of what XLA took on an H200. The planner counts the LM head in
+    prefill too, because it stays in memory, but prefill's program does not take it as an
+    argument."""
     rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["rows"]
     for row in rows:
         config, depth = models.SHAPES[row["model"]], row.get("depth", 0)
@@ -156,34 +158,35 @@ def test_measured_peaks(name):
             mtp=bool(depth),
             prefill_chunk=row.get("chunk", 512),
         )
-        share = on_one_gpu(row["model"], row["dtype"], bool(depth))
-        found = memory.decoding(share, plan) if decoding else memory.prefilling(share, plan)
+        shard = on_one_gpu(row["model"], row["dtype"], bool(depth))
+        use = memory.decode(shard, plan) if decoding else memory.prefill(shard, plan)
         head = 0 if decoding else 2 * config.vocab_size * config.hidden_size
-        assert found.peak - head == pytest.approx(row["peak_bytes"], rel=0.05), row
+        assert use.peak - head == pytest.approx(row["peak_bytes"], rel=0.05), row
         arguments = row["peak_bytes"] - row["workspace_bytes"]
-        held = found.weights + found.cache + found.state - head
-        assert math.isclose(held, arguments, rel_tol=1e-5), row
+        counted = use.weights + use.cache + use.state - head
+        assert math.isclose(counted, arguments, rel_tol=1e-5), row
 
 
-def test_many_bfloat16_rows_by_quantized_experts():
-    """XLA's ragged product sets each row beside each matrix: measured ahead of time, 15.9 GB for
-    8,192 tokens of four layers of Moonlight."""
+def test_many_bfloat16_tokens_with_quantized_experts():
+    """XLA's ragged dot pairs each token with each matrix. The compiler reports 15.9 GB for 8,192
+    tokens and four layers of Moonlight."""
     config = dataclasses.replace(presets.MOONLIGHT_16B, num_hidden_layers=4)
     plan = Deployment(
         config, Target.parse("gpu:h200x1"), "single", 16, 1024, "fp8", prefill_chunk=512
     )
-    shapes = Shapes.of(config, "fp8", mtp=False, redundant_experts=0)
-    share = shapes.on(plan.layout)
-    found = memory.prefilling(share, plan)
-    # The last layer's experts have no say in what prefill caches.
+    shapes = ModelShapes.of(config, "fp8", mtp=False, redundant_experts=0)
+    shard = shapes.shard(plan.layout)
+    use = memory.prefill(shard, plan)
+    # Prefill does not compute the last layer's experts, which affect nothing in the cache.
     last = 2 * 3 * 64 * 2048 * 1408
-    assert found.dequantized + found.workspace - last == pytest.approx(15.9e9, rel=0.05)
+    assert use.dequantized + use.workspace - last == pytest.approx(15.9e9, rel=0.05)
     rounded = dataclasses.replace(plan, activations="float8")
-    assert memory.prefilling(share, rounded).dequantized == 0
+    assert memory.prefill(shard, rounded).dequantized == 0
 
 
 def test_an_exchange_that_fits_is_proposed():
-    """Every device of a group gathers 32 chunks of 4,096 tokens; all_to_all brings it its own."""
+    """With all_gather every device of a group receives 32 chunks of 4,096 tokens; with all_to_all
+    only the tokens of its own experts."""
     plan_of = {
         "config": dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=4),
         "target": Target.parse("tpu:v5e:16x16"),
@@ -192,5 +195,5 @@ def test_an_exchange_that_fits_is_proposed():
         "prefill_chunk": 4096,
     }
     with pytest.raises(ValueError, match=r"what fits: .*--exchange all_to_all"):
-        fit.plan(deployment(**plan_of))
-    assert fit.plan(deployment(**plan_of, exchange="all_to_all")).largest_batch >= 32
+        estimate(deployment(**plan_of))
+    assert estimate(deployment(**plan_of, exchange="all_to_all")).largest_batch >= 32

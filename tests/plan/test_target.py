@@ -19,8 +19,8 @@ from dsv3_jax.plan.target import Target
     ],
 )
 def test_devices(name, devices, nodes):
-    found = Target.parse(name)
-    assert (found.devices, found.nodes) == (devices, nodes)
+    target = Target.parse(name)
+    assert (target.devices, target.nodes) == (devices, nodes)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_short_names(short, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("", "expected a number of GPUs, such as h200x8"),
         ("8xh200", "expected a number of GPUs, such as h200x8"),
@@ -50,16 +50,16 @@ def test_short_names(short, name):
         ("gpu:v5ex4", "expected a kind among h100, .*gb200; got 'v5e'"),
         ("tpu:v8e:2x2", r"expected a kind among v5e, v5p, v6e, tpu7x; got 'v8e'; did you mean v"),
         ("h2000x8", r"did you mean h200"),
-        ("v5p", "expected .*, or the chips of a TPU slice, .*; got 'v5p', of a TPU"),
-        ("v5px8", "got 'v5px8', of a TPU"),
-        ("h200:2x2", "got 'h200:2x2', of a GPU"),
+        ("v5p", "expected .*, or the chips of a TPU slice, .*; got 'v5p', but v5p is a TPU"),
+        ("v5px8", "got 'v5px8', but v5p is a TPU"),
+        ("h200:2x2", "got 'h200:2x2', but h200 is a GPU"),
         ("gpu:h200x0", "expected 1 device or more"),
-        ("tpu:v5e:4x4x4", "expected 2 dimensions of 256 chips at most for v5e"),
-        ("tpu:v6e:16x32", "expected 2 dimensions of 256"),
+        ("tpu:v5e:4x4x4", "expected 2 dimensions and at most 256 chips for v5e"),
+        ("tpu:v6e:16x32", "expected 2 dimensions and at most 256"),
     ],
 )
-def test_what_there_is_not(name, says):
-    with pytest.raises(ValueError, match="^target: .*" + says) as refused:
+def test_a_name_that_is_refused(name, message):
+    with pytest.raises(ValueError, match="^target: .*" + message) as refused:
         Target.parse(name)
     assert "\n" not in str(refused.value)
 
@@ -76,26 +76,28 @@ def test_doubling():
     assert Target.parse("h200x2048").doubled() is None
 
 
-def test_chips_are_what_they_are():
+def test_chips_are_plausible():
     for name, chip in CHIPS.items():
         assert 10e9 < chip.memory < 300e9, name
-        assert 10 < chip.bf16 / chip.bandwidth < 1000, name
-        assert chip.fp8 is None or chip.fp8 == pytest.approx(2 * chip.bf16, rel=1e-3), name
-        assert (chip.node is None) == (chip.between_nodes == 0), name
+        assert 10 < chip.bf16_flops / chip.memory_bandwidth < 1000, name
+        assert chip.fp8_flops is None or chip.fp8_flops == pytest.approx(
+            2 * chip.bf16_flops, rel=1e-3
+        ), name
+        assert (chip.node_size is None) == (chip.internode_bandwidth == 0), name
 
 
 def test_chips_as_published():
     """Per GPU, from the aggregates of NVIDIA's pages: DGX B200 (8 GPUs: 64 TB/s, 72 PFLOP/s of
     sparse fp8, 14.4 TB/s of NVLink both ways), GB200 NVL72 (576 TB/s, 720 PFLOP/s, 130 TB/s)."""
     b200, gb200, a100 = CHIPS["b200"], CHIPS["gb200"], CHIPS["a100-80gb"]
-    assert (b200.fp8, gb200.fp8) == (72e15 / 8 / 2, 720e15 / 72 / 2)
-    assert (8 * b200.bandwidth, 72 * gb200.bandwidth) == (64e12, 576e12)
-    assert 8 * 2 * b200.link == 14.4e12
-    assert 72 * 2 * gb200.link == pytest.approx(130e12, rel=0.01)
-    assert (a100.bf16, a100.fp8, 2 * a100.link) == (312e12, None, 600e9)
-    assert CHIPS["a100-40gb"].bandwidth == 1.555e12
+    assert (b200.fp8_flops, gb200.fp8_flops) == (72e15 / 8 / 2, 720e15 / 72 / 2)
+    assert (8 * b200.memory_bandwidth, 72 * gb200.memory_bandwidth) == (64e12, 576e12)
+    assert 8 * 2 * b200.link_bandwidth == 14.4e12
+    assert 72 * 2 * gb200.link_bandwidth == pytest.approx(130e12, rel=0.01)
+    assert (a100.bf16_flops, a100.fp8_flops, 2 * a100.link_bandwidth) == (312e12, None, 600e9)
+    assert CHIPS["a100-40gb"].memory_bandwidth == 1.555e12
 
 
-def test_kernels_of_gpus_are_hoppers():
-    without = {name for name, chip in CHIPS.items() if not chip.kernels}
+def test_only_hopper_gpus_have_kernels():
+    without = {name for name, chip in CHIPS.items() if not chip.has_kernels}
     assert without == {"a100-40gb", "a100-80gb", "b200", "gb200"}

@@ -1,4 +1,4 @@
-"""How a run goes, on stderr: one line that changes on a terminal, a line a row elsewhere."""
+"""Progress of a training run on stderr."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from rich.live import Live
 from rich.text import Text
 
 
-class Progress:
-    """Shows the rows of a run. On a terminal it shows the seconds of preparation before the first
-    row. A context; what else is said meanwhile goes through :meth:`say`.
+class TrainingProgress:
+    """Context manager that shows the metrics of a run: on a terminal in one line that changes, else
+    in one line per row of metrics.
+
+    On a terminal it shows the seconds of preparation until the first row. While it is open, other
+    messages must go through :meth:`print`.
 
     Args:
-      steps: of the whole run.
-      shown: False for all processes of a run but one.
-      console: where to write; default: stderr.
+      steps: number of steps of the whole run.
+      is_shown: False on every process of a run but one.
+      console: where to write. Default: stderr.
     """
 
-    def __init__(self, steps: int, *, shown: bool = True, console: Console | None = None):
+    def __init__(self, steps: int, *, is_shown: bool = True, console: Console | None = None):
         self._steps = steps
-        self._console = console or Console(stderr=True, highlight=False, quiet=not shown)
+        self._console = console or Console(stderr=True, highlight=False, quiet=not is_shown)
         self._latest: str | None = None
         self._entered = time.perf_counter()
-        self._live = Live(console=self._console, get_renderable=self._shown, refresh_per_second=4)
+        self._live = Live(
+            console=self._console, get_renderable=self._renderable, refresh_per_second=4
+        )
         self._held_out: float | None = None
-        self._began: tuple[int, float] | None = None
+        self._start: tuple[int, float] | None = None  # step and time
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         self._entered = time.perf_counter()
         if self._console.is_terminal:
             self._live.start()
@@ -38,10 +43,12 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Prints a line that stays."""
         self._console.print(Text(f"dsv3: {line}"), soft_wrap=True)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def show(self, row: dict[str, Any]) -> None:
+        """Shows a row of metrics.jsonl."""
         if "held_out" in row:
             self._held_out = row["held_out"]["main"]
         line = self._line(row)
@@ -49,13 +56,13 @@ class Progress:
             self._latest = line
             self._live.refresh()
         else:
-            self.say(line)
+            self.print(line)
 
-    def _shown(self) -> Text:
+    def _renderable(self) -> Text:
         line = self._latest
         if line is None:
             line = f"preparing the first step, {time.perf_counter() - self._entered:.0f} s"
-        # One line, whatever the terminal's width: more of them would not be written over.
+        # Never wrapped: only one line would be overwritten.
         return Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
 
     def _line(self, row: dict[str, Any]) -> str:
@@ -73,15 +80,15 @@ class Progress:
             parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
         if row.get("mfu"):
             parts.append(f"MFU {row['mfu']:.1%}")
-        return ", ".join(parts + self._left(step))
+        return ", ".join(parts + self._remaining(step))
 
-    def _left(self, step: int) -> list[str]:
-        """Time to go, by the steps since the first row that a session has shown."""
+    def _remaining(self, step: int) -> list[str]:
+        """Returns the remaining time, estimated from the steps since this session's first row."""
         now = time.perf_counter()
-        if self._began is None or step <= self._began[0]:
-            # Step 0 and 1 compile: counting begins behind them.
-            self._began = (step, now) if step else None
+        if self._start is None or step <= self._start[0]:
+            # Steps 0 and 1 include compilation, so the clock starts after them.
+            self._start = (step, now) if step else None
             return []
-        first, then = self._began
-        seconds = (now - then) / (step - first) * (self._steps - step)
+        first_step, first_time = self._start
+        seconds = (now - first_time) / (step - first_step) * (self._steps - step)
         return [f"{seconds / 60:.0f} min to go" if seconds > 90 else f"{seconds:.0f} s to go"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
-from dsv3_jax.cli.layouts import layout_of, one_speaks
+from dsv3_jax.cli.layout_flags import make_layout_from, only_first_process_prints
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.waiting import Waiting
+from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Generation
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
@@ -37,8 +37,8 @@ def complete(
     """
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
-    layout = layout_of(arguments)
-    with one_speaks():
+    layout = make_layout_from(arguments)
+    with only_first_process_prints():
         _complete(arguments, layout, texts, prompts, max_len, settings)
 
 
@@ -51,7 +51,7 @@ def _complete(
     settings: dict[str, Any],
 ) -> None:
     began = time.perf_counter()
-    with Waiting(f"loading {arguments.model}"):
+    with StatusLine(f"loading {arguments.model}"):
         model, tokenizer = load(
             arguments.model,
             dtype=arguments.dtype,
@@ -63,7 +63,7 @@ def _complete(
     generator = Generator(model, tokenizer, max_len)
     generator.requests(prompts, **settings)  # what depends on the weights' names, such as MTP
     speculation = {name: settings[name] for name in ("draft", "draft_depth")}
-    with Waiting("compiling"):
+    with StatusLine("compiling"):
         rows = len(prompts) * settings.get("n", 1)
         compiled = generator.warm_up(rows, logprobs=arguments.logprobs, **speculation)
     _say(f"compiled, or found in the cache, in {compiled:.1f} s")
@@ -73,11 +73,11 @@ def _complete(
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
         return
     try:
-        with Waiting("generating") as waiting:
+        with StatusLine("generating") as status:
             generation = generator.generate(
                 prompts,
                 **settings,
-                progress=lambda tokens: waiting.show(counted(tokens, "token")),
+                progress=lambda tokens: status.show(counted(tokens, "token")),
             )
     except (Interrupted, NonFiniteLogitsError) as ended:
         _print(arguments, texts, ended.generation)  # what there is, before the exit status

@@ -1,0 +1,42 @@
+"""The flags ``--layout``, ``--exchange`` and ``--distributed``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+
+import jax
+
+from dsv3_jax.distributed import initialize
+from sharding import Layout, make_layout
+
+
+def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
+    """Returns the layout over all devices that was asked for; None without ``--layout``.
+
+    With ``--distributed`` this process first joins the others of its run. JAX must not have been
+    asked for its devices before.
+
+    Raises:
+      ValueError: ``--exchange`` or ``--distributed`` without ``--layout``; or as
+        :func:`sharding.make_layout` and :func:`dsv3_jax.distributed.initialize`.
+    """
+    if arguments.layout is None:
+        for flag in ("exchange", "distributed"):
+            if getattr(arguments, flag):
+                raise ValueError(f"--{flag}: expected --layout with it, got none")
+        return None
+    if arguments.distributed:
+        initialize()
+    return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
+
+
+def only_first_process_prints() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which stdout is discarded, except on the first process of a run.
+
+    All processes have the same results.
+    """
+    if jax.process_index() == 0:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stdout(io.StringIO())  # unlike None, it can be flushed
