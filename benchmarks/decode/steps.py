@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.programs import Program, Programs
+from dsv3_jax.generation.program import Program
+from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import PAGE_SIZE
@@ -112,10 +113,9 @@ class Decode:
         programs = _programs(model, longest, depth)
         self._program = programs.decode
         state = _random_state(programs, rows, longest, depth, drafter is not None)
-        self.state = self._program.laid_out(state)
-        self._sampling = Sampling.greedy(
-            rows
-        )  # synthetic drafts are accepted by the sequence's seed
+        self.state = self._program.shard(state)
+        # Greedy. The seeds determine which synthetic drafts are accepted.
+        self._sampling = Sampling.pack(seed=np.arange(rows))
         self.compiled = compiled or self.compile()
 
     @classmethod
@@ -123,7 +123,7 @@ class Decode:
         """Compiles the program without allocating its state, so that autotuning has more memory."""
         programs = _programs(model, longest, 0)
         state_leaves, structure = programs.state_shapes(rows)
-        arguments = structure, Sampling.greedy(rows), np.int32(1)
+        arguments = structure, Sampling.pack(seed=np.arange(rows)), np.int32(1)
         return Compiled.of_leaves(programs.decode, state_leaves, *arguments, static=(None, 0))
 
     def compile(self, options: dict[str, Any] | None = None) -> Compiled:
@@ -132,7 +132,7 @@ class Decode:
 
     def dispatch(self, steps: int, cached: int, compiled: Compiled | None = None) -> float:
         """Runs ``steps`` steps after ``cached`` tokens per sequence. Returns the seconds."""
-        state = self._program.laid_out(_before_first_step(self.state, cached))
+        state = self._program.shard(_before_first_step(self.state, cached))
         self.state, elapsed = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
         assert int(self.state.steps) == steps, f"expected {steps} steps, got {self.state.steps}"
         self.tokens = int((np.asarray(self.state.lengths) - cached - 1).sum())
@@ -188,7 +188,7 @@ class Prefill:
     def _with_empty_cache(self, state: DecodeState) -> DecodeState:
         """Returns the state with an empty cache, as before a prefill."""
         cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
-        return self._program.laid_out(dataclasses.replace(state, cache=cache))
+        return self._program.shard(dataclasses.replace(state, cache=cache))
 
 
 def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
@@ -219,7 +219,7 @@ def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
 
 
 def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: bool) -> DecodeState:
-    config = programs.model_config
+    config = programs.signature.config
     state = programs.empty_state(rows, depth=depth, mtp=mtp)
 
     pages = [*state.cache.pages, *state.cache.mtp_pages]
@@ -244,13 +244,15 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
         state.cache, pages=tuple(filled[:layers]), mtp_pages=tuple(filled[layers:])
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, state.tokens.shape, np.int32)
-    hidden = jax.random.normal(jax.random.key(1), state.hidden.shape, state.hidden.dtype)
+    mtp_inputs = jax.random.normal(
+        jax.random.key(1), state.mtp_inputs.shape, state.mtp_inputs.dtype
+    )
     state = dataclasses.replace(
         state,
         cache=cache,
         tokens=jnp.asarray(tokens),
         limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
-        hidden=hidden,
+        mtp_inputs=mtp_inputs,
     )
     return _before_first_step(state, cached)
 
@@ -264,6 +266,6 @@ def _before_first_step(state: DecodeState, cached: int) -> DecodeState:
         cache=dataclasses.replace(state.cache, lengths=state_leaves),
         lengths=state_leaves + 1,
         finished=jnp.zeros(rows, jnp.int32),
-        pending=jnp.full(rows, min(1, state.hidden.shape[1]), jnp.int32),
+        num_mtp_inputs=jnp.full(rows, min(1, state.mtp_inputs.shape[1]), jnp.int32),
         steps=jnp.int32(0),
     )

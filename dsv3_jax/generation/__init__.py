@@ -1,1 +1,1 @@
-"""Text generation: sampling, the jitted loops, and the Generator that drives them."""
+"""Text generation: sampling, speculative decoding, the jitted loops, and the Generator."""

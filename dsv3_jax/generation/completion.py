@@ -1,4 +1,4 @@
-"""What the Generator gives back."""
+"""Results of the Generator: completions and statistics."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ FinishReason = Literal["stop", "length", "interrupted", "error"]
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """What drafting came to: of one request, or of all requests of a call."""
+    """Speculation statistics of one request, or of all requests of a call."""
 
     draft: str
-    """The drafter. ``synthetic:RATE`` accepts at that rate whatever the model says: such text is
-    not the model's, and its figures show speed alone."""
+    """Name of the drafter. ``synthetic:RATE`` accepts drafts at that rate regardless of the model.
+    Its text is not the model's; it serves to measure speed."""
     steps: int
-    """Decode steps, summed over requests."""
+    """Number of decode steps, summed over requests."""
     tokens: int
-    """Tokens that came of them."""
+    """Number of tokens generated in these steps."""
     drafted: tuple[int, ...]
-    """Drafts offered, by their place in a step."""
+    """Number of drafts that the model checked, by position in the step's draft."""
     accepted: tuple[int, ...]
-    """Those of them that became tokens."""
+    """Number of drafts that became tokens, by position in the step's draft."""
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Accepted over drafted, by place; a draft behind a refused one counts as refused."""
+        """``accepted / drafted`` by position. A draft after a rejected one counts as rejected."""
         pairs = zip(self.accepted, self.drafted, strict=True)
         return tuple(a / d if d else 0.0 for a, d in pairs)
 
     @property
     def accept_length(self) -> float:
-        """Tokens a step: 1 + accepted drafts a step."""
+        """Mean number of tokens per step: 1 + accepted drafts per step."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @classmethod
     def total(cls, parts: Sequence[Speculation | None]) -> Speculation | None:
-        """Of several requests with one drafter; None without any."""
-        held = [part for part in parts if part is not None]
-        if not held:
+        """Adds up the statistics of requests with the same drafter. None if all are None."""
+        present = [part for part in parts if part is not None]
+        if not present:
             return None
         return cls(
-            draft=held[0].draft,
-            steps=sum(part.steps for part in held),
-            tokens=sum(part.tokens for part in held),
-            drafted=tuple(map(sum, zip(*(part.drafted for part in held), strict=True))),
-            accepted=tuple(map(sum, zip(*(part.accepted for part in held), strict=True))),
+            draft=present[0].draft,
+            steps=sum(part.steps for part in present),
+            tokens=sum(part.tokens for part in present),
+            drafted=tuple(map(sum, zip(*(part.drafted for part in present), strict=True))),
+            accepted=tuple(map(sum, zip(*(part.accepted for part in present), strict=True))),
         )
 
     def as_json(self) -> dict[str, Any]:
+        """Returns a dictionary for ``json.dumps``."""
         return dataclasses.asdict(self) | {
             "acceptance": self.acceptance,
             "accept_length": self.accept_length,
@@ -59,59 +60,65 @@ class Speculation:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What one request came to."""
+    """Generated text and tokens of one request."""
 
     text: str
-    """Without the stop string, and without special tokens."""
+    """Generated text, without the stop string and without special tokens."""
     tokens: list[int]
-    """All generated tokens, the one that stopped the request included."""
+    """All generated tokens, including the one that stopped the request."""
     logprobs: list[float]
-    """Natural-log probability of each, before temperature and filters."""
+    """Natural logarithm of each token's probability, before temperature and filters."""
     finish_reason: FinishReason
-    """``stop``: a stop token or stop string; ``length``: max_new_tokens. What an exception carries
-    (:mod:`dsv3_jax.generation.errors`) also has ``interrupted``, not at its end, and ``error``: the
-    next token's logits were not finite."""
+    """``stop``: a stop token or stop string; ``length``: max_new_tokens. Completions in exceptions
+    (:mod:`dsv3_jax.generation.errors`) may also have ``interrupted``: generation ended early; or
+    ``error``: the logits of the next token were not finite."""
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """For each token, the most probable (token, logprob) pairs, best first."""
+    """Most probable (token, logprob) pairs of each position, best first. None if not requested."""
     speculation: Speculation | None = None
-    """None without a drafter."""
+    """Statistics of this request; None without a drafter."""
 
     def as_json(self) -> dict[str, Any]:
+        """Returns a dictionary for ``json.dumps``."""
         speculation = None if self.speculation is None else self.speculation.as_json()
         return dataclasses.asdict(self) | {"speculation": speculation}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Of one call of :meth:`Generator.generate`."""
+    """Statistics of one call of :meth:`Generator.generate`."""
 
     steps: int
-    """Runs of the main model in the decode loop."""
+    """Number of forward passes of the main model in the decode loop."""
     new_tokens: int
+    """Number of generated tokens of all completions."""
     time_to_first_token: float
-    """Seconds from the call to the first token of the first batch, compilation included if any."""
+    """Seconds from the call to the first token of the first batch, including any compilation."""
     seconds: float
-    """The whole call."""
+    """Duration of the call."""
     tokens_per_second: float
-    """Tokens after each batch's first step, over the time they took."""
+    """Throughput after the first step of each batch."""
     speculation: Speculation | None = None
-    """Over all requests; None without a drafter."""
+    """Sum over all requests; None without a drafter."""
 
     @property
     def drafted(self) -> int:
+        """Number of drafts; 0 without speculation."""
         return sum(self.speculation.drafted) if self.speculation else 0
 
     @property
     def accepted(self) -> int:
+        """Number of accepted drafts; 0 without speculation."""
         return sum(self.speculation.accepted) if self.speculation else 0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 without speculation."""
+        """``accepted / drafted``; 0 without speculation."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def as_json(self) -> dict[str, Any]:
+        """Returns a dictionary for ``json.dumps``."""
         return dataclasses.asdict(self) | {
             "drafted": self.drafted,
             "accepted": self.accepted,
@@ -142,10 +149,12 @@ class Generation(Sequence[Completion]):
 
 
 class Piece(str):
-    """Streamed text, with the tokens that came with it; the last piece has a finish_reason."""
+    """A piece of streamed text. Pieces are strings with attributes."""
 
     tokens: list[int]
+    """Tokens generated since the previous piece."""
     finish_reason: FinishReason | None
+    """Finish reason of the last piece; None for all others."""
 
     def __new__(cls, text: str, tokens: list[int], finish_reason: FinishReason | None) -> Piece:
         piece = super().__new__(cls, text)
@@ -154,9 +163,10 @@ class Piece(str):
         return piece
 
     def __reduce__(self) -> tuple[type[Piece], tuple[str, list[int], FinishReason | None]]:
-        """For copies and pickles: those of a str keep its text alone."""
+        """Lets copies and pickles keep the attributes, which those of a plain str would lose."""
         return type(self), (self.text, self.tokens, self.finish_reason)
 
     @property
     def text(self) -> str:
+        """The text as a plain string."""
         return str(self)

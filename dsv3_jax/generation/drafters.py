@@ -1,7 +1,7 @@
-"""Who guesses the next tokens, for the model to check several at once.
+"""Drafters: they propose the next tokens, so that the model can check several in one step.
 
-A drafter offers up to ``depth`` tokens a row. What it offers changes the speed and nothing else:
-verification.py keeps the model's own distribution whatever the drafts are worth.
+A drafter proposes up to ``depth`` tokens per sequence. Its proposals change the speed and nothing
+else: :mod:`dsv3_jax.generation.verification` keeps the model's own distribution for any drafts.
 """
 
 from __future__ import annotations
@@ -10,64 +10,100 @@ import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from dsv3_jax.generation.sampling import DRAFT, Sampling, sample
-from dsv3_jax.generation.state import RUNNING, DecodeState
+from dsv3_jax.generation.sampling import DRAFT, Sampling, mask_vocab_padding, sample
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3, Hidden, MTPHidden
 
 
+class DraftContext(NamedTuple):
+    """The part of the decoding state that drafters read."""
+
+    tokens: Int[Array, "B S"]
+    """Prompt and generated tokens; undefined past ``lengths``."""
+    lengths: Int[Array, " B"]
+    """Number of prompt and generated tokens."""
+    is_running: Bool[Array, " B"]
+    """Whether the sequence takes part in this step. Drafts of other sequences are ignored."""
+    cache: LatentKVCache
+    """Cache of all tokens of a sequence except the last. MTP drafters write the MTP layer's."""
+    mtp_inputs: Float[Array, "B F D"]
+    """Hidden states of the newest cached tokens, which the MTP layer has not processed yet."""
+    num_mtp_inputs: Int[Array, " B"]
+    """Number of valid ``mtp_inputs``."""
+
+
 class Drafts(NamedTuple):
-    """What a drafter offers behind the last token of each row."""
+    """Proposed tokens after the last token of each sequence."""
 
     tokens: Int[Array, "B K"]
     counts: Int[Array, " B"]
-    """How many of them are offered; the others are anything."""
+    """Number of proposed tokens. The entries of ``tokens`` after them are undefined."""
     logits: Float32[Array, "B K W"] | None
-    """What each token was drawn from, before temperature and filters; None where the drafter is
-    certain and offers its token with probability 1."""
+    """Logits that each token was sampled from, before temperature and filters. None if the drafter
+    is deterministic: then each token has probability 1."""
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Drafts:
+        """Returns drafts with K = 0."""
+        return cls(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros(batch_size, jnp.int32), None)
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Static: equal drafters share compiled programs, so a drafter is a frozen dataclass."""
+    """Proposes tokens inside the compiled decode loop.
+
+    A drafter is a static argument of that loop, so it must be hashable. Equal drafters share
+    compiled programs. A frozen dataclass is both.
+    """
 
     @property
     def name(self) -> str:
-        """How statistics call it."""
+        """Name shown in statistics."""
         ...
 
     @property
     def mtp_hidden(self) -> MTPHidden | None:
-        """The hidden state to keep for the MTP layer, and thus whether that layer has a cache."""
+        """Hidden state of the model that the MTP layer takes; None if the drafter does not run the
+        MTP layer, which then needs no cache."""
         ...
 
     @property
     def acceptance(self) -> float | None:
-        """None, unless drafts are accepted at this rate whatever the model says of them."""
+        """Probability with which drafts are accepted regardless of the model; None verifies them
+        against the model."""
         ...
 
     def draft(
         self,
         model: DeepSeekV3,
-        state: DecodeState,
+        context: DraftContext,
         sampling: Sampling,
         depth: int,
         vocab_size: int,
-    ) -> tuple[Drafts, DecodeState]:
-        """Drafts for positions ``state.lengths`` and on, and the state with the drafter's own
-        cache brought up to date; ``depth`` may be 0."""
+    ) -> tuple[Drafts, LatentKVCache]:
+        """Proposes tokens for the positions from ``context.lengths`` on.
+
+        Args:
+          depth: number of drafts per sequence; may be 0.
+          vocab_size: ids from here on are padding of the embedding and must not be proposed.
+
+        Returns:
+          The drafts, and ``context.cache`` with the drafter's own part brought up to date.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class MTPDrafter:
-    """The model's first multi-token prediction layer, applied again to its own output.
+    """Drafts with the model's first multi-token prediction layer.
 
-    Each draft is drawn under the row's own settings (V3 report, section 5.4.3, drafts one).
+    For later drafts of a step the layer is applied again to its own output. Each draft is sampled
+    with the sequence's own settings. (Section 5.4.3 of the DeepSeek-V3 report drafts one token.)
 
     Attributes:
-      mtp_hidden: as the model was trained.
+      mtp_hidden: the hidden state that the layer was trained on.
     """
 
     mtp_hidden: MTPHidden = "post_norm"
@@ -77,54 +113,53 @@ class MTPDrafter:
     def draft(
         self,
         model: DeepSeekV3,
-        state: DecodeState,
+        context: DraftContext,
         sampling: Sampling,
         depth: int,
         vocab_size: int,
-    ) -> tuple[Drafts, DecodeState]:
-        running = state.finished == RUNNING
-        starts = state.cache.lengths - state.pending
-        places = starts[:, None] + jnp.arange(state.hidden.shape[1])
-        following = jnp.take_along_axis(state.tokens, places + 1, axis=1, mode="clip")
-        counts = jnp.where(running, state.pending, 0)
+    ) -> tuple[Drafts, LatentKVCache]:
+        cache, num_inputs = context.cache, context.num_mtp_inputs
+        starts = cache.lengths - num_inputs
+        positions = starts[:, None] + jnp.arange(context.mtp_inputs.shape[1])
+        next_tokens = jnp.take_along_axis(context.tokens, positions + 1, axis=1, mode="clip")
+        counts = jnp.where(context.is_running, num_inputs, 0)
         hidden, cache = model.extend_mtp(
-            state.hidden, following, starts, counts, state.cache, "absorbed"
+            context.mtp_inputs, next_tokens, starts, counts, cache, "absorbed"
         )
-        # Of the tokens that are new since the last step, the newest one's output is the draft.
-        newest = jnp.maximum(state.pending - 1, 0)[:, None, None]
+        # The output at the newest token predicts the first draft.
+        newest = jnp.maximum(num_inputs - 1, 0)[:, None, None]
         hidden = Hidden(*(jnp.take_along_axis(h, newest, axis=1) for h in hidden))
         tokens, logits = [], []
         for k in range(depth):
             if k:
-                # The layer's own output stands in for the hidden state the model has yet to find.
+                # The model's hidden state does not exist yet; the layer's own output replaces it.
                 hidden, cache = model.extend_mtp(
                     hidden.feed(self.mtp_hidden),
                     tokens[-1][:, None],
                     cache.lengths + k - 1,
-                    running.astype(jnp.int32),
+                    context.is_running.astype(jnp.int32),
                     cache,
                     "absorbed",
                 )
-            logits.append(mask_padding(model.logits(hidden.post_norm[:, 0]), vocab_size))
-            tokens.append(sample(logits[-1], sampling, state.lengths + k, DRAFT))
-        state = dataclasses.replace(state, cache=cache)
+            logits.append(mask_vocab_padding(model.logits(hidden.post_norm[:, 0]), vocab_size))
+            tokens.append(sample(logits[-1], sampling, context.lengths + k, DRAFT))
         if not depth:
-            return no_drafts(state), state
-        # A prompt of one token has left no hidden state to draft from.
-        offered = jnp.where(state.pending > 0, depth, 0)
-        return Drafts(jnp.stack(tokens, axis=1), offered, jnp.stack(logits, axis=1)), state
+            return Drafts.empty(len(context.tokens)), cache
+        # After a prompt of one token there is no hidden state to draft from.
+        counts = jnp.where(num_inputs > 0, depth, 0)
+        return Drafts(jnp.stack(tokens, axis=1), counts, jnp.stack(logits, axis=1)), cache
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter:
-    """Prompt look-up: where the row's last tokens stood before, what followed them then.
+    """Prompt look-up: proposes the tokens that followed an earlier occurrence of the last n-gram.
 
-    The longest n-gram that occurs earlier counts, and of its occurrences the latest. Costs no
-    weights; pays where text repeats itself, as in edits and quotations.
+    The longest n-gram that occurs earlier is used, and its latest occurrence. The drafter needs no
+    weights. It pays off where text repeats itself, as in edits and quotations.
 
     Attributes:
-      longest: tokens of the longest n-gram looked for.
-      shortest: and of the shortest.
+      longest: length of the longest n-gram to look up.
+      shortest: length of the shortest n-gram to look up.
     """
 
     longest: int = 4
@@ -136,38 +171,41 @@ class NgramDrafter:
     def draft(
         self,
         model: DeepSeekV3,
-        state: DecodeState,
+        context: DraftContext,
         sampling: Sampling,
         depth: int,
         vocab_size: int,
-    ) -> tuple[Drafts, DecodeState]:
-        B, S = state.tokens.shape
-        lengths = state.lengths[:, None]
-        at = jnp.arange(S)
-        # same[b, i]: how many tokens up to i agree with as many up to the row's last one.
-        same = jnp.zeros((B, S), jnp.int32)
-        unbroken = jnp.broadcast_to(at < lengths - 1, (B, S))
+    ) -> tuple[Drafts, LatentKVCache]:
+        B, S = context.tokens.shape
+        lengths = context.lengths[:, None]
+        ends = jnp.arange(S)
+        # match_lengths[b, i]: length of the longest n-gram that ends at position i and equals the
+        # n-gram at the end of the sequence, up to `longest`.
+        match_lengths = jnp.zeros((B, S), jnp.int32)
+        matches = jnp.broadcast_to(ends < lengths - 1, (B, S))
         for n in range(self.longest):
-            last = jnp.take_along_axis(state.tokens, jnp.maximum(lengths - 1 - n, 0), axis=1)
-            unbroken &= (jnp.roll(state.tokens, n, axis=1) == last) & (at >= n)
-            same += unbroken
-        score = jnp.where(same >= self.shortest, same * S + at, -1)
-        found = jnp.max(score, axis=1)
-        start = found % S + 1
-        # Past the row's end the copy goes on with what it has copied.
-        period = jnp.maximum(state.lengths - start, 1)
-        places = start[:, None] + jnp.arange(depth) % period[:, None]
-        tokens = jnp.take_along_axis(state.tokens, places, axis=1, mode="clip")
-        return Drafts(tokens, jnp.where(found >= 0, depth, 0), None), state
+            last = jnp.take_along_axis(context.tokens, jnp.maximum(lengths - 1 - n, 0), axis=1)
+            matches &= (jnp.roll(context.tokens, n, axis=1) == last) & (ends >= n)
+            match_lengths += matches
+        scores = jnp.where(match_lengths >= self.shortest, match_lengths * S + ends, -1)
+        best_score = jnp.max(scores, axis=1)
+        start = best_score % S + 1
+        # Past the end of the sequence, the copy continues with the tokens that it has copied.
+        period = jnp.maximum(context.lengths - start, 1)
+        positions = start[:, None] + jnp.arange(depth) % period[:, None]
+        tokens = jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
+        return Drafts(tokens, jnp.where(best_score >= 0, depth, 0), None), context.cache
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticDrafter:
-    """For benchmarks with random weights: the MTP layer drafts, and drafts are accepted at a given
-    rate whatever the model says. It costs what MTP costs; its text is NOT the model's.
+    """Drafts with the MTP layer and accepts the drafts at a given rate, regardless of the model.
+
+    For benchmarks with random weights: a step costs as much as with :class:`MTPDrafter`, but the
+    generated text is NOT the model's.
 
     Attributes:
-      acceptance: probability of each draft after those accepted before it.
+      acceptance: probability that a draft is accepted, given that all before it were.
     """
 
     acceptance: float
@@ -186,20 +224,9 @@ class SyntheticDrafter:
     def draft(
         self,
         model: DeepSeekV3,
-        state: DecodeState,
+        context: DraftContext,
         sampling: Sampling,
         depth: int,
         vocab_size: int,
-    ) -> tuple[Drafts, DecodeState]:
-        return MTPDrafter(self.mtp_hidden).draft(model, state, sampling, depth, vocab_size)
-
-
-def no_drafts(state: DecodeState) -> Drafts:
-    B = state.tokens.shape[0]
-    return Drafts(jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None)
-
-
-def mask_padding(logits: Float32[Array, "*batch W"], vocab_size: int) -> Float32[Array, "*batch W"]:
-    """Ids from ``vocab_size`` on are padding of the embedding and never chosen."""
-    W = logits.shape[-1]
-    return logits if vocab_size >= W else jnp.where(jnp.arange(W) < vocab_size, logits, -jnp.inf)
+    ) -> tuple[Drafts, LatentKVCache]:
+        return MTPDrafter(self.mtp_hidden).draft(model, context, sampling, depth, vocab_size)

@@ -1,4 +1,4 @@
-"""What ends a generation early. Both exceptions carry what was generated until then."""
+"""Exceptions that end generation early. They contain everything that was generated before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during :meth:`Generator.generate`.
 
     Attributes:
-      generation: a completion for every prompt. Those that were not at their end have the
-        finish_reason ``"interrupted"``; prompts that were not begun have no tokens.
+      generation: a completion for every prompt. Unfinished completions have the finish_reason
+        ``"interrupted"``; those of prompts that were not started have no tokens.
     """
 
     def __init__(self, generation: Generation):
@@ -22,9 +22,8 @@ class NonFiniteLogitsError(ValueError):
     """The model computed NaN or an infinity for the logits of the next token.
 
     Attributes:
-      generation: a completion for every prompt, with the tokens before that. Sequences with such
-        logits have the finish_reason ``"error"``; others that were not at their end,
-        ``"interrupted"``.
+      generation: a completion for every prompt, with the tokens before such logits. The affected
+        sequences have the finish_reason ``"error"``; other unfinished ones ``"interrupted"``.
     """
 
     def __init__(self, message: str, generation: Generation):

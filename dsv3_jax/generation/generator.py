@@ -1,4 +1,4 @@
-"""The Generator: prompts in, completions out, a few compiled programs in between."""
+"""The Generator: completes prompts with a few compiled programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
-from dsv3_jax.generation.tally import Tally, non_finite
+from dsv3_jax.generation.tally import Tally, non_finite_error
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
@@ -31,29 +31,32 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Generator:
-    """Generates from a model, many tokens a dispatch.
+    """Generates text with a model, many tokens per dispatch.
 
-    Every shape is static: a call pads its batch to the next of ``batch_sizes`` and compiles, once,
-    one prefill and one decode program for it, and one more decode program when it first asks for
-    ``logprobs``; so it does for every drafter and depth. After that nothing compiles again,
-    whatever the prompts and settings.
+    All shapes are static. A call pads its batch to the next of ``batch_sizes``. For each batch size
+    that is used, one prefill and one decode program are compiled; a second decode program when
+    ``logprobs`` are first asked for; and the same for each drafter and depth. After that nothing
+    compiles again, for any prompts and settings.
 
-    A request's tokens depend on the request alone: its randomness comes from its own seed, and its
-    row never mixes with others. Programs of different batch sizes may round differently, though; a
-    single entry in ``batch_sizes`` rules that out too.
+    The tokens of a request depend only on the request: its randomness comes from its own seed, and
+    sequences of a batch do not influence each other. Programs of different batch sizes may round
+    differently. A single entry in ``batch_sizes`` avoids that too.
 
     Args:
-      tokenizer: None takes and gives token ids only.
-      max_len: most tokens a row, prompt and completion together; a static size of the cache.
-      batch_sizes: batches to compile for; more prompts than the largest run in several batches. On
-        a mesh that splits the batch, the next multiples of its parts.
-      prefill_chunk: prompt tokens a row that go through the model at a time. Default 512, on a CPU
-        32: there a chunk's padding costs more than another pass.
-      stride: tokens between looks at the text, for stop strings and streaming.
+      model: its arrays are not modified. :meth:`use` replaces the model.
+      tokenizer: None if prompts are token ids; completions then have no text.
+      max_len: maximum number of tokens of a sequence, prompt and completion together. It determines
+        the size of the cache.
+      batch_sizes: batch sizes to compile for. More prompts than the largest run in several batches.
+        If a mesh shards the batch, sizes are rounded up to multiples of its number of shards.
+      prefill_chunk: number of prompt tokens per sequence in one forward pass. The default is 512;
+        on a CPU it is 32, because padding of a chunk costs more there than another pass.
+      stride: number of tokens between two checks of the text, for stop strings and streaming.
       count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
 
     Raises:
-      ValueError: ``max_len`` exceeds what the model's positions reach, or a setting is wrong.
+      ValueError: ``max_len`` exceeds the model's ``max_position_embeddings``, or another argument
+        is invalid.
     """
 
     def __init__(
@@ -69,14 +72,14 @@ class Generator:
     ):
         if not isinstance(model, DeepSeekV3):
             raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
-        wanted = ("encode", "decode", "vocab_size", "eos_token_id", "special_token_id")
-        if tokenizer is not None and not all(hasattr(tokenizer, name) for name in wanted):
+        required = ("encode", "decode", "vocab_size", "eos_token_id", "special_token_id")
+        if tokenizer is not None and not all(hasattr(tokenizer, name) for name in required):
             got = type(tokenizer).__name__
             raise ValueError(f"tokenizer: expected a dsv3_jax.Tokenizer or None, got {got}")
-        reach = model.config.max_position_embeddings
+        longest = model.config.max_position_embeddings
+        expected = f"2 to {longest} (max_position_embeddings)"
         integer = numbers.Integral
-        expected = f"2 to {reach} (max_position_embeddings)"
-        check("max_len", max_len, expected, integer, 2, reach)
+        check("max_len", max_len, expected, integer, 2, longest)
         if not isinstance(batch_sizes, Sequence):
             raise ValueError(
                 f"batch_sizes: expected a sequence of sizes, such as (1, 4), got {batch_sizes!r}"
@@ -91,9 +94,9 @@ class Generator:
         check("stride", stride, "an integer of at least 1", integer, 1)
         self.tokenizer = tokenizer
         self.max_len = max_len
-        # On a mesh every device that holds rows of its own has as many.
-        parts = 1 if model.layout is None else model.layout.batch_multiple
-        self.batch_sizes = tuple(sorted({-(-size // parts) * parts for size in batch_sizes}))
+        # If a mesh shards the batch, all shards must be equal.
+        shards = 1 if model.layout is None else model.layout.batch_multiple
+        self.batch_sizes = tuple(sorted({-(-size // shards) * shards for size in batch_sizes}))
         self.stride = stride
         self._reader = RequestReader(model.config, tokenizer, max_len)
         vocab_size = model.config.vocab_size
@@ -129,42 +132,45 @@ class Generator:
     ) -> Generation:
         """Completes every prompt.
 
-        All settings but ``n``, ``draft``, ``draft_depth`` and ``progress`` are one value for all
-        prompts, or a sequence with one for each.
+        Each setting except ``n``, ``draft``, ``draft_depth`` and ``progress`` is one value for all
+        prompts, or a sequence with one value per prompt.
 
         Args:
-          prompts: text, or token ids; one, or several of different lengths. Text is encoded with
-            the special tokens its tokenizer adds.
-          max_new_tokens: most tokens of a completion. The default, 64, takes the room that is left
-            in ``max_len`` where that is less; another number has to fit. None takes all the room.
-          temperature: 0 is greedy. Then ``top_k``, ``top_p`` and ``min_p`` apply, in this order.
-          seed: equal seeds give equal tokens for equal prompts, alone or in any batch. None: the
-            i-th completion of the call has seed i, so that equal prompts differ.
-          n: completions a prompt, run as that many prompts would be: the first prompt's come
-            first. The j-th has the prompt's seed plus j, modulo 2**32.
-          stop: ends a request where one of these strings appears, and cuts the text before it. For
-            each prompt its own: a sequence of sequences.
-          stop_tokens: end a request beside the model's own end-of-sequence tokens. For each prompt
-            its own: a sequence of sequences.
-          ignore_eos: go on past the model's own end-of-sequence tokens.
-          logprobs: how many of the most probable tokens to report at each position (at most 20).
-            The chosen token's own logprob always comes.
-          draft: who guesses tokens ahead for the model to check several at once: None (nobody),
-            ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a Drafter.
-            Greedy tokens stay the same, drawn ones keep their distribution; a seed gives other
-            tokens than without. ``"synthetic:RATE"`` accepts drafts at that rate whatever the
-            model says: for measuring speed alone, its text is not the model's.
-          draft_depth: most tokens guessed at a time, 1 to 4; ``"auto"`` follows the acceptance and
-            the cost measured so far, and may leave off. Then a seed's tokens also depend on them.
-          progress: called after each dispatch, about twice a second, with the number of tokens that
-            all prompts have generated so far.
+          prompts: text or token ids; one prompt, or several of different lengths. Text is encoded
+            with the special tokens that its tokenizer adds.
+          max_new_tokens: maximum length of a completion. The default of 64 is reduced if less room
+            is left in ``max_len``; for another number that is an error. None means all the room.
+          temperature: 0 is greedy. Otherwise ``top_k``, ``top_p`` and ``min_p`` apply, in this
+            order.
+          seed: equal seeds give equal tokens for equal prompts, alone or in any batch. None gives
+            the i-th completion of the call the seed i, so that equal prompts differ.
+          n: number of completions per prompt. Those of the first prompt come first. The j-th one
+            has the prompt's seed plus j, modulo 2**32.
+          stop: strings that end a request when they appear. The text is cut before them. A sequence
+            of sequences has different ones for each prompt.
+          stop_tokens: token ids that end a request, in addition to the model's end-of-sequence
+            tokens. A sequence of sequences has different ones for each prompt.
+          ignore_eos: continue after the model's end-of-sequence tokens.
+          logprobs: number of most probable tokens to report at each position, at most 20. The
+            logprob of the generated token itself is always reported.
+          draft: proposes tokens, several of which the model checks in one step: None (no
+            speculation), ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a
+            Drafter. Greedy tokens stay the same. Sampled tokens keep their distribution, but a seed
+            gives other tokens than without drafts. ``"synthetic:RATE"`` accepts drafts at that
+            rate regardless of the model, to measure speed; its text is not the model's.
+          draft_depth: maximum number of drafts per step, 1 to 4. ``"auto"`` chooses it from the
+            acceptance and the cost measured so far, and may choose 0. The tokens of a seed then
+            also depend on these measurements.
+          progress: called after each dispatch, about twice a second, with the number of tokens
+            generated so far for all prompts together.
 
         Raises:
-          ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
-          Interrupted: Ctrl-C, within about half a second on the device; it carries the completions
-            so far. A KeyboardInterrupt.
-          NonFiniteLogitsError: the model computed NaN or an infinity. It ends all sequences of the
-            call, and carries the completions so far. A ValueError.
+          ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
+            invalid.
+          Interrupted: Ctrl-C was pressed, at most about half a second earlier. The exception, a
+            KeyboardInterrupt, contains the completions so far.
+          NonFiniteLogitsError: the model computed NaN or an infinity, which ends the whole call.
+            The exception, a ValueError, contains the completions so far.
         """
         began = time.perf_counter()
         requests = self.requests(
@@ -188,17 +194,17 @@ class Generator:
         tally = Tally(requests, began, n)
         with InterruptsDeferred() as interrupts:
 
-            def between() -> None:
+            def after_dispatch() -> None:
                 if progress is not None:
                     progress(tally.new_tokens)
-                # All processes of a mesh, or those that go on would wait for the others.
-                anywhere = (
-                    self._programs.spans_processes and max_over_processes(interrupts.pending) > 0
+                # An interrupt stops all processes of a mesh. Otherwise some would wait forever.
+                in_any_process = (
+                    self._programs.spans_processes and max_over_processes(interrupts.is_pending) > 0
                 )
-                interrupts.deliver(elsewhere=anywhere)
+                interrupts.deliver(in_other_process=in_any_process)
 
             try:
-                self._run(requests, plan, tally, between)
+                self._run(requests, plan, tally, after_dispatch)
             except KeyboardInterrupt:
                 raise Interrupted(tally.generation()) from None
         return tally.generation()
@@ -208,33 +214,36 @@ class Generator:
         requests: Sequence[Request],
         plan: DraftPlan,
         tally: Tally,
-        between: Callable[[], None],
+        after_dispatch: Callable[[], None],
     ) -> None:
         """Runs all requests, batch by batch, and adds each batch to ``tally``."""
         largest = self.batch_sizes[-1]
-        for at in range(0, len(requests), largest):
-            batch = self._batch(requests[at : at + largest], plan, between=between)
+        for first in range(0, len(requests), largest):
+            batch = self._batch(
+                requests[first : first + largest], plan, after_dispatch=after_dispatch
+            )
             tally.begin(batch)
             try:
                 batch.prefill()
                 batch.advance(1)
-                tally.has_first_tokens()
-                while batch.running and not batch.broken:
-                    batch.advance(self.stride if batch.watches_text else None)
+                tally.record_first_tokens()
+                while batch.is_running and not batch.non_finite:
+                    batch.advance(self.stride if batch.has_stop_strings else None)
             finally:
-                # Before the next batch has its own cache, and though a traceback may hold this one.
+                # Before the next batch allocates its cache. A traceback may refer to this one.
                 batch.free()
                 tally.end()
-            if batch.broken:
-                raise non_finite(batch, tally, at)
+            if batch.non_finite:
+                raise non_finite_error(batch, tally, first)
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
-        """The completion of one prompt, piece by piece, ``stride`` tokens at a time.
+        """Completes one prompt piece by piece, ``stride`` tokens at a time.
 
-        Takes the settings of :meth:`generate` but ``progress``, and no ``n`` but 1. A piece never
-        ends inside a character or inside what may become a stop string; joined, the pieces are
-        generate's text. Without a tokenizer pieces hold tokens alone. Settings are checked at the
-        call, before the first piece.
+        Accepts the settings of :meth:`generate` except ``progress``, with an ``n`` of 1. A piece
+        never ends inside a character or inside the beginning of a stop string. The concatenation of
+        all pieces is the text that :meth:`generate` returns. Without a tokenizer, pieces have
+        tokens but no text. Settings are checked when this method is called, not when the first
+        piece is read.
         """
         requests = self.requests(prompt, **settings)
         plan = self._plan(settings)
@@ -252,22 +261,23 @@ class Generator:
             batch = self._batch(requests, plan)
             tally.begin(batch)
             tracker = batch.trackers[0]
-            sent = 0
+            num_sent = 0
             batch.prefill()
             batch.advance(1)
             while True:
-                reason = None if batch.running or batch.broken else batch.finish_reason(0)
-                text = tracker.piece(final=reason is not None)
-                fresh = tracker.tokens[sent:]
-                if text or reason is not None or (fresh and self.tokenizer is None):
-                    yield Piece(text, fresh, reason)
-                    sent = len(tracker.tokens)
-                if reason is not None:
+                is_finished = not batch.is_running and not batch.non_finite
+                reason = batch.finish_reason(0) if is_finished else None
+                text = tracker.piece(final=is_finished)
+                new_tokens = tracker.tokens[num_sent:]
+                if text or is_finished or (new_tokens and self.tokenizer is None):
+                    yield Piece(text, new_tokens, reason)
+                    num_sent = len(tracker.tokens)
+                if is_finished:
                     return
-                if batch.broken:
+                if batch.non_finite:
                     batch.free()
                     tally.end()
-                    raise non_finite(batch, tally, 0)
+                    raise non_finite_error(batch, tally, 0)
                 batch.advance(self.stride)
 
         return pieces()
@@ -280,31 +290,35 @@ class Generator:
         draft: str | Drafter | None = None,
         draft_depth: int | Literal["auto"] = 1,
     ) -> float:
-        """Compiles what a batch of that size needs (prompts times ``n``), and measures depths where
-        "auto" is to choose among them; seconds it took."""
+        """Compiles the programs for ``batch_size`` requests (prompts times ``n``). Returns seconds.
+
+        For the depth ``"auto"`` it also measures the cost of every depth.
+        """
         began = time.perf_counter()
         settings = {"logprobs": logprobs, "draft": draft, "draft_depth": draft_depth}
         requests = self.requests(
             [[0]] * batch_size, max_new_tokens=None, ignore_eos=True, **settings
         )
         plan, largest = self._plan(settings), self.batch_sizes[-1]
-        # To be chosen among, a depth runs twice: with its compilation, and to be measured.
+        # To measure its cost, a depth runs a second time after its compilation.
         runs = [1] if len(plan.depths) == 1 else [None, None]
         for size in {min(batch_size, largest), batch_size % largest} - {0}:
             batch: Batch | None = None
             for depth, tokens in itertools.product(plan.depths, runs):
-                if batch is None or not batch.running:
-                    batch = None  # frees its cache before the next one is made
-                    batch = self._batch(requests[:size], plan, warms_up=True)
+                if batch is None or not batch.is_running:
+                    batch = None  # frees its cache before the next one is allocated
+                    batch = self._batch(requests[:size], plan, is_warm_up=True)
                     batch.prefill()
                 batch.advance(tokens, depth=depth)
         return time.perf_counter() - began
 
     def use(self, model: DeepSeekV3) -> None:
-        """Continues with another model of the same config, options and arrays' shapes, such as one
-        whose experts were placed anew (:meth:`~dsv3_jax.model.DeepSeekV3.place_experts`), also
-        between the pieces of a stream. Nothing is compiled. The arrays of the model used so far are
-        freed when the caller no longer holds them.
+        """Replaces the model by another one with the same config, options and array shapes.
+
+        An example is a model with another placement of experts
+        (:meth:`~dsv3_jax.model.DeepSeekV3.place_experts`). Nothing is compiled. The model may be
+        replaced between the pieces of a stream too. The arrays of the previous model are freed when
+        the caller has no reference to them.
 
         Raises:
           ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
@@ -313,37 +327,40 @@ class Generator:
         self._programs.use(model)
 
     def take_routing_counts(self) -> np.ndarray:
-        """Tokens that chose each expert since the last call, int64 [L, E]: of the MoE layers in
-        order, those of MTP layers last, as :meth:`sharding.Placement.balanced` takes loads.
+        """Returns how many tokens chose each expert since the last call, int64 [L_moe, E].
+
+        The MoE layers of the MTP layers come last. :meth:`sharding.Placement.balanced` takes such
+        counts as loads.
 
         Raises:
-          ValueError: this Generator was made without ``count_routing``.
+          ValueError: this Generator was created without ``count_routing``.
         """
         counts = self._programs.routing_counts
         if counts is None:
-            raise ValueError("count_routing: expected True when the Generator was made, got False")
+            raise ValueError("count_routing: expected True in the constructor, got False")
         taken = counts.copy()
         counts[...] = 0
         return taken
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:
-        """The checked requests behind a call of :meth:`generate` with these arguments.
+        """Checks the arguments of a call of :meth:`generate`, and returns its requests.
 
         Raises:
-          ValueError: as generate would, and TypeError for a setting that it does not have.
+          ValueError: a prompt or setting is invalid, as in :meth:`generate`.
+          TypeError: there is no such setting.
         """
         inspect.signature(self.generate).bind(prompts, **settings)
         self._plan(settings)
         progress = settings.get("progress")
         if progress is not None and not callable(progress):
             raise ValueError(f"progress: expected a function or None, got {progress!r:.80}")
-        of_a_call = ("draft", "draft_depth", "progress")
-        of_a_request = {n: v for n, v in settings.items() if n not in of_a_call}
-        return self._reader.read(prompts, **of_a_request)
+        call_settings = ("draft", "draft_depth", "progress")
+        request_settings = {n: v for n, v in settings.items() if n not in call_settings}
+        return self._reader.read(prompts, **request_settings)
 
     def _plan(self, settings: Mapping[str, Any]) -> DraftPlan:
         draft, depth = settings.get("draft"), settings.get("draft_depth", 1)
-        return DraftPlan.read(draft, depth, self._programs.model_config)
+        return DraftPlan.read(draft, depth, self._programs.signature.config)
 
     def _batch(self, requests: Sequence[Request], plan: DraftPlan, **options: Any) -> Batch:
         size = next(size for size in self.batch_sizes if size >= len(requests))

@@ -1,4 +1,4 @@
-"""Ctrl-C between dispatches instead of in the middle of one."""
+"""Delays Ctrl-C until the end of a dispatch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 
 
 class InterruptsDeferred:
-    """While entered, holds a first SIGINT back until :meth:`deliver` is called.
+    """Context manager that delays the first SIGINT until :meth:`deliver` is called.
 
-    A dispatch to the device cannot be interrupted; Python would raise KeyboardInterrupt behind it,
-    perhaps between two halves of an update. A second SIGINT is delivered at once. Signals reach the
-    main thread alone, and so do handlers: elsewhere this does nothing, as where SIGINT is ignored.
+    A dispatch to the device cannot be interrupted. Python would raise KeyboardInterrupt after it,
+    perhaps in the middle of an update. A second SIGINT is delivered at once. Python runs signal
+    handlers in the main thread only, so this does nothing in other threads, nor if SIGINT is
+    ignored.
     """
 
     def __init__(self) -> None:
-        self.pending = False
-        self._before: Any = None
+        self.is_pending = False
+        """Whether a SIGINT is being delayed."""
+        self._previous_handler: Any = None
 
     def __enter__(self) -> InterruptsDeferred:
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if callable(before):
-                self._before = before
-                signal.signal(signal.SIGINT, self._note)
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._previous_handler = handler
+                signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(
@@ -34,19 +36,19 @@ class InterruptsDeferred:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
         if error is None:
             self.deliver()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
-            self._before(number, frame)
-        self.pending = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_pending:
+            self._previous_handler(number, frame)
+        self.is_pending = True
 
-    def deliver(self, *, elsewhere: bool = False) -> None:
-        """Calls the handler that was in place before, if a SIGINT came here or ``elsewhere``: it
-        raises KeyboardInterrupt, unless the program has set another."""
-        if self.pending or elsewhere:
-            self.pending = False
-            (self._before or signal.default_int_handler)(signal.SIGINT, None)
+    def deliver(self, *, in_other_process: bool = False) -> None:
+        """Calls the previous handler if a SIGINT is pending, or arrived in another process. The
+        default handler raises KeyboardInterrupt."""
+        if self.is_pending or in_other_process:
+            self.is_pending = False
+            (self._previous_handler or signal.default_int_handler)(signal.SIGINT, None)

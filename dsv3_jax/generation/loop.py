@@ -1,4 +1,4 @@
-"""The two jitted loops: prefill the prompts chunk by chunk, decode many tokens a dispatch."""
+"""The two loops that are jitted: prefill caches the prompts, decode generates many tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
-from dsv3_jax.generation.drafters import Drafter, Drafts, mask_padding, no_drafts
-from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.generation.state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState
+from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
+from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
+from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED, DecodeState
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.model import DeepSeekV3
 
@@ -18,81 +18,90 @@ from dsv3_jax.model import DeepSeekV3
 def prefill(
     model: DeepSeekV3,
     state: DecodeState,
-    chunks: Int[Array, ""],
+    max_chunks: Int[Array, ""],
     drafter: Drafter | None = None,
     *,
     chunk: int,
 ) -> DecodeState:
-    """Caches every prompt token but the last of each row, ``chunk`` tokens a row at a time.
+    """Caches every prompt token except the last of each sequence, in chunks.
 
     Args:
-      chunks: most of them in this dispatch; another goes on where it ended.
+      max_chunks: maximum number of chunks in this dispatch. The next dispatch continues after them.
+      chunk: tokens per sequence and chunk.
     """
 
-    def missing(state: DecodeState) -> Int[Array, " B"]:
+    def num_uncached(state: DecodeState) -> Int[Array, " B"]:
         return state.lengths - 1 - state.cache.lengths
 
-    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+    def cache_chunk(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         i, state = carry
-        return i + 1, extended(state)
-
-    def extended(state: DecodeState) -> DecodeState:
-        starts = state.cache.lengths
-        positions = starts[:, None] + jnp.arange(chunk)
-        tokens = jnp.take_along_axis(state.tokens, positions, axis=1, mode="clip")
-        counts = jnp.clip(missing(state), 0, chunk)
-        hidden, cache = model.extend(tokens, counts, state.cache, "expanded")
-        if drafter is None or drafter.mtp_hidden is None:
-            return dataclasses.replace(state, cache=cache)
-        feed = hidden.feed(drafter.mtp_hidden)
-        following = jnp.take_along_axis(state.tokens, positions + 1, axis=1, mode="clip")
-        _, cache = model.extend_mtp(feed, following, starts, counts, cache, "expanded")
-        # The last place is run again by the first decode step, whose draft it is.
-        newest = jnp.take_along_axis(feed, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        return dataclasses.replace(
-            state,
-            cache=cache,
-            hidden=state.hidden.at[:, :1].set(
-                jnp.where((counts > 0)[:, None, None], newest, state.hidden[:, :1])
-            ),
-            pending=jnp.minimum(cache.lengths, 1),
-        )
+        counts = jnp.clip(num_uncached(state), 0, chunk)
+        return i + 1, _prefill_chunk(model, state, counts, drafter, chunk)
 
     def proceed(carry: tuple[jax.Array, DecodeState]) -> Bool[Array, ""]:
         i, state = carry
-        return (i < chunks) & jnp.any(missing(state) > 0)
+        return (i < max_chunks) & jnp.any(num_uncached(state) > 0)
 
-    _, state = jax.lax.while_loop(proceed, body, (jnp.int32(0), state))
+    _, state = jax.lax.while_loop(proceed, cache_chunk, (jnp.int32(0), state))
     return state
+
+
+def _prefill_chunk(
+    model: DeepSeekV3,
+    state: DecodeState,
+    counts: Int[Array, " B"],
+    drafter: Drafter | None,
+    chunk: int,
+) -> DecodeState:
+    """Caches the next ``counts`` prompt tokens of each sequence, at most ``chunk``."""
+    starts = state.cache.lengths
+    positions = starts[:, None] + jnp.arange(chunk)
+    tokens = jnp.take_along_axis(state.tokens, positions, axis=1, mode="clip")
+    hidden, cache = model.extend(tokens, counts, state.cache, "expanded")
+    if drafter is None or drafter.mtp_hidden is None:
+        return dataclasses.replace(state, cache=cache)
+    mtp_input = hidden.feed(drafter.mtp_hidden)
+    next_tokens = jnp.take_along_axis(state.tokens, positions + 1, axis=1, mode="clip")
+    _, cache = model.extend_mtp(mtp_input, next_tokens, starts, counts, cache, "expanded")
+    # The first decode step runs the MTP layer on the last position again, to get a draft from it.
+    newest = jnp.take_along_axis(mtp_input, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        mtp_inputs=state.mtp_inputs.at[:, :1].set(
+            jnp.where((counts > 0)[:, None, None], newest, state.mtp_inputs[:, :1])
+        ),
+        num_mtp_inputs=jnp.minimum(cache.lengths, 1),
+    )
 
 
 def decode(
     model: DeepSeekV3,
     state: DecodeState,
     sampling: Sampling,
-    steps: Int[Array, ""],
+    max_steps: Int[Array, ""],
     drafter: Drafter | None = None,
     depth: int = 0,
     *,
     vocab_size: int,
 ) -> DecodeState:
-    """Runs up to ``steps`` decode steps; ends early when no row runs.
+    """Runs up to ``max_steps`` decode steps. Ends early when no sequence is running.
 
     Args:
-      depth: drafts a step, at most the K that the state has room for; 0 without a drafter.
-      vocab_size: ids from here on are padding of the embedding and never chosen.
+      depth: number of drafts per step, at most the state's K; 0 without a drafter.
+      vocab_size: ids from here on are padding of the embedding and never selected.
     """
     model = model.ready_to_decode()
 
-    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+    def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         i, state = carry
         return i + 1, decode_step(model, state, sampling, drafter, depth, vocab_size)
 
     def proceed(carry: tuple[jax.Array, DecodeState]) -> Bool[Array, ""]:
         i, state = carry
-        return (i < steps) & jnp.any(state.finished == RUNNING)
+        return (i < max_steps) & jnp.any(state.finished == RUNNING)
 
-    _, state = jax.lax.while_loop(proceed, body, (jnp.int32(0), state))
+    _, state = jax.lax.while_loop(proceed, step, (jnp.int32(0), state))
     return state
 
 
@@ -104,100 +113,128 @@ def decode_step(
     depth: int,
     vocab_size: int,
 ) -> DecodeState:
-    """Drafts, checks all drafts in one pass of the model, and appends what holds.
+    """Drafts tokens, checks them in one forward pass, and appends the accepted ones.
 
-    A running row gains one token at least: the model's own behind the accepted drafts. Where its
-    logits are not finite, it gains what comes before them, and ends.
+    Every running sequence gains the accepted drafts and one more token, the model's own. If some of
+    its logits are not finite, it gains the tokens before them and ends.
     """
-    running = state.finished == RUNNING
-    if drafter is None:
-        drafts = no_drafts(state)
-    else:
-        drafts, state = drafter.draft(model, state, sampling, depth, vocab_size)
-    # Drafts that a row has no room for are not worth checking: one place is the model's own.
-    room = jnp.where(running, state.limits - state.lengths - 1, 0)
-    drafts = drafts._replace(counts=jnp.clip(drafts.counts, 0, room))
+    is_running = state.finished == RUNNING
+    drafts, state = _draft(model, state, is_running, sampling, drafter, depth, vocab_size)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    fed = jnp.concatenate([last, drafts.tokens], axis=1)
-    before = state.cache.lengths
+    inputs = jnp.concatenate([last, drafts.tokens], axis=1)
+    cached = state.cache.lengths
     hidden, cache = model.extend(
-        fed, jnp.where(running, 1 + drafts.counts, 0), state.cache, "absorbed"
+        inputs, jnp.where(is_running, 1 + drafts.counts, 0), state.cache, "absorbed"
     )
     logits = model.logits(hidden.post_norm)
-    # An infinity of the model's own must not pass for one of mask_padding's. As NaN it is the
-    # largest of the logits, as argmax orders them, and so shows without another pass over them.
-    logits = mask_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
+    # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
+    # is the largest value to argmax, so the check of the maximum below detects it.
+    logits = mask_vocab_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
     acceptance = None if drafter is None else drafter.acceptance
     tokens, accepted = verify(logits, drafts, sampling, state.lengths, acceptance)
 
-    place = jnp.arange(fed.shape[1])
-    stops = jnp.any(tokens[..., None] == sampling.stop_tokens[:, None], axis=-1)
-    stops &= place <= accepted[:, None]
-    stopped = jnp.any(stops, axis=1)
-    gained = jnp.where(stopped, jnp.argmax(stops, axis=1), accepted) + 1
-    # verify searches for the most probable token too: XLA does it once for both.
+    is_stop = jnp.any(tokens[..., None] == sampling.stop_tokens[:, None], axis=-1)
+    is_stop &= jnp.arange(inputs.shape[1]) <= accepted[:, None]
+    is_stopped = jnp.any(is_stop, axis=1)
+    num_new = jnp.where(is_stopped, jnp.argmax(is_stop, axis=1), accepted) + 1
+    # The same argmax as in verify, which XLA computes once.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
-    peak = jnp.take_along_axis(logits, best, axis=-1)
-    finite = jnp.cumprod(jnp.isfinite(peak[..., 0]).astype(jnp.int32), axis=1).sum(axis=1)
-    broken = finite < gained
-    gained = jnp.where(running, jnp.minimum(gained, finite), 0).astype(jnp.int32)
-    # The rewind: what was cached of refused drafts lies past the length, and is overwritten.
-    cache = dataclasses.replace(cache, lengths=before + gained)
-    state = _append(dataclasses.replace(state, cache=cache), gained, tokens, logits, peak)
-    state = _count(state, drafts, gained)
+    max_logits = jnp.take_along_axis(logits, best, axis=-1)
+    is_finite = jnp.isfinite(max_logits[..., 0]).astype(jnp.int32)
+    num_finite = jnp.cumprod(is_finite, axis=1).sum(axis=1)
+    is_non_finite = num_finite < num_new
+    num_new = jnp.where(is_running, jnp.minimum(num_new, num_finite), 0).astype(jnp.int32)
+    # Rejected drafts stay in the cache past its length, where later tokens overwrite them.
+    cache = dataclasses.replace(cache, lengths=cached + num_new)
+    state = dataclasses.replace(state, cache=cache)
+    state = _append_tokens(state, num_new, tokens, logits, max_logits)
+    state = _count_drafts(state, drafts, num_new)
     if drafter is not None and drafter.mtp_hidden is not None:
-        feed = hidden.feed(drafter.mtp_hidden)
-        missing = state.hidden.shape[1] - feed.shape[1]  # where a shallower depth runs
+        mtp_input = hidden.feed(drafter.mtp_hidden)
+        # The state has room for its K drafts, of which this step may use fewer.
+        padding = state.mtp_inputs.shape[1] - mtp_input.shape[1]
         state = dataclasses.replace(
             state,
-            hidden=jnp.pad(feed, ((0, 0), (0, missing), (0, 0))),
-            pending=jnp.where(running, gained, state.pending),
+            mtp_inputs=jnp.pad(mtp_input, ((0, 0), (0, padding), (0, 0))),
+            num_mtp_inputs=jnp.where(is_running, num_new, state.num_mtp_inputs),
         )
-    full = state.lengths >= state.limits
-    outcome = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
-    outcome = jnp.where(broken, NOT_FINITE, outcome)
+    is_full = state.lengths >= state.limits
+    finished = jnp.where(is_stopped, STOPPED, jnp.where(is_full, FULL, RUNNING))
+    finished = jnp.where(is_non_finite, NON_FINITE, finished)
     return dataclasses.replace(
-        state, finished=jnp.where(running, outcome, state.finished), steps=state.steps + 1
+        state, finished=jnp.where(is_running, finished, state.finished), steps=state.steps + 1
     )
 
 
-def _append(
+def _draft(
+    model: DeepSeekV3,
     state: DecodeState,
-    gained: Int[Array, " B"],
+    is_running: Bool[Array, " B"],
+    sampling: Sampling,
+    drafter: Drafter | None,
+    depth: int,
+    vocab_size: int,
+) -> tuple[Drafts, DecodeState]:
+    """Returns the drafts of one step, and the state with the drafter's cache brought up to date."""
+    if drafter is None:
+        drafts = Drafts.empty(len(state.tokens))
+    else:
+        context = DraftContext(
+            tokens=state.tokens,
+            lengths=state.lengths,
+            is_running=is_running,
+            cache=state.cache,
+            mtp_inputs=state.mtp_inputs,
+            num_mtp_inputs=state.num_mtp_inputs,
+        )
+        drafts, cache = drafter.draft(model, context, sampling, depth, vocab_size)
+        state = dataclasses.replace(state, cache=cache)
+    # Drafts past the limit are not checked. One position is reserved for the model's own token.
+    room = jnp.where(is_running, state.limits - state.lengths - 1, 0)
+    return drafts._replace(counts=jnp.clip(drafts.counts, 0, room)), state
+
+
+def _append_tokens(
+    state: DecodeState,
+    num_new: Int[Array, " B"],
     tokens: Int[Array, "B T"],
     logits: Float32[Array, "B T W"],
-    peak: Float32[Array, "B T 1"],
+    max_logits: Float32[Array, "B T 1"],
 ) -> DecodeState:
-    """Writes each row's new tokens and their log-probabilities at the row's end. ``peak`` is the
-    largest logit of each position."""
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    step = jnp.arange(tokens.shape[1])
-    inside = step < gained[:, None]
-    places = jnp.where(inside, state.lengths[:, None] + step, state.tokens.shape[1])  # or dropped
+    """Appends the first ``num_new`` tokens of each sequence and their log-probabilities.
 
-    def put(array: jax.Array, values: jax.Array) -> jax.Array:
-        return array.at[rows, places].set(values, mode="drop")
+    Args:
+      max_logits: maximum of ``logits`` at each position.
+    """
+    sequences = jnp.arange(tokens.shape[0])[:, None]
+    offsets = jnp.arange(tokens.shape[1])
+    positions = state.lengths[:, None] + offsets
+    # S is out of bounds, so the tokens after the first num_new are dropped.
+    positions = jnp.where(offsets < num_new[:, None], positions, state.tokens.shape[1])
 
-    # log_softmax of what is asked for.
-    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
-    chosen = (jnp.take_along_axis(logits, tokens[..., None], axis=-1) - peak - total)[..., 0]
+    def write(array: jax.Array, values: jax.Array) -> jax.Array:
+        return array.at[sequences, positions].set(values, mode="drop")
+
+    # log_softmax, evaluated only at the tokens that are recorded.
+    log_total = jnp.log(jnp.sum(jnp.exp(logits - max_logits), axis=-1, keepdims=True))
+    logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - max_logits - log_total
     top_logits, top_tokens = jax.lax.top_k(logits, state.top_tokens.shape[-1])
     return dataclasses.replace(
         state,
-        tokens=put(state.tokens, tokens),
-        logprobs=put(state.logprobs, chosen),
-        top_tokens=put(state.top_tokens, top_tokens),
-        top_logprobs=put(state.top_logprobs, top_logits - peak - total),
-        lengths=state.lengths + gained,
+        tokens=write(state.tokens, tokens),
+        logprobs=write(state.logprobs, logprobs[..., 0]),
+        top_tokens=write(state.top_tokens, top_tokens),
+        top_logprobs=write(state.top_logprobs, top_logits - max_logits - log_total),
+        lengths=state.lengths + num_new,
     )
 
 
-def _count(state: DecodeState, drafts: Drafts, gained: Int[Array, " B"]) -> DecodeState:
-    """Adds the step to the statistics: a row that gained g tokens has accepted g - 1 drafts."""
-    place = jnp.arange(state.drafted.shape[1])
+def _count_drafts(state: DecodeState, drafts: Drafts, num_new: Int[Array, " B"]) -> DecodeState:
+    """Adds one step to the statistics. A sequence that gained n tokens accepted n - 1 drafts."""
+    draft_positions = jnp.arange(state.drafted.shape[1])
     return dataclasses.replace(
         state,
-        drafted=state.drafted + (place < drafts.counts[:, None]),
-        accepted=state.accepted + (place < gained[:, None] - 1),
-        row_steps=state.row_steps + (gained > 0),
+        drafted=state.drafted + (draft_positions < drafts.counts[:, None]),
+        accepted=state.accepted + (draft_positions < num_new[:, None] - 1),
+        sequence_steps=state.sequence_steps + (num_new > 0),
     )

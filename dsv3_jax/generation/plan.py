@@ -1,4 +1,4 @@
-"""What a caller asks of speculation, checked before anything runs."""
+"""The settings of speculation, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from dsv3_jax.generation.settings import check_draft, parse_draft, unknown_draft
 
 @dataclasses.dataclass(frozen=True)
 class DraftPlan:
-    """How one call drafts."""
+    """The drafter of one call, and the depths that it may use."""
 
     drafter: Drafter | None = None
     depths: tuple[int, ...] = (0,)
-    """Drafts a step: one number, or those to choose from."""
+    """Numbers of drafts per step to choose from. A single entry is a fixed depth."""
 
     @property
-    def most(self) -> int:
+    def max_depth(self) -> int:
+        """Maximum number of drafts per step."""
         return max(self.depths)
 
     @classmethod
     def read(
         cls, draft: str | Drafter | None, draft_depth: int | str, config: ModelConfig
     ) -> DraftPlan:
-        """From the arguments of a call.
+        """Interprets the arguments ``draft`` and ``draft_depth`` of :meth:`Generator.generate`.
 
         Raises:
-          ValueError: no such drafter, a depth out of range, or a model that cannot draft so.
+          ValueError: ``draft`` is not a drafter, the depth is out of range, or the model has no MTP
+            layer although the drafter needs one.
         """
         check_draft(draft, draft_depth)
         if draft is None:
             return cls()
-        drafter = _named(draft) if isinstance(draft, str) else draft
+        drafter = _drafter(draft) if isinstance(draft, str) else draft
         if not isinstance(drafter, Drafter):
             raise unknown_draft(draft)
         if drafter.mtp_hidden is not None and not config.num_nextn_predict_layers:
@@ -45,7 +47,7 @@ class DraftPlan:
         return cls(drafter, AUTO_DEPTHS if draft_depth == "auto" else (int(draft_depth),))
 
 
-def _named(draft: str) -> Drafter:
+def _drafter(draft: str) -> Drafter:
     kind, rate = parse_draft(draft)
     if rate is not None:
         return SyntheticDrafter(rate)

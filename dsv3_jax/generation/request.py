@@ -1,4 +1,4 @@
-"""What a caller asks of the Generator, checked before anything runs."""
+"""Requests: one prompt with its settings, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv3_jax.words import counted
 
 Prompt = str | Sequence[int]
 
-_BYTES = (bytes, bytearray, memoryview)  # sequences of integers too, but never meant as ids
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but never meant as token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Request:
     """One prompt with its settings.
 
     Raises:
-      ValueError: a setting is out of range; the message names it, what was expected and what came.
+      ValueError: a setting is out of range. The message contains its name and value, and the range.
     """
 
     prompt: tuple[int, ...]
@@ -50,10 +50,12 @@ class Request:
 
 
 class RequestReader:
-    """Turns the arguments of a call into requests, for one model and tokenizer.
+    """Converts the arguments of :meth:`Generator.generate` to requests.
 
-    Raises, from :meth:`read`:
-      ValueError: a prompt is empty, too long or has an id out of range, or a setting is wrong.
+    Args:
+      config: the model's, for its vocabulary and end-of-sequence tokens.
+      tokenizer: None if all prompts are token ids.
+      max_len: maximum number of prompt and generated tokens.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_len: int):
@@ -73,41 +75,48 @@ class RequestReader:
         ignore_eos: Any = False,
         **settings: Any,
     ) -> list[Request]:
-        """``n`` requests a prompt, the first prompt's first. Each setting is one value for all
-        prompts, or a sequence with one for each; see :meth:`Generator.generate`."""
+        """Returns ``n`` requests per prompt; those of the first prompt come first.
+
+        Each setting is one value for all prompts, or a sequence with one value per prompt. See
+        :meth:`Generator.generate`.
+
+        Raises:
+          ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
+            invalid.
+        """
         check_setting("n", n)
-        texts = [self._prompt_ids(prompt) for prompt in _several(prompts)]
-        count = len(texts)
-        seeds = list(range(0, n * count, n)) if seed is None else _spread("seed", seed, count)
-        columns = {name: _spread(name, value, count) for name, value in settings.items()}
+        prompt_ids = [self._prompt_ids(prompt) for prompt in _prompts(prompts)]
+        count = len(prompt_ids)
+        seeds = list(range(0, n * count, n)) if seed is None else _per_prompt("seed", seed, count)
+        columns = {name: _per_prompt(name, value, count) for name, value in settings.items()}
         columns["max_new_tokens"] = [
-            self._new_tokens(value, len(ids))
+            self._max_new_tokens(value, len(ids))
             for value, ids in zip(
-                _spread("max_new_tokens", max_new_tokens, count), texts, strict=True
+                _per_prompt("max_new_tokens", max_new_tokens, count), prompt_ids, strict=True
             )
         ]
-        stops = [_stop_strings(s) for s in _spread("stop", stop, count, of_sequences=True)]
-        ends = _spread("stop_tokens", stop_tokens, count, of_sequences=True)
-        ignores = _spread("ignore_eos", ignore_eos, count)
-        columns["stop"] = [self._with_tokenizer(strings) for strings in stops]
+        stops = [_stop_strings(s) for s in _per_prompt("stop", stop, count, is_sequence=True)]
+        ends = _per_prompt("stop_tokens", stop_tokens, count, is_sequence=True)
+        ignores = _per_prompt("ignore_eos", ignore_eos, count)
+        columns["stop"] = [self._check_stop_strings(strings) for strings in stops]
         columns["stop_tokens"] = [
-            self._stop_ids(*each) for each in zip(stops, ends, ignores, strict=True)
+            self._stop_token_ids(*each) for each in zip(stops, ends, ignores, strict=True)
         ]
-        first = [
+        requests = [
             Request(
                 prompt=ids,
                 seed=seeds[i],
                 **{name: column[i] for name, column in columns.items()},
             )
-            for i, ids in enumerate(texts)
+            for i, ids in enumerate(prompt_ids)
         ]
         return [
             dataclasses.replace(request, seed=(int(request.seed) + j) % 2**32)
-            for request in first
+            for request in requests
             for j in range(n)
         ]
 
-    def _new_tokens(self, value: Any, prompt_tokens: int) -> int:
+    def _max_new_tokens(self, value: Any, prompt_tokens: int) -> int:
         room = self._max_len - prompt_tokens
         if value is None or (isinstance(value, Default) and value > room):
             return room
@@ -115,45 +124,45 @@ class RequestReader:
         if value > room:
             raise ValueError(
                 f"max_new_tokens: expected at most {room} (max_len {self._max_len}, less a prompt "
-                f"of {counted(prompt_tokens, 'token')}; None takes all of it), got {value}"
+                f"of {counted(prompt_tokens, 'token')}; None means the maximum), got {value}"
             )
         return value
 
-    def _with_tokenizer(self, strings: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_stop_strings(self, strings: tuple[str, ...]) -> tuple[str, ...]:
         if strings and self._tokenizer is None:
-            raise ValueError(f"stop: expected none, for there is no tokenizer; got {strings[0]!r}")
+            raise ValueError(f"stop: expected none, as there is no tokenizer; got {strings[0]!r}")
         return strings
 
-    def _stop_ids(
+    def _stop_token_ids(
         self, stop: tuple[str, ...], stop_tokens: Any, ignore_eos: Any
     ) -> tuple[int, ...]:
         check_setting("ignore_eos", ignore_eos)
-        ends = [*self._ids("stop_tokens", _plain(stop_tokens))]
+        ends = [*self._token_ids("stop_tokens", _to_python(stop_tokens))]
         ends += () if ignore_eos else self._end_tokens()
         if self._tokenizer is not None:
-            # A stop string that is a special token never appears in text, which leaves those out.
-            special = map(self._tokenizer.special_token_id, stop)
-            ends += [i for i in special if i is not None]
+            # Text does not contain special tokens, so a stop string that spells one is its id.
+            special_ids = map(self._tokenizer.special_token_id, stop)
+            ends += [i for i in special_ids if i is not None]
         ends = list(dict.fromkeys(ends))
         if len(ends) > MAX_STOP_TOKENS:
             raise ValueError(
-                f"stop_tokens: expected at most {MAX_STOP_TOKENS}, the model's own among them; "
+                f"stop_tokens: expected at most {MAX_STOP_TOKENS}, including the model's own; "
                 f"got {len(ends)}"
             )
         return tuple(ends)
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """The model's own, and the tokenizer's where it names another."""
+        """Returns the end-of-sequence tokens of the model and of the tokenizer."""
         own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
         return self._config.eos_token_id if own is None else (*self._config.eos_token_id, own)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str) and prompt:
             if self._tokenizer is None:
-                raise ValueError("prompt: expected token ids, for there is no tokenizer; got text")
+                raise ValueError("prompt: expected token ids, as there is no tokenizer; got text")
             check_unicode("prompt", prompt)
             prompt = self._tokenizer.encode(prompt)
-        ids = self._ids("prompt", _plain(prompt))
+        ids = self._token_ids("prompt", _to_python(prompt))
         if not ids:
             raise ValueError("prompt: expected text or token ids, got an empty prompt")
         if len(ids) >= self._max_len:
@@ -163,30 +172,34 @@ class RequestReader:
             )
         return ids
 
-    def _ids(self, name: str, value: Any) -> tuple[int, ...]:
+    def _token_ids(self, name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, _BYTES) or not isinstance(value, Sequence):
             raise ValueError(f"{name}: expected token ids, got {value!r}")
-        ids = tuple(_plain(i) for i in value)
+        ids = tuple(_to_python(i) for i in value)
         last = self._config.vocab_size - 1
         for i in ids:
             check(name, i, f"token ids from 0 to {last}", numbers.Integral, 0, last)
         return ids
 
 
-def _spread(name: str, value: Any, count: int, *, of_sequences: bool = False) -> list[Any]:
-    """One value a prompt, from one for all or one for each. Values that are ``of_sequences`` are
-    for each prompt where one of them is a sequence itself."""
-    value = _plain(value)
-    for_all = isinstance(value, str) or not isinstance(value, Sequence)
-    if for_all or (of_sequences and not any(map(_is_collection, value))):
+def _per_prompt(name: str, value: Any, count: int, *, is_sequence: bool = False) -> list[Any]:
+    """Returns one value per prompt, from one value for all or a sequence of ``count`` values.
+
+    Args:
+      is_sequence: a single value is a sequence itself. Then ``value`` has one per prompt if any of
+        its elements is a collection.
+    """
+    value = _to_python(value)
+    is_scalar = isinstance(value, str) or not isinstance(value, Sequence)
+    if is_scalar or (is_sequence and not any(map(_is_collection, value))):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"{name}: expected one value or {count}, one a prompt; got {len(value)}")
-    return [_plain(v) for v in value]
+        raise ValueError(f"{name}: expected one value or {count}, one per prompt; got {len(value)}")
+    return [_to_python(v) for v in value]
 
 
 def _is_collection(value: Any) -> bool:
-    return isinstance(_plain(value), Collection) and not isinstance(value, str | bytes)
+    return isinstance(_to_python(value), Collection) and not isinstance(value, str | bytes)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -194,9 +207,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _several(prompts: Any) -> list[Any]:
-    """A list of prompts, from one or several."""
-    prompts = _plain(prompts)
+def _prompts(prompts: Any) -> list[Any]:
+    """Returns a list of prompts, from a single prompt or a sequence of prompts."""
+    prompts = _to_python(prompts)
     if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
         hint = "; decode it" if isinstance(prompts, _BYTES) else ""
         hint = "; make it a list" if isinstance(prompts, Iterable) and not hint else hint
@@ -204,19 +217,19 @@ def _several(prompts: Any) -> list[Any]:
         raise ValueError(
             f"prompt: expected text, token ids, or a sequence of such prompts; got {got}{hint}"
         )
-    several = list(prompts) if _are_several(prompts) else [prompts]
-    if not several:
+    result = [prompts] if _is_single_prompt(prompts) else list(prompts)
+    if not result:
         raise ValueError("prompts: expected at least one, got none")
-    return several
+    return result
 
 
-def _plain(value: Any) -> Any:
-    """NumPy's and JAX's arrays as lists and numbers of Python; anything else as it is."""
+def _to_python(value: Any) -> Any:
+    """Converts NumPy and JAX arrays to lists and numbers; returns anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _are_several(prompts: Sequence[Any]) -> bool:
-    """Whether these are prompts, and not one: text or token ids."""
+def _is_single_prompt(prompts: Sequence[Any]) -> bool:
+    """Returns whether ``prompts`` is one prompt, text or token ids, rather than several."""
     if isinstance(prompts, str):
-        return False
-    return not prompts or isinstance(_plain(prompts[0]), Sequence)
+        return True
+    return bool(prompts) and not isinstance(_to_python(prompts[0]), Sequence)

@@ -1,4 +1,4 @@
-"""Log-probabilities and the completion of one request, kept on the host."""
+"""Log-probabilities and the completion of one request, on the host."""
 
 from __future__ import annotations
 
@@ -6,35 +6,42 @@ import numpy as np
 
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import FULL, NOT_FINITE, RUNNING, STOPPED
+from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.text import TextTracker
 
 FINISH_REASONS: dict[int, FinishReason] = {
     RUNNING: "interrupted",
     STOPPED: "stop",
     FULL: "length",
-    NOT_FINITE: "error",
+    NON_FINITE: "error",
 }
+"""Finish reason for each value of ``DecodeState.finished``."""
 
 
 class Results:
-    """What came with a request's tokens, on the host."""
+    """Log-probabilities of one request's tokens."""
 
     def __init__(self) -> None:
         self._logprobs: list[float] = []
-        self._top: list[list[tuple[int, float]]] = []
+        self._top_logprobs: list[list[tuple[int, float]]] = []
 
     def add(
         self, count: int, logprobs: np.ndarray, top_tokens: np.ndarray, top_logprobs: np.ndarray
     ) -> None:
-        """Of more tokens: logprobs [T], and ids and log-probabilities [T, n], best first, of which
-        ``count`` are asked for."""
-        # Not below float32's least number: a token that was sampled was possible.
+        """Adds the log-probabilities of T more tokens.
+
+        Args:
+          count: number of most probable tokens that the request asks for, at most n.
+          logprobs: [T]
+          top_tokens: [T, n], best first.
+          top_logprobs: [T, n]
+        """
+        # A sampled token was possible, so that its log-probability must not be reported as -inf.
         self._logprobs += np.maximum(logprobs, np.finfo(np.float32).min).tolist()
         for ids, values in zip(top_tokens[:, :count], top_logprobs[:, :count], strict=True):
-            possible = np.isfinite(values)  # ids that only pad the embedding are not
-            pairs = zip(ids[possible].tolist(), values[possible].tolist(), strict=True)
-            self._top.append(list(pairs))
+            is_possible = np.isfinite(values)  # ids that pad the embedding have -inf
+            pairs = zip(ids[is_possible].tolist(), values[is_possible].tolist(), strict=True)
+            self._top_logprobs.append(list(pairs))
 
     def completion(
         self,
@@ -43,6 +50,7 @@ class Results:
         reason: FinishReason,
         speculation: Speculation | None,
     ) -> Completion:
+        """Returns the completion with the tokens and text of ``tracker``."""
         count = len(tracker.tokens)
         return Completion(
             text=tracker.text,
@@ -50,11 +58,11 @@ class Results:
             logprobs=self._logprobs[:count],
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
-            top_logprobs=self._top[:count] if request.logprobs else None,
+            top_logprobs=self._top_logprobs[:count] if request.logprobs else None,
             speculation=speculation,
         )
 
 
-def not_begun(request: Request) -> Completion:
-    """The completion of a request that never ran."""
+def not_started(request: Request) -> Completion:
+    """Returns the completion of a request that never ran."""
     return Results().completion(request, TextTracker(None, ()), "interrupted", None)

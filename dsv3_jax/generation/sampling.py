@@ -1,4 +1,4 @@
-"""From logits to the next token, with settings that may differ from row to row."""
+"""Sampling of the next token from logits. Every sequence of a batch has its own settings."""
 
 from __future__ import annotations
 
@@ -10,57 +10,78 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Key, Shaped, UInt32
 
-# What a random number is for: the purposes at one position must not share theirs.
+# Purposes of random numbers. Those of one position must be independent of each other.
 NEXT, DRAFT, ACCEPT = range(3)
 
-# Higher temperatures sample alike. Their reciprocals are subnormal, which devices take for zero,
-# and zero times the -inf of a token that is out is NaN.
-_HOTTEST = 2.0**125
+# Higher temperatures give the same distribution. Their reciprocals are subnormal, which devices
+# flush to zero, and zero times the -inf of an excluded token is NaN.
+_MAX_TEMPERATURE = 2.0**125
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """One row's settings an entry. Written by the Generator, read by the decode loop."""
+    """Sampling settings of B sequences. Written by the Generator, read by the decode loop."""
 
     temperature: Float32[Array, " B"]
-    """0 takes the most probable token."""
+    """0 selects the most probable token."""
     top_k: Int[Array, " B"]
-    """Keep this many tokens; 0 keeps all."""
+    """Number of most probable tokens to keep; 0 keeps all."""
     top_p: Float32[Array, " B"]
-    """Keep the fewest tokens that hold this much probability together."""
+    """Keep the fewest most probable tokens whose probabilities sum to at least this."""
     min_p: Float32[Array, " B"]
-    """Keep tokens at least this probable, relative to the most probable."""
+    """Keep tokens of at least this probability relative to the most probable one."""
     seed: UInt32[Array, " B"]
     stop_tokens: Int[Array, "B n_stop"]
-    """Token ids that end a row; -1 fills."""
+    """Token ids that end the sequence, padded with -1."""
 
     @classmethod
-    def pack(cls, **columns: Shaped[np.ndarray, "B ..."]) -> Sampling:
-        """From host arrays, in the dtypes the loop is compiled for."""
-        dtypes = {"top_k": np.int32, "stop_tokens": np.int32, "seed": np.uint32}
+    def pack(
+        cls,
+        *,
+        seed: Shaped[np.ndarray, " B"],
+        temperature: Shaped[np.ndarray, " B"] | float = 0.0,
+        top_k: Shaped[np.ndarray, " B"] | int = 0,
+        top_p: Shaped[np.ndarray, " B"] | float = 1.0,
+        min_p: Shaped[np.ndarray, " B"] | float = 0.0,
+        stop_tokens: Shaped[np.ndarray, "B n_stop"] | None = None,
+    ) -> Sampling:
+        """Converts host arrays to the dtypes for which the decode loop is compiled.
+
+        A scalar applies to all sequences. With ``seed`` alone, sampling is greedy and stops at no
+        token.
+        """
+        B = len(seed)
+
+        def column(values: np.ndarray | float | int, dtype: type[np.generic]) -> jax.Array:
+            return jnp.asarray(np.broadcast_to(values, B).astype(dtype))
+
+        if stop_tokens is None:
+            stop_tokens = np.full((B, 1), -1)
         return cls(
-            **{n: jnp.asarray(c.astype(dtypes.get(n, np.float32))) for n, c in columns.items()}
+            temperature=column(temperature, np.float32),
+            top_k=column(top_k, np.int32),
+            top_p=column(top_p, np.float32),
+            min_p=column(min_p, np.float32),
+            seed=column(seed, np.uint32),
+            stop_tokens=jnp.asarray(stop_tokens.astype(np.int32)),
         )
 
-    @classmethod
-    def greedy(cls, rows: int) -> Sampling:
-        """That never stops at a token. Every row has its own seed."""
-        columns = {name: np.zeros(rows) for name in ("temperature", "top_k", "top_p", "min_p")}
-        return cls.pack(stop_tokens=np.full((rows, 1), -1), seed=np.arange(rows), **columns)
-
     @property
-    def any_drawn(self) -> Bool[Array, ""]:
-        """Whether any row draws its tokens. Sorting a whole vocabulary costs more than the rest of
-        sampling, so that a greedy batch is worth a branch."""
+    def any_sampled(self) -> Bool[Array, ""]:
+        """Whether any sequence has a temperature above 0. Sorting a whole vocabulary costs more
+        than the rest of sampling, so greedy batches skip it by a branch."""
         return jnp.any(self.temperature > 0.0)
 
 
-def kept(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
-    """Which tokens top_k, top_p and min_p leave, in that order, as transformers applies them.
+def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
+    """Returns the mask of tokens that pass top_k, top_p and min_p, applied in that order, as
+    transformers applies them.
 
-    ``logits`` are already divided by the temperature. The most probable token always stays; of
-    equal ones, lower ids come first.
+    The most probable token always passes. Among equal logits, lower ids rank first.
+
+    Args:
+      logits: logits divided by the temperature.
     """
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
@@ -69,71 +90,78 @@ def kept(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"
     keep = rank < top_k[:, None]
     probabilities = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # top_p = 1 keeps all, also where rounding lets the sum reach 1 early.
+    # top_p = 1 keeps all tokens, even if rounding makes the sum reach 1 early.
     keep &= (before < sampling.top_p[:, None]) | (sampling.top_p >= 1.0)[:, None]
     keep &= probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
     keep |= rank == 0
 
-    def in_order_of_ids(order: jax.Array, keep: jax.Array) -> jax.Array:
+    def scatter_to_ids(order: jax.Array, keep: jax.Array) -> jax.Array:
         return jnp.zeros(keep.shape, bool).at[order].set(keep, unique_indices=True)
 
-    # Not .at[rows, order]: on a mesh XLA may send the indices of all rows to all devices.
-    return jax.vmap(in_order_of_ids)(order, keep)
+    # Not .at[sequences, order]: on a mesh XLA may send the indices of all sequences to all devices.
+    return jax.vmap(scatter_to_ids)(order, keep)
 
 
-def filtered(
-    logits: Float32[Array, "B *places W"], sampling: Sampling
-) -> Float32[Array, "B *places W"]:
-    """Log-probabilities, up to a constant a row, of the distribution that tokens are drawn from.
+def filter_logits(
+    logits: Float32[Array, "B *positions W"], sampling: Sampling
+) -> Float32[Array, "B *positions W"]:
+    """Applies temperature, top_k, top_p and min_p to logits.
 
-    After temperature, top_k, top_p and min_p; -inf for tokens that are out. At temperature 0 all
-    but the most probable token is out. Several places of a row share its settings.
+    The result is the log-probability of each token, up to a constant per position, in the
+    distribution that tokens are sampled from. It is -inf for excluded tokens. At temperature 0 all
+    tokens but the most probable one are excluded. All positions of a sequence share its settings.
     """
-    B, *places, W = logits.shape
-    count = int(np.prod(places))
+    B, *positions, W = logits.shape
+    count = int(np.prod(positions))
     settings = jax.tree.map(lambda column: jnp.repeat(column, count, axis=0), sampling)
-    rows = logits.reshape(B * count, W)
-    cold = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
-    # Relative to the best, so that no temperature turns several logits into +inf.
-    relative = rows - jnp.max(rows, axis=-1, keepdims=True)
-    temperature = jnp.minimum(settings.temperature, _HOTTEST)[:, None]
-    scaled = relative / jnp.where(cold, 1.0, temperature)
-    best = jnp.arange(W) == jnp.argmax(rows, axis=-1)[:, None]
-    keep = jnp.where(cold, best, kept(scaled, settings))
+    flat = logits.reshape(B * count, W)
+    is_greedy = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
+    # Relative to the maximum, so that no temperature makes several logits +inf.
+    relative = flat - jnp.max(flat, axis=-1, keepdims=True)
+    temperature = jnp.minimum(settings.temperature, _MAX_TEMPERATURE)[:, None]
+    scaled = relative / jnp.where(is_greedy, 1.0, temperature)
+    is_best = jnp.arange(W) == jnp.argmax(flat, axis=-1)[:, None]
+    keep = jnp.where(is_greedy, is_best, filter_mask(scaled, settings))
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
 
 
-def noise(
-    draw: Callable[[Key[Array, ""]], jax.Array],
+def random_values(
+    generate: Callable[[Key[Array, ""]], jax.Array],
     sampling: Sampling,
     positions: Int[Array, " B"],
     purpose: int,
 ) -> Shaped[Array, "B ..."]:
-    """``draw`` of one key a row, made of the row's own seed, the position it fills and the purpose.
+    """Calls ``generate`` with one random key per sequence and returns the stacked results.
 
-    So a request gives the same tokens alone or in any batch. A position may be tried more than
-    once, when drafts are taken back: what was tried and dropped said nothing of what was kept.
+    The key is a function of the sequence's seed, the position of the token, and the purpose. A
+    request therefore gets the same tokens alone or in any batch. After a rejected draft, the later
+    positions are sampled again with the same keys. That keeps the distribution: no accepted token
+    depends on the discarded values.
     """
 
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def generate_one(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return draw(key if purpose == NEXT else jax.random.fold_in(key, purpose))
+        return generate(key if purpose == NEXT else jax.random.fold_in(key, purpose))
 
-    return jax.vmap(one)(sampling.seed, positions)
+    return jax.vmap(generate_one)(sampling.seed, positions)
 
 
-def pick(
-    log_probabilities: Float32[Array, "B W"],
+def sample_filtered(
+    logits: Float32[Array, "B W"],
     sampling: Sampling,
     positions: Int[Array, " B"],
     purpose: int,
 ) -> Int[Array, " B"]:
-    """Draws from unnormalised log-probabilities: the largest after adding Gumbel noise."""
-    shape = log_probabilities.shape[1:]
-    gumbel = noise(
+    """Samples from softmax(logits) by the Gumbel-max trick: argmax(logits + Gumbel noise).
+
+    Args:
+      logits: result of :func:`filter_logits`; of ``sampling`` only the seeds are read.
+    """
+    shape = logits.shape[1:]
+    gumbel = random_values(
         lambda key: jax.random.gumbel(key, shape, jnp.float32), sampling, positions, purpose
     )
-    return jnp.argmax(log_probabilities + gumbel, axis=-1).astype(jnp.int32)
+    return jnp.argmax(logits + gumbel, axis=-1).astype(jnp.int32)
 
 
 def sample(
@@ -142,9 +170,18 @@ def sample(
     positions: Int[Array, " B"],
     purpose: int = NEXT,
 ) -> Int[Array, " B"]:
-    """The token at ``positions`` of every row, greedy or drawn."""
+    """Returns each sequence's token at ``positions``, greedy or sampled by its settings."""
     return jax.lax.cond(
-        sampling.any_drawn,
-        lambda: pick(filtered(logits, sampling), sampling, positions, purpose),
+        sampling.any_sampled,
+        lambda: sample_filtered(filter_logits(logits, sampling), sampling, positions, purpose),
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )
+
+
+def mask_vocab_padding(
+    logits: Float32[Array, "*batch W"], vocab_size: int
+) -> Float32[Array, "*batch W"]:
+    """Sets the logits of ids from ``vocab_size`` on to -inf. An embedding may be padded: it has
+    more rows than the tokenizer has tokens."""
+    W = logits.shape[-1]
+    return logits if vocab_size >= W else jnp.where(jnp.arange(W) < vocab_size, logits, -jnp.inf)

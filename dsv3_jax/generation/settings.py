@@ -1,8 +1,8 @@
-"""Names, ranges and checks of the settings that one request may have.
+"""Names, ranges and checks of the settings of one request.
 
-Imports the standard library alone: a command can refuse a setting before it imports JAX or loads a
-model. What depends on the model (its vocabulary, its MTP layer, the room for tokens) is checked
-later, by RequestReader and DraftPlan.
+This module imports only the standard library, so that a command can reject a setting before it
+imports JAX or loads a model. RequestReader and DraftPlan later check what depends on the model: its
+vocabulary, its MTP layer, and the room for tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Any
 
 
 class Default(int):
-    """A default for ``max_new_tokens``: it takes the room that is left where that is less. The same
-    number given by a caller is refused there."""
+    """A default for ``max_new_tokens``. If less room is left, it is reduced to that, while the same
+    number from a caller is an error."""
 
 
 DEFAULT_NEW_TOKENS = Default(64)
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_TOKENS = 8  # slots in the compiled program, the model's own end tokens among them
-MAX_DEPTH = 4  # drafts a step
+MAX_STOP_TOKENS = 8
+"""Number of stop tokens that compiled programs have room for, including the model's own."""
+MAX_DEPTH = 4
+"""Maximum number of drafts per step."""
 
 _FLOAT32_MAX = 2.0**128 - 2.0**104
 
-# What was expected, its kind, and the least and greatest value. NumPy's numbers are of these kinds.
+# Description, type, minimum and maximum of each number. NumPy's numbers have these types too.
 _NUMBERS: dict[str, tuple[str, type, float, float]] = {
     "max_new_tokens": ("an integer of at least 1", numbers.Integral, 1, math.inf),
     "temperature": ("a number in [0, 3.4e38]", numbers.Real, 0, _FLOAT32_MAX),
@@ -39,22 +41,26 @@ _NUMBERS: dict[str, tuple[str, type, float, float]] = {
 
 
 def check(
-    name: str, value: Any, expected: str, kind: type, least: float, most: float = math.inf
+    name: str, value: Any, expected: str, kind: type, minimum: float, maximum: float = math.inf
 ) -> None:
-    """Raises ValueError unless the value is of that kind, no bool, and from least to most."""
-    right = isinstance(value, kind) and not isinstance(value, bool)
-    if not right or not least <= value <= most:  # NaN compares false
+    """Raises ValueError unless ``value`` is a ``kind`` other than bool, in [minimum, maximum].
+
+    Args:
+      expected: description of valid values, for the message.
+    """
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not minimum <= value <= maximum:  # NaN compares false
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_settings(**settings: Any) -> None:
-    """Checks settings of :meth:`Generator.generate` by name, one value each.
+    """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt.
 
-    ``stop`` is a string or several, ``stop_tokens`` are several ids. None for ``max_new_tokens``
-    or ``seed`` leaves the choice to the Generator.
+    ``stop`` is a string or a collection of strings, ``stop_tokens`` a sequence of ids. None for
+    ``max_new_tokens`` or ``seed`` leaves the choice to the Generator.
 
     Raises:
-      ValueError: a setting is out of range; the message names it, what was expected and what came.
+      ValueError: a setting is out of range. The message contains its name and value, and the range.
       TypeError: there is no such setting.
     """
     draft = {name: settings.pop(name) for name in ("draft", "draft_depth") if name in settings}
@@ -65,7 +71,7 @@ def check_settings(**settings: Any) -> None:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Checks one setting but ``draft`` and ``draft_depth``; raises as :func:`check_settings`."""
+    """Checks one setting other than ``draft`` and ``draft_depth``, as :func:`check_settings`."""
     if name in _NUMBERS:
         check(name, value, *_NUMBERS[name])
     elif name == "stop":
@@ -80,7 +86,7 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raises ValueError for half a surrogate pair, which no encoding of Unicode has."""
+    """Raises ValueError if ``text`` contains a lone surrogate, which has no UTF-8 encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -91,7 +97,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 def check_draft(draft: Any = None, draft_depth: Any = 1) -> None:
-    """Checks who drafts, where that is a name, and how many tokens; raises ValueError."""
+    """Raises ValueError unless the depth is valid and a drafter that is a string exists."""
     if draft_depth != "auto":
         expected = f"an integer from 1 to {MAX_DEPTH}, or 'auto'"
         check("draft_depth", draft_depth, expected, numbers.Integral, 1, MAX_DEPTH)
@@ -100,10 +106,12 @@ def check_draft(draft: Any = None, draft_depth: Any = 1) -> None:
 
 
 def parse_draft(draft: str) -> tuple[str, float | None]:
-    """Kind and acceptance rate, if any, of ``"mtp"``, ``"ngram"`` or ``"synthetic:RATE"``.
+    """Splits the name of a drafter into its kind and acceptance rate.
+
+    Names are ``"mtp"``, ``"ngram"`` and ``"synthetic:RATE"``. Only the last has a rate.
 
     Raises:
-      ValueError: no such drafter.
+      ValueError: there is no such drafter.
     """
     kind, _, text = draft.partition(":")
     if draft in ("mtp", "ngram"):
@@ -118,11 +126,11 @@ def parse_draft(draft: str) -> tuple[str, float | None]:
 
 
 def unknown_draft(draft: object) -> ValueError:
-    """The error for a value of ``draft`` that names no drafter and is none."""
-    several = isinstance(draft, Collection) and not isinstance(draft, str)
+    """Returns the error for a value of ``draft`` that is neither a drafter nor the name of one."""
+    is_several = isinstance(draft, Collection) and not isinstance(draft, str)
     return ValueError(
         "draft: expected None, 'mtp', 'ngram', 'synthetic:RATE' with a rate from 0 to 1, or a "
-        f"Drafter{', the same for all prompts' if several else ''}; got {draft!r}"
+        f"Drafter{', the same for all prompts' if is_several else ''}; got {draft!r}"
     )
 
 

@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.kv_cache import LatentKVCache
 
-RUNNING, STOPPED, FULL, NOT_FINITE = range(4)  # values of DecodeState.finished
+RUNNING, STOPPED, FULL, NON_FINITE = range(4)  # values of DecodeState.finished
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """A batch of B rows with room for S tokens each. Donated to every dispatch and returned.
+    """State of B sequences with at most S tokens each. Every dispatch donates and returns it.
 
-    The cache holds a row's tokens except its last: a decode step feeds that one, and the drafts
-    behind it, and appends at least one. K is the largest number of drafts a step, 0 without
-    speculation.
+    The cache contains all tokens of a sequence except the last. A decode step runs the last token
+    together with its drafts, and appends at least one token. K is the maximum number of drafts per
+    step; it is 0 without speculation.
     """
 
     cache: LatentKVCache
@@ -30,43 +30,47 @@ class DecodeState:
     """Prompt and generated tokens; undefined past ``lengths``. Written by the decode loop."""
 
     lengths: Int[Array, " B"]
-    """Known tokens a row, at least 1."""
+    """Number of prompt and generated tokens, at least 1. Written by the decode loop."""
 
     limits: Int[Array, " B"]
-    """Length at which a row is full. Set by the Generator."""
+    """Length at which a sequence is full. Set by the Generator."""
 
     finished: Int[Array, " B"]
-    """RUNNING, STOPPED (a stop token or stop string), FULL, or NOT_FINITE (the logits behind the
-    last token hold NaN or an infinity). A finished row no longer changes.
-    Written by the decode loop, and by the Generator when a stop string appears."""
+    """RUNNING, STOPPED (a stop token or stop string), FULL, or NON_FINITE (the logits after the
+    last token contain NaN or an infinity). A finished sequence no longer changes. Written by the
+    decode loop, and by the Generator when a stop string appears."""
 
     logprobs: Float32[Array, "B S"]
-    """log softmax(logits)[token] of each generated token, before temperature and filters."""
+    """log softmax(logits)[token] of each generated token, before temperature and filters. Written
+    by the decode loop."""
 
     top_tokens: Int[Array, "B S n"]
-    """The n most probable tokens at each generated place, best first; n may be 0."""
+    """The n most probable tokens at the position of each generated token, best first. n may be 0.
+    Written by the decode loop."""
 
     top_logprobs: Float32[Array, "B S n"]
+    """Log-probabilities of ``top_tokens``. Written by the decode loop."""
 
-    hidden: Float[Array, "B F D"]
-    """What the MTP layer is to take next: hidden states of the row's newest cached tokens. F is
-    K + 1 where the MTP layer drafts, else 0."""
+    mtp_inputs: Float[Array, "B F D"]
+    """Hidden states of each sequence's newest cached tokens: the inputs that the MTP layer has not
+    processed yet. F is K + 1 if the MTP layer drafts, else 0. Written by prefill and by each decode
+    step."""
 
-    pending: Int[Array, " B"]
-    """How many of them a row has; the MTP layer's cache holds ``cache.lengths - pending`` places.
-    Written with ``hidden`` by prefill and by each decode step."""
+    num_mtp_inputs: Int[Array, " B"]
+    """Number of valid ``mtp_inputs``. The MTP layer's cache contains ``cache.lengths -
+    num_mtp_inputs`` positions. Written together with ``mtp_inputs``."""
 
     drafted: Int[Array, "B K"]
-    """Drafts offered to the model so far, by their place in a step's draft."""
+    """Number of drafts that the model has checked, by position in the step's draft."""
 
     accepted: Int[Array, "B K"]
-    """Those of them that became tokens of the row."""
+    """Number of drafts that became tokens of the sequence, by position in the step's draft."""
 
-    row_steps: Int[Array, " B"]
-    """Decode steps in which the row was running."""
+    sequence_steps: Int[Array, " B"]
+    """Number of decode steps in which the sequence was running."""
 
     steps: Int[Array, ""]
-    """Decode steps since the state was made."""
+    """Number of decode steps since the state was created."""
 
     @classmethod
     def empty(
@@ -75,11 +79,21 @@ class DecodeState:
         max_len: int,
         *,
         depth: int,
-        feed: tuple[int, int],
+        num_mtp_inputs: int,
+        hidden_size: int,
         dtype: DTypeLike,
-        top: int,
+        num_top_logprobs: int,
     ) -> DecodeState:
-        """Nothing known of any row: K is ``depth``, (F, D) are ``feed``, n is ``top``."""
+        """Returns the state of sequences without tokens, all of them RUNNING.
+
+        Args:
+          max_len: S.
+          depth: K.
+          num_mtp_inputs: F.
+          hidden_size: D.
+          dtype: dtype of ``mtp_inputs``, which is the model's.
+          num_top_logprobs: n.
+        """
         B = cache.lengths.shape[0]
 
         def zeros(*shape: int) -> jax.Array:
@@ -92,12 +106,12 @@ class DecodeState:
             limits=zeros(),
             finished=zeros(),
             logprobs=jnp.zeros((B, max_len), jnp.float32),
-            top_tokens=zeros(max_len, top),
-            top_logprobs=jnp.zeros((B, max_len, top), jnp.float32),
-            hidden=jnp.zeros((B, *feed), dtype),
-            pending=zeros(),
+            top_tokens=zeros(max_len, num_top_logprobs),
+            top_logprobs=jnp.zeros((B, max_len, num_top_logprobs), jnp.float32),
+            mtp_inputs=jnp.zeros((B, num_mtp_inputs, hidden_size), dtype),
+            num_mtp_inputs=zeros(),
             drafted=zeros(depth),
             accepted=zeros(depth),
-            row_steps=zeros(),
+            sequence_steps=zeros(),
             steps=jnp.int32(0),
         )

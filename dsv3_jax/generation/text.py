@@ -1,126 +1,137 @@
-"""Generated tokens as text: stop strings and streaming, right across token boundaries."""
+"""The text of generated tokens: stop strings and streaming across token boundaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-INCOMPLETE = "\ufffd"  # how decoders show the bytes of an unfinished character
+INCOMPLETE = "\ufffd"
+"""Replacement character, to which decoders map the bytes of an incomplete character."""
 
-_TAIL = 64  # tokens that are decoded again with the next ones; more of them are settled
-_CONTEXT = 4  # tokens behind a cut: more than the bytes of a character
-_CUTS = 8  # places tried for a cut
+_TAIL_TOKENS = 64  # maximum length of the tail; longer ones are split
+_MIN_TOKENS_AFTER_SPLIT = 4  # no character has more bytes
+_SPLIT_ATTEMPTS = 8  # positions that are tried
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that :class:`TextTracker` needs."""
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 class TextTracker:
-    """Follows one request's text as its tokens arrive, in time linear in their number.
+    """Text of one request, updated as its tokens arrive, in time linear in their number.
 
-    A stop string may span tokens, and a token may hold the end of one character and the start of
-    the next, so the text is not the sum of the tokens' texts. The last tokens, the tail, are
-    decoded again together with new ones. Text before the tail is settled: it is cut off where the
-    text of the tail equals the texts of both parts, which is so between characters only.
+    The text is not the concatenation of the tokens' texts: a stop string may span tokens, and a
+    token may contain the end of one character and the start of the next. So the last tokens, the
+    tail, are decoded again together with new ones. Text before the tail is final. It is split off
+    where decoding both parts separately gives the same text as decoding the tail, which is the case
+    between characters only.
     """
 
     def __init__(self, decoder: Decoder | None, stop: Sequence[str]):
         self._decoder = decoder
         self._stop = tuple(stop)
-        self._reach = max((len(s) - 1 for s in self._stop), default=0)
-        self._settled: list[str] = []
-        self._settled_length = 0  # characters
-        self._tail_start = 0  # tokens before it are settled
+        # Number of characters of final text in which a stop string may begin.
+        self._overlap = max((len(s) - 1 for s in self._stop), default=0)
+        self._final: list[str] = []
+        self._final_length = 0  # characters
         self._tail = ""
-        self._settle_at = _TAIL  # length of the tail, in tokens
-        self._sent = 0  # characters
+        self._tail_start = 0  # index of its first token
+        self._split_at = _TAIL_TOKENS  # length of the tail, in tokens, at which to split it
+        self._streamed = 0  # characters returned by `piece`
         self.tokens: list[int] = []
+        """All tokens, up to and including the one that completes a stop string."""
         self.stopped = False
+        """Whether a stop string has appeared."""
 
     @property
     def text(self) -> str:
-        """All text so far, without the stop string."""
-        return self._since(0)
+        """Text of all tokens, cut before the stop string."""
+        return self._text_from(0)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Takes new tokens, up to and including the one that completes a stop string."""
-        # Where a stop string may be found, all its block is decoded token by token.
-        block = _TAIL if self._stop else max(len(tokens), 1)
-        for at in range(0, len(tokens), block):
-            self._take(tokens[at : at + block])
+        """Adds new tokens, up to and including the one that completes a stop string."""
+        # A block in which a stop string appears is decoded once more for each of its tokens.
+        block = _TAIL_TOKENS if self._stop else max(len(tokens), 1)
+        for start in range(0, len(tokens), block):
+            self._extend_block(tokens[start : start + block])
             if self.stopped:
                 return
-            self._settle()
+            self._split_tail()
 
-    def _take(self, tokens: Sequence[int]) -> None:
+    def _extend_block(self, tokens: Sequence[int]) -> None:
         count = len(self.tokens)
         self.tokens += tokens
         self._tail = self._decode(self._tail_start, len(self.tokens))
-        # Text before these characters has been searched already.
-        begin = max(self._settled_length - self._reach, 0)
-        before = self._since(begin)[: self._settled_length - begin]
-        if not self._stops(before + self._tail):
+        # Text before this character has been searched already.
+        begin = max(self._final_length - self._overlap, 0)
+        before = self._text_from(begin)[: self._final_length - begin]
+        if not self._stop_positions(before + self._tail):
             return
-        found: list[int] = []
-        while not found:
-            # One by one: tokens past the end may complete a stop string that begins further left.
+        # Finds the first token that completes a stop string. Later tokens of the block may complete
+        # another one that begins further left.
+        positions: list[int] = []
+        while not positions:
             count += 1
-            found = self._stops(before + self._decode(self._tail_start, count))
+            positions = self._stop_positions(before + self._decode(self._tail_start, count))
         del self.tokens[count:]
         self._tail = self._decode(self._tail_start, count)
-        text = self.text[: begin + min(found)]
-        self._settled, self._settled_length, self._tail = [text], len(text), ""
+        text = self.text[: begin + min(positions)]
+        self._final, self._final_length, self._tail = [text], len(text), ""
         self.stopped = True
 
-    def _settle(self) -> None:
-        """Moves the start of a long tail to the last place where it may be cut."""
+    def _split_tail(self) -> None:
+        """Splits a long tail at the last possible position; the text before it becomes final."""
         end = len(self.tokens)
-        if self._decoder is None or end - self._tail_start < self._settle_at:
+        if self._decoder is None or end - self._tail_start < self._split_at:
             return
-        for cut in range(end - _CONTEXT, end - _CONTEXT - _CUTS, -1):
-            left, right = self._decode(self._tail_start, cut), self._decode(cut, end)
-            # Unfinished characters alone do not show that they continue none before the cut.
+        last = end - _MIN_TOKENS_AFTER_SPLIT
+        for split in range(last, last - _SPLIT_ATTEMPTS, -1):
+            left, right = self._decode(self._tail_start, split), self._decode(split, end)
+            # Incomplete characters alone may continue one that begins before the split.
             if right.rstrip(INCOMPLETE) and left + right == self._tail:
-                self._settled.append(left)
-                self._settled_length += len(left)
-                self._tail_start, self._tail = cut, right
-                self._settle_at = _TAIL
+                self._final.append(left)
+                self._final_length += len(left)
+                self._tail_start, self._tail = split, right
+                self._split_at = _TAIL_TOKENS
                 return
-        self._settle_at = 2 * (end - self._tail_start)  # few attempts, even if all of them fail
+        self._split_at = 2 * (end - self._tail_start)  # keeps failed attempts rare
 
-    def _stops(self, text: str) -> list[int]:
-        """Where the stop strings found in the text begin."""
-        return [at for s in self._stop if (at := text.find(s)) >= 0]
+    def _stop_positions(self, text: str) -> list[int]:
+        """Returns where in the text each stop string that it contains begins."""
+        return [position for s in self._stop if (position := text.find(s)) >= 0]
 
     def _decode(self, begin: int, end: int) -> str:
         return "" if self._decoder is None else self._decoder.decode(self.tokens[begin:end])
 
-    def _since(self, begin: int) -> str:
-        """The text from that character on."""
-        parts, at = [self._tail], self._settled_length
-        for part in reversed(self._settled):
-            if at <= begin:
+    def _text_from(self, begin: int) -> str:
+        """Returns the text from character ``begin`` on, without joining all of the text."""
+        parts, start = [self._tail], self._final_length
+        for part in reversed(self._final):
+            if start <= begin:
                 break
             parts.append(part)
-            at -= len(part)
-        return "".join(reversed(parts))[max(begin - at, 0) :]
+            start -= len(part)
+        return "".join(reversed(parts))[max(begin - start, 0) :]
 
     def piece(self, *, final: bool) -> str:
-        """Text not handed out yet. Unless ``final``, keeps back what later tokens may still change:
-        an unfinished character, and the beginning of a stop string."""
-        new = self._since(self._sent)
+        """Returns the text that no earlier piece contained.
+
+        Unless ``final``, it ends before what later tokens may still change: an incomplete
+        character, and the beginning of a stop string.
+        """
+        piece = self._text_from(self._streamed)
         if not (final or self.stopped):
-            new = new.rstrip(INCOMPLETE)
-            new = new[: len(new) - max((_overlap(new, s) for s in self._stop), default=0)]
-        self._sent += len(new)
-        return new
+            piece = piece.rstrip(INCOMPLETE)
+            overlap = max((_overlap(piece, s) for s in self._stop), default=0)
+            piece = piece[: len(piece) - overlap]
+        self._streamed += len(piece)
+        return piece
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins the stop string."""
+    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

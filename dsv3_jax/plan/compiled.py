@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.generation.programs import Program, Programs
+from dsv3_jax.generation.program import Program
+from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import PAGE_SIZE
 from dsv3_jax.layers.on_mesh import shardings
@@ -74,15 +75,15 @@ def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> Compil
     began = time.perf_counter()
     programs = _programs(deployment, layout)
     program = getattr(programs, phase)
-    state, structure = programs.state_shapes(
+    state_leaves, structure = programs.state_shapes(
         deployment.batch, depth=deployment.draft_depth, mtp=deployment.mtp
     )
     drafter = MTPDrafter() if deployment.mtp else None
     arguments, static = (np.int32(1),), (drafter,)
     if phase == "decode":
-        arguments = Sampling.greedy(deployment.batch), np.int32(1)
+        arguments = Sampling.pack(seed=np.arange(deployment.batch)), np.int32(1)
         static = (drafter, deployment.draft_depth)
-    lowered = program.lower(state, structure, *arguments, static=static, keep_unused=True)
+    lowered = program.lower(state_leaves, structure, *arguments, static=static, keep_unused=True)
     executable = _compile(lowered, program, deployment)
     memory: Any = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes

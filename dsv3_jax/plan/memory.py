@@ -154,9 +154,10 @@ def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
             cache,
             max_len,
             depth=depth,
-            feed=(depth + 1 if deployment.mtp else 0, config.hidden_size),
+            num_mtp_inputs=depth + 1 if deployment.mtp else 0,
+            hidden_size=config.hidden_size,
             dtype=jnp.bfloat16,
-            top=0,
+            num_top_logprobs=0,
         )
         return jax.tree.leaves((cache.pages, cache.mtp_pages)), jax.tree.leaves(state)
 

@@ -10,7 +10,8 @@ from jax.extend.core import jaxprs_in_params
 
 import dsv3_jax
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.generation.programs import GPU_OPTIONS, Programs
+from dsv3_jax.generation.program import GPU_OPTIONS
+from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
 from sharding import make_layout
 from tests.generation.fragments import letters
@@ -91,10 +92,9 @@ def test_a_checkpoint_with_a_tokenizer(demo, compilations):
 def test_up_projections_are_cut_before_the_loop(tiny):
     """One a layer, of H heads with N + V rows of C; in the loop they would be copied every step."""
     programs = Programs.of(tiny, 64, prefill_chunk=1, vocab_size=160)
-    settings = {n: np.zeros(2) for n in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    sampling = Sampling.pack(stop_tokens=np.full((2, 1), -1), **settings)
+    sampling = Sampling.pack(seed=np.zeros(2))
     arguments = programs.decode.leaves, programs.empty_state(2), sampling, np.int32(1), None, 0
-    traced = jax.make_jaxpr(programs.decode.run, static_argnums=(4, 5))(*arguments)
+    traced = jax.make_jaxpr(programs.decode.function, static_argnums=(4, 5))(*arguments)
     c = tiny.config
     rows = c.qk_nope_head_dim + c.v_head_dim
     whole = (c.num_attention_heads, rows, c.kv_lora_rank)
@@ -125,7 +125,7 @@ def test_shapes_of_a_state_are_those_of_a_state(name):
     model, _ = dsv3_jax.load("demo", layout=layout)
     programs = Programs.of(model, 64, prefill_chunk=8, vocab_size=model.config.vocab_size)
     shapes, structure = programs.state_shapes(8, depth=1, mtp=True)
-    state = programs.decode.laid_out(programs.empty_state(8, depth=1, mtp=True))
+    state = programs.decode.shard(programs.empty_state(8, depth=1, mtp=True))
     assert structure == jax.tree.structure(state)
     for shape, array in zip(shapes, jax.tree.leaves(state), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)

@@ -8,10 +8,11 @@ import threading
 import jax
 import pytest
 
-from dsv3_jax.generation import batch
+from dsv3_jax.generation import batch, step_times
 from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.programs import Programs
+from dsv3_jax.generation.step_times import StepTimes
 from tests.generation.fragments import letters
 
 PROMPTS = [letters(text) for text in ("one", "another", "a third", "four", "and the last")]
@@ -37,7 +38,7 @@ def signal_at(generator: Generator, monkeypatch, *dispatches: int, program: str 
 @pytest.fixture
 def short_dispatches(monkeypatch):
     """Of one step each, whatever it takes."""
-    monkeypatch.setattr(batch, "DISPATCH_SECONDS", 0.0)
+    monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_dispatches_take_as_long_as_they_should(generator, want, monkeypatch):
         asked.append(int(steps))
         return decode(state, sampling, steps, *drafting)
 
-    programs = dataclasses.replace(generator._programs, decode=counted, seconds={})
+    programs = dataclasses.replace(generator._programs, decode=counted, step_times=StepTimes())
     monkeypatch.setattr(generator, "_programs", programs)
     monkeypatch.setattr(batch, "time", Clock(step=0.1))
     generator.generate(PROMPTS[0], **SETTINGS)

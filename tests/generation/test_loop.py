@@ -300,19 +300,16 @@ class TestFinishedRows:
             logprobs=jnp.asarray(rng.standard_normal((B, S), np.float32)),
             top_tokens=jnp.asarray(rng.integers(0, 160, (B, S, 2)), jnp.int32),
             top_logprobs=jnp.asarray(rng.standard_normal((B, S, 2), np.float32)),
-            hidden=jnp.zeros((B, 0, model.config.hidden_size)),
-            pending=jnp.zeros(B, jnp.int32),
+            mtp_inputs=jnp.zeros((B, 0, model.config.hidden_size)),
+            num_mtp_inputs=jnp.zeros(B, jnp.int32),
             drafted=jnp.zeros((B, 0), jnp.int32),
             accepted=jnp.zeros((B, 0), jnp.int32),
-            row_steps=jnp.zeros(B, jnp.int32),
+            sequence_steps=jnp.zeros(B, jnp.int32),
             steps=jnp.int32(0),
         )
 
     def test_never_change(self, dense):
-        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-        sampling = Sampling.pack(
-            stop_tokens=np.full((4, 1), -1), **{n: np.full(4, v) for n, v in settings.items()}
-        )
+        sampling = Sampling.pack(seed=np.zeros(4), temperature=1.0)
         graph, weights = nnx.split(dense)
 
         @jax.jit

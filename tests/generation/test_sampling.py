@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.sampling import Sampling, kept, sample
+from dsv3_jax.generation.sampling import Sampling, filter_mask, sample
 
 Row = dict[str, Any]
 
-run_kept = jax.jit(kept)
+run_filter_mask = jax.jit(filter_mask)
 run_sample = jax.jit(sample)
 
 
@@ -70,7 +70,7 @@ class TestKept:
             if reference(values, row)[1] > 1e-5:  # float32 cannot settle what is closer
                 rows.append(row)
                 logits.append(values)
-        got = np.asarray(run_kept(jnp.asarray(np.stack(logits)), sampling(rows)))
+        got = np.asarray(run_filter_mask(jnp.asarray(np.stack(logits)), sampling(rows)))
         for values, row, keep in zip(logits, rows, got, strict=True):
             np.testing.assert_array_equal(keep, reference(values, row)[0], err_msg=str(row))
         # Not all rows may be trivial.
@@ -100,7 +100,7 @@ class TestKept:
         ],
     )
     def test_by_hand(self, logits, row, expected):
-        keep = run_kept(jnp.asarray([logits], jnp.float32), sampling([row]))
+        keep = run_filter_mask(jnp.asarray([logits], jnp.float32), sampling([row]))
         assert np.flatnonzero(keep[0]).tolist() == expected
 
 
@@ -244,9 +244,9 @@ def test_the_hottest_rows_sample_evenly(temperature):
     assert set(tokens) == set(range(5))
 
 
-def test_greedy_rows_have_their_own_seeds():
-    """By which rows accept synthetic drafts one without the other."""
-    found = Sampling.greedy(3)
-    assert not found.any_drawn
-    assert found.seed.tolist() == [0, 1, 2]
-    assert found.stop_tokens.tolist() == [[-1]] * 3
+def test_by_default_sampling_is_greedy_and_never_stops():
+    sampling = Sampling.pack(seed=np.arange(3))
+    assert not sampling.any_sampled
+    assert sampling.seed.tolist() == [0, 1, 2]
+    assert sampling.top_p.tolist() == [1.0] * 3
+    assert sampling.stop_tokens.tolist() == [[-1]] * 3

@@ -18,11 +18,18 @@ import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation import loop, plan
 from dsv3_jax.generation.depth import DepthChooser
-from dsv3_jax.generation.drafters import Drafts, MTPDrafter, NgramDrafter, SyntheticDrafter
+from dsv3_jax.generation.drafters import (
+    DraftContext,
+    Drafts,
+    MTPDrafter,
+    NgramDrafter,
+    SyntheticDrafter,
+)
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.programs import Program
+from dsv3_jax.generation.program import Program
 from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.step_times import StepTimes
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.model import DeepSeekV3
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
@@ -138,20 +145,21 @@ def test_nothing_compiles_after_the_warm_up(plain, without_mtp, compilations, dr
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """Knows what the rows of a batch will say, and lies at every so many positions of each."""
+    """Drafts each sequence's true continuation, but a wrong token at every n-th position."""
 
     truth: tuple[tuple[int, ...], ...]
-    lies_every: tuple[int, ...]
+    wrong_every: tuple[int, ...]
+    """n for each sequence."""
     name = "oracle"
     mtp_hidden = None
     acceptance = None
 
-    def draft(self, model, state, sampling, depth, vocab_size):
-        places = state.lengths[:, None] + jnp.arange(depth)
-        tokens = jnp.take_along_axis(jnp.array(self.truth), places, axis=1, mode="clip")
-        lies = places % jnp.array(self.lies_every)[:, None] == 0
-        tokens = jnp.where(lies, (tokens + 1) % VOCAB_SIZE, tokens)
-        return Drafts(tokens, jnp.full(tokens.shape[0], depth), None), state
+    def draft(self, model, context, sampling, depth, vocab_size):
+        positions = context.lengths[:, None] + jnp.arange(depth)
+        tokens = jnp.take_along_axis(jnp.array(self.truth), positions, axis=1, mode="clip")
+        is_wrong = positions % jnp.array(self.wrong_every)[:, None] == 0
+        tokens = jnp.where(is_wrong, (tokens + 1) % VOCAB_SIZE, tokens)
+        return Drafts(tokens, jnp.full(tokens.shape[0], depth), None), context.cache
 
 
 def slow(*values):
@@ -196,19 +204,18 @@ class TestGreedy:
 
     @pytest.mark.slow
     def test_whatever_is_accepted(self, plain):
-        """With attention over what is cached, so that a wrong length shows; and a drafter that is
-        nobody's but this test's. It lies never, always and at every third position."""
+        """A drafter of this test, whose drafts are wrong never, always and at every third position.
+        The model attends to cached tokens, so that a wrong length of the cache shows."""
         want = plain.generate(PROMPTS, **SETTINGS)
-        rows = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, want, strict=True)]
-        truth = tuple((*row, *[0] * (MAX_LEN - len(row))) for row in rows)
-        lies_every = (MAX_LEN + 9, 3, 1, 3)
-        oracle = Oracle(truth, lies_every)
+        sequences = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, want, strict=True)]
+        truth = tuple((*tokens, *[0] * (MAX_LEN - len(tokens))) for tokens in sequences)
+        oracle = Oracle(truth, wrong_every=(MAX_LEN + 9, 3, 1, 3))
         got = plain.generate(PROMPTS, **SETTINGS, draft=oracle, draft_depth=4)
         check_same(got, want)
         steps = [completion.speculation.steps for completion in got]
         assert (steps[0], steps[2]) == (5, 24)
-        # Two drafts hold between two lies, and the lie's place is the model's own.
-        assert all(8 <= steps[row] <= 9 for row in (1, 3))
+        # Of three positions, two drafts are accepted and the third token is the model's own.
+        assert all(8 <= steps[b] <= 9 for b in (1, 3))
 
     @pytest.mark.parametrize("depth", DEPTHS)
     def test_right_drafts(self, right, depth):
@@ -335,7 +342,7 @@ class TestDrafts:
         monkeypatch.setattr(loop, "verify", spy)
         decode = functools.partial(loop.decode, vocab_size=VOCAB_SIZE)
         spied = Program.of(model, decode, static=plain._programs.decode.static)
-        programs = dataclasses.replace(plain._programs, decode=spied, seconds={})
+        programs = dataclasses.replace(plain._programs, decode=spied, step_times=StepTimes())
         monkeypatch.setattr(plain, "_programs", programs)
         out = plain.generate(PROMPTS, **SETTINGS, draft=MTPDrafter(mtp_hidden), draft_depth=2)
         rows = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
@@ -353,21 +360,27 @@ class TestDrafts:
 
     def test_prompt_lookup_by_hand(self, without_mtp, models):
         """Of a row's last four, three or two tokens, the latest earlier place and what followed."""
-        empty = without_mtp._programs.empty_state(4, depth=3)
-        run = jax.jit(
-            lambda state: NgramDrafter().draft(
-                models["random"], state, Sampling.greedy(4), 3, VOCAB_SIZE
-            )[0]
-        )
+        sampling = Sampling.pack(seed=np.arange(4))
+        idle = without_mtp._programs.empty_state(4)
+
+        @jax.jit
+        def draft(tokens, lengths):
+            context = DraftContext(
+                tokens=tokens,
+                lengths=lengths,
+                is_running=jnp.ones(4, bool),
+                cache=idle.cache,
+                mtp_inputs=idle.mtp_inputs,
+                num_mtp_inputs=idle.num_mtp_inputs,
+            )
+            return NgramDrafter().draft(models["random"], context, sampling, 3, VOCAB_SIZE)[0]
 
         def drafted(prompts):
-            tokens = np.zeros(empty.tokens.shape, np.int32)
+            tokens = np.zeros(idle.tokens.shape, np.int32)
             for b, prompt in enumerate(prompts):
                 tokens[b, : len(prompt)] = prompt
             lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-            return run(
-                dataclasses.replace(empty, tokens=jnp.array(tokens), lengths=jnp.array(lengths))
-            )
+            return draft(jnp.array(tokens), jnp.array(lengths))
 
         a, b, c, d, e = range(10, 15)
         offered = drafted(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.sampling import DRAFT, Sampling, filtered, sample
+from dsv3_jax.generation.sampling import DRAFT, Sampling, filter_logits, sample
 from dsv3_jax.generation.verification import verify
 from tests.generation.test_sampling import Row, bound, chi_square, run_sample, sampling
 from tests.support.covering import slow_except
@@ -33,7 +33,7 @@ SETTINGS = [
 ]
 
 
-run_filtered = jax.jit(filtered)
+run_filtered = jax.jit(filter_logits)
 run_verify = jax.jit(verify, static_argnums=4)
 
 
