@@ -1,127 +1,50 @@
-"""The model's shape: frozen dataclasses, the numbers derived from them, and what must agree.
+"""Configuration of a model: a frozen dataclass with derived numbers and validation.
 
-Field names are the published keys of config.json (:mod:`dsv3_jax.hf_config` reads and writes it).
-A value that this code does not implement and two values that contradict each other are refused by
-name: a checkpoint that loads is a checkpoint that is computed as its authors meant.
+Field names are the published keys of config.json, which :mod:`dsv3_jax.hf_config` parses. Values
+that this code does not implement and values that contradict each other are refused by name, so that
+a checkpoint that loads is computed as its authors intended.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from dsv3_jax import hf_config
+from dsv3_jax.field_checks import check_choice, check_fields, is_int
+from dsv3_jax.quantization import Quantization
+from dsv3_jax.yarn import YarnScaling
+
 SCORING = {"noaux_tc": "sigmoid", "greedy": "softmax", "group_limited_greedy": "softmax"}
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+"""Score function of each ``topk_method``."""
+
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Several times those of any published model. Tables of names and of rotary angles are made from
-# them, so that a damaged config.json must not ask for more memory than there is.
+# Limits several times above any published model. Tables of names and of rotary angles have these
+# sizes, so that a damaged config.json cannot ask for more memory than there is.
 MAX_MATRICES = 500_000
 MAX_POSITIONS = 2**27
 
 MTPHidden = Literal["post_norm", "pre_norm"]
-"""Which hidden state feeds an MTP layer: after the norm before the LM head (as serving engines do)
-or before it. The paper leaves it open; a model must be run as it was trained."""
+"""Hidden state that an MTP layer takes as input: after the norm before the LM head (as in serving
+engines) or before that norm. The paper leaves it open; a model must be run as it was trained."""
 
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """YaRN context extension (arXiv 2309.00071) as DeepSeek parametrises it.
-
-    ``mscale`` and ``mscale_all_dim`` follow DeepSeek's code: cos and sin are multiplied by
-    ``m(mscale) / m(mscale_all_dim)`` and the softmax scale by ``m(mscale_all_dim)**2``, where
-    ``m(a) = 0.1 a ln(factor) + 1``.
-
-    Raises:
-      ValueError: a field has another type, is not finite, or is out of range.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_fields(self, "rope_scaling.")
-
-    def magnitude(self, mscale: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockQuantization:
-    """Block-scaled fp8 weights: ``weight = fp8 * scale``, one scale a block, ceil at the edges.
-
-    Raises:
-      ValueError: ``weight_block_size`` is not two sizes, or ``scale_fmt`` is unknown.
-    """
-
-    weight_block_size: tuple[int, int] = (128, 128)
-    scale_fmt: str = "float32"  # or "ue8m0": scales are powers of two, still stored as float32
-    scale_suffix: str = "_scale_inv"  # appended to the weight's name; multiplied despite its name
-
-    def __post_init__(self) -> None:
-        block = self.weight_block_size
-        if not (isinstance(block, tuple) and len(block) == 2 and all(map(_is_size, block))):
-            raise ValueError(
-                f"quantization_config.weight_block_size: expected two sizes, got {block!r}"
-            )
-        _check_fields(self, "quantization_config.")
-        check_choice("quantization_config.scale_fmt", self.scale_fmt, ("float32", "ue8m0"))
-
-    def block_shape(self, columns: int) -> tuple[int, int]:
-        """Rows and columns under one scale, in a matrix of that many columns."""
-        del columns
-        return self.weight_block_size
-
-    def stored(self, rows: int, columns: int) -> tuple[tuple[int, int], str]:
-        """Shape and dtype, as safetensors spells it, of a matrix's weights."""
-        return (rows, columns), "F8_E4M3"
-
-
-@dataclasses.dataclass(frozen=True)
-class IntegerQuantization:
-    """Integer weights: ``weight = integer * scale`` with float32 scales, symmetric around 0.
-
-    No published checkpoint has them: ``dsv3 convert`` makes them. int8 is one byte a weight. int4
-    packs two neighbours of a row into a byte, the even column in the low half: uint8 [N, K/2].
-
-    Raises:
-      ValueError: ``bits`` is neither 8 nor 4, or ``group_size`` is not a size.
-    """
-
-    bits: int
-    group_size: int | None  # columns of a row under one scale; None: the whole row
-    scale_suffix: str = "_scale"  # appended to the weight's name
-
-    def __post_init__(self) -> None:
-        _check_fields(self, "quantization.")
-        if self.bits not in (8, 4):
-            raise ValueError(f"quantization.bits: expected 8 or 4, got {self.bits}")
-
-    def block_shape(self, columns: int) -> tuple[int, int]:
-        """Rows and columns under one scale, in a matrix of that many columns."""
-        return (1, columns if self.group_size is None else self.group_size)
-
-    def stored(self, rows: int, columns: int) -> tuple[tuple[int, int], str]:
-        """Shape and dtype, as safetensors spells it, of a matrix's weights.
-
-        Raises:
-          ValueError: an odd number of columns cannot be packed in pairs.
-        """
-        if self.bits == 8:
-            return (rows, columns), "I8"
-        if columns % 2:
-            raise ValueError(f"int4 packs columns in pairs: expected an even number, got {columns}")
-        return (rows, columns // 2), "U8"
-
-
-Quantization = BlockQuantization | IntegerQuantization
+_NESTED_KINDS = {
+    "YarnScaling": (lambda value: isinstance(value, YarnScaling), "a YarnScaling"),
+    "Quantization": (
+        lambda value: isinstance(value, Quantization),
+        "a BlockQuantization or an IntegerQuantization",
+    ),
+}
+_MAY_BE_ZERO = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+    "initializer_range",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +85,13 @@ class ModelConfig:
     eos_token_id: tuple[int, ...]
     initializer_range: float = 0.02
     num_nextn_predict_layers: int = 0
-    index_n_heads: int | None = None  # index_*: the sparse-attention indexer of V3.2
+    """Number of MTP layers."""
+    index_n_heads: int | None = None
+    """Number of heads of the sparse-attention indexer; None in models before V3.2."""
     index_head_dim: int | None = None
+    """Head dimension of the indexer."""
     index_topk: int | None = None
+    """Number of keys that the indexer selects per query."""
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
 
@@ -172,24 +99,27 @@ class ModelConfig:
 
     @property
     def scoring_func(self) -> str:
-        """``sigmoid`` or ``softmax``; every published ``topk_method`` implies one of them."""
+        """Score function of the router, ``sigmoid`` or ``softmax``. ``topk_method`` implies it."""
         return SCORING[self.topk_method]
 
     @property
     def qk_head_dim(self) -> int:
+        """Head dimension of queries and keys, N + R."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Width of a cached token: the normed latent, then the rotated rope key."""
+        """Numbers cached per token and layer, C + R: the normed latent and the rotated rope key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def num_moe_layers(self) -> int:
+        """Number of MoE layers, without MTP layers."""
         return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
     def has_indexer(self) -> bool:
+        """Whether the model has the sparse-attention indexer of V3.2."""
         return self.index_topk is not None
 
     @property
@@ -203,12 +133,12 @@ class ModelConfig:
     # ---- validation ------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        check_choice("model_type", self.model_type, MODEL_TYPES)
+        check_fields(self, kinds=_NESTED_KINDS, may_be_zero=_MAY_BE_ZERO)
+        check_choice("model_type", self.model_type, hf_config.MODEL_TYPES)
         check_choice("topk_method", self.topk_method, SCORING)
         check_choice("dtype", self.dtype, DTYPES)
         eos = self.eos_token_id
-        if not (isinstance(eos, tuple) and eos and all(_is_int(e) and e >= 0 for e in eos)):
+        if not (isinstance(eos, tuple) and eos and all(is_int(e) and e >= 0 for e in eos)):
             raise ValueError(f"eos_token_id: expected token ids, got {eos!r}")
         layers = self.num_hidden_layers + self.num_nextn_predict_layers
         self._check(
@@ -233,7 +163,7 @@ class ModelConfig:
         )
         self._check(
             self.num_experts_per_tok * self.n_group <= self.topk_group * self.n_routed_experts,
-            "the kept groups hold fewer experts than a token chooses",
+            "the selected groups have fewer experts than a token selects",
             "num_experts_per_tok topk_group n_group n_routed_experts",
         )
         self._check(
@@ -248,8 +178,8 @@ class ModelConfig:
             "greedy routing has no groups",
             "topk_method n_group",
         )
-        # Sources disagree on this one: the published V2 code scales only weights that it did not
-        # normalise, DeepSeek's reference scales both. No published model has the combination.
+        # The sources disagree here. The published V2 code scales only weights that it did not
+        # normalise; DeepSeek's reference scales both. No published model has the combination.
         self._check(
             self.scoring_func == "sigmoid"
             or not self.norm_topk_prob
@@ -262,12 +192,17 @@ class ModelConfig:
             "more dense layers than layers",
             "first_k_dense_replace num_hidden_layers",
         )
-        self._check(self.qk_rope_head_dim % 2 == 0, "rope turns pairs", "qk_rope_head_dim")
+        self._check(
+            self.qk_rope_head_dim % 2 == 0,
+            "rope rotates pairs and needs an even dimension",
+            "qk_rope_head_dim",
+        )
         indexer = (self.index_n_heads, self.index_head_dim, self.index_topk)
         self._check(
             all(i is None for i in indexer) == (self.model_type != "deepseek_v32")
             and (None not in indexer or not any(indexer)),
-            "the indexer's three sizes come with model_type deepseek_v32 and only with it",
+            "the indexer's three sizes are required for model_type deepseek_v32 and refused for"
+            " others",
             "model_type index_n_heads index_head_dim index_topk",
         )
         self._check(
@@ -276,107 +211,52 @@ class ModelConfig:
             "q_lora_rank index_topk",
         )
 
-    def _check(self, holds: bool, rule: str, names: str) -> None:
-        if not holds:
+    def _check(self, is_valid: bool, rule: str, names: str) -> None:
+        """Raises ValueError with ``rule`` and the values of the fields ``names``."""
+        if not is_valid:
             got = ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())
             raise ValueError(f"{rule}; got {got}")
 
     # ---- config.json -----------------------------------------------------------------------------
 
-    # hf_config builds these dataclasses, so it is imported when called and not at the top.
-
-    @staticmethod
-    def from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> ModelConfig:
-        """Reads a parsed config.json, the file, or the directory that holds it.
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> ModelConfig:
+        """Reads a parsed config.json, the file, or the directory that contains it.
 
         Accepts rope both as published (``rope_theta`` with ``rope_scaling``) and as transformers 5
         writes it (``rope_parameters``).
 
         Raises:
-          ValueError: a needed key is missing, a key or value is unknown, or values contradict.
+          ValueError: a required key is missing, a key or value is unknown, or values contradict
+            each other.
         """
-        from dsv3_jax import hf_config
-
-        return hf_config.read(source)
+        values, redundant = hf_config.parse(source, dataclasses.fields(cls))
+        config = cls(**values)
+        hf_config.check_redundant(redundant, config._redundant_keys())
+        return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model in the published form (inverse of :meth:`from_hf`).
+        """Returns the config.json of this model in the published form; inverse of :meth:`from_hf`.
 
         Raises:
-          ValueError: ``quantization.scale_suffix`` is not the published one, which no key states.
+          ValueError: no key can express the quantization: integer weights, or an unpublished
+            ``scale_suffix``.
         """
-        from dsv3_jax import hf_config
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return hf_config.write(values, self.scoring_func)
 
-        return hf_config.write(self)
+    def _redundant_keys(self) -> dict[str, tuple[Any, ...]]:
+        """Returns the accepted values of each key in :data:`dsv3_jax.hf_config.REDUNDANT`.
 
-
-def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises ValueError, naming ``name`` and the choices, if ``value`` is not one of ``known``."""
-    if value not in tuple(known):
-        raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_int(value) and value >= 1
-
-
-def _is_finite(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_int, "an integer"),
-    "float": (_is_finite, "a finite number"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "str": (lambda value: isinstance(value, str), "a string"),
-    "YarnScaling": (lambda value: isinstance(value, YarnScaling), "a YarnScaling"),
-    "Quantization": (
-        lambda value: isinstance(value, Quantization),
-        "a BlockQuantization or an IntegerQuantization",
-    ),
-}
-
-_MAY_BE_ZERO = (
-    "first_k_dense_replace",
-    "n_shared_experts",
-    "num_nextn_predict_layers",
-    "bos_token_id",
-    "initializer_range",
-    "mscale",
-    "mscale_all_dim",
-)
-
-
-def _check_fields(config: Any, where: str = "") -> None:
-    """Refuses a field whose value is not of its annotated kind, and numbers below their range."""
-    for field in dataclasses.fields(config):
-        annotation = str(field.type)
-        kind = annotation.removesuffix(" | None")
-        left_out = kind != annotation and getattr(config, field.name) is None
-        if left_out or kind not in _KINDS:
-            continue
-        value = getattr(config, field.name)
-        accepts, words = _KINDS[kind]
-        if not accepts(value):
-            raise ValueError(f"{where}{field.name}: expected {words}, got {value!r}")
-        may_be_zero = field.name in _MAY_BE_ZERO
-        if kind in ("int", "float") and not (value > 0 or (value == 0 and may_be_zero)):
-            least = "at least 0" if may_be_zero else "more than 0"
-            raise ValueError(f"{where}{field.name}: expected {least}, got {value}")
-
-
-# What dsv3 convert makes.
-INT8 = IntegerQuantization(bits=8, group_size=None)
-INT4 = IntegerQuantization(bits=4, group_size=128)
-
-QUANTIZATIONS: dict[str, Quantization | None] = {
-    "bf16": None,
-    "fp8": BlockQuantization(),
-    "int8": INT8,
-    "int4": INT4,
-}
-"""How weights lie in memory, by the names of commands."""
+        transformers calls the rope dimension alone "head_dim", and lists the kind of every layer.
+        """
+        attention = "indexed_attention" if self.has_indexer else "full_attention"
+        mlps = ["dense"] * self.first_k_dense_replace + ["sparse"] * self.num_moe_layers
+        return {
+            "num_key_value_heads": (self.num_attention_heads,),
+            "qk_head_dim": (self.qk_head_dim,),
+            "head_dim": (self.qk_rope_head_dim, self.qk_head_dim, self.v_head_dim),
+            "scoring_func": (self.scoring_func,),
+            "layer_types": ([attention] * self.num_hidden_layers,),
+            "mlp_layer_types": (mlps,),
+        }

@@ -1,9 +1,18 @@
-"""config.json as Hugging Face repositories carry it, read strictly and written as published.
+"""Reader and writer of config.json for the DeepSeek-V2/V3 family.
 
-Every key is one of five kinds: a field of :class:`~dsv3_jax.config.ModelConfig`; boilerplate that
-never reaches the forward pass; fixed, because this code computes one value of it only; derived,
-because it restates other keys; or a dictionary of its own (rope, quantization). Any other key is
-refused: what it would change is unknown.
+The module translates between a Hugging Face config.json and the field values of
+:class:`~dsv3_jax.config.ModelConfig`. It knows no configuration class, so that only ``config``
+imports this module and not the reverse. Another family of models gets a reader of its own.
+
+Every key belongs to one of five kinds:
+
+- a field of the configuration, under the same name;
+- boilerplate, which never influences the forward pass and is ignored;
+- fixed: the code implements only one value, and others are refused;
+- redundant: the key restates other keys and must agree with them;
+- a nested object: rope and quantization.
+
+Any other key is refused, because its effect is unknown.
 """
 
 from __future__ import annotations
@@ -11,18 +20,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsv3_jax.config import (
-    MODEL_TYPES,
-    BlockQuantization,
-    ModelConfig,
-    Quantization,
-    YarnScaling,
-    check_choice,
-)
+from dsv3_jax.field_checks import check_choice, is_int
+from dsv3_jax.quantization import BlockQuantization, Quantization
+from dsv3_jax.yarn import YarnScaling
 
 # Keys that describe the file, its training run or transformers itself, and never the forward pass.
 _BOILERPLATE = """
@@ -43,7 +47,6 @@ _BOILERPLATE = """
     """
 BOILERPLATE = frozenset(_BOILERPLATE.split())
 
-# Keys that must say what this code computes: (accepted values, what the key would change).
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "activation"),
     "attention_bias": ((False,), "attention projections with bias"),
@@ -53,21 +56,17 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleave": ((True,), "rope pairs that are not interleaved"),
     "tie_word_embeddings": ((False,), "an LM head tied to the embedding"),
 }
+"""Accepted values of each fixed key, and the feature that other values would ask for."""
 
-# Keys that only restate others: the values that agree. transformers calls the rope width alone
-# "head_dim", and spells out what each layer of V3.2 holds.
-DERIVED: dict[str, Callable[[ModelConfig], tuple[Any, ...]]] = {
-    "num_key_value_heads": lambda c: (c.num_attention_heads,),
-    "qk_head_dim": lambda c: (c.qk_head_dim,),
-    "head_dim": lambda c: (c.qk_rope_head_dim, c.qk_head_dim, c.v_head_dim),
-    "scoring_func": lambda c: (c.scoring_func,),
-    "layer_types": lambda c: (
-        ["indexed_attention" if c.has_indexer else "full_attention"] * c.num_hidden_layers,
-    ),
-    "mlp_layer_types": lambda c: (
-        ["dense"] * c.first_k_dense_replace + ["sparse"] * c.num_moe_layers,
-    ),
-}
+REDUNDANT = (
+    "num_key_value_heads",
+    "qk_head_dim",
+    "head_dim",
+    "scoring_func",
+    "layer_types",
+    "mlp_layer_types",
+)
+"""Keys that restate others."""
 
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -75,9 +74,12 @@ ARCHITECTURES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
 }
+"""Class name in transformers of each ``model_type``."""
 
-# Keys whose absence or null means this value.
-_ABSENT_MEANS = {
+MODEL_TYPES = tuple(ARCHITECTURES)
+
+# Values that the absence or null of a key stands for.
+_DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "n_shared_experts": 0,
@@ -85,107 +87,108 @@ _ABSENT_MEANS = {
 }
 
 
-def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> ModelConfig:
-    """The configuration that a parsed config.json, the file or its directory describes.
+class ParsedConfig(NamedTuple):
+    """Content of a config.json."""
+
+    values: dict[str, Any]
+    """Field values of the configuration. Their types and ranges are not checked yet."""
+    redundant: dict[str, Any]
+    """Values of the redundant keys; None for absent ones."""
+
+
+def parse(
+    source: Mapping[str, Any] | str | os.PathLike[str], fields: Iterable[dataclasses.Field[Any]]
+) -> ParsedConfig:
+    """Parses a config.json.
+
+    Args:
+      source: the parsed JSON object, the file, or the directory that contains it.
+      fields: fields of the configuration class.
 
     Raises:
-      ValueError: a needed key is missing, a key or value is unknown, or values contradict.
+      ValueError: a required key is missing, a key is unknown, a key has a value that is not
+        implemented, or synonyms contradict each other.
     """
-    raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
+    raw = dict(source) if isinstance(source, Mapping) else read_json(Path(source))
     keys = {k: v for k, v in raw.items() if k not in BOILERPLATE}
-    # Before anything else: of another architecture's file, no other complaint is worth reading.
+    # model_type is checked first: for another architecture no other error would be helpful.
     values: dict[str, Any] = {"model_type": _pop(keys, "model_type")}
     check_choice("model_type", values["model_type"], MODEL_TYPES)
-    for name, (accepted, meaning) in FIXED.items():
+    for name, (accepted, feature) in FIXED.items():
         if (value := keys.pop(name, accepted[0])) not in accepted:
             raise ValueError(
-                f"{name}: {meaning} is not implemented; "
-                f"expected {_show(accepted[0])}, got {_show(value)}"
+                f"{name}: {feature} is not implemented; "
+                f"expected {as_json(accepted[0])}, got {as_json(value)}"
             )
-    stated = {name: keys.pop(name, None) for name in DERIVED}
+    redundant = {name: keys.pop(name, None) for name in REDUNDANT}
     values["rope_theta"], values["rope_scaling"] = _pop_rope(keys)
     values["topk_method"] = _pop_topk_method(keys, values["model_type"])
     values["quantization"] = _pop_quantization(keys)
     eos = _pop(keys, "eos_token_id")
     values["eos_token_id"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    dtype = _agree({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
+    dtype = _agreed({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
     values["dtype"] = "bfloat16" if dtype is None else dtype
-    for name, default in _ABSENT_MEANS.items():
+    for name, default in _DEFAULTS.items():
         value = keys.pop(name, None)
         values[name] = default if value is None else value
-    for field in dataclasses.fields(ModelConfig):
+    for field in fields:
         if field.name in keys:
             value = keys.pop(field.name)
             values[field.name] = _number(value) if field.type == "float" else value
         elif field.name not in values and field.default is dataclasses.MISSING:
             raise ValueError(f"config.json lacks the key {field.name!r}")
     if keys:
-        listed = ", ".join(f"{k}={_show(v)}" for k, v in sorted(keys.items()))
+        listed = ", ".join(f"{k}={as_json(v)}" for k, v in sorted(keys.items()))
         raise ValueError(f"config.json has keys this code does not know: {listed}")
-    config = ModelConfig(**values)
-    for name, value in stated.items():
-        if value is not None and value not in (wanted := DERIVED[name](config)):
+    return ParsedConfig(values, redundant)
+
+
+def check_redundant(redundant: Mapping[str, Any], accepted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ValueError if a redundant key contradicts the keys that it restates.
+
+    Args:
+      redundant: as in :class:`ParsedConfig`.
+      accepted: values of each redundant key that agree with the other keys.
+    """
+    for name, value in redundant.items():
+        if value is not None and value not in accepted[name]:
             raise ValueError(
-                f"{name} contradicts the other keys: expected {wanted[0]}, got {value!r}"
+                f"{name} contradicts the other keys: expected {accepted[name][0]}, got {value!r}"
             )
-    return config
 
 
-def with_end_tokens(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The config with the end tokens of a generation_config.json in the directory, if it names any.
-
-    transformers stops at these and not at those of config.json: instruct models share the
-    config.json of their base model and end their turns with another token. Nothing else is read:
-    sampling settings are the caller's.
+def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
+    """Returns the config.json with these field values in the published form, with sorted keys.
 
     Raises:
-      ValueError: the file is no JSON object, or its eos_token_id are not ids of the vocabulary.
+      ValueError: no key can express the quantization: integer weights, or an unpublished
+        ``scale_suffix``.
     """
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return config
-    eos = _read_json(path).get("eos_token_id")
-    if eos is None:
-        return config
-    ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    known = range(config.vocab_size)
-    if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i not in known for i in ids):
-        raise ValueError(
-            f"{path}: eos_token_id: expected token ids from 0 to {config.vocab_size - 1},"
-            f" got {_show(eos)}"
-        )
-    return dataclasses.replace(config, eos_token_id=tuple(dict.fromkeys(ids)))
-
-
-def write(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of ``config`` in the published form: keys sorted, inverse of :func:`read`.
-
-    Raises:
-      ValueError: ``quantization.scale_suffix`` is not the published one, which no key states.
-    """
+    nested = ("dtype", "quantization", "rope_scaling", "eos_token_id")
     out = {
-        f.name: getattr(config, f.name)
-        for f in dataclasses.fields(config)
-        if f.name not in ("dtype", "quantization", "rope_scaling", "eos_token_id")
-        and not (f.name.startswith("index_") and getattr(config, f.name) is None)
+        name: value
+        for name, value in values.items()
+        if name not in nested and not (name.startswith("index_") and value is None)
     }
-    eos = config.eos_token_id
+    eos, rope_scaling = values["eos_token_id"], values["rope_scaling"]
     out["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-    out["scoring_func"] = config.scoring_func
-    out["torch_dtype"] = config.dtype
-    out["rope_scaling"] = config.rope_scaling and {
-        "type": "yarn",
-        **dataclasses.asdict(config.rope_scaling),
-    }
-    out["num_key_value_heads"] = config.num_attention_heads
-    out["architectures"] = [ARCHITECTURES[config.model_type]]
+    out["scoring_func"] = scoring_func
+    out["torch_dtype"] = values["dtype"]
+    out["rope_scaling"] = rope_scaling and {"type": "yarn", **dataclasses.asdict(rope_scaling)}
+    out["num_key_value_heads"] = values["num_attention_heads"]
+    out["architectures"] = [ARCHITECTURES[values["model_type"]]]
     out |= {name: accepted[0] for name, (accepted, _) in FIXED.items() if name != "mlp_bias"}
-    if config.quantization is not None:
-        out["quantization_config"] = _write_quantization(config.quantization)
+    if values["quantization"] is not None:
+        out["quantization_config"] = _write_quantization(values["quantization"])
     return dict(sorted(out.items()))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file, or from the config.json in a directory.
+
+    Raises:
+      ValueError: there is no such file, or it does not contain a JSON object.
+    """
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"expected a config.json, found none at {path}")
@@ -196,59 +199,75 @@ def _read_json(path: Path) -> dict[str, Any]:
     return _object(str(path), parsed)
 
 
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise ValueError(f"{name}: expected a JSON object, got {_show(value)}")
-
-
-def _show(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Returns ``value`` as JSON text, for error messages."""
     return json.dumps(value, default=repr)
 
 
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"{name}: expected a JSON object, got {as_json(value)}")
+
+
 def _pop(keys: dict[str, Any], name: str) -> Any:
+    """Removes and returns a required key."""
     if (value := keys.pop(name, None)) is None:
         raise ValueError(f"config.json lacks the key {name!r}")
     return value
 
 
 def _number(value: Any) -> Any:
-    """JSON writes 1e4 and 10000 alike; anything but a number is left for validation to refuse."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    """Converts integers to float, because JSON writes 1e4 and 10000 alike.
+
+    Values that are not numbers are returned unchanged; the configuration refuses them.
+    """
+    return float(value) if is_int(value) else value
 
 
-def _agree(given: Mapping[str, Any]) -> Any:
-    """The value of synonyms that may be given once or several times, but then equal."""
-    said = {name: value for name, value in given.items() if value is not None}
-    first, *others = said.values() or (None,)
+def _agreed(synonyms: Mapping[str, Any]) -> Any:
+    """Returns the common value of synonymous keys, None if all are None.
+
+    Raises:
+      ValueError: two keys have different values.
+    """
+    given = {name: value for name, value in synonyms.items() if value is not None}
+    first, *others = given.values() or (None,)
     if any(other != first for other in others):
         raise ValueError(
             "contradictory values: "
-            + ", ".join(f"{name}={value!r}" for name, value in said.items())
+            + ", ".join(f"{name}={value!r}" for name, value in given.items())
         )
     return first
 
 
 def _pop_topk_method(keys: dict[str, Any], model_type: str) -> Any:
-    """transformers omits the keys of V3's only method; its V2 files name the method alone."""
+    """Removes and returns the routing method.
+
+    transformers omits the key for V3, which has only one method. V2 has two and needs the key.
+    """
     if model_type == "deepseek_v2":
         return _pop(keys, "topk_method")
-    stated = keys.pop("topk_method", None)
-    return "noaux_tc" if stated is None else stated
+    value = keys.pop("topk_method", None)
+    return "noaux_tc" if value is None else value
 
 
 def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
-    """(theta, scaling) of the published pair of keys, of transformers 5's one key, or of both."""
+    """Removes the rope keys and returns theta and scaling.
+
+    Published files have ``rope_theta`` and ``rope_scaling``; transformers 5 writes one key,
+    ``rope_parameters``. Both forms may be present if they agree.
+    """
     thetas = {"rope_theta": keys.pop("rope_theta", None)}
     scalings: dict[str, YarnScaling | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
         if (value := keys.pop(name, None)) is None:
             continue
-        given = _object(name, value)
-        thetas[f"{name}.rope_theta"] = given.pop("rope_theta", None)
-        if given:
-            scalings[name] = _yarn(name, given)
-    if (theta := _agree(thetas)) is None:
+        nested = _object(name, value)
+        thetas[f"{name}.rope_theta"] = nested.pop("rope_theta", None)
+        if nested:
+            scalings[name] = _yarn(name, nested)
+    if (theta := _agreed(thetas)) is None:
         raise ValueError("config.json lacks the key 'rope_theta'")
     if len(scalings) == 2 and scalings["rope_scaling"] != scalings["rope_parameters"]:
         listed = ", ".join(f"{name}={scaling}" for name, scaling in scalings.items())
@@ -256,27 +275,28 @@ def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
     return _number(theta), next(iter(scalings.values()), None)
 
 
-def _yarn(name: str, given: dict[str, Any]) -> YarnScaling | None:
-    kind = _agree({f"{name}.{key}": given.pop(key, None) for key in ("type", "rope_type")})
+def _yarn(name: str, nested: dict[str, Any]) -> YarnScaling | None:
+    """Returns the scaling that a nested object under key ``name`` describes."""
+    kind = _agreed({f"{name}.{key}": nested.pop(key, None) for key in ("type", "rope_type")})
     if kind not in ("yarn", "default", None):
-        raise ValueError(f"{name}.type: expected yarn or default, got {_show(kind)}")
+        raise ValueError(f"{name}.type: expected yarn or default, got {as_json(kind)}")
     fields = dataclasses.fields(YarnScaling) if kind == "yarn" else ()
-    if unknown := sorted(set(given) - {field.name for field in fields}):
+    if unknown := sorted(set(nested) - {field.name for field in fields}):
         raise ValueError(f"{name} has keys this code does not know: {', '.join(unknown)}")
     if kind != "yarn":
         return None
     values = {}
     for field in fields:
-        if field.name in given:
-            value = given[field.name]
+        if field.name in nested:
+            value = nested[field.name]
             values[field.name] = _number(value) if field.type == "float" else value
         elif field.default is dataclasses.MISSING:
             raise ValueError(f"{name} lacks the key {field.name!r}")
     return YarnScaling(**values)
 
 
-# quantization_config: the accepted values of the keys that say no more than "block-scaled e4m3".
-# Which modules stay in bfloat16 is visible from the tensors themselves.
+# Accepted values of those keys of quantization_config that only restate "block-scaled e4m3". Which
+# modules stay in bfloat16 follows from the tensors themselves.
 _FP8_ONLY: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", None),
@@ -288,29 +308,31 @@ _SCALE_FMT = {None: "float32", "float": "float32", "float32": "float32", "ue8m0"
 
 
 def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
+    """Removes quantization_config and returns the weight format that it describes."""
     value = keys.pop("quantization_config", None)
     if value is None:
         return None
-    given = _object("quantization_config", value)
+    nested = _object("quantization_config", value)
     for name, accepted in _FP8_ONLY.items():
-        if (value := given.pop(name, None)) not in accepted:
+        if (value := nested.pop(name, None)) not in accepted:
             raise ValueError(
-                f"quantization_config.{name}: expected {_show(accepted[0])}, got {_show(value)}"
+                f"quantization_config.{name}: expected {as_json(accepted[0])}, got {as_json(value)}"
             )
-    block = given.pop("weight_block_size", None)
-    scale_fmt = given.pop("scale_fmt", None)
+    block = nested.pop("weight_block_size", None)
+    scale_fmt = nested.pop("scale_fmt", None)
     if isinstance(scale_fmt, (list, dict)) or scale_fmt not in _SCALE_FMT:
         raise ValueError(
-            f"quantization_config.scale_fmt: expected ue8m0, float or none, got {_show(scale_fmt)}"
+            "quantization_config.scale_fmt: expected ue8m0, float or none, got"
+            f" {as_json(scale_fmt)}"
         )
     for name in ("modules_to_not_convert", "dequantize"):
-        given.pop(name, None)
-    if given:
+        nested.pop(name, None)
+    if nested:
         raise ValueError(
-            f"quantization_config has keys this code does not know: {', '.join(sorted(given))}"
+            f"quantization_config has keys this code does not know: {', '.join(sorted(nested))}"
         )
     block = tuple(block) if isinstance(block, (list, tuple)) else block
-    return BlockQuantization(block, _SCALE_FMT[scale_fmt])  # which checks the block
+    return BlockQuantization(block, _SCALE_FMT[scale_fmt])  # the class checks the block
 
 
 def _write_quantization(quantization: Quantization) -> dict[str, Any]:

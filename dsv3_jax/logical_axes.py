@@ -11,8 +11,9 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from dsv3_jax.config import IntegerQuantization, ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.parameter_path import ParameterPath, dotted
+from dsv3_jax.quantization import IntegerQuantization, Quantization
 from sharding import Layout, Rules
 from sharding.expert_parallel import check_exchange
 from sharding.fsdp import fsdp_sharding

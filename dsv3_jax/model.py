@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.attn_impl import AttnImpl
-from dsv3_jax.config import BlockQuantization, ModelConfig, MTPHidden, Quantization
+from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
@@ -29,6 +29,7 @@ from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import by_rows
 from dsv3_jax.layers.rope import Rotation, rotation
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
+from dsv3_jax.quantization import BlockQuantization, Quantization
 from sharding import Layout, Placement
 
 # Layers in order over [B, T, D]: the result, and each MoE layer's statistics.

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from dsv3_jax.config import BlockQuantization, ModelConfig, YarnScaling
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.yarn import YarnScaling
 
 DEEPSEEK_V3 = ModelConfig(
     model_type="deepseek_v3",

@@ -36,9 +36,10 @@ import dsv3_jax
 from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.find import find
-from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization, Quantization
 from dsv3_jax.training.batches import counted, held_out_batches
 from dsv3_jax.training.corpus import read_corpus
 from dsv3_jax.training.losses import counted_places

@@ -28,9 +28,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.config import BlockQuantization, ModelConfig, YarnScaling
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_file, atomic_write
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import run as training_run
 from dsv3_jax.training.config import TrainingConfig
@@ -39,6 +40,7 @@ from dsv3_jax.training.evaluation import evaluate
 from dsv3_jax.training.journal import Row
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.viz.training import draw_run
+from dsv3_jax.yarn import YarnScaling
 
 SPECIAL_TOKENS = [
     "<｜begin▁of▁sentence｜>",

@@ -7,7 +7,7 @@ from flax import nnx
 
 from dsv3_jax import DeepSeekV3, ModelConfig, presets
 from dsv3_jax.accounting import checkpoint_bytes
-from dsv3_jax.config import INT4, INT8
+from dsv3_jax.quantization import INT4, INT8
 from dsv3_jax.training.batches import held_out_batches
 from scripts.bench_quantization import compare, sums, weight_bytes
 from tests.support.checkpoints import tiny_config

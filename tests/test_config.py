@@ -6,7 +6,9 @@ import json
 import pytest
 
 from dsv3_jax import presets
-from dsv3_jax.config import BlockQuantization, ModelConfig, YarnScaling
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.yarn import YarnScaling
 
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],

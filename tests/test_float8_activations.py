@@ -7,10 +7,11 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
-from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import FEW_ROWS, Linear
 from dsv3_jax.layers.moe import Experts
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import BlockQuantization, IntegerQuantization
 from pallas_kernels import block_dequant, block_quant
 from tests.pallas_kernels.numerics import check, tolerance
 from tests.support.checkpoints import tiny_config

@@ -1,6 +1,7 @@
-"""The packages form four storeys, and imports only go down."""
+"""Imports only go down through the layers of packages, and form no cycle."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,18 +10,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Each package, and the packages of this repository that it may import.
-STOREYS = {
+LAYERS = {
     "pallas_kernels": {"pallas_kernels"},
     "sharding": {"pallas_kernels", "sharding"},
     "dsv3_jax": {"pallas_kernels", "sharding", "dsv3_jax"},
 }
 
-# Siblings inside dsv3_jax: each may import the model, none another sibling.
+# Subpackages of dsv3_jax that may import the model but not each other.
 SIBLINGS = ("checkpoint", "generation", "training")
 
 
 def imports(source: str) -> Iterator[str]:
-    """Yields the full dotted names that a module imports, `from a import b` as a.b."""
+    """Yields the full dotted names that a module imports, `from a import b` as a.b.
+
+    Imports inside functions and under TYPE_CHECKING count too.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -35,14 +39,40 @@ def modules(folder: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("package", STOREYS)
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Returns the modules that each module imports.
+
+    Args:
+      sources: source of each module by its dotted name. Imports of other modules are ignored.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        graph[module] = set()
+        for name in imports(source):
+            while name not in sources and "." in name:
+                name = name.rpartition(".")[0]
+            if name in sources and name != module:
+                graph[module].add(name)
+    return graph
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the modules along one import cycle, or nothing."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("package", LAYERS)
 def test_imports_only_go_down(package):
-    house = {*STOREYS, "scripts", "tests", "notebooks"}
+    own = {*LAYERS, "scripts", "tests", "notebooks"}
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules(package)
         for name in imports(path.read_text("utf-8"))
-        if (top := name.split(".")[0]) in house and top not in STOREYS[package]
+        if (top := name.split(".")[0]) in own and top not in LAYERS[package]
     ]
     assert not wrong
 
@@ -59,6 +89,34 @@ def test_siblings_do_not_know_each_other(sibling):
     assert not wrong
 
 
+def test_imports_form_no_cycle():
+    """No cycle is hidden inside a function or under TYPE_CHECKING either."""
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text("utf-8")
+        )
+        for package in LAYERS
+        for path in modules(package)
+    }
+    graph = import_graph(sources)
+    assert "dsv3_jax.hf_config" in graph["dsv3_jax.config"]
+    assert not cycle(graph)
+
+
 def test_the_check_sees_every_kind_of_import():
     source = "import a.b\nfrom c import d\ndef f():\n    from e.f import g as h\n"
     assert list(imports(source)) == ["a.b", "c.d", "e.f.g"]
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "def read():\n    from a.config import read\n",
+        "def read():\n    from a import config\n",
+        "if TYPE_CHECKING:\n    import a.config\n",
+    ],
+)
+def test_the_check_sees_hidden_cycles(hidden):
+    sources = {"a": "", "a.config": "import a.hf_config\n", "a.hf_config": hidden}
+    assert set(cycle(import_graph(sources))) == {"a.config", "a.hf_config"}
+    assert not cycle(import_graph(sources | {"a.hf_config": "import json\n"}))

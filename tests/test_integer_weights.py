@@ -17,10 +17,10 @@ from flax import nnx
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
-from dsv3_jax.config import INT4, INT8, IntegerQuantization
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from dsv3_jax.quantization import INT4, INT8, IntegerQuantization
 from tests.pallas_kernels.numerics import spread, unpack_int4
 from tests.support.checkpoints import tiny_config
 from tests.support.oracle import relative_error

@@ -12,11 +12,12 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax import presets
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.layer_collectives import layer_collectives, read_collectives
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.quantization import BlockQuantization
 from sharding import (
     DEFAULT_RULES,
     PRESETS,

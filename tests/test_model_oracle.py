@@ -19,11 +19,11 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.config import YarnScaling
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.rope import inverse_frequencies, rotate, rotation
 from dsv3_jax.layers.router import Router
 from dsv3_jax.model import Aux, DeepSeekV3
+from dsv3_jax.yarn import YarnScaling
 from tests.support.checkpoints import BIAS, random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import (
     Oracle,

@@ -18,11 +18,11 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.config import INT4, BlockQuantization
 from dsv3_jax.inspection import What, capture
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form
 from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from dsv3_jax.quantization import INT4, BlockQuantization
 from sharding import Placement, make_layout
 from tests.support.checkpoints import tiny_config
 from tests.support.filled import filled_model

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsv3_jax import presets
-from dsv3_jax.config import INT4, INT8, BlockQuantization, IntegerQuantization
 from dsv3_jax.logical_axes import _stored_block, logical_axes, parameter_shardings
 from dsv3_jax.model import abstract
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization, IntegerQuantization
 from sharding import DEFAULT_RULES, MESH_AXES, Rules, make_mesh
 
 RULES = Rules({"rows": "tensor", "columns": None, "expert": "expert", "all": ("data", "expert")})

@@ -17,7 +17,7 @@ from dsv3_jax import presets
 from dsv3_jax.accounting import checkpoint_bytes, count_parameters
 from dsv3_jax.checkpoint import tensor_table as table_module
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, TensorSpec, copies
-from dsv3_jax.config import BlockQuantization
+from dsv3_jax.quantization import BlockQuantization
 from tests.support import sparse
 from tests.support.checkpoints import tensor_shapes
 from tests.support.covering import slow_except

@@ -17,9 +17,10 @@ from jax.typing import DTypeLike
 
 from benchmarks.integers import INT4_RMS, INT8_RMS, random_int4, random_int8
 from dsv3_jax import presets
-from dsv3_jax.config import QUANTIZATIONS, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import Layout
 
 SHAPES = {

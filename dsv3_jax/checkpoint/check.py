@@ -8,7 +8,8 @@ import re
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
 from dsv3_jax.checkpoint.tensor_table import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.quantization import BlockQuantization
 
 _SCALES = ("F32", "BF16", "F8_E8M0")
 

@@ -17,7 +17,9 @@ from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.stored_arrays import StoredArray, stored_arrays
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
-from dsv3_jax.config import INT4, INT8, BlockQuantization, ModelConfig, Quantization, check_choice
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.field_checks import check_choice
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization, Quantization
 
 Target = Literal["fp8", "bf16", "int8", "int4"]
 TARGETS = ("fp8", "bf16", "int8", "int4")

@@ -36,8 +36,10 @@ from dsv3_jax.checkpoint.tensor_table import (
 )
 from dsv3_jax.checkpoint.threads import Progress, in_threads
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_of
-from dsv3_jax.config import BlockQuantization, ModelConfig, check_choice
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.field_checks import check_choice
 from dsv3_jax.files import atomic_file, atomic_write
+from dsv3_jax.quantization import BlockQuantization
 
 To = Literal["fp8", "bf16"]
 

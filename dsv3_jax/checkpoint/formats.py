@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-from dsv3_jax.config import BlockQuantization, IntegerQuantization, Quantization
+from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 _FLOAT8 = np.dtype(float8_e4m3fn)
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float64)

@@ -20,9 +20,11 @@ from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
-from dsv3_jax.config import DTYPES, IntegerQuantization, ModelConfig, check_choice
-from dsv3_jax.hf_config import with_end_tokens
+from dsv3_jax.config import DTYPES, ModelConfig
+from dsv3_jax.field_checks import check_choice
+from dsv3_jax.generation_config import with_end_tokens
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv3_jax.config import BlockQuantization, IntegerQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.parameter_path import ParameterPath, dotted
+from dsv3_jax.quantization import BlockQuantization, IntegerQuantization
 
 _PREFIX = "model"
 _WITHOUT_PREFIX = "lm_head"

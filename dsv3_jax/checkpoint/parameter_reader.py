@@ -8,7 +8,8 @@ import numpy as np
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray
 from dsv3_jax.checkpoint.formats import dequantize
 from dsv3_jax.checkpoint.values import check_scale
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.quantization import BlockQuantization
 
 Index = tuple[slice, ...]
 

@@ -23,11 +23,12 @@ from dsv3_jax.checkpoint.check import check_tensors, is_left_out
 from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
 from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
-from dsv3_jax.config import BlockQuantization, ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
 from dsv3_jax.parameter_path import ParameterPath
+from dsv3_jax.quantization import BlockQuantization, Quantization
 from sharding import Layout, Placement
 from sharding.distributed import host_values
 

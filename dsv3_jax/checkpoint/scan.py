@@ -16,7 +16,7 @@ from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
 from dsv3_jax.checkpoint.formats import dequantize
 from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.threads import Progress
-from dsv3_jax.config import Quantization
+from dsv3_jax.quantization import Quantization
 
 _PART_ELEMENTS = 2**18  # float32 parts that stay in the CPU's cache
 

@@ -19,9 +19,10 @@ from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
 from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory
-from dsv3_jax.config import BlockQuantization, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import BlockQuantization
 from sharding.distributed import barrier
 
 _DTYPES = {

@@ -84,11 +84,12 @@ def _describe(model: str) -> tuple[ModelConfig, Tokenizer]:
       ValueError: no such model, or one without a tokenizer.
     """
     from dsv3_jax.checkpoint.find import find_config_directory
-    from dsv3_jax.hf_config import read, with_end_tokens
+    from dsv3_jax.config import ModelConfig
+    from dsv3_jax.generation_config import with_end_tokens
     from dsv3_jax.tokenizer import Tokenizer
 
     directory = find_config_directory(model)
-    config = with_end_tokens(read(directory), directory)
+    config = with_end_tokens(ModelConfig.from_hf(directory), directory)
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{model} has no tokenizer.json; expected one to read a prompt")
     return config, Tokenizer(directory)

@@ -8,8 +8,8 @@ from typing import Literal
 
 from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.config import BlockQuantization
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import BlockQuantization
 
 To = Literal["bf16", "fp8", "float32"]
 

@@ -20,13 +20,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import TokenShare, write
 from dsv3_jax.layers.context_parallel import attend_share, counted_once, merged
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import summed
 from dsv3_jax.layers.rope import Rotation, rotate
+from dsv3_jax.quantization import Quantization
 from pallas_kernels import merge_attention, mla_decode, mla_prefill
 from sharding import Layout
 

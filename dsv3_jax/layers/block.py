@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.attn_impl import AttnImpl
-from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import PAGES
 from dsv3_jax.layers import attention_variants
 from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
@@ -24,6 +24,7 @@ from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import by_rows, on_mesh
 from dsv3_jax.layers.rope import Rotation
+from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from dsv3_jax.config import BlockQuantization, Quantization
+from dsv3_jax.quantization import BlockQuantization, Quantization
 from pallas_kernels import (
     block_dequant,
     block_quant,

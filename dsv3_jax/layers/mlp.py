@@ -10,9 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.on_mesh import summed
+from dsv3_jax.quantization import Quantization
 from pallas_kernels import swiglu
 from sharding import Layout
 

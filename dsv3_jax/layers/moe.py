@@ -11,10 +11,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32
 
-from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
+from dsv3_jax.quantization import Quantization
 from pallas_kernels import Routes, grouped_matmul, grouped_swiglu
 from sharding import Layout, choose_replicas, mix_experts, physical_experts
 

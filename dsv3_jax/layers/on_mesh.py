@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from dsv3_jax.config import Quantization
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.parameter_path import ParameterPath
+from dsv3_jax.quantization import Quantization
 from sharding import Layout
 from sharding.fsdp import gather_parameter
 

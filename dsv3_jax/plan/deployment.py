@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.config import QUANTIZATIONS, ModelConfig, check_choice
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.field_checks import check_choice
 from dsv3_jax.plan.target import Target
+from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import PRESETS, Exchange, Layout, abstract_layout
 
 

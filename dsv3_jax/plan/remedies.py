@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Set
 from typing import Any
 
-from dsv3_jax.config import QUANTIZATIONS
 from dsv3_jax.plan import capacity
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.search_space import (
@@ -17,6 +16,7 @@ from dsv3_jax.plan.search_space import (
     layouts,
 )
 from dsv3_jax.plan.shard_cache import ShardCache
+from dsv3_jax.quantization import QUANTIZATIONS
 
 _ENOUGH = 3  # with this many proposals of single changes, pairs of changes are not tried
 

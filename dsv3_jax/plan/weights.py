@@ -16,11 +16,12 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.accounting import distinct_experts
-from dsv3_jax.config import QUANTIZATIONS, ModelConfig
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.on_mesh import shardings
 from dsv3_jax.logical_axes import check_layout
 from dsv3_jax.model import DeepSeekV3, abstract
 from dsv3_jax.parameter_path import ParameterPath
+from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import Layout, Placement
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.checkpoint import formats
-from dsv3_jax.config import INT4, INT8, BlockQuantization, IntegerQuantization
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization, IntegerQuantization
 from pallas_kernels import block_dequant, block_quant, integer_quant
 
 FORMS = {

@@ -14,7 +14,7 @@ from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
 from dsv3_jax.checkpoint.parameter_names import stored_location
 from dsv3_jax.checkpoint.stored_arrays import stored_arrays
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.config import INT4, INT8, BlockQuantization
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 
 FORMS = {"fp8": BlockQuantization(), "bf16": None, "int8": INT8, "int4": INT4}
 LAYERS = 12  # layers of two digits are among them

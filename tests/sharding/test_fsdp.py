@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv3_jax import presets
-from dsv3_jax.config import BlockQuantization
 from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.model import abstract
+from dsv3_jax.quantization import BlockQuantization
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from sharding.fsdp import fsdp_sharding, gather_parameter
 

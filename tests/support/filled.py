@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv3_jax.config import ModelConfig, Quantization
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
 

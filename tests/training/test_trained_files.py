@@ -13,8 +13,8 @@ from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.config import BlockQuantization
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import BlockQuantization
 from tests.support.checkpoints import BIAS, is_fp8, random_tensors, tiny_config
 from tests.support.checkpoints import write_checkpoint as write_published
 from tests.support.oracle import dequantize, relative_error

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dsv3_jax.cli.arguments import shared
-from dsv3_jax.config import QUANTIZATIONS
+from dsv3_jax.quantization import QUANTIZATIONS
 
 SUMMARY = "Convert a published checkpoint to a store: streamed, resumable, verified."
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from dsv3_jax import presets
-from dsv3_jax.config import QUANTIZATIONS
+from dsv3_jax.quantization import QUANTIZATIONS
 from sharding.names import Exchange, LayoutName
 
 SUMMARY = "Say what a model needs on given devices, what fits, and how fast it could be."

@@ -1,0 +1,75 @@
+"""Checks of dataclass fields that come from a file: types, ranges and allowed names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+Kind = tuple[Callable[[Any], bool], str]
+"""Predicate that accepts a value, and the words that describe accepted values."""
+
+
+def is_int(value: Any) -> bool:
+    """Returns whether ``value`` is an integer and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether ``value`` is a positive integer."""
+    return is_int(value) and value >= 1
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises ValueError, with ``name`` and the choices, if ``value`` is not one of ``choices``."""
+    if value not in tuple(choices):
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
+
+
+def check_fields(
+    instance: Any,
+    prefix: str = "",
+    *,
+    kinds: Mapping[str, Kind] | None = None,
+    may_be_zero: Iterable[str] = (),
+) -> None:
+    """Checks the fields of a dataclass against their annotations.
+
+    Fields are checked if they are annotated as int, float, bool, str or a key of ``kinds``,
+    possibly with ``| None``. Numbers must be finite and positive.
+
+    Args:
+      prefix: text before the field's name in error messages.
+      kinds: additional annotations that are checked.
+      may_be_zero: names of number fields that may be 0.
+
+    Raises:
+      ValueError: a field has another type or is out of range.
+    """
+    known = _KINDS | dict(kinds or {})
+    for field in dataclasses.fields(instance):
+        annotation, value = str(field.type), getattr(instance, field.name)
+        kind = annotation.removesuffix(" | None")
+        is_left_out = kind != annotation and value is None
+        if is_left_out or kind not in known:
+            continue
+        accepts, description = known[kind]
+        if not accepts(value):
+            raise ValueError(f"{prefix}{field.name}: expected {description}, got {value!r}")
+        zero = field.name in may_be_zero
+        if kind in ("int", "float") and not (value > 0 or (value == 0 and zero)):
+            least = "at least 0" if zero else "more than 0"
+            raise ValueError(f"{prefix}{field.name}: expected {least}, got {value}")
+
+
+def _is_finite(value: Any) -> bool:
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_KINDS: dict[str, Kind] = {
+    "int": (is_int, "an integer"),
+    "float": (_is_finite, "a finite number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+}
