@@ -189,15 +189,15 @@ def _layer_bytes(
     if not deployment.target.chip.has_kernels:
         attention += _score_bytes(shard, deployment, M, form)
     _, exchange = _received_tokens(shard, layout, M)
-    pairs_at_once = _pairs(shard, layout, M)
+    pairs_per_call = _pairs(shard, layout, M)
     if layout.mesh.size == 1:
         # Results of pairs: sorted by expert, in the order of tokens, and with padding masked.
-        pairs = pairs_at_once * 6 * D
+        pairs = pairs_per_call * 6 * D
     else:
         # The input or result of each pair, and its hidden activations. Without an exchange also
         # float32 sums before and after an all-reduce, and those of the shared experts.
         hidden = c.moe_intermediate_size // layout.num_shards("expert_ffn")
-        pairs = pairs_at_once * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
+        pairs = pairs_per_call * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
     if deployment.target.platform == "tpu":
         pairs = max(pairs, _tpu_sum_bytes(shard, layout, M))
     return max(attention, pairs) + 3 * 2 * M * D, exchange
@@ -230,15 +230,15 @@ def _tpu_sum_bytes(shard: ModelShard, layout: Layout, M: int) -> int:
     D, K = c.hidden_size, c.num_experts_per_tok
     padded = -(-K // _SUBLANES) * _SUBLANES
     received, exchange = _received_tokens(shard, layout, M)
-    pairs_at_once = _pairs(shard, layout, M)
-    if pairs_at_once >= received * K:
+    pairs_per_call = _pairs(shard, layout, M)
+    if pairs_per_call >= received * K:
         # All pairs at once, in float32, when the exchange's buffers are already free. If K is
         # padded, the results before the gather remain.
-        results = 4 * D * received * padded + (2 * D * pairs_at_once if padded > K else 0)
+        results = 4 * D * received * padded + (2 * D * pairs_per_call if padded > K else 0)
         return results - exchange
     # Parts of the pairs in turn, each gathered for all tokens and added. Afterwards the returned
     # results, with the sum before and after, and the sum of the shared experts.
-    part = 2 * D * (received * padded + pairs_at_once) + 4 * D * received
+    part = 2 * D * (received * padded + pairs_per_call) + 4 * D * received
     return max(part, 4 * D * M * padded + 3 * 4 * D * M)
 
 
