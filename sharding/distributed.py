@@ -1,6 +1,6 @@
-"""Several processes as one machine: the start, the end, and what each of them sees of an array.
+"""Start and end of a run with several processes, and host values of arrays that span processes.
 
-jax's own coordination service does the work: process 0 runs it, all others hold a connection to it.
+It uses jax's coordination service. Process 0 runs the service; all others keep a connection to it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from jax.experimental import multihost_utils
 
 _log = logging.getLogger(__name__)
 
-# What jax says of a start without arguments where it knows no cluster.
+# Parts of jax's messages: no argument was given and jax detects no cluster, or some are missing.
 _NO_CLUSTER = "coordinator_address should be defined"
-_HALF_KNOWN = "must be defined"
+_INCOMPLETE = "must be defined"
+
+# jax aborts the process at its own timeout. This much more time lets our TimeoutError come first.
+_EXTRA_TIMEOUT_S = 3600
 
 
 def initialize(
@@ -32,28 +35,31 @@ def initialize(
     timeout_s: int = 300,
     peer_timeout_s: int = 100,
 ) -> None:
-    """Joins this process with the others of its run. Comes before anything that asks for devices.
+    """Joins this process with the other processes of its run.
 
-    What is not given is found where jax finds it: SLURM, Kubernetes jobs, TPU pods, Open MPI, and
-    what ``scripts/launch_local.py`` says. Where there is nothing to be found and nothing is given,
-    this is the only process, and nothing happens. CPUs talk through gloo.
+    Call it before anything that asks jax for devices. jax detects missing arguments under SLURM,
+    Kubernetes jobs, TPU pods and Open MPI, and in processes that ``scripts/launch_local.py``
+    started. Without arguments and without a cluster, this is the only process, and nothing happens.
+    On CPUs the collectives use gloo.
 
-    From here on an exception that nobody catches ends the process at once, status 1, without the
-    interpreter's last rites: jax would have it wait for the others, which wait for it.
+    After this call an uncaught exception ends the process at once with status 1 and without the
+    interpreter's shutdown. jax's shutdown would wait for the other processes, which wait for this
+    one.
 
     Args:
       coordinator: "host:port" of process 0, which listens there.
-      process_id: from 0.
-      timeout_s: seconds in which all processes have to arrive.
-      peer_timeout_s: seconds without a sign of life after which a process counts as dead, and jax
-        ends all others with status 134 (SIGABRT). Also how long a process that is through waits for
-        the others at its end.
+      num_processes: number of processes of the run.
+      process_id: number of this process, from 0.
+      timeout_s: seconds within which all processes must connect.
+      peer_timeout_s: seconds without a heartbeat after which a process counts as dead. jax then
+        ends all others with status 134 (SIGABRT). A process that finishes also waits this long for
+        the others.
 
     Raises:
-      ValueError: an argument is out of range, the port is taken, or arguments are missing and no
+      ValueError: an argument is out of range, the port is in use, or arguments are missing and no
         cluster supplies them.
-      TimeoutError: not all processes arrived in time. The process cannot go on from there.
-      RuntimeError: called twice, or after jax has looked at its devices; or jax could not start.
+      TimeoutError: not all processes connected in time. The process cannot continue after it.
+      RuntimeError: it was called twice, jax has already initialised its devices, or jax failed.
     """
     _check(coordinator, num_processes, process_id, timeout_s, peer_timeout_s)
     if jax.config.jax_cpu_collectives_implementation is None:  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,28 +72,27 @@ def initialize(
                 coordinator,
                 num_processes,
                 process_id,
-                # jax ends the process when this is over; the error below comes first.
-                initialization_timeout=timeout_s + _SPARE_S,
+                initialization_timeout=timeout_s + _EXTRA_TIMEOUT_S,
                 heartbeat_timeout_seconds=peer_timeout_s,
                 shutdown_timeout_seconds=peer_timeout_s,
             )
         except BaseException as error:
             failures.append(error)
 
-    # In a thread of its own, because jax never gives up with an error that could be caught.
+    # jax runs in a thread because its own timeout raises no exception that could be caught.
     joining = threading.Thread(target=join, daemon=True)
     joining.start()
     joining.join(timeout_s)
     given = (coordinator, num_processes, process_id)
     if joining.is_alive():
-        _end_at_first_error(process_id)
-        raise TimeoutError(_who_is_missing(*given, timeout_s))
+        _exit_on_uncaught_exception(process_id)
+        raise TimeoutError(_timeout_message(*given, timeout_s))
     if failures:
         if _NO_CLUSTER in str(failures[0]) and given == (None,) * 3:
             _log.info("a single process: no coordinator given, no cluster found")
             return
-        raise _plain(failures[0], *given) from None
-    _end_at_first_error(jax.process_index())
+        raise _with_plain_message(failures[0], *given) from None
+    _exit_on_uncaught_exception(jax.process_index())
     _log.info(
         "process %d of %d, %d of %d devices",
         *(jax.process_index(), jax.process_count()),
@@ -95,27 +100,25 @@ def initialize(
     )
 
 
-_SPARE_S = 3600
-
-
 def host_values(tree: Any) -> Any:
-    """The tree with NumPy arrays for jax.Arrays, on every process the same and whole.
+    """Returns the tree with NumPy arrays in place of jax.Arrays, complete and equal on every
+    process.
 
-    Where a part of an array lies with other processes it is gathered, and then all processes must
-    call this alike. Else it is ``jax.device_get``.
+    Arrays with shards on other processes are gathered; all processes must then call this together.
+    For other arrays it is ``jax.device_get``.
     """
     return jax.device_get(jax.tree.map(_gathered, tree))
 
 
-def max_over_processes(seconds: float) -> float:
-    """The largest of all processes' numbers; all must call this alike."""
-    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+def max_over_processes(number: float) -> float:
+    """Returns the largest number that any process passes. All processes must call it together."""
+    return float(np.max(multihost_utils.process_allgather(np.float32(number))))
 
 
-def barrier(where: str) -> None:
-    """Until all processes have come here, which they say alike."""
+def barrier(name: str) -> None:
+    """Waits until all processes have called it with the same ``name``."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)
+        multihost_utils.sync_global_devices(name)
 
 
 def _gathered(leaf: Any) -> Any:
@@ -131,6 +134,7 @@ def _check(
     timeout_s: int,
     peer_timeout_s: int,
 ) -> None:
+    """Raises ValueError for an argument of :func:`initialize` that is out of range."""
     if coordinator is not None:
         host, _, port = coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -149,7 +153,8 @@ def _check(
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as after a run that ended
+        # A port may be reused directly after the run that had it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:
@@ -157,14 +162,14 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _who_is_missing(
+def _timeout_message(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: int
 ) -> str:
-    """After the time is over: process 0, or another."""
+    """Returns the error message after a timeout: either process 0 or another one is missing."""
     number = "this process" if process_id is None else f"process {process_id}"
-    of = "all processes" if num_processes is None else f"all {num_processes} processes"
+    all_processes = "all processes" if num_processes is None else f"all {num_processes} processes"
     address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    expected = f"distributed: expected {of} within {timeout_s} s, got"
+    expected = f"distributed: expected {all_processes} within {timeout_s} s, got"
     if address is None:
         return f"{expected} fewer, or no coordinator, in {number}"
     host, _, port = address.rpartition(":")
@@ -175,14 +180,14 @@ def _who_is_missing(
     return f"{expected} fewer at {address}; {number} is there"
 
 
-def _plain(
+def _with_plain_message(
     error: BaseException,
     coordinator: str | None,
     num_processes: int | None,
     process_id: int | None,
 ) -> BaseException:
-    """The error in a line of ours, where jax's own would not tell what to do."""
-    if isinstance(error, ValueError) and (_NO_CLUSTER in str(error) or _HALF_KNOWN in str(error)):
+    """Returns an error with our message in place of one of jax's that does not say what to do."""
+    if isinstance(error, ValueError) and (_NO_CLUSTER in str(error) or _INCOMPLETE in str(error)):
         return ValueError(
             "distributed: expected coordinator, num_processes and process_id together where no"
             f" cluster supplies them, got {coordinator!r}, {num_processes} and {process_id}"
@@ -190,15 +195,16 @@ def _plain(
     return error
 
 
-def _end_at_first_error(process_id: int | None) -> None:
-    show = sys.excepthook
+def _exit_on_uncaught_exception(process_id: int | None) -> None:
+    """Installs an exception hook that ends the process without the interpreter's shutdown."""
+    previous_hook = sys.excepthook
 
-    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous_hook(kind, error, trace)
         number = "" if process_id is None else f" {process_id}"
         print(f"distributed: process{number} ends with {kind.__name__}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    sys.excepthook = end
+    sys.excepthook = hook

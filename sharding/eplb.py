@@ -1,19 +1,19 @@
-"""Which experts are held twice, and which GPU holds which: placements for given loads.
+"""Replication and placement of experts: which experts get replicas, and which GPU holds which.
 
-The contract is that of deepseek-ai/EPLB. A logical expert is one of the model's E; a physical
-expert is one of the ``num_replicas`` places for a copy of one, the same number of places on each
-GPU. All of this runs on the host, in float64, between steps.
+The contract is that of deepseek-ai/EPLB. A logical expert is one of the model's E experts. A
+physical expert is an expert slot with a replica of one of them; there are ``num_replicas`` slots,
+the same number on each GPU. Everything here runs on the host, in float64, between steps.
 
-Each of EPLB's greedy choices is kept as the start of a few improvements, so no placement is less
-balanced than the greedy one:
+Each of EPLB's greedy choices is kept as the start of a few improvements, so that no placement is
+less balanced than the greedy one:
 
 1. groups of experts are packed to nodes, the heaviest first, each to the lightest node with room;
-2. within a node, whichever expert has the most load a replica gets one more, until no place is
+2. within a node, the expert with the most load per replica gets one more replica, until no slot is
    left: no other counts have a smaller heaviest replica;
 3. within a node, replicas are packed to GPUs as groups were to nodes;
-4. beyond EPLB: while that makes the heaviest pack lighter, one of its items changes places with
-   one of another pack. GPUs are always improved; nodes are tried both ways and the better way is
-   taken, because better packed groups need not make better packed GPUs.
+4. beyond EPLB: while that makes the heaviest pack lighter, one of its items is swapped with one of
+   another pack. GPUs are always improved. Nodes are tried both ways and the better way is taken,
+   because better packed groups need not make better packed GPUs.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ def rebalance_experts(
     Int32[np.ndarray, "L E max_rep"],
     Int32[np.ndarray, "L E"],
 ]:
-    """Replicates the experts of each layer and lays them out over GPUs, evenly by load.
+    """Replicates the experts of each layer and places them on GPUs so that loads are balanced.
 
-    Where ``num_nodes`` divides ``num_groups``, experts of a group stay on one node and a node holds
-    as many groups as any other (hierarchical policy); otherwise groups and nodes are not looked at
+    If ``num_nodes`` divides ``num_groups``, the experts of a group stay on one node and every node
+    holds the same number of groups (hierarchical policy). Otherwise groups and nodes are ignored
     (global policy). Equal arguments give equal placements.
 
     Args:
-      weight: [L, E], load of each expert in any unit, such as tokens counted.
-      num_replicas: physical experts a layer, on all GPUs together.
-      num_groups: groups of consecutive experts that a token's experts are limited to.
+      weight: [L, E], load of each expert in any unit, such as a number of tokens.
+      num_replicas: number of expert slots per layer, on all GPUs together.
+      num_groups: number of groups of consecutive experts that routing is limited to.
 
     Returns:
-      phy2log: the logical expert at each place; GPU g holds the places from
+      phy2log: logical expert in each slot. GPU g holds the slots from
         ``g * num_replicas // num_gpus``, node n the GPUs from ``n * num_gpus // num_nodes``.
-      log2phy: the places of each logical expert, ascending, then -1. max_rep is the largest number
-        of replicas in this placement: it depends on the loads.
+      log2phy: slots of each logical expert in ascending order, padded with -1. max_rep is the
+        largest number of replicas in this placement, so it depends on the loads.
       logcnt: number of replicas of each logical expert, at least 1.
 
     Raises:
-      ValueError: a weight that is not [L, E] or not finite and non-negative; a number below 1;
-        fewer replicas than experts; replicas that do not divide over the GPUs; in the hierarchical
-        policy, experts that do not divide into groups or GPUs that do not divide over nodes.
+      ValueError: ``weight`` is not [L, E] or not finite and non-negative; a number is below 1;
+        there are fewer slots than experts; slots do not divide over the GPUs; or, in the
+        hierarchical policy, experts do not divide into groups or GPUs do not divide over nodes.
     """
-    weight = _checked(weight)
+    weight = _checked_weight(weight)
     L, E = weight.shape
     for name, number in (
         ("num_replicas", num_replicas),
@@ -75,21 +75,21 @@ def rebalance_experts(
 
     phy2log = np.empty((L, num_replicas), np.int32)
     for layer in range(L):
-        phy2log[layer] = _place(weight[layer], num_replicas, num_groups, num_nodes, num_gpus)
+        phy2log[layer] = _place_layer(weight[layer], num_replicas, num_groups, num_nodes, num_gpus)
     return phy2log, *replica_tables(phy2log, E)
 
 
 def replica_tables(
     phy2log: Integer[np.ndarray, "L P"], num_experts: int, max_rep: int | None = None
 ) -> tuple[Int32[np.ndarray, "L E max_rep"], Int32[np.ndarray, "L E"]]:
-    """``log2phy`` and ``logcnt`` of a placement, as :func:`rebalance_experts` returns them.
+    """Returns ``log2phy`` and ``logcnt`` of a placement, as :func:`rebalance_experts` does.
 
     Args:
-      max_rep: columns of ``log2phy``; as many as needed if None.
+      max_rep: number of columns of ``log2phy``; None takes the largest number of replicas.
 
     Raises:
-      ValueError: an expert that is none of the ``num_experts``, one that stands nowhere, or one
-        with more than ``max_rep`` replicas.
+      ValueError: ``phy2log`` contains a number that is not one of the ``num_experts``, leaves an
+        expert out, or has more than ``max_rep`` replicas of one.
     """
     L, P = phy2log.shape
     outside = phy2log[(phy2log < 0) | (phy2log >= num_experts)]
@@ -103,35 +103,39 @@ def replica_tables(
             f"phy2log: expected each expert at least once, got none of expert {expert} "
             f"in layer {layer}"
         )
-    most = int(logcnt.max(initial=1))
+    largest = int(logcnt.max(initial=1))
     if max_rep is None:
-        max_rep = most
-    if most > max_rep:
-        raise ValueError(f"phy2log: expected at most {max_rep} replicas of an expert, got {most}")
+        max_rep = largest
+    if largest > max_rep:
+        raise ValueError(
+            f"phy2log: expected at most {max_rep} replicas of an expert, got {largest}"
+        )
 
     log2phy = np.full((L, num_experts, max_rep), -1, np.int32)
     for layer in range(L):
-        places = np.argsort(phy2log[layer], kind="stable")
-        experts = phy2log[layer][places]
+        slots = np.argsort(phy2log[layer], kind="stable")
+        experts = phy2log[layer][slots]
         rank = np.arange(P) - np.searchsorted(experts, experts)
-        log2phy[layer, experts, rank] = places
+        log2phy[layer, experts, rank] = slots
     return log2phy, logcnt
 
 
 def balancedness(
     weight: npt.ArrayLike, phy2log: Integer[np.ndarray, "L P"], num_gpus: int
 ) -> Float64[np.ndarray, " L"]:
-    """Mean load of a GPU over the heaviest one's, a layer: 1 is even, 1/``num_gpus`` is all on one.
+    """Returns the mean load of the GPUs divided by the load of the heaviest GPU, for each layer.
 
-    An expert's load is split evenly over its replicas. A layer without load is even.
+    1 is perfectly balanced; 1/``num_gpus`` means that one GPU has all the load. An expert's load is
+    split evenly over its replicas. A layer without load counts as balanced.
 
     Args:
       weight: [L, E], load of each expert.
+      phy2log: logical expert in each slot.
 
     Raises:
-      ValueError: as :func:`rebalance_experts` and :func:`replica_tables` do.
+      ValueError: as for :func:`rebalance_experts` and :func:`replica_tables`.
     """
-    weight = _checked(weight)
+    weight = _checked_weight(weight)
     L, E = weight.shape
     if phy2log.shape[0] != L:
         raise ValueError(f"phy2log: expected {L} layers as weight has, got {phy2log.shape[0]}")
@@ -139,13 +143,13 @@ def balancedness(
         raise ValueError(f"num_gpus: expected 1 or more, got {num_gpus}")
     _check_divides("num_replicas", phy2log.shape[1], "num_gpus", num_gpus)
     _, logcnt = replica_tables(phy2log, E)
-    replicas = np.take_along_axis(weight / logcnt, phy2log, axis=1)
-    loads = replicas.reshape(L, num_gpus, -1).sum(2)
-    mean, heaviest = loads.mean(1), loads.max(1)
+    replica_loads = np.take_along_axis(weight / logcnt, phy2log, axis=1)
+    gpu_loads = replica_loads.reshape(L, num_gpus, -1).sum(2)
+    mean, heaviest = gpu_loads.mean(1), gpu_loads.max(1)
     return np.divide(mean, heaviest, out=np.ones(L), where=heaviest > 0)
 
 
-def _checked(weight: npt.ArrayLike) -> Float64[np.ndarray, "L E"]:
+def _checked_weight(weight: npt.ArrayLike) -> Float64[np.ndarray, "L E"]:
     weight = np.asarray(weight, np.float64)
     if weight.ndim != 2 or weight.shape[1] == 0:
         raise ValueError(f"weight: expected shape [layers, experts], got {weight.shape}")
@@ -155,49 +159,56 @@ def _checked(weight: npt.ArrayLike) -> Float64[np.ndarray, "L E"]:
     return weight
 
 
-def _check_divides(name: str, number: int, by: str, divisor: int) -> None:
+def _check_divides(name: str, number: int, divisor_name: str, divisor: int) -> None:
     if number % divisor:
-        raise ValueError(f"{name}: expected a multiple of {by}={divisor}, got {number}")
+        raise ValueError(f"{name}: expected a multiple of {divisor_name}={divisor}, got {number}")
 
 
-def _place(
+def _place_layer(
     weight: Float64[np.ndarray, " E"],
     num_replicas: int,
     num_groups: int,
     num_nodes: int,
     num_gpus: int,
 ) -> Integer[np.ndarray, " {num_replicas}"]:
-    """One layer's ``phy2log``."""
+    """Returns one layer's ``phy2log``."""
     groups = np.arange(weight.size).reshape(num_groups, -1)
-    of_group = weight[groups].sum(1)
-    greedy = pack(of_group, num_nodes)
-    ways = []
-    for nodes in (greedy, improve(of_group, greedy)):
-        filled = [
-            _fill(weight, groups[node].ravel(), num_replicas // num_nodes, num_gpus // num_nodes)
+    group_loads = weight[groups].sum(1)
+    greedy = pack(group_loads, num_nodes)
+    candidates = []
+    for nodes in (greedy, improve(group_loads, greedy)):
+        by_node = [
+            _place_on_node(
+                weight, groups[node].ravel(), num_replicas // num_nodes, num_gpus // num_nodes
+            )
             for node in nodes
         ]
-        held, heaviest = zip(*filled, strict=True)
-        ways.append((max(heaviest), np.concatenate(held)))
-    return min(ways, key=lambda way: way[0])[1]
+        slots, heaviest = zip(*by_node, strict=True)
+        candidates.append((max(heaviest), np.concatenate(slots)))
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _fill(
+def _place_on_node(
     weight: Float64[np.ndarray, " E"],
     experts: Integer[np.ndarray, " n"],
     num_replicas: int,
     num_gpus: int,
 ) -> tuple[Integer[np.ndarray, " {num_replicas}"], float]:
-    """One node's part of ``phy2log``, from the experts it is to hold, and its heaviest GPU."""
-    count = _replicate(weight[experts], num_replicas)
+    """Returns one node's part of ``phy2log``, and the load of its heaviest GPU.
+
+    Args:
+      experts: logical experts of this node.
+      num_replicas, num_gpus: slots and GPUs of this node.
+    """
+    count = _replica_counts(weight[experts], num_replicas)
     replicas = np.repeat(experts, count)
     load = np.repeat(weight[experts] / count, count)
     gpus = improve(load, pack(load, num_gpus))
     return replicas[gpus].ravel(), float(load[gpus].sum(1).max())
 
 
-def _replicate(weight: Float64[np.ndarray, " E"], total: int) -> Integer[np.ndarray, " E"]:
-    """Replicas of each expert, ``total`` in all."""
+def _replica_counts(weight: Float64[np.ndarray, " E"], total: int) -> Integer[np.ndarray, " E"]:
+    """Returns the number of replicas of each expert; they sum to ``total``."""
     count = np.ones(weight.size, np.int64)
     for _ in range(total - weight.size):
         count[np.argmax(weight / count)] += 1
