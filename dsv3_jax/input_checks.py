@@ -1,7 +1,7 @@
-"""Refusals of input that a model cannot run: shapes and dtypes always, values where they are known.
+"""Checks of the inputs of a model: shapes and dtypes always, values if they are known.
 
-Inside ``jax.jit`` values are not known. The methods of :class:`~dsv3_jax.model.DeepSeekV3` document
-what happens to wrong ones there.
+Values are unknown inside ``jax.jit``. The methods of :class:`~dsv3_jax.model.DeepSeekV3` document
+what invalid values do there.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from dsv3_jax.words import counted
 
 
 def check_tokens(config: ModelConfig, tokens: Any, *, mtp: bool) -> None:
-    """Raises ValueError unless ``tokens`` are ids [B, T] of whole sequences.
+    """Raises ValueError unless ``tokens`` [B, T] are token ids of whole sequences.
 
     Args:
-      mtp: the MTP layers run too. Layer k predicts T - 1 - k tokens, so each needs one more.
+      mtp: whether the MTP layers run too. MTP layer k predicts T - 1 - k tokens, so that each layer
+        needs one more token.
     """
-    _check_ids(tokens)
-    T, reach = tokens.shape[1], config.max_position_embeddings
+    _check_array(tokens)
+    T, longest = tokens.shape[1], config.max_position_embeddings
     shortest = 1 + config.num_nextn_predict_layers if mtp else 1
-    if not shortest <= T <= reach:
+    if not shortest <= T <= longest:
         layers = f" for {shortest - 1} MTP layers" if mtp and shortest > T else ""
         raise ValueError(
-            f"tokens: expected {shortest} to {reach} (max_position_embeddings) a sequence{layers},"
-            f" got {T}"
+            f"tokens: expected {shortest} to {longest} (max_position_embeddings) per"
+            f" sequence{layers}, got {T}"
         )
-    ids = _values(tokens)
+    ids = _known_values(tokens)
     if ids is not None and (ids.min() < 0 or ids.max() >= config.vocab_size):
         wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
         raise ValueError(f"tokens: expected ids from 0 to {config.vocab_size - 1}, got {wrong[0]}")
@@ -41,9 +42,13 @@ def check_tokens(config: ModelConfig, tokens: Any, *, mtp: bool) -> None:
 def check_extension(
     config: ModelConfig, tokens: Any, starts: Any, counts: Any, cache: LatentKVCache
 ) -> None:
-    """Raises ValueError unless ``tokens`` are ids [B, T], ``starts`` and ``counts`` [B] of the
-    cache's B sequences, and all ``starts + counts`` tokens have room, if they are known."""
-    _check_ids(tokens)
+    """Raises ValueError unless ``tokens`` [B, T] can extend the B sequences of the cache.
+
+    Args:
+      starts: [B], position of the first new token of each sequence.
+      counts: [B], number of valid tokens among the T of each sequence.
+    """
+    _check_array(tokens)
     B = len(cache.block_tables)
     shapes = tokens.shape[:1], np.shape(starts), np.shape(counts)
     if shapes != ((B,),) * 3:
@@ -51,10 +56,10 @@ def check_extension(
             f"tokens, starts, counts: expected {counted(B, 'sequence')} as the cache has, got"
             f" shapes {tokens.shape}, {shapes[1]} and {shapes[2]}"
         )
-    known = _values(starts), _values(counts)
-    if known[0] is None or known[1] is None:
+    known_starts, known_counts = _known_values(starts), _known_values(counts)
+    if known_starts is None or known_counts is None:
         return
-    length, limit = int((known[0] + known[1]).max()), cache.limit(config)
+    length, limit = int((known_starts + known_counts).max()), cache.limit(config)
     if length > limit:
         which = "max_position_embeddings" if limit < cache.room else "the cache's room"
         raise ValueError(
@@ -63,20 +68,22 @@ def check_extension(
         )
 
 
-def _check_ids(tokens: Any) -> None:
+def _check_array(tokens: Any) -> None:
     if not isinstance(tokens, jax.Array | np.ndarray):
         raise ValueError(f"tokens: expected an array [B, T], got {type(tokens).__name__}")
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected shape [B, T], got {tokens.shape}")
     if 0 in tokens.shape:
-        raise ValueError(f"tokens: expected a token at least, got shape {tokens.shape}")
+        raise ValueError(f"tokens: expected at least one token, got shape {tokens.shape}")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens: expected integers, got {tokens.dtype}")
 
 
-def _values(array: Any) -> np.ndarray | None:
-    """On the host, which waits for the device; None for tracers, and for arrays of which a part
-    lies with other processes."""
+def _known_values(array: Any) -> np.ndarray | None:
+    """Copies an array to the host, which waits for the device.
+
+    Returns None for a tracer, and for an array with shards on other processes.
+    """
     if isinstance(array, Tracer) or (
         isinstance(array, jax.Array) and not array.is_fully_addressable
     ):

@@ -1,4 +1,4 @@
-"""What travels between devices while a layer runs, read from the compiled program."""
+"""Collectives that a layer's compiled program runs."""
 
 from __future__ import annotations
 
@@ -20,60 +20,67 @@ COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "colle
 
 
 class Collective(NamedTuple):
+    """One collective operation of a compiled program."""
+
     name: str
-    """XLA's: one of ``COLLECTIVES``."""
+    """XLA's name of the operation, one of ``COLLECTIVES``."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that exchange with each other, numbered in the mesh's order."""
+    """Groups of devices that communicate with each other. Devices are numbered in mesh order."""
 
 
 def layer_collectives(model: DeepSeekV3, layer: int) -> list[Collective]:
-    """Of one decode step of a layer, a row a device or micro-batch, as XLA compiles it.
+    """Compiles one decode step of a layer and returns its collectives.
+
+    The batch has one sequence per device, or more if micro-batches need them.
 
     Raises:
-      ValueError: a model that lies on no mesh.
+      ValueError: the model has no layout.
     """
     if model.layout is None:
         raise ValueError("model: expected one that was loaded with a layout, got one without")
     c, layout = model.config, model.layout
-    rows = math.lcm(layout.mesh.size, layout.batch_multiple)
-    x, valid = jnp.zeros((rows, 1, c.hidden_size), model.dtype), jnp.ones((rows, 1), bool)
-    empty = LatentKVCache.init(c, rows, PAGE_SIZE, dtype=model.dtype, layout=layout)
-    per_row = x, empty.block_tables, empty.lengths, valid
-    x, *rest = jax.device_put(per_row, layout.sharding(("batch",)))
+    B = math.lcm(layout.mesh.size, layout.batch_multiple)
+    x, valid = jnp.zeros((B, 1, c.hidden_size), model.dtype), jnp.ones((B, 1), bool)
+    empty = LatentKVCache.init(c, B, PAGE_SIZE, dtype=model.dtype, layout=layout)
+    per_sequence = x, empty.block_tables, empty.lengths, valid
+    x, *rest = jax.device_put(per_sequence, layout.sharding(("batch",)))
     cache = LayerCache(empty.pages[layer], *rest)
     graph, state = nnx.split(model.layers[layer])
 
     @jax.jit
-    def run(state: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, jax.Array]:
-        turn = rotation(c, cache.starts[:, None])
-        return nnx.merge(graph, state).extend(x, turn, cache, "absorbed")[:2]
+    def step(state: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, jax.Array]:
+        rotary = rotation(c, cache.starts[:, None])
+        return nnx.merge(graph, state).extend(x, rotary, cache, "absorbed")[:2]
 
-    text = run.lower(state, x, cache).compile().as_text() or ""
-    return read_collectives(text, layout.mesh.size)
+    hlo = step.lower(state, x, cache).compile().as_text() or ""
+    return read_collectives(hlo, layout.mesh.size)
 
 
-def read_collectives(text: str, devices: int) -> list[Collective]:
-    """Those of a compiled program's text."""
-    begin = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+def read_collectives(hlo: str, num_devices: int) -> list[Collective]:
+    """Returns the collectives in the text of a compiled program."""
+    operation = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     return [
-        Collective(found[1], _groups(line, devices))
-        for line in text.splitlines()
-        if (found := begin.search(line))
+        Collective(match[1], _groups(line, num_devices))
+        for line in hlo.splitlines()
+        if (match := operation.search(line))
     ]
 
 
-def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """XLA lists the groups, ``{{0,1},{2,3}}``, or says how to cut and turn the list of all devices,
-    ``[2,2]<=[2,2]T(1,0)``; what it says nothing of is among all."""
+def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of the collective in one line of HLO.
+
+    XLA either lists the groups, ``{{0,1},{2,3}}``, or gives a shape and a transposition of the list
+    of all devices, ``[2,2]<=[2,2]T(1,0)``. Without either, all devices are one group.
+    """
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", line):
         return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
-    cut = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if not cut:
-        return (tuple(range(devices)),)
-    places = np.arange(devices).reshape(_numbers(cut[2]))
-    turned = places.transpose(_numbers(cut[3])) if cut[3] else places
-    return tuple(map(tuple, turned.reshape(_numbers(cut[1])).tolist()))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if not iota:
+        return (tuple(range(num_devices)),)
+    devices = np.arange(num_devices).reshape(_numbers(iota[2]))
+    transposed = devices.transpose(_numbers(iota[3])) if iota[3] else devices
+    return tuple(map(tuple, transposed.reshape(_numbers(iota[1])).tolist()))
 
 
-def _numbers(listed: str) -> tuple[int, ...]:
-    return tuple(map(int, listed.split(",")))
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))

@@ -1,4 +1,4 @@
-"""The published models as constants (config.json of each; values checked against its source)."""
+"""Configurations of the published models, as in the config.json of each."""
 
 from dataclasses import replace
 
@@ -42,14 +42,16 @@ DEEPSEEK_V3 = ModelConfig(
     num_nextn_predict_layers=1,
     quantization=BlockQuantization(),
 )
-"""DeepSeek-V3, V3-0324, R1 and R1-0528: one network, several sets of weights."""
+"""DeepSeek-V3, V3-0324, R1 and R1-0528, which differ only in their weights."""
 
 DEEPSEEK_V3_1 = replace(DEEPSEEK_V3, quantization=BlockQuantization(scale_fmt="ue8m0"))
+"""DeepSeek-V3.1: V3 with float8 scales that are powers of two."""
 
 DEEPSEEK_V3_2 = replace(
     DEEPSEEK_V3_1, model_type="deepseek_v32", index_n_heads=64, index_head_dim=128, index_topk=2048
 )
-"""Names, sizes and accounting only: the model does not build the sparse-attention indexer."""
+"""DeepSeek-V3.2, for names, sizes and accounting. The model does not implement its sparse-attention
+indexer."""
 
 KIMI_K2 = replace(
     DEEPSEEK_V3,
@@ -136,7 +138,7 @@ MOONLIGHT_16B = replace(
     eos_token_id=(163586,),
 )
 
-PRESETS = {
+PRESETS: dict[str, ModelConfig] = {
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_V3,
     "deepseek-v3.1": DEEPSEEK_V3_1,
@@ -146,13 +148,14 @@ PRESETS = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "moonlight-16b": MOONLIGHT_16B,
 }
+"""Presets by the names that commands use."""
 
 
 def get(name: str) -> ModelConfig:
-    """The preset of that name, in any case.
+    """Returns the preset of that name. Upper and lower case are equivalent.
 
     Raises:
-      ValueError: no preset has the name; the message lists those there are.
+      ValueError: no preset has the name; the message lists the names.
     """
     if (config := PRESETS.get(name.lower())) is None:
         raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}")

@@ -32,8 +32,8 @@ MODEL = abstract(CONFIG)  # refuses before it computes
     [
         ([[1, 2]], r"expected an array \[B, T\], got list"),
         (np.arange(3), r"expected shape \[B, T\], got \(3,\)"),
-        (np.zeros((2, 0), int), r"expected a token at least, got shape \(2, 0\)"),
-        (np.zeros((0, 2), int), r"expected a token at least, got shape \(0, 2\)"),
+        (np.zeros((2, 0), int), r"expected at least one token, got shape \(2, 0\)"),
+        (np.zeros((0, 2), int), r"expected at least one token, got shape \(0, 2\)"),
         (np.zeros((1, 2)), "expected integers, got float64"),
         (np.zeros((1, 2), bool), "expected integers, got bool"),
         (jnp.array([[3, 999999]]), "expected ids from 0 to 159, got 999999"),
@@ -41,7 +41,7 @@ MODEL = abstract(CONFIG)  # refuses before it computes
         (jnp.array([[3, -1]]), "expected ids from 0 to 159, got -1"),
         (
             np.zeros((1, 129), int),
-            r"expected 1 to 128 \(max_position_embeddings\) a sequence, got 129",
+            r"expected 1 to 128 \(max_position_embeddings\) per sequence, got 129",
         ),
     ],
 )
