@@ -1,13 +1,14 @@
-"""A checkpoint's chat template: someone else's program, run in a sandbox on checked messages.
+"""The chat template of a checkpoint: untrusted Jinja code, run in a sandbox on checked messages.
 
-The sandbox keeps a template from files, from Python's attributes and from changing the messages. It
-does not bound time and memory, but for the length of ``range`` and what ``*`` and ``**`` make: a
-loop in a loop, or ``center(10**9)``, runs as long as it runs.
+**Sandbox.** A template can neither access files or Python attributes nor modify the messages. Its
+time and memory are not bounded, except for the length of ``range`` and the size of the results of
+``*`` and ``**``: nested loops, or ``center(10**9)``, run as long as they take.
 
-A template returns text, in which a control token that it wrote looks like one that a user typed. To
-tell them apart, the template runs a second time on messages whose brackets are replaced by private
-characters, one for one. Where the second text, its brackets put back, equals the first, a control
-token that is still whole in the second text was written by the template.
+**Control tokens.** A template returns text, in which a control token that the template wrote looks
+the same as one that a user typed. To distinguish them, the template renders the conversation a
+second time, with *marked* messages: every bracket in them is replaced by a private-use character.
+If replacing the marks by brackets again gives the text of the first run, then the control tokens
+that are intact in the second text are those of the template.
 """
 
 from __future__ import annotations
@@ -23,33 +24,35 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that every template may be given; others must be spelled in the template."""
+"""Roles that are accepted for every template. Other roles must appear as strings in it."""
 
+# Keys that a message may have.
 _KEYS = (
     *("role", "content", "name", "prefix"),
     *("tools", "tool_calls", "tool_call_id"),
     *("reasoning_content", "reasoning", "thinking"),
 )
-_MAX_SIZE = 10**7  # characters, list entries or bits of a value that "*" or "**" makes
-_MAX_DEPTH = 100  # of messages and arguments: Python's recursion goes a few times as far
-_FIRST_MARK = 0x10F000  # private characters: they stand in no published vocabulary or template
+_MAX_SIZE = 10**7  # characters, list elements or bits of a result of "*" or "**"
+_MAX_DEPTH = 100  # nesting of messages and arguments; Python's recursion limit is several times it
+_FIRST_MARK = 0x10F000  # private-use characters that no published vocabulary or template contains
 
-# Methods that look for a string. It must be marked as the text that it is looked for in.
-_SEARCHES = """
+_SEARCH_METHODS = """
     split rsplit partition rpartition startswith endswith find rfind index rindex count
     strip lstrip rstrip removeprefix removesuffix replace
     """
-SEARCHES = frozenset(_SEARCHES.split())
+SEARCH_METHODS = frozenset(_SEARCH_METHODS.split())
+"""String methods whose first argument is searched for. In marked text, it must be marked too."""
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
-      brackets: first and last characters of the control tokens, which :meth:`render_marked` marks.
+      source: Jinja source.
+      brackets: first and last characters of all control tokens. :meth:`render_marked` marks them.
 
     Raises:
-      ValueError: ``source`` is not a template.
+      ValueError: ``source`` is not a valid template.
     """
 
     def __init__(self, source: str, brackets: str = ""):
@@ -65,11 +68,11 @@ class ChatTemplate:
         self._marks = {ord(c): chr(_FIRST_MARK + i) for i, c in enumerate(sorted(set(brackets)))}
         try:
             tree = environment.parse(source)
-            self._spelled = {text.value for text in _strings(tree)}
+            self._roles = {constant.value for constant in _string_constants(tree)}
             self._template = environment.from_string(tree)
             tree = environment.parse(source)
-            for text in _searched_for(tree):
-                text.value = self._mark(text.value)
+            for constant in _search_constants(tree):
+                constant.value = self._mark(constant.value)
             self._marked_template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError, OverflowError, MemoryError) as error:
             raise ValueError(_one_line(error)) from None
@@ -80,17 +83,17 @@ class ChatTemplate:
         special: Mapping[str, str],
         arguments: Mapping[str, Any],
     ) -> str:
-        """The conversation as text.
+        """Returns the conversation as text.
 
         Args:
-          special: control tokens of the tokenizer that the template may use, such as bos_token.
-          arguments: what else the template takes. Of one name they come before ``special``.
+          special: control tokens of the tokenizer by variable name, such as ``bos_token``.
+          arguments: further variables of the template. They take precedence over ``special``.
 
         Raises:
-          ValueError: the messages are not as :func:`check_messages` wants them, an argument
-            contains itself, or the template refuses them or fails on them.
+          ValueError: :func:`check_messages` rejects the messages, an argument is nested too deeply,
+            or the template raises an exception.
         """
-        check_messages(messages, self._spelled)
+        check_messages(messages, self._roles)
         for name, value in arguments.items():
             _check_depth(name, value)
         return self._run(self._template, list(messages), {**special, **arguments})
@@ -101,11 +104,15 @@ class ChatTemplate:
         special: Mapping[str, str],
         arguments: Mapping[str, Any],
     ) -> str | None:
-        """:meth:`render`'s text with every bracket from messages or arguments replaced.
+        """Returns the text of :meth:`render`, in which brackets from messages and arguments are
+        marked, that is, replaced by private-use characters.
 
         Returns:
-          Text as long as render's; None where the template does not treat marked messages as it
-          treats the messages, so that the origin of its brackets is unknown.
+          Marked text, as long as that of :meth:`render`. None if the template renders marked
+          messages differently. Then the origin of each bracket is unknown.
+
+        Raises:
+          ValueError: as :meth:`render`.
         """
         text = self.render(messages, special, arguments)
         marked_messages, marked_arguments = self._mark(list(messages)), self._mark(arguments)
@@ -122,11 +129,12 @@ class ChatTemplate:
     def _run(self, template: jinja2.Template, messages: Any, arguments: Mapping[str, Any]) -> str:
         try:
             return template.render({**arguments, "messages": messages})
-        except Exception as error:  # whatever a stranger's program does wrong
+        except Exception as error:  # a template may raise anything
             reason = _one_line(error)
             raise ValueError(f"the chat template refuses these messages: {reason}") from None
 
     def _mark(self, value: Any) -> Any:
+        """Marks the brackets of all strings in nested mappings and lists."""
         if isinstance(value, str):
             return value.translate(self._marks)
         if isinstance(value, Mapping):
@@ -137,7 +145,7 @@ class ChatTemplate:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """The strings at any depth of mappings and lists, keys among them."""
+    """Yields the strings in nested mappings and lists, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -149,15 +157,16 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Any, roles: frozenset[str] | set[str] = frozenset()) -> None:
-    """Refuses what is not a conversation: mappings with a role and text as content.
+    """Raises ValueError unless ``messages`` are a conversation.
 
-    Content may be None or absent beside tool_calls.
+    A conversation is a non-empty list of mappings with a role, a string as content, and known keys
+    only. The content may be None or missing if there are tool_calls.
 
     Args:
-      roles: accepted besides :data:`ROLES`.
+      roles: roles that are accepted in addition to :data:`ROLES`.
 
     Raises:
-      ValueError: one line with the index of the message, what was expected and what came.
+      ValueError: one line with the index of the message, and the expected and actual value.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         got = type(messages).__name__
@@ -183,23 +192,25 @@ def check_messages(messages: Any, roles: frozenset[str] | set[str] = frozenset()
 
 
 def _check_depth(name: str, value: Any) -> None:
-    """Refuses what contains itself, which has no end, and what Python cannot recurse into."""
-    left = [(value, 0)]
-    while left:
-        value, depth = left.pop()
+    """Raises ValueError if ``value`` is nested too deeply for Python's recursion, or contains
+    itself."""
+    stack = [(value, 0)]
+    while stack:
+        value, depth = stack.pop()
         if depth > _MAX_DEPTH:
             raise ValueError(
                 f"{name}: expected values nested at most {_MAX_DEPTH} deep, got one that is nested"
                 " deeper or contains itself"
             )
         if isinstance(value, Mapping):
-            left += [(entry, depth + 1) for entry in value.values()]
+            stack += [(entry, depth + 1) for entry in value.values()]
         elif isinstance(value, list | tuple):
-            left += [(entry, depth + 1) for entry in value]
+            stack += [(entry, depth + 1) for entry in value]
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """transformers' environment, which templates are written for, and a bound on ``*``, ``**``."""
+    """Jinja environment like that of transformers, for which templates are written. It bounds the
+    size of the results of ``*`` and ``**``."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -214,19 +225,22 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             size = left.bit_length() * right
         if size > _MAX_SIZE:
-            raise OverflowError(f"{operator} makes a value of size {size}, more than {_MAX_SIZE}")
+            raise OverflowError(
+                f"{operator}: expected a result of size {_MAX_SIZE} at most, got {size}"
+            )
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant wrote, for masks of losses; here it changes
-    nothing."""
+    """Accepts ``{% generation %}``, which marks the assistant's text for loss masks. Here it has no
+    effect."""
 
     tags = {"generation"}  # pyright: ignore  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
-        # Not a bare list: what is set inside must not be seen outside, as in transformers.
+        # A call block, because it has a scope: as in transformers, variables that are set inside
+        # are not visible outside.
         line = parser.stream.current.lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -248,32 +262,34 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     kind = type(error).__name__
-    if isinstance(error, jinja2.TemplateError | TypeError) and said:
-        return said
-    return f"{kind}: {said}" if said else kind
+    if isinstance(error, jinja2.TemplateError | TypeError) and message:
+        return message
+    return f"{kind}: {message}" if message else kind
 
 
-def _strings(node: nodes.Node) -> Iterator[nodes.Const]:
-    """The string constants at and below a node."""
+def _string_constants(node: nodes.Node) -> Iterator[nodes.Const]:
+    """Yields the string constants of a syntax tree."""
     if isinstance(node, nodes.Const):
         if isinstance(node.value, str):
             yield node
     else:
         for child in node.iter_child_nodes():
-            yield from _strings(child)
+            yield from _string_constants(child)
 
 
-def _searched_for(tree: nodes.Template) -> list[nodes.Const]:
-    """String constants that text is compared with or searched for, and that are never output."""
-    found = [*tree.find_all(nodes.Compare)]
+def _search_constants(tree: nodes.Template) -> list[nodes.Const]:
+    """Returns the string constants that a template searches for, or compares text with. They do not
+    appear in its output."""
+    searches: list[nodes.Node] = [*tree.find_all(nodes.Compare)]
     for test in tree.find_all(nodes.Test):
-        found += test.args or ()
+        searches += test.args or ()
     for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCHES:
-            found += call.args[:1]
-    for one in tree.find_all(nodes.Filter):
-        if one.name == "replace":
-            found += one.args[:1]
-    return list({id(text): text for node in found for text in _strings(node)}.values())
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCH_METHODS:
+            searches += call.args[:1]
+    for filter_node in tree.find_all(nodes.Filter):
+        if filter_node.name == "replace":
+            searches += filter_node.args[:1]
+    constants = (constant for node in searches for constant in _string_constants(node))
+    return list({id(constant): constant for constant in constants}.values())

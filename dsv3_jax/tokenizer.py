@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template, read with the tokenizers library."""
+"""The tokenizer of a checkpoint, together with its chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tokenizers
 
 from dsv3_jax.chat_template import ChatTemplate, strings_in
 
-# What a tokenizer is made of, and what transformers reads beside it.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,10 +20,11 @@ FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+"""Files of a tokenizer, including those that only transformers reads."""
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copies a tokenizer's files into a directory, which is made if need be."""
+    """Copies a tokenizer's files into a directory, and creates the directory if necessary."""
     destination.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (source / name).is_file():
@@ -32,15 +32,19 @@ def copy(source: Path, destination: Path) -> None:
 
 
 class Tokenizer:
-    """Text to token ids and back, as the checkpoint's tokenizer_config.json says.
+    """Converts text to token ids and back, with the settings of tokenizer_config.json.
 
-    Text never becomes a control token unless the caller asks for it: a user who writes
-    ``<｜Assistant｜>`` gets the tokens of these characters. Control tokens are the added tokens
-    that tokenizer.json calls special, and those in angle or square brackets: DeepSeek's files do
-    not call ``<｜User｜>`` and ``<think>`` special.
+    By default text never becomes a control token. If a user's text contains ``<｜Assistant｜>``, it
+    is encoded as the tokens of these characters, so that it cannot end the user's turn. Control
+    tokens are the added tokens that tokenizer.json marks as special, and all added tokens in angle
+    or square brackets, because DeepSeek's files do not mark ``<｜User｜>`` and ``<think>``.
+
+    Args:
+      directory: contains tokenizer.json, and optionally tokenizer_config.json and
+        chat_template.jinja.
 
     Raises:
-      ValueError: the directory holds no tokenizer.json, or a file that cannot be read.
+      ValueError: the directory contains no tokenizer.json, or a file is invalid.
     """
 
     def __init__(self, directory: Path):
@@ -49,23 +53,24 @@ class Tokenizer:
             raise ValueError(f"{directory}: expected a tokenizer.json, found none")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            self._plain = tokenizers.Tokenizer.from_file(str(path))
+            self._plain_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {i: token for i, token in added.items() if _is_control(token)}
-        # A second tokenizer, not a flag that is set and reset: threads share this object.
-        self._plain.add_special_tokens(list(self._control.values()))
-        self._plain.encode_special_tokens = True
-        spelled = sorted((t.content for t in self._control.values()), key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        # Encodes control tokens as plain text. It is a second tokenizer rather than a flag that is
+        # set and reset, because several threads may use this object.
+        self._plain_tokenizer.add_special_tokens(list(self._control.values()))
+        self._plain_tokenizer.encode_special_tokens = True
+        spellings = sorted((t.content for t in self._control.values()), key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         config = _read_config(directory / "tokenizer_config.json")
         self.bos_token = _content(config, "bos_token")
         self.eos_token = _content(config, "eos_token")
         self.bos_token_id = self._id(self.bos_token)
         self.eos_token_id = self._id(self.eos_token)
         self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
-        brackets = "".join(text[0] + text[-1] for text in spelled)
+        brackets = "".join(text[0] + text[-1] for text in spellings)
         self._template = _chat_template(directory, config, brackets)
 
     def _id(self, token: str | None) -> int | None:
@@ -73,59 +78,60 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One past the highest id in use. A model's embedding may have more rows than this."""
+        """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def special_token_id(self, text: str) -> int | None:
-        """The id of the special token spelled so, if there is one."""
+        """Returns the id of the special token ``text``, or None if there is no such token."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((i for i, t in added.items() if t.special and t.content == text), None)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of the text.
+        """Encodes text as token ids.
 
         Args:
-          add_special_tokens: puts BOS first where the checkpoint asks for it.
-          split_special_tokens: treats control tokens that the text spells as plain text. False
-            makes control tokens of them, as transformers does by default: for text that is
-            trusted to its last character, such as :meth:`render_chat` of one's own messages.
+          add_special_tokens: prepend BOS if the checkpoint's configuration requires it.
+          split_special_tokens: encode control tokens in the text as plain text. With False they
+            become control tokens, as in transformers by default. Use False only for text that is
+            trusted completely, such as :meth:`render_chat` of your own messages.
 
         Raises:
-          ValueError: ``text`` is not Unicode text, or it spells a control token that the tokenizer
-            cannot write as plain text.
+          ValueError: ``text`` is not a string or contains a lone surrogate; or it contains a
+            control token that the tokenizer cannot encode as plain text.
         """
         _check_text("text", text)
         if split_special_tokens:
             ids = self._plain_ids(text, add_special_tokens)
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # The library's own post-processor may have put BOS there already.
+        # The library's post-processor may have added BOS already.
         if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
-        # And the text may spell it too, as a rendered conversation does.
+        # A rendered conversation begins with BOS itself.
         if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
             del ids[0]
         return ids
 
     def _plain_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        encoding = self._plain.encode(text, add_special_tokens=add_special_tokens)
+        """Encodes text without control tokens, except those that the post-processor adds."""
+        encoding = self._plain_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids = encoding.ids
         if self._control.keys().isdisjoint(ids):
             return ids
-        # The post-processor's own are meant to be there. But a vocabulary of whole words may have
-        # a control token as a word, which its text then becomes.
+        # A word-level vocabulary may contain the spelling of a control token as a word. Then its
+        # text has no other encoding.
         for i, added in zip(ids, encoding.special_tokens_mask, strict=True):
             if i in self._control and not added:
                 raise ValueError(
-                    f"text: expected none that spells {self._control[i].content!r}: this tokenizer"
-                    " cannot write it as plain text"
+                    f"text: expected none that contains {self._control[i].content!r}, which this"
+                    " tokenizer cannot encode as plain text"
                 )
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that form no UTF-8 character come out as U+FFFD."""
+        """Decodes token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def chat(
@@ -136,22 +142,23 @@ class Tokenizer:
         split_special_tokens: bool = True,
         **template_arguments: Any,
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the checkpoint's chat template.
+        """Encodes a conversation with the checkpoint's chat template.
 
-        The template writes BOS itself, so none is added.
+        The template adds BOS itself.
 
         Args:
-          messages: mappings with role, content, and what else the template takes of a message,
-            such as tool_calls.
-          add_generation_prompt: ends the prompt where the assistant's answer begins.
-          split_special_tokens: control tokens that messages or template arguments spell are plain
-            text; the template's own are real. False makes control tokens of both.
-          template_arguments: what else the template takes, such as ``tools`` or ``thinking``.
+          messages: mappings with ``role``, ``content``, and further keys that the template reads,
+            such as ``tool_calls``.
+          add_generation_prompt: end the prompt where the assistant's answer begins.
+          split_special_tokens: control tokens in messages and template arguments become plain text,
+            while those that the template writes become control tokens. With False both become
+            control tokens.
+          template_arguments: further arguments of the template, such as ``tools`` or ``thinking``.
 
         Raises:
           ValueError: the checkpoint has no chat template; ``messages`` are not a conversation; the
-            template refuses them; or they spell a control token in a place where the template's
-            own cannot be told from it.
+            template rejects them; or a message contains a control token and the template changes
+            its messages so that control tokens of both origins cannot be distinguished.
         """
         arguments = {"add_generation_prompt": add_generation_prompt, **template_arguments}
         text = self.render_chat(messages, **arguments)
@@ -159,35 +166,36 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._template is None or not split_special_tokens:
             return ids
-        marked = self._template.render_marked(messages, self._special(), arguments)
+        marked = self._template.render_marked(messages, self._special_tokens(), arguments)
         if marked is None:
-            for own in strings_in([messages, arguments]):
-                if (found := self._control_pattern.search(own)) is not None:
+            for untrusted in strings_in([messages, arguments]):
+                if (match := self._control_pattern.search(untrusted)) is not None:
                     raise ValueError(
-                        f"messages: expected none that spells {found[0]!r}: the chat template hides"
-                        " which control tokens are its own"
+                        f"messages: expected none that contains {match[0]!r}, because the chat"
+                        " template hides which control tokens are its own"
                     )
             return ids
-        if marked == text or self._controls_of(text) == self._controls_of(marked):
+        # In the marked text, only the template's own control tokens are still intact.
+        if marked == text or self._control_ids(text) == self._control_ids(marked):
             return ids
-        return self._join(text, self._control_pattern.finditer(marked))
+        return self._encode_between(text, self._control_pattern.finditer(marked))
 
-    def _controls_of(self, text: str) -> list[int]:
+    def _control_ids(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i in self._control]
 
-    def _join(self, text: str, own: Iterable[re.Match[str]]) -> list[int]:
-        """Ids of a text in which the control tokens at these spans are real and no others."""
+    def _encode_between(self, text: str, controls: Iterable[re.Match[str]]) -> list[int]:
+        """Encodes text in which exactly the matches in ``controls`` are control tokens."""
         tokens = {token.content: (i, token) for i, token in self._control.items()}
-        ids, end, strip = [], 0, False
-        for span in own:
-            number, token = tokens[span[0]]
-            between = text[end : span.start()]
-            between = between.lstrip() if strip else between
-            ids += [*self._plain_ids(between.rstrip() if token.lstrip else between), number]
-            end, strip = span.end(), token.rstrip
+        ids, end, strip_left = [], 0, False
+        for match in controls:
+            control_id, token = tokens[match[0]]
+            plain = text[end : match.start()]
+            plain = plain.lstrip() if strip_left else plain
+            ids += [*self._plain_ids(plain.rstrip() if token.lstrip else plain), control_id]
+            end, strip_left = match.end(), token.rstrip
         rest = text[end:]
-        return ids + self._plain_ids(rest.lstrip() if strip else rest)
+        return ids + self._plain_ids(rest.lstrip() if strip_left else rest)
 
     def render_chat(
         self,
@@ -196,16 +204,23 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_arguments: Any,
     ) -> str:
-        """The conversation as text. In text the template's control tokens look like a user's, so
-        :meth:`chat` encodes untrusted messages, and :meth:`encode` of this text does not."""
+        """Returns the conversation as text, for display or for trusted messages.
+
+        In text, the template's control tokens look the same as those that a user typed. Encode
+        untrusted messages with :meth:`chat`, not with :meth:`encode` of this text.
+
+        Raises:
+          ValueError: the checkpoint has no chat template, ``messages`` are not a conversation, or
+            the template rejects them.
+        """
         if self._template is None:
             raise ValueError(
                 "this checkpoint has no chat template; expected one for a conversation"
             )
         arguments = {"add_generation_prompt": add_generation_prompt, **template_arguments}
-        return self._template.render(messages, self._special(), arguments)
+        return self._template.render(messages, self._special_tokens(), arguments)
 
-    def _special(self) -> dict[str, str]:
+    def _special_tokens(self) -> dict[str, str]:
         return {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
 
 
@@ -238,7 +253,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _content(config: Mapping[str, Any], name: str) -> str | None:
-    """A special token, which a tokenizer_config.json spells as text or as an AddedToken."""
+    """Returns the text of a special token, which is stored as text or as an AddedToken."""
     token = config.get(name)
     content = token.get("content") if isinstance(token, Mapping) else token
     if token is None or (isinstance(content, str) and content):
@@ -252,7 +267,7 @@ def _chat_template(
     file = directory / "chat_template.jinja"
     try:
         source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several, by name
+        if isinstance(source, list):  # several templates with names
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return None if source is None else ChatTemplate(source, brackets)
     except (ValueError, LookupError, TypeError) as error:

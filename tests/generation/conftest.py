@@ -1,4 +1,4 @@
-"""What the tests of generation share: one tiny random model, one tokenizer, few Generators."""
+"""Fixtures of the generation tests: one tiny random model, one tokenizer, few Generators."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,14 +14,14 @@ from dsv3_jax.tokenizer import Tokenizer
 from tests.generation.fragments import MAX_LEN, write_tokenizer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of JAX's own
+COMPILED = "/jax/core/compile/backend_compile_duration"  # name of a JAX monitoring event
 
 Forward = Callable[[Sequence[int]], np.ndarray]
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> DeepSeekV3:
-    """Random weights with activations of order one: what it writes is varied, unlike its text."""
+    """A model with random weights and activations of order one, so that its tokens vary."""
     directory = tmp_path_factory.mktemp("tiny")
     config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)  # one dense, one MoE
     write_checkpoint(directory, config, random_tensors(config))
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory) -> DeepSeekV3:
-    """One layer without experts, for tests that compile programs of their own."""
+    """A model of one layer without experts, for tests that compile their own programs."""
     directory = tmp_path_factory.mktemp("dense")
     config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     write_checkpoint(directory, config, random_tensors(config))
@@ -41,25 +41,25 @@ def dense(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """152 tokens for the model's 160 rows; see fragments.py."""
+    """A tokenizer of 152 tokens, for an embedding of 160 rows. See fragments.py."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def generator(tiny, tokenizer) -> Generator:
-    """One program whatever the batch: 4 rows."""
+    """A Generator with one batch size, 4."""
     return Generator(tiny, tokenizer, MAX_LEN, batch_sizes=(4,), prefill_chunk=4)
 
 
 @pytest.fixture(scope="session")
 def bare(tiny) -> Generator:
-    """Without a tokenizer."""
+    """A Generator without a tokenizer."""
     return Generator(tiny, None, MAX_LEN, batch_sizes=(4,), prefill_chunk=16)
 
 
 @pytest.fixture(scope="session")
 def ladder(tiny, tokenizer) -> Generator:
-    """Programs of one and of two rows; a chunk holds any prompt."""
+    """A Generator with batch sizes 1 and 2, whose prefill chunk is longer than any prompt."""
     return Generator(tiny, tokenizer, MAX_LEN, batch_sizes=(2, 1), prefill_chunk=2 * MAX_LEN)
 
 
@@ -71,7 +71,7 @@ def demo() -> Generator:
 
 @pytest.fixture(scope="session")
 def forward(tiny) -> Forward:
-    """Logits of whole sequences without a cache: [T, W] of T tokens."""
+    """Function from T tokens to their logits [T, W], computed without a cache."""
     graph, weights = nnx.split(tiny)
     run = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
 
@@ -85,7 +85,7 @@ def forward(tiny) -> Forward:
 
 @pytest.fixture
 def compilations() -> Iterator[list[float]]:
-    """Seconds of every compilation so far, also of those that a cache on disk made short."""
+    """Seconds of every compilation so far, including those that the compilation cache shortened."""
     seen: list[float] = []
 
     def listen(event: str, duration: float, **kwargs: object) -> None:

@@ -1,9 +1,9 @@
-"""A byte-level tokenizer for a random model: whatever it writes is full of broken characters.
+"""A byte-level tokenizer for a random model, in whose text many characters are incomplete.
 
-Ids 0 to 2 are special, then come the letters and the space, then three kinds of longer tokens in
-turn: a word with its space; one that ends inside an "é" and begins inside another; one that ends
-after the first byte of a "€" and begins with the two others. So some neighbours complete each
-other's characters, and some leave bytes that are no UTF-8.
+Ids 0 to 2 are special. Then come the letters and the space, then longer tokens of three kinds,
+alternately: a word with its space; one that begins and ends inside an "é"; one that begins with the
+last two bytes of a "€" and ends with its first byte. Some pairs of neighbours complete each other's
+characters, and others leave invalid UTF-8.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dsv3_jax.tokenizer import Tokenizer
 
-MAX_LEN = 96  # of the Generators that all tests share: more than one page of the cache
+MAX_LEN = 96  # of the shared Generators: more than one page of the cache
 
 BOS, EOS, TURN = range(3)
 SPECIAL = ("<bos>", "<eos>", "<turn>")
 LETTERS = tuple(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz ")
-LONG = 122  # longer tokens, of all three kinds together
+LONG = 122  # number of longer tokens, of all three kinds
 
 
 def _long(i: int) -> bytes:
@@ -30,32 +30,32 @@ def _long(i: int) -> bytes:
 
 
 FRAGMENTS = (b"", b"", b"", *LETTERS, *(_long(i) for i in range(LONG)))
-"""The bytes of each id; of special ones, which text leaves out, none."""
+"""Bytes of each token. Special tokens have none, because decoding skips them."""
 
 VOCAB_SIZE = len(FRAGMENTS)
 
 
 def as_text(tokens: Sequence[int]) -> str:
-    """What the tokens spell, by Python's own decoder."""
+    """Decodes tokens with Python's own decoder."""
     return b"".join(FRAGMENTS[i] for i in tokens).decode("utf-8", "replace")
 
 
 def stop_by_hand(tokens: Sequence[int], stop: Sequence[str]) -> tuple[str, list[int]]:
-    """Text and tokens of a request that looks for its stop strings after every token."""
+    """Returns text and tokens of a request that checks its stop strings after every token."""
     for n in range(1, len(tokens) + 1):
         text = as_text(tokens[:n])
-        if found := [text.index(s) for s in stop if s in text]:
-            return text[: min(found)], list(tokens[:n])
+        if positions := [text.index(s) for s in stop if s in text]:
+            return text[: min(positions)], list(tokens[:n])
     return as_text(tokens), list(tokens)
 
 
 def letters(text: str) -> list[int]:
-    """Lower-case text, one token a letter."""
+    """Encodes lower-case text with one token per letter."""
     return [3 + LETTERS.index(bytes([c])) for c in text.encode()]
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:
-    """tokenizer.json and tokenizer_config.json in the directory, and what reads them."""
+    """Writes tokenizer.json and tokenizer_config.json, and returns the Tokenizer."""
     vocab = {text: i for i, text in enumerate(SPECIAL)}
     vocab |= {_spelled(FRAGMENTS[i]): i for i in range(3, VOCAB_SIZE)}
     assert len(vocab) == VOCAB_SIZE
@@ -71,8 +71,8 @@ def write_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _spelled(fragment: bytes) -> str:
-    """Bytes as a byte-level vocabulary spells them: the printable ones of Latin-1 as themselves,
-    the others from U+0100 on, in order."""
+    """Maps bytes to the characters of a byte-level vocabulary: printable Latin-1 characters to
+    themselves, the others to U+0100 and on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(0x100 + others.index(b)) for b in fragment)

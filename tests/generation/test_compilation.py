@@ -1,4 +1,4 @@
-"""After a warm-up nothing compiles, whatever is asked: measured by JAX's own compilation events."""
+"""After a warm-up nothing compiles for any settings, as JAX's compilation events show."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ from tests.generation.fragments import letters
 
 @pytest.fixture(scope="module")
 def fresh(dense, tokenizer) -> Generator:
-    """Shapes that no other test uses, so nothing of it is compiled yet."""
+    """A Generator with shapes that no other test uses, so that none of its programs exist."""
     return Generator(dense, tokenizer, 61, batch_sizes=(3,), prefill_chunk=8)
 
 
@@ -39,12 +39,12 @@ def test_nothing_compiles_after_the_warm_up(fresh, compilations):
     assert len(compilations) >= 2  # prefill and decode
     assert seconds > sum(compilations) > 0
     compilations.clear()
-    fresh.warm_up()  # one row runs in the program of three
+    fresh.warm_up()  # one sequence runs in the program of batch size 3
     ask_for_all_sorts_of_things(fresh)
     assert compilations == []
 
     fresh.warm_up(3, logprobs=1)
-    assert len(compilations) >= 1  # the decode program that keeps the best tokens
+    assert len(compilations) >= 1  # the decode program that records top_logprobs
     compilations.clear()
     for n in (1, 5, 20):
         fresh.generate([letters("a"), letters("bcd")], logprobs=n)
@@ -53,7 +53,7 @@ def test_nothing_compiles_after_the_warm_up(fresh, compilations):
 
 
 def ask_for_all_sorts_of_things(generator: Generator) -> None:
-    """Two or three prompts with every setting, scalar or by prompt."""
+    """Generates with every setting, one for all prompts or one per prompt."""
     a, b, c = letters("one"), [9], letters("a much longer prompt than the others")
     generator.generate([a, b])
     generator.generate([c, c, a], max_new_tokens=[3, None, 1])
@@ -62,7 +62,7 @@ def ask_for_all_sorts_of_things(generator: Generator) -> None:
     generator.generate([a, b, c], temperature=0.7, top_k=7, top_p=0.9, min_p=0.02, seed=range(3))
     generator.generate([a, b], stop=("a", "<turn>"), stop_tokens=[8, 9], ignore_eos=True)
     generator.generate([a, b], stop="k", temperature=np.float32(2), seed=np.arange(2))
-    # More than a batch: three and two.
+    # Two batches: three and two sequences.
     generator.generate([c, b, a, b, a], max_new_tokens=[1, 2, 3, 4, 5], stop="zz")
     settings = {"max_new_tokens": 25, "temperature": 1.0}
     assert list(generator.stream("abc", **settings))
@@ -90,7 +90,7 @@ def test_a_checkpoint_with_a_tokenizer(demo, compilations):
 
 
 def test_up_projections_are_cut_before_the_loop(tiny):
-    """One a layer, of H heads with N + V rows of C; in the loop they would be copied every step."""
+    """Each layer's [H, N + V, C] is made before the loop; inside, it would be copied each step."""
     programs = Programs.of(tiny, 64, prefill_chunk=1, vocab_size=160)
     sampling = Sampling.pack(seed=np.zeros(2))
     arguments = programs.decode.leaves, programs.empty_state(2), sampling, np.int32(1), None, 0
@@ -98,8 +98,8 @@ def test_up_projections_are_cut_before_the_loop(tiny):
     c = tiny.config
     rows = c.qk_nope_head_dim + c.v_head_dim
     whole = (c.num_attention_heads, rows, c.kv_lora_rank)
-    found = [inside for shape, inside in made(traced.jaxpr) if shape == whole]
-    assert found == [False] * c.num_hidden_layers
+    inside_loop = [inside for shape, inside in computed_shapes(traced.jaxpr) if shape == whole]
+    assert inside_loop == [False] * c.num_hidden_layers
 
 
 @pytest.mark.parametrize(("backend", "options"), [("gpu", GPU_OPTIONS), ("cpu", {}), ("tpu", {})])
@@ -109,18 +109,18 @@ def test_a_gpu_runs_kernels_side_by_side(tiny, monkeypatch, backend, options):
     assert programs.decode.options == programs.prefill.options == options
 
 
-def made(jaxpr, inside=False) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Shapes of all that is computed, and whether a loop does it."""
+def computed_shapes(jaxpr, inside=False) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yields the shape of each computed array, and whether it is computed inside a loop."""
     for equation in jaxpr.eqns:
         yield from ((variable.aval.shape, inside) for variable in equation.outvars)
         looped = inside or equation.primitive.name == "while"
         for inner in jaxprs_in_params(equation.params):
-            yield from made(inner, looped)
+            yield from computed_shapes(inner, looped)
 
 
 @pytest.mark.parametrize("name", ["single", "dp_attention_ep"])
 def test_shapes_of_a_state_are_those_of_a_state(name):
-    """In the places where programs want them, so that what is compiled ahead is what runs."""
+    """Their shardings are equal too, so that programs compiled ahead of time are those that run."""
     layout = None if name == "single" else make_layout(name)
     model, _ = dsv3_jax.load("demo", layout=layout)
     programs = Programs.of(model, 64, prefill_chunk=8, vocab_size=model.config.vocab_size)

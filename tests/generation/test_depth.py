@@ -1,4 +1,4 @@
-"""The depth follows acceptance and cost, on numbers made up for it."""
+"""DepthChooser on made-up acceptance rates and costs."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from dsv3_jax.generation.depth import AUTO_DEPTHS, DepthChooser
 
 
 def live(chooser: DepthChooser, acceptance: float, costs: dict[int, float], dispatches: int):
-    """Chooses and reports, with every draft accepted at one rate; the depths chosen."""
+    """Lets the chooser choose and observe; returns the depths. All drafts have one acceptance."""
     rng = np.random.default_rng(0)
     chosen = []
     for _ in range(dispatches):
@@ -43,12 +43,12 @@ def test_follows_a_change():
     chooser = DepthChooser(AUTO_DEPTHS)
     live(chooser, 0.9, DEAR, 60)
     assert live(chooser, 0.05, DEAR, 60)[-10:].count(0) >= 9
-    # Without drafts nothing is learnt of them, but for a look now and then.
+    # While it does not draft, only the occasional probes show the acceptance.
     assert live(chooser, 0.95, DEAR, 400)[-20:].count(4) >= 18
 
 
 def test_gets_over_a_cost_that_was_off():
-    """The first dispatch at depth 4 met a busy machine."""
+    """The first dispatch at depth 4 was slow, because the machine was busy."""
     chooser = DepthChooser(AUTO_DEPTHS)
     live(chooser, 0.9, DEAR | {4: 100.0}, 4)
     assert live(chooser, 0.9, DEAR, 16).count(4) <= 1
@@ -65,7 +65,7 @@ def test_a_dispatch_that_compiled_has_no_cost():
 
 
 def test_a_short_dispatch_says_little_of_the_cost():
-    """One step with the whole overhead of a dispatch, between long ones."""
+    """A dispatch of one step, which has the overhead of a whole dispatch, between long ones."""
     chooser = DepthChooser((0, 1))
     for steps, seconds in ((32, 32.0), (1, 9.0), (32, 32.0)):
         chooser.observe(0, [0], [0], steps, seconds)

@@ -1,4 +1,4 @@
-"""Defaults that docs/generation.md and docs/speculation.md name are those of the code."""
+"""The defaults in docs/generation.md and docs/speculation.md equal those of the code."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ def default(function: Any, name: str) -> Any:
 
 
 def documented() -> dict[str, Any]:
-    """The table of settings: a default for each name."""
+    """Returns the defaults in the table of settings, by name."""
     text = (DOCS / "generation.md").read_text("utf-8")
     table = text[text.index("| setting | default |") :].split("\n\n")[0].splitlines()[2:]
     found = {}

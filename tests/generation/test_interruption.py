@@ -1,4 +1,4 @@
-"""Ctrl-C: soon, with what there is, and never between two halves of an update."""
+"""Ctrl-C ends generation soon, with the completions so far, and never in mid-update."""
 
 import dataclasses
 import gc
@@ -20,7 +20,7 @@ SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed"
 
 
 def signal_at(generator: Generator, monkeypatch, *dispatches: int, program: str = "decode") -> None:
-    """Sends SIGINT to this process while the dispatches of those numbers run."""
+    """Sends SIGINT to this process during the dispatches with these numbers, counted from 1."""
     run, count = getattr(generator._programs, program), 0
 
     def counted(*args):
@@ -37,7 +37,7 @@ def signal_at(generator: Generator, monkeypatch, *dispatches: int, program: str 
 
 @pytest.fixture
 def short_dispatches(monkeypatch):
-    """Of one step each, whatever it takes."""
+    """Makes every dispatch one step long."""
     monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 0.0)
 
 
@@ -77,7 +77,7 @@ def test_those_at_their_end_are_whole(generator, want, monkeypatch, short_dispat
 
 @pytest.mark.parametrize(("dispatches", "program"), [((3, 3), "decode"), ((1,), "prefill")])
 def test_at_other_moments(generator, want, monkeypatch, short_dispatches, dispatches, program):
-    """A second signal does not wait for the end of the dispatch; prompts are bounded too."""
+    """A second signal is delivered during the dispatch. Prefill can be interrupted too."""
     signal_at(generator, monkeypatch, *dispatches, program=program)
     with pytest.raises(Interrupted) as error:
         generator.generate(PROMPTS, **SETTINGS)
@@ -129,7 +129,7 @@ def test_short_dispatches_change_nothing_and_compile_nothing(
 
 
 def test_dispatches_take_as_long_as_they_should(generator, want, monkeypatch):
-    """From the seconds of a step that were measured last."""
+    """The number of steps follows from the seconds per step that were measured last."""
     asked = []
     decode = generator._programs.decode
 
@@ -141,13 +141,13 @@ def test_dispatches_take_as_long_as_they_should(generator, want, monkeypatch):
     monkeypatch.setattr(generator, "_programs", programs)
     monkeypatch.setattr(batch, "time", Clock(step=0.1))
     generator.generate(PROMPTS[0], **SETTINGS)
-    assert asked[:2] == [1, 1]  # it compiled, as far as the program knows
-    assert asked[2] == 5  # 0.1 s a step
+    assert asked[:2] == [1, 1]  # the first included a compilation, as far as the Batch knows
+    assert asked[2] == 5  # 0.1 s per step
     assert asked[3] == 25  # 5 steps in 0.1 s
 
 
 class Clock:
-    """Each look at it is some time after the one before."""
+    """A clock that advances by ``step`` seconds each time it is read."""
 
     def __init__(self, step: float):
         self.step, self.now = step, 0.0
@@ -158,25 +158,25 @@ class Clock:
 
 
 def test_one_cache_at_a_time(generator, monkeypatch):
-    """When a batch is made, the one before it has been freed."""
-    empty, held = Programs.empty_state, []
+    """When a batch is created, the previous one has been freed."""
+    empty_state, num_caches = Programs.empty_state, []
     shape = generator._programs.empty_state(4).cache.pages[0].shape
 
     def watched(self, *args, **kwargs):
-        held.append(sum(x.shape == shape for x in jax.live_arrays()))
-        return empty(self, *args, **kwargs)
+        num_caches.append(sum(x.shape == shape for x in jax.live_arrays()))
+        return empty_state(self, *args, **kwargs)
 
     monkeypatch.setattr(Programs, "empty_state", watched)
-    gc.collect()  # what other tests left
+    gc.collect()  # garbage of other tests
     generator.generate(PROMPTS * 2, **SETTINGS)
-    assert len(held) == 3
-    assert held == held[:1] * 3
+    assert len(num_caches) == 3
+    assert num_caches == num_caches[:1] * 3
 
 
 def test_an_interrupted_call_frees_its_cache(generator, monkeypatch, short_dispatches):
-    """Although the exception, and with it its traceback, may be kept for long."""
+    """The exception and its traceback may exist for long, but the cache does not."""
     shape = generator._programs.empty_state(4).cache.pages[0].shape
-    gc.collect()  # what other tests left
+    gc.collect()  # garbage of other tests
     before = sum(x.shape == shape for x in jax.live_arrays())
     signal_at(generator, monkeypatch, 2)
     with pytest.raises(Interrupted) as error:
