@@ -191,8 +191,8 @@ BAD_USAGE = pytest.mark.parametrize(
         (["--prompt", "x", "--draft", "medusa"], "draft"),
         (["--prompt", "x", "--draft", "mtp", "--draft-depth", "9"], "draft_depth"),
         (["--prompt", "x", "--layout", "pipeline"], "--layout"),
-        (["--prompt", "x", "--exchange", "all_to_all"], "--exchange: expected a --layout"),
-        (["--prompt", "x", "--distributed"], "--distributed: expected a --layout"),
+        (["--prompt", "x", "--exchange", "all_to_all"], "--exchange: expected --layout"),
+        (["--prompt", "x", "--distributed"], "--distributed: expected --layout"),
         (["--prompt", "x", "--frobnicate"], "--frobnicate"),
         (["--prompt", "x", "--temp", "0"], "--temp"),
         (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),
@@ -205,12 +205,12 @@ BAD_USAGE = pytest.mark.parametrize(
         (["--prompt", "x", "--max-len", "-3"], "--max-len: expected an integer of at least 2"),
         (["--prompt", "x", "--max-len", "9"], "--max-new-tokens: expected at most 7 (a cache of 9"),
         (["--prompt", "x", "--max-new-tokens", "4095"], "--max-new-tokens: expected at most 4094"),
-        (["--prompt", "x", "--logprobs", "2"], "--logprobs: expected --json beside it"),
-        (["--prompt", "x", "--system", "y"], "--system: expected --chat beside it"),
+        (["--prompt", "x", "--logprobs", "2"], "--logprobs: expected --json with it"),
+        (["--prompt", "x", "--system", "y"], "--system: expected --chat with it"),
         (["--prompt", "x", "--seed", "-1"], "seed: expected an integer in [0, 2**32), got -1"),
         (["--prompt", "x", "--min-p", "nan"], "min_p: expected a number in [0, 1], got nan"),
         (["--prompt", "x", "--stop", ""], "stop: expected strings that are not empty"),
-        (["--prompt", "x", "--activations", "float8"], "expected --quantization fp8 beside it"),
+        (["--prompt", "x", "--activations", "float8"], "expected --quantization fp8 with it"),
         (["--prompt", "-", "--prompt", "-"], "--prompt: expected - once"),
         (["--prompt", "a\udcffb"], "--prompt: expected UTF-8, got the byte 0xff at character 1"),
         (["--prompt", "\ud800"], "--prompt: expected Unicode text, got the lone surrogate U+D800"),
@@ -252,7 +252,9 @@ def test_a_draft_that_the_model_lacks_is_refused_before_its_weights(tmp_path, ca
 def test_a_model_without_a_tokenizer(tmp_path, capsys):
     shutil.copy(DEMO / "config.json", tmp_path)
     assert generate("--prompt", "x", "--model", str(tmp_path)) == 2
-    assert "has no tokenizer.json; expected one to read a prompt" in capsys.readouterr().err
+    assert (
+        "expected a tokenizer.json, which encodes the prompt; found none" in capsys.readouterr().err
+    )
 
 
 def test_a_directory_that_is_misspelt(tmp_path, capsys):
@@ -269,7 +271,7 @@ def asked(monkeypatch):
     def record(arguments, config, texts, prompts, max_len, settings):
         calls.append((prompts, max_len, settings))
 
-    monkeypatch.setattr(run_generation, "complete", record)
+    monkeypatch.setattr(run_generation, "run_generation", record)
     return calls
 
 

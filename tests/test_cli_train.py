@@ -246,7 +246,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch
         assert train("--out", out, *arguments) == 130
         last = capsys.readouterr().err.splitlines()[-1]
         assert last == (
-            f"dsv3: interrupted; the checkpoint of step 1 is kept; go on with "
+            f"dsv3: interrupted; the checkpoint of step 1 is kept; resume with "
             f"dsv3 train --out {out} --resume"
         )
     assert signal.getsignal(signal.SIGINT) == before
@@ -289,13 +289,13 @@ def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "meanings"),
-    [(RunSettings, training_flags.RUN), (TrainingConfig, training_flags.TRAINING)],
+    ("settings", "descriptions"),
+    [(RunSettings, training_flags.RUN_HELP), (TrainingConfig, training_flags.TRAINING_HELP)],
 )
-def test_every_setting_has_a_flag(settings, meanings):
+def test_every_setting_has_a_flag(settings, descriptions):
     """Each flag takes a value other than its default and returns it in its field's type."""
     names = [field.name for field in dataclasses.fields(settings)]
-    assert list(meanings) == names
+    assert list(descriptions) == names
     hints = typing.get_type_hints(settings)
     samples = {int: ["3"], float: ["0.25"], bool: [], str: ["float32"]}
     arguments, want = ["train", "--out", "x"], {}
@@ -313,16 +313,18 @@ def test_every_setting_has_a_flag(settings, meanings):
             value = hint(words[0]) if words else True
         arguments += ["--" + name.replace("_", "-"), *words]
         want[name] = value
-    found = flags.given(parser().parse_args(arguments), settings)
-    assert found == want
-    assert {name: type(value) for name, value in found.items()} == {
+    values = flags.given_values(parser().parse_args(arguments), settings)
+    assert values == want
+    assert {name: type(value) for name, value in values.items()} == {
         name: type(value) for name, value in want.items()
     }
 
 
-def test_flags_that_are_not_given_say_nothing():
+def test_flags_that_are_not_given_have_no_value():
     parsed = parser().parse_args(["train", "--out", "x"])
-    assert flags.given(parsed, TrainingConfig) == flags.given(parsed, RunSettings) == {}
+    assert (
+        flags.given_values(parsed, TrainingConfig) == flags.given_values(parsed, RunSettings) == {}
+    )
 
 
 def test_a_field_that_no_flag_can_read_is_noticed():
@@ -380,16 +382,18 @@ def test_export_refuses(trained, tmp_path, capsys):
     assert "--to" in refused(trained, tmp_path / "new", "--to", "int4")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "run.json").write_text("{}")
-    assert "expected a run with a checkpoint" in refused(tmp_path / "bare", tmp_path / "new")
+    assert "expected a training run with a checkpoint" in refused(
+        tmp_path / "bare", tmp_path / "new"
+    )
     assert not (tmp_path / "new").exists()
     assert [path.name for path in (tmp_path / "bare").iterdir()] == ["run.json"]
 
 
 def test_low_rank_updates_of_a_run_in_python_are_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"expected a run of dsv3 train, .* got one begun in Python"
+        ValueError, match=r"expected a run of dsv3 train, .* got one started in Python"
     ):
-        export._base(tmp_path, {}, dsv3_jax.ModelConfig.from_hf(CONFIG))
+        export._load_frozen(tmp_path, {}, dsv3_jax.ModelConfig.from_hf(CONFIG))
 
 
 @pytest.mark.slow

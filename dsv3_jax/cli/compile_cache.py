@@ -1,4 +1,4 @@
-"""Compiled programs kept between runs of the command."""
+"""JAX's persistent compilation cache, which keeps compiled programs between runs of the command."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ DEFAULT = Path.home() / ".cache" / "dsv3_jax" / "xla"
 
 
 def enable(directory: Path | None = None) -> Path | None:
-    """Keeps compiled programs in a directory; to be called before anything is compiled.
+    """Enables the cache. Must be called before anything is compiled.
 
     Args:
-      directory: created if it does not exist. None keeps the cache that JAX is already configured
-        with, else takes ``DEFAULT``. If that cannot be written, programs are not kept, and one line
-        on stderr says so.
+      directory: created if it does not exist. None uses the directory that JAX is already
+        configured with, or else ``DEFAULT``. If ``DEFAULT`` is not writable, the cache stays off
+        and a line on stderr reports it.
 
     Returns:
-      The directory in use, or None if programs are not kept.
+      The directory in use, or None if the cache is off.
 
     Raises:
-      ValueError: ``directory`` cannot be written.
+      ValueError: ``directory`` is not writable.
     """
-    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    configured = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if directory is not None:
-        if fault := _fault(directory):
+        if reason := _write_failure(directory):
             raise ValueError(
                 f"--compile-cache: expected a directory that can be written, got {directory}"
-                f" ({fault})"
+                f" ({reason})"
             )
         jax.config.update("jax_compilation_cache_dir", str(directory))
-    elif not given:
-        if fault := _fault(DEFAULT):
+    elif not configured:
+        if reason := _write_failure(DEFAULT):
             print(
-                f"dsv3: compiled programs are not kept: {DEFAULT} cannot be written ({fault})",
+                f"dsv3: compiled programs are not kept: {DEFAULT} cannot be written ({reason})",
                 file=sys.stderr,
                 flush=True,
             )
             return None
         jax.config.update("jax_compilation_cache_dir", str(DEFAULT))
-    # All of them: a start-up is made of many small programs beside the two large ones.
+    # Programs of any size and compile time: a start compiles many small ones besides the two large.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return directory or Path(given or DEFAULT)
+    return directory or Path(configured or DEFAULT)
 
 
-def _fault(directory: Path) -> str | None:
-    """Why files cannot be written to a directory; None if they can."""
+def _write_failure(directory: Path) -> str | None:
+    """Returns why no file can be written to a directory, or None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -1,4 +1,4 @@
-"""Convert a published checkpoint to a store: streamed, resumable, verified."""
+"""``dsv3 convert``: converts a published checkpoint to a store."""
 
 from __future__ import annotations
 
@@ -19,31 +19,36 @@ from dsv3_jax.words import counted
 
 
 def run(arguments: argparse.Namespace) -> None:
-    # orbax, on which it stands, is not for every command to wait for.
+    """Runs the command.
+
+    Raises:
+      ValueError: the source or the destination is refused.
+    """
+    # Imported here because it imports orbax, which takes seconds.
     from dsv3_jax.checkpoint.convert import RESUME_HINT, check_destination, convert
 
     source, store = find(arguments.source), arguments.destination
-    planned = plan_conversion(source, arguments.to)
-    summary = _summary(planned, store, arguments.workers)
-    for line in _lines(summary):
+    plan = plan_conversion(source, arguments.to)
+    summary = _summary(plan, store, arguments.workers)
+    for line in _summary_lines(summary):
         print(f"dsv3: {line}", file=sys.stderr)
     if arguments.dry_run:
-        check_destination(planned, store, arguments.resume)
+        check_destination(plan, store, arguments.resume)
     elif arguments.resume and (store / manifest.NAME).is_file():
         convert(source, store, arguments.to, resume=True)
         print(f"dsv3: {store} is complete; dsv3 verify compares it with SRC", file=sys.stderr)
     else:
 
-        def kept() -> str:
-            began = (store / journal.NAME).is_file()
-            return f"{store}: {RESUME_HINT}" if began else "nothing was written"
+        def describe_rest() -> str:
+            has_begun = (store / journal.NAME).is_file()
+            return f"{store}: {RESUME_HINT}" if has_begun else "nothing was written"
 
         label = f"convert to {arguments.to}"
         with (
-            report_interrupt("convert", kept),
-            ByteProgress(planned.source_bytes, label) as progress,
+            report_interrupt("convert", describe_rest),
+            ByteProgress(plan.source_bytes, label) as progress,
         ):
-            made = convert(
+            result = convert(
                 source,
                 store,
                 arguments.to,
@@ -51,49 +56,49 @@ def run(arguments: argparse.Namespace) -> None:
                 workers=arguments.workers,
                 progress=progress.add,
             )
-        summary["errors"] = {kind: e._asdict() for kind, e in made.errors.items()}
-        for line in _errors(made):
+        summary["errors"] = {kind: error._asdict() for kind, error in result.errors.items()}
+        for line in _error_table(result):
             print(f"dsv3: {line}", file=sys.stderr)
     if arguments.json:
         print_json(summary)
 
 
-def _summary(planned: ConversionPlan, store: Path, workers: int) -> dict[str, object]:
+def _summary(plan: ConversionPlan, store: Path, workers: int) -> dict[str, object]:
     return {
-        "source": str(planned.directory),
+        "source": str(plan.directory),
         "store": str(store),
-        "to": planned.to,
-        "keeps_bytes": planned.keeps,
-        "tensors": len(planned.source),
-        "source_bytes": planned.source_bytes,
-        "store_bytes": planned.store_bytes,
-        "arrays": len(planned.arrays),
-        "files": planned.files,
-        "mtp_layers": planned.config.num_nextn_predict_layers,
-        "peak_bytes": planned.peak_bytes(workers),
+        "to": plan.to,
+        "keeps_bytes": plan.keeps,
+        "tensors": len(plan.source),
+        "source_bytes": plan.source_bytes,
+        "store_bytes": plan.store_bytes,
+        "arrays": len(plan.arrays),
+        "files": plan.files,
+        "mtp_layers": plan.config.num_nextn_predict_layers,
+        "peak_bytes": plan.peak_bytes(workers),
         "free_bytes": free_bytes(store),
     }
 
 
-def _lines(summary: Mapping[str, Any]) -> list[str]:
-    how = "every byte kept" if summary["keeps_bytes"] else "converted"
+def _summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    change = "every byte kept" if summary["keeps_bytes"] else "converted"
     return [
         "{source}: {tensors:,} tensors, {source_bytes:,} bytes, {mtp}".format(
             mtp=counted(summary["mtp_layers"], "MTP layer"), **summary
         ),
-        "to {to}, {how}: {arrays:,} arrays in {files:,} files, {store_bytes:,} bytes "
-        "({free_bytes:,} free); memory below {peak_bytes:,} bytes".format(how=how, **summary),
+        "to {to}, {change}: {arrays:,} arrays in {files:,} files, {store_bytes:,} bytes "
+        "({free_bytes:,} free); memory below {peak_bytes:,} bytes".format(change=change, **summary),
     ]
 
 
-def _errors(made: Manifest) -> list[str]:
-    """The error report as a table."""
-    if not made.errors:
+def _error_table(result: Manifest) -> list[str]:
+    """Returns the lines of a table of quantization errors, by kind of tensor."""
+    if not result.errors:
         return []
-    width = max(map(len, made.errors))
-    head = f"{'kind':{width}}  tensors  relative rms   largest  of"
+    width = max(map(len, result.errors))
+    head = f"{'kind':{width}}  tensors  relative rms   largest  largest weight"
     return [head] + [
-        f"{kind:{width}}  {e.tensors:7}  {e.relative_rms:12.2e}  {e.largest:8.2e}  "
-        f"{e.largest_weight:.2e}"
-        for kind, e in made.errors.items()
+        f"{kind:{width}}  {error.tensors:7}  {error.relative_rms:12.2e}  {error.largest:8.2e}  "
+        f"{error.largest_weight:.2e}"
+        for kind, error in result.errors.items()
     ]

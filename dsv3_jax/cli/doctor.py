@@ -1,4 +1,4 @@
-"""Say what this machine has and which back-ends work on it."""
+"""``dsv3 doctor``: reports this machine's versions, devices and working back-ends."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from dsv3_jax.cli.output import print_json
 _PACKAGES = ("dsv3-jax", "jax", "jaxlib", "flax", "optax", "numpy", "safetensors", "tokenizers")
 
 _TITLES = {
-    "probes": "probes: small inputs in bfloat16, one for each operation",
+    "probes": "probes: a small bfloat16 input for each operation",
     "back-ends": "back-ends on these probes; one that refuses a small input may take a larger one",
 }
 
 
 def run(arguments: argparse.Namespace) -> None:
-    found = examine()
+    """Runs the command."""
+    report = examine()
     if arguments.collectives:
         from dsv3_jax.cli import collectives
 
-        found["collectives"] = collectives.measure()
+        report["collectives"] = collectives.measure()
     if arguments.json:
-        print_json(found)
+        print_json(report)
         return
-    for title, rows in found.items():
+    for title, section in report.items():
         print(_TITLES.get(title, title))
-        for name, value in rows.items():
+        for name, value in section.items():
             print(f"  {name:27} {value}")
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """Versions, devices, back-ends and caches, a section each."""
+    """Returns versions, devices, back-ends and caches, in one section each."""
     cache = compile_cache.enable()
     return {
         "versions": {"python": platform.python_version()}
@@ -47,8 +48,8 @@ def examine() -> dict[str, dict[str, Any]]:
         "probes": {probe.op: probe.input for probe in probes.probes()},
         "back-ends": probes.examine(),
         "files": {
-            "compile cache": "none" if cache is None else _folder(cache),
-            "demo checkpoint": _folder(DEMO),
+            "compile cache": "none" if cache is None else _describe_directory(cache),
+            "demo checkpoint": _describe_directory(DEMO),
         },
     }
 
@@ -72,8 +73,8 @@ def _devices() -> dict[str, str]:
     }
 
 
-def _folder(path: Path) -> str:
+def _describe_directory(path: Path) -> str:
     if not path.is_dir():
-        return f"{path} (not there yet)"
+        return f"{path} (does not exist yet)"
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     return f"{path} ({size / 1e6:.1f} MB)"

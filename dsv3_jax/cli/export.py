@@ -1,4 +1,4 @@
-"""Write a store, or a checkpoint of a training run, as a Hugging Face directory."""
+"""``dsv3 export``: writes a store, or a training run, as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -26,31 +26,36 @@ from dsv3_jax.training.config import TrainingConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+      ValueError: the source or the destination is refused.
+    """
     source, destination = arguments.source, arguments.hf_directory
     check_new(destination)
     if is_store(source):
-        result = _store(arguments)
+        result = _export_store(arguments)
     elif (source / record.RECORD).is_file():
-        result = _run(arguments)
+        result = _export_run(arguments)
     else:
-        found = describe(DEMO if source == Path("demo") and not source.exists() else source)
+        description = describe(DEMO if source == Path("demo") and not source.exists() else source)
         raise ValueError(
-            f"{source}: expected a store or a training run, found no {record.RECORD}: {found}"
+            f"{source}: expected a store or a training run, found no {record.RECORD}: {description}"
         )
     if arguments.json:
         print_json(result | {"model": str(destination)})
 
 
-def _store(arguments: argparse.Namespace) -> dict[str, Any]:
+def _export_store(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.step is not None:
-        raise ValueError(f"--step: {arguments.source} is a store, which has no steps")
+        raise ValueError(f"--step: expected a training run, got {arguments.source}, a store")
     if arguments.to == "float32":
         raise ValueError("--to: expected bf16 or fp8 for a store, got float32")
-    planned = plan_export(StoreReader(arguments.source), arguments.to)
+    plan = plan_export(StoreReader(arguments.source), arguments.to)
     out = arguments.hf_directory
     with (
         report_interrupt("export", lambda: resume_hint(out)),
-        ByteProgress(planned.bytes, "export") as progress,
+        ByteProgress(plan.bytes, "export") as progress,
     ):
         export(
             arguments.source,
@@ -59,50 +64,54 @@ def _store(arguments: argparse.Namespace) -> dict[str, Any]:
             workers=arguments.workers,
             progress=progress.add,
         )
-    what = "the source's files, byte for byte," if planned.verbatim else "new files"
-    print(f"dsv3: wrote {what} to {arguments.hf_directory}", file=sys.stderr)
+    files = "the source's files, byte for byte," if plan.verbatim else "new files"
+    print(f"dsv3: wrote {files} to {arguments.hf_directory}", file=sys.stderr)
     return {
         "to": arguments.to,
-        "verbatim": planned.verbatim,
-        "bytes": planned.bytes,
-        "shards": len(planned.shards),
+        "verbatim": plan.verbatim,
+        "bytes": plan.bytes,
+        "shards": len(plan.shards),
     }
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    source, to = arguments.source, arguments.to or "bf16"
-    model, step = restored(source, arguments.step)
+def _export_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    source, weight_format = arguments.source, arguments.to or "bf16"
+    model, step = restore_model(source, arguments.step)
     tokenizer = source / record.TOKENIZER
-    hf_directory.write(model, arguments.hf_directory, to, tokenizer if tokenizer.is_dir() else None)
+    copied = tokenizer if tokenizer.is_dir() else None
+    hf_directory.write(model, arguments.hf_directory, weight_format, copied)
     print(f"dsv3: wrote step {step} to {arguments.hf_directory}", file=sys.stderr)
-    return {"step": step, "to": to}
+    return {"step": step, "to": weight_format}
 
 
-def restored(out: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
-    """The model of a run's checkpoint in float32, and the step.
+def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
+    """Returns the float32 model of a training run's checkpoint, and its step.
+
+    Args:
+      step: None takes the last checkpoint.
 
     Raises:
-      ValueError: no run there, or no such checkpoint in it; or the frozen weights of low-rank
-        updates are not those that the run began with.
+      ValueError: the directory has no run, or the run no such checkpoint; or the run trained
+        low-rank updates, and the weights that it froze have changed since.
     """
     from dsv3_jax.training.run import CHECKPOINTS
     from dsv3_jax.training.step import Trainer
     from dsv3_jax.training.store import Store
 
-    recorded = record.read(out)
-    # Opening makes the directory, which is not for an export to do.
-    store = Store(out / CHECKPOINTS, keep=None) if (out / CHECKPOINTS).is_dir() else None
+    recorded = record.read(run)
+    # Opening a Store would create the directory.
+    store = Store(run / CHECKPOINTS, keep=None) if (run / CHECKPOINTS).is_dir() else None
     steps = store.steps() if store is not None else []
     if store is None or not steps:
-        raise ValueError(f"{out}: expected a run with a checkpoint, found none")
+        raise ValueError(f"{run}: expected a training run with a checkpoint, got one without")
     step = steps[-1] if step is None else step
     if step not in steps:
         raise ValueError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
-    training = TrainingConfig(**flags.recorded(recorded["training"], TrainingConfig))
+    training = TrainingConfig(**flags.recorded_values(recorded["training"], TrainingConfig))
     config = ModelConfig.from_hf(recorded["model"])
-    # Low-rank updates are of weights that are not in the checkpoint.
+    # A checkpoint of low-rank updates lacks the frozen weights.
     if training.lora_rank:
-        model = _base(out, recorded, config)
+        model = _load_frozen(run, recorded, config)
     else:
         model = abstract(config, dtype=jnp.float32)
     trainer = Trainer(model, training)
@@ -111,19 +120,19 @@ def restored(out: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     return trainer.model(state, share=True), step
 
 
-def _base(out: Path, recorded: dict[str, Any], config: ModelConfig) -> DeepSeekV3:
-    """Loads the model whose weights a run of low-rank updates has frozen."""
+def _load_frozen(run: Path, recorded: dict[str, Any], config: ModelConfig) -> DeepSeekV3:
+    """Loads the model whose weights a run of low-rank updates froze."""
     from dsv3_jax.training.fingerprint import fingerprint
 
     if "plan" not in recorded:
         raise ValueError(
-            f"{out}: expected a run of dsv3 train, which records where its frozen weights are, got "
-            "one begun in Python; use dsv3_jax.training.step.Trainer.model"
+            f"{run}: expected a run of dsv3 train, which records where its frozen weights are, got "
+            "one started in Python; call dsv3_jax.training.step.Trainer.model there"
         )
     source = recorded["plan"]["source"]
-    if source is None:  # it began with random weights
+    if source is None:  # the run started with random weights
         model = random_model(config, recorded["data"]["seed"])
     else:
         model = load(source, dtype=jnp.float32)[0]
-    record.check_weights(out, fingerprint(model))
+    record.check_weights(run, fingerprint(model))
     return model

@@ -1,7 +1,8 @@
-"""Complete prompts with a model.
+"""``dsv3 generate``: completes prompts with a model.
 
-Everything that can be wrong with a call is checked here, before JAX is imported and before weights
-are read: ranges first, then the prompts, then both against the model's config and tokenizer.
+This module checks everything that can be wrong with a call before JAX is imported and before
+weights are read: first the ranges, then the prompts, then both against the model's config and
+tokenizer. :mod:`dsv3_jax.cli.run_generation` does the rest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ if TYPE_CHECKING:
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.tokenizer import Tokenizer
 
-_LENGTH_STEP = 256  # max_len is rounded up to this, so that few lengths are ever compiled
+_MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few lengths are compiled
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+      ValueError: a setting, a prompt or the model is refused.
+    """
     settings = _settings(arguments)
     texts = read_prompts(arguments.prompts)
     if arguments.stream and len(texts) != 1:
@@ -29,33 +35,33 @@ def run(arguments: argparse.Namespace) -> None:
 
     from dsv3_jax.generation.request import RequestReader
 
-    config, tokenizer = _describe(arguments.model)
+    config, tokenizer = _read_config_and_tokenizer(arguments.model)
     prompts = [_encode(arguments, tokenizer, text) for text in texts]
-    max_len = _room(arguments, config, max(map(len, prompts)), settings)
-    longest = max_len - max(map(len, prompts))
+    max_len = _max_len(arguments, config, max(map(len, prompts)), settings)
+    available = max_len - max(map(len, prompts))
     if arguments.max_new_tokens is None:
-        settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, longest)
-    elif 1 <= longest < arguments.max_new_tokens:
+        settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, available)
+    elif 1 <= available < arguments.max_new_tokens:
         raise ValueError(
-            f"--max-new-tokens: expected at most {longest} (a cache of {max_len} tokens, less the"
+            f"--max-new-tokens: expected at most {available} (a cache of {max_len} tokens, less the"
             f" prompt), got {arguments.max_new_tokens}"
         )
-    RequestReader(config, tokenizer, max_len).read(prompts, **_of_a_request(settings))
+    RequestReader(config, tokenizer, max_len).read(prompts, **_without_drafts(settings))
 
-    from dsv3_jax.cli.run_generation import complete
+    from dsv3_jax.cli.run_generation import run_generation
 
-    complete(arguments, config, texts, prompts, max_len, settings)
+    run_generation(arguments, config, texts, prompts, max_len, settings)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings of :meth:`Generator.generate`, their ranges checked."""
+    """Returns the settings of :meth:`Generator.generate`, with ranges checked."""
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "ignore_eos")
     settings = {name: getattr(arguments, name) for name in (*names, "logprobs")}
     settings["max_new_tokens"] = arguments.max_new_tokens
     depth = arguments.draft_depth
     settings["draft"] = None if arguments.draft == "none" else arguments.draft
     settings["draft_depth"] = int(depth) if depth.isdecimal() else depth
-    # Those that were not given have the Generator's own default.
+    # The Generator has its own defaults for settings that were not given.
     settings = {n: v for n, v in settings.items() if v is not None or n == "draft"}
     for stop in arguments.stop:
         check_text("--stop", stop)
@@ -63,25 +69,25 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_len is not None:
         check("--max-len", arguments.max_len, "an integer of at least 2", int, 2)
     if arguments.logprobs and not arguments.json:
-        raise ValueError("--logprobs: expected --json beside it, which prints them; got none")
+        raise ValueError("--logprobs: expected --json with it, which prints them; got none")
     if arguments.system is not None:
         if not arguments.chat:
-            raise ValueError("--system: expected --chat beside it, got none")
+            raise ValueError("--system: expected --chat with it, got none")
         check_text("--system", arguments.system)
     if arguments.activations is not None and arguments.quantization != "fp8":
-        raise ValueError("--activations: expected --quantization fp8 beside it, got none")
+        raise ValueError("--activations: expected --quantization fp8 with it, got none")
     return settings
 
 
-def _of_a_request(settings: dict[str, Any]) -> dict[str, Any]:
+def _without_drafts(settings: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
 
 
-def _describe(model: str) -> tuple[ModelConfig, Tokenizer]:
-    """Config and tokenizer of a model; reads no weights.
+def _read_config_and_tokenizer(model: str) -> tuple[ModelConfig, Tokenizer]:
+    """Reads the config and the tokenizer of a model, but no weights.
 
     Raises:
-      ValueError: no such model, or one without a tokenizer.
+      ValueError: the model does not exist or has no tokenizer.
     """
     from dsv3_jax.checkpoint.find import find_config_directory
     from dsv3_jax.config import ModelConfig
@@ -91,7 +97,9 @@ def _describe(model: str) -> tuple[ModelConfig, Tokenizer]:
     directory = find_config_directory(model)
     config = with_end_tokens(ModelConfig.from_hf(directory), directory)
     if not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"{model} has no tokenizer.json; expected one to read a prompt")
+        raise ValueError(
+            f"{model}: expected a tokenizer.json, which encodes the prompt; found none"
+        )
     return config, Tokenizer(directory)
 
 
@@ -105,14 +113,15 @@ def _encode(arguments: argparse.Namespace, tokenizer: Tokenizer, text: str) -> l
     return tokenizer.chat(messages, split_special_tokens=split)
 
 
-def _room(
+def _max_len(
     arguments: argparse.Namespace, config: ModelConfig, longest: int, settings: dict[str, Any]
 ) -> int:
-    """Length of the cache, as asked for or as the longest prompt needs."""
-    reach = config.max_position_embeddings
+    """Returns the cache length: ``--max-len``, or what the longest prompt and the new tokens
+    need."""
+    most = config.max_position_embeddings
     if arguments.max_len is not None:
-        expected = f"2 to {reach} (max_position_embeddings)"
-        check("max_len", arguments.max_len, expected, int, 2, reach)
+        expected = f"2 to {most} (max_position_embeddings)"
+        check("max_len", arguments.max_len, expected, int, 2, most)
         return arguments.max_len
     needed = longest + settings.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    return min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, reach)
+    return min(-(-needed // _MAX_LEN_MULTIPLE) * _MAX_LEN_MULTIPLE, most)

@@ -1,4 +1,4 @@
-"""A model and its tokenizer as one Hugging Face directory."""
+"""Writes a model and its tokenizer as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
 
-To = Literal["bf16", "fp8", "float32"]
+WeightFormat = Literal["bf16", "fp8", "float32"]
 
 
-def write(model: DeepSeekV3, directory: Path, to: To, tokenizer: Path | None) -> None:
-    """Writes the model as :func:`dsv3_jax.load` and transformers read it.
+def write(
+    model: DeepSeekV3, directory: Path, weight_format: WeightFormat, tokenizer: Path | None
+) -> None:
+    """Writes a directory that :func:`dsv3_jax.load` and transformers can read.
 
     Args:
       directory: must not exist.
-      to: type of the weights; fp8 in blocks of 128x128 with scales, as DeepSeek-V3 is published.
-      tokenizer: directory to copy the tokenizer's files from.
+      weight_format: fp8 has blocks of 128x128 with scales, as DeepSeek-V3 is published.
+      tokenizer: directory whose tokenizer files are copied, or None.
     """
-    quantization = BlockQuantization() if to == "fp8" else None
-    dtype = "float32" if to == "float32" else "bfloat16"
+    quantization = BlockQuantization() if weight_format == "fp8" else None
+    dtype = "float32" if weight_format == "float32" else "bfloat16"
     copy = None if tokenizer is None else functools.partial(tokenizers.copy, tokenizer)
     write_checkpoint(model, directory, quantization=quantization, dtype=dtype, add_files=copy)

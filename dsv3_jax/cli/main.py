@@ -1,11 +1,11 @@
-"""The ``dsv3`` command: parsing, exit statuses, and the way to each subcommand.
+"""Entry point of the ``dsv3`` command: parses, runs the subcommand, and returns the exit status.
 
-Exit status 0: good. 2: bad usage, bad input, or a file that the system refuses, with one line on
-stderr. 1: an internal error, with its traceback. 130: interrupted. Results go to stdout, everything
-else to stderr.
+Exit status 0: success. 1: an internal error, with its traceback. 2: bad usage, bad input, or a file
+that the system cannot read or write, with one line on stderr. 130: interrupted. Results go to
+stdout, everything else to stderr.
 
-Arguments are parsed before anything heavy is imported: ``cli/arguments/`` has those of a subcommand
-and needs no JAX, the module of the same name in ``cli/`` runs it.
+Arguments are parsed before anything slow is imported. ``cli/arguments/NAME.py`` defines the
+arguments of a subcommand and does not import JAX; ``cli/NAME.py`` runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from dsv3_jax.cli.interrupts import STATUS, Interrupts
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="dsv3", description="DeepSeek-V3/R1 in JAX.", allow_abbrev=False)
+    """Returns the parser of the command and all subcommands."""
+    top = Parser(
+        prog="dsv3",
+        description="DeepSeek-V3 and R1 in JAX: generate text, convert checkpoints, train, and plan"
+        " deployments.",
+        epilog="dsv3 COMMAND --help explains a command. Results go to stdout, messages to stderr.",
+        allow_abbrev=False,
+    )
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (generate, convert, verify, export, train, plan, doctor):
@@ -36,11 +43,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
-    """Runs one command; returns its exit status.
+    """Runs one command and returns its exit status.
 
     Args:
-      arguments: those behind ``dsv3``; None takes the process's own.
-      interrupts: handles Ctrl-C, where the process is the command's own.
+      arguments: the words after ``dsv3``. None takes those of the process.
+      interrupts: handler of Ctrl-C, if the command has the process to itself.
     """
     parsed = parser().parse_args(arguments)
     try:
@@ -50,13 +57,13 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
         command.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who read has read enough, as head does; what is still buffered goes nowhere.
+        # The reader of stdout, such as head, has closed it. Discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except ValueError as error:
         return _refuse(parsed.command, str(error))
     except OSError as error:
-        # A disk that is full, a directory that may not be written: nothing that a traceback tells.
+        # For example a full disk or a read-only directory, where a traceback would not help.
         from dsv3_jax.checkpoint.messages import os_error_message
 
         return _refuse(parsed.command, os_error_message(error))
@@ -69,6 +76,6 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
     return 0
 
 
-def _refuse(command: str, why: str) -> int:
-    print(f"dsv3 {command}: error: {why}", file=sys.stderr)
+def _refuse(command: str, reason: str) -> int:
+    print(f"dsv3 {command}: error: {reason}", file=sys.stderr)
     return 2

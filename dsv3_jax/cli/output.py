@@ -1,4 +1,4 @@
-"""What commands print for programs."""
+"""JSON output for other programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 
 def print_json(value: Any) -> None:
-    """Prints one line of JSON on stdout. A float that is not finite becomes null: JSON has no NaN
-    and no infinity."""
+    """Prints one line of JSON on stdout.
+
+    Floats that are not finite become null, because JSON has neither NaN nor infinity.
+    """
     print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""Prompts from the command line, from files and from standard input. Imports no JAX."""
+"""Reads prompts from the command line, from files and from standard input. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 
 def read_prompts(sources: Sequence[tuple[str, str]]) -> list[str]:
-    """The texts of ``--prompt`` and ``--prompt-file``, in their order.
+    """Returns the texts of ``--prompt`` and ``--prompt-file``, in the order of the flags.
 
     Args:
-      sources: pairs of the flag and its value. ``--prompt -`` is standard input.
+      sources: pairs of a flag and its value. ``--prompt -`` is standard input.
 
     Raises:
-      ValueError: no source, an empty text, a file that cannot be read, standard input twice, or
-        what is not UTF-8.
+      ValueError: there is no source, a text is empty or not UTF-8, a file cannot be read, or
+        standard input is used twice.
     """
     if not sources:
         raise ValueError("--prompt: expected a --prompt or a --prompt-file, got none")
     if list(sources).count(("--prompt", "-")) > 1:
-        raise ValueError("--prompt: expected - once, for standard input is read once; got it twice")
+        raise ValueError("--prompt: expected - once, as standard input is read once; got it twice")
     return [_read(flag, value) for flag, value in sources]
 
 
@@ -28,7 +28,7 @@ def _read(flag: str, value: str) -> str:
     if flag == "--prompt-file":
         name = f"{flag} {value}"
         try:
-            text = _decoded(name, Path(value).read_bytes())
+            text = _decode(name, Path(value).read_bytes())
         except OSError as error:
             raise ValueError(f"{name}: {error.strerror or error}") from None
     elif value == "-":
@@ -45,7 +45,7 @@ def _read(flag: str, value: str) -> str:
     return text
 
 
-def _decoded(name: str, content: bytes) -> str:
+def _decode(name: str, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -53,18 +53,21 @@ def _decoded(name: str, content: bytes) -> str:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError, naming the source, for text from bytes that are not UTF-8.
+    """Checks that a text came from valid UTF-8.
 
-    Python decodes arguments, and standard input in the C locale, so that such a byte becomes a lone
+    Python turns an invalid byte of an argument, and in the C locale of standard input, into a lone
     surrogate.
+
+    Raises:
+      ValueError: the text has such a character. The message has ``name``, the source of the text.
     """
-    for at, character in enumerate(text):
+    for position, character in enumerate(text):
         if 0xDC80 <= ord(character) <= 0xDCFF:
-            raise _not_utf8(name, ord(character) - 0xDC00, f"character {at}")
+            raise _not_utf8(name, ord(character) - 0xDC00, f"character {position}")
         if 0xD800 <= ord(character) <= 0xDFFF:
             raise ValueError(
                 f"{name}: expected Unicode text, got the lone surrogate U+{ord(character):04X} at"
-                f" character {at}"
+                f" character {position}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The part of ``dsv3 generate`` that needs JAX: loads the model, completes prompts, prints."""
+"""The part of ``dsv3 generate`` that needs JAX: loads the model, generates, and prints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv3_jax.words import counted
 from sharding import Layout
 
 
-def complete(
+def run_generation(
     arguments: argparse.Namespace,
     config: ModelConfig,
     texts: Sequence[str],
@@ -32,6 +32,13 @@ def complete(
 ) -> None:
     """Completes prompts that were checked against the model's config and tokenizer.
 
+    Args:
+      arguments: the command's flags.
+      texts: the prompts as text.
+      prompts: the prompts as token ids.
+      max_len: positions of the cache, for prompt and completion together.
+      settings: keyword arguments of :meth:`Generator.generate`.
+
     Raises:
       ValueError: the layout, the draft or the checkpoint is refused.
     """
@@ -39,10 +46,10 @@ def complete(
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     with only_first_process_prints():
-        _complete(arguments, layout, texts, prompts, max_len, settings)
+        _generate(arguments, layout, texts, prompts, max_len, settings)
 
 
-def _complete(
+def _generate(
     arguments: argparse.Namespace,
     layout: Layout | None,
     texts: Sequence[str],
@@ -59,16 +66,17 @@ def _complete(
             activations=arguments.activations,
             layout=layout,
         )
-    _say(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
+    _log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
     generator = Generator(model, tokenizer, max_len)
-    generator.requests(prompts, **settings)  # what depends on the weights' names, such as MTP
+    # Checked again with the weights, which may lack a part that the config promises, such as MTP.
+    generator.requests(prompts, **settings)
     speculation = {name: settings[name] for name in ("draft", "draft_depth")}
     with StatusLine("compiling"):
-        rows = len(prompts) * settings.get("n", 1)
-        compiled = generator.warm_up(rows, logprobs=arguments.logprobs, **speculation)
-    _say(f"compiled, or found in the cache, in {compiled:.1f} s")
+        batch_size = len(prompts) * settings.get("n", 1)
+        compiled = generator.warm_up(batch_size, logprobs=arguments.logprobs, **speculation)
+    _log(f"compiled, or loaded from the compile cache, in {compiled:.1f} s")
     if arguments.draft.startswith("synthetic"):
-        _say(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
+        _log(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
     if arguments.stream:
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
         return
@@ -79,8 +87,8 @@ def _complete(
                 **settings,
                 progress=lambda tokens: status.show(counted(tokens, "token")),
             )
-    except (Interrupted, NonFiniteLogitsError) as ended:
-        _print(arguments, texts, ended.generation)  # what there is, before the exit status
+    except (Interrupted, NonFiniteLogitsError) as error:
+        _print(arguments, texts, error.generation)  # the completions so far
         raise
     _print(arguments, texts, generation)
 
@@ -99,10 +107,13 @@ def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Gene
             print((texts[i // n] if arguments.echo else "") + completion.text)
     sys.stdout.flush()
     stats = generation.stats
-    _report(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
-    if (drafts := stats.speculation) is not None:
-        by_place = ", ".join(f"{rate:.0%}" for rate in drafts.acceptance)
-        _say(f"{drafts.draft}: {drafts.accept_length:.2f} tokens a step, accepted {by_place}")
+    _log_speed(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
+    if (speculation := stats.speculation) is not None:
+        accepted = ", ".join(f"{rate:.0%}" for rate in speculation.acceptance)
+        _log(
+            f"{speculation.draft}: {speculation.accept_length:.2f} tokens per step, accepted"
+            f" {accepted}"
+        )
 
 
 def _stream(
@@ -119,13 +130,13 @@ def _stream(
         tokens += len(piece.tokens)
     print(flush=True)
     seconds = time.perf_counter() - first
-    _report(tokens, (tokens - 1) / seconds if tokens > 1 else 0.0, first - began)
+    _log_speed(tokens, (tokens - 1) / seconds if tokens > 1 else 0.0, first - began)
 
 
-def _report(tokens: int, rate: float, first: float) -> None:
-    number, milliseconds = counted(tokens, "token"), first * 1000
-    _say(f"{number}, {rate:.0f} tokens/s, first token after {milliseconds:.0f} ms")
+def _log_speed(tokens: int, tokens_per_s: float, first_token_s: float) -> None:
+    count, first_token_ms = counted(tokens, "token"), first_token_s * 1000
+    _log(f"{count}, {tokens_per_s:.0f} tokens/s, first token after {first_token_ms:.0f} ms")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"dsv3: {line}", file=sys.stderr, flush=True)

@@ -1,49 +1,51 @@
-"""What the flags of ``dsv3 train`` mean that are fields of RunSettings and TrainingConfig."""
+"""Help texts of the flags of ``dsv3 train`` that are fields of RunSettings and TrainingConfig."""
 
-RUN = {
-    "batch": "windows a step",
-    "length": "tokens a window",
-    "seed": "of the initial weights and the order of the data",
-    "log_every": "steps between rows of metrics.jsonl",
-    "eval_every": "steps between evaluations on held-out text; 0: first and last",
-    "eval_batches": "batches an evaluation takes at most; 0 takes all",
-    "save_every": "steps between checkpoints; 0: at the end",
-    "keep": "checkpoints kept; 0 writes none, and the run cannot be resumed",
-    "max_minutes": "stop then: evaluate, save and write the model, which takes its own time",
+RUN_HELP = {
+    "batch": "sequences per step",
+    "length": "tokens per sequence",
+    "seed": "seed of the initial weights and of the order of the data",
+    "log_every": "steps between two rows of metrics.jsonl",
+    "eval_every": "steps between two evaluations on held-out text; 0: only at start and end",
+    "eval_batches": "largest number of batches in an evaluation; 0: all",
+    "save_every": "steps between two checkpoints; 0: only at the end",
+    "keep": "number of checkpoints to keep; 0: none are written, and the run cannot be resumed",
+    "max_minutes": "stop after this many minutes; evaluating, saving and writing the model come on"
+    " top",
 }
 
-TRAINING = {
-    "steps": "length of the whole run, which the schedules refer to; more extend a run",
-    "learning_rate": "the largest",
-    "final_learning_rate": "where the cosine ends",
-    "warmup_steps": "of linear rise",
+TRAINING_HELP = {
+    "steps": "length of the whole run, for the schedules too; a resumed run can be given more",
+    "learning_rate": "peak learning rate",
+    "final_learning_rate": "learning rate at the end of the cosine",
+    "warmup_steps": "steps in which the learning rate rises linearly from 0",
     "decay_start": "fraction of the steps at which the cosine begins",
-    "decay_end": "fraction of the steps at which it ends",
-    "betas": "AdamW's decay rates of its two moments",
-    "weight_decay": "AdamW's; norms are exempt",
-    "clip_norm": "largest norm of the gradient",
-    "mtp_weight": "of the MTP loss at first",
-    "final_mtp_weight": "of the MTP loss in the end",
-    "mtp_weight_switch": "fraction of the steps at which the MTP loss's weight changes",
-    "mtp_hidden": "the hidden state that MTP layers are fed",
-    "balance_weight": "of the sequence-wise balance loss",
-    "bias_update_speed": "step of the routers' biases",
-    "bias_update_end": "fraction of the steps after which the biases stay",
-    "compute_dtype": "bfloat16 or float32; weights and moments are kept in float32",
-    "accumulate": "parts of a batch that are computed one after the other",
-    "remat": "compute layers again in the backward pass, for memory",
-    "scan_layers": "compile equal layers once",
-    "lora_rank": "train low-rank updates of frozen weights; 0 trains the weights",
-    "lora_alpha": "the updates' factor, times the rank",
-    "lora_seed": "of the updates",
+    "decay_end": "fraction of the steps at which the cosine ends",
+    "betas": "decay rates of AdamW's two moments",
+    "weight_decay": "weight decay of AdamW, which excludes norms",
+    "clip_norm": "largest norm of the gradient; a longer one is scaled down",
+    "mtp_weight": "weight of the MTP loss at the start",
+    "final_mtp_weight": "weight of the MTP loss at the end",
+    "mtp_weight_switch": "fraction of the steps at which the weight of the MTP loss changes",
+    "mtp_hidden": "hidden state of the main model that is the input of the MTP layers",
+    "balance_weight": "weight of the sequence-wise balance loss",
+    "bias_update_speed": "change of the routers' biases per step",
+    "bias_update_end": "fraction of the steps after which the biases no longer change",
+    "compute_dtype": "bfloat16 or float32; weights and moments are always float32",
+    "accumulate": "number of parts of a batch that are computed one after the other",
+    "remat": "compute layers again in the backward pass, to save memory",
+    "scan_layers": "compile equal layers once, as a loop",
+    "lora_rank": "train low-rank updates of frozen weights; 0: train the weights themselves",
+    "lora_alpha": "the low-rank updates are multiplied by this value, divided by their rank",
+    "lora_seed": "seed of the initial low-rank updates",
 }
 
 LEARNING_RATE = 3e-4
+"""Default of ``--learning-rate``."""
 
-# Where the command has a default and the dataclass has none, or another.
 DEFAULTS = {
-    "steps": "none; needed",
+    "steps": "none, required",
     "learning_rate": f"{LEARNING_RATE:g}",
     "final_learning_rate": "a tenth of the learning rate",
-    "warmup_steps": "200, or a tenth of the steps if that is less",
+    "warmup_steps": "200, or a tenth of the steps if that is fewer",
 }
+"""Defaults to show in the help, where the command's differs from the dataclass's."""

@@ -1,4 +1,4 @@
-"""What ``dsv3 verify`` says: as JSON, and the same as text."""
+"""Formats the results of ``dsv3 verify``, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -13,73 +13,74 @@ from dsv3_jax.checkpoint.verify import ValueStats, Verification
 T = TypeVar("T", ValueStats, Difference)
 
 
-def of_one(checkpoint: OpenCheckpoint, found: Verification) -> dict[str, Any]:
-    """Tensor kinds with their figures."""
-    sums = _sums(checkpoint, found.stats, ValueStats())
+def verification_json(checkpoint: OpenCheckpoint, verification: Verification) -> dict[str, Any]:
+    """Returns the JSON object of one checkpoint, with the statistics of each kind of tensor."""
+    sums = _sum_by_kind(checkpoint, verification.stats, ValueStats())
     kinds = {
         kind: {
-            "tensors": figures.tensors,
-            "values": figures.values,
-            "largest": figures.largest,
-            "rms": figures.rms,
-            "scales": figures.scales,
+            "tensors": stats.tensors,
+            "values": stats.values,
+            "largest": stats.largest,
+            "rms": stats.rms,
+            "scales": stats.scales,
         }
-        for kind, figures in sums.items()
+        for kind, stats in sums.items()
     }
-    return {"tensors": found.tensors, "kinds": kinds}
+    return {"tensors": verification.tensors, "kinds": kinds}
 
 
-def of_two(a: OpenCheckpoint, found: Comparison) -> dict[str, Any]:
-    """Tensor kinds with their differences."""
-    sums = _sums(a, found.differences, Difference())
+def comparison_json(a: OpenCheckpoint, comparison: Comparison) -> dict[str, Any]:
+    """Returns the JSON object of two checkpoints, with the differences of each kind of tensor."""
+    sums = _sum_by_kind(a, comparison.differences, Difference())
     return {
-        "tensors": len(found.differences),
-        "equal": found.first is None and not found.findings,
-        "first_difference": found.first,
-        "source_hashes": found.source_hashes,
-        "total": _difference(sum(sums.values(), Difference())),
-        "kinds": {kind: _difference(difference) for kind, difference in sums.items()},
+        "tensors": len(comparison.differences),
+        "equal": comparison.first is None and not comparison.findings,
+        "first_difference": comparison.first,
+        "source_hashes": comparison.source_hashes,
+        "total": _difference_json(sum(sums.values(), Difference())),
+        "kinds": {kind: _difference_json(difference) for kind, difference in sums.items()},
     }
 
 
-def lines(report: Mapping[str, Any]) -> list[str]:
-    """A table with a line for each tensor kind."""
-    return _lines_of_one(report) if report["b"] is None else _lines_of_two(report)
+def table(report: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a table of a report, with one line for each kind of tensor."""
+    return _verification_table(report) if report["b"] is None else _comparison_table(report)
 
 
-def _lines_of_one(report: Mapping[str, Any]) -> list[str]:
+def _verification_table(report: Mapping[str, Any]) -> list[str]:
     width = max(map(len, report["kinds"]))
     out = [f"{report['a']}: {report['tensors']:,} tensors, {report['bytes']:,} bytes, all good"]
     out.append(f"{'kind':{width}}  tensors  largest      rms  scales")
     for kind, row in report["kinds"].items():
         scales = "{:.3g} to {:.3g}".format(*row["scales"]) if row["scales"] else ""
-        counted = f"{kind:{width}} {row['tensors']:8,}"
-        out.append(f"{counted} {row['largest']:8.3g} {row['rms']:8.3g}  {scales}".rstrip())
+        tensors = f"{kind:{width}} {row['tensors']:8,}"
+        out.append(f"{tensors} {row['largest']:8.3g} {row['rms']:8.3g}  {scales}".rstrip())
     return out
 
 
-def _lines_of_two(report: Mapping[str, Any]) -> list[str]:
+def _comparison_table(report: Mapping[str, Any]) -> list[str]:
     a, b = report["a"], report["b"]
     width = max(map(len, report["kinds"]))
-    out = [f"{a} and {b}: {report['tensors']:,} tensors compared, a weight with its scale as one"]
+    count = f"{report['tensors']:,} tensors compared, counting a weight and its scale as one"
+    out = [f"{a} and {b}: {count}"]
     out.append(f"{'kind':{width}}  tensors  same bytes  largest difference  relative rms")
     for kind, row in [*report["kinds"].items(), ("all", report["total"])]:
         relative = "" if row["relative_rms"] is None else f"{row['relative_rms']:.3g}"
-        counted = f"{kind:{width}} {row['tensors']:8,} {row['equal_bytes']:11,}"
-        out.append(f"{counted} {row['largest']:19.3g} {relative:>13}".rstrip())
+        tensors = f"{kind:{width}} {row['tensors']:8,} {row['equal_bytes']:11,}"
+        out.append(f"{tensors} {row['largest']:19.3g} {relative:>13}".rstrip())
     if report["source_hashes"] is not None:
-        out.append(f"{report['source_hashes']:,} tensors hash to what the store was made from")
+        out.append(f"{report['source_hashes']:,} tensors have the hashes that the store recorded")
     out.append(f"first difference: {report['first_difference'] or 'none'}")
     return out
 
 
-def _sums(checkpoint: OpenCheckpoint, of_each: Mapping[str, T], none: T) -> dict[str, T]:
-    """By tensor kind, in the order data flows."""
-    kinds = group_by_kind(checkpoint.config, of_each)
-    return {k: sum(itertools.chain(*layers.values()), none) for k, layers in kinds.items()}
+def _sum_by_kind(checkpoint: OpenCheckpoint, by_tensor: Mapping[str, T], zero: T) -> dict[str, T]:
+    """Sums values of tensors over each kind of tensor, in the order data flows."""
+    kinds = group_by_kind(checkpoint.config, by_tensor)
+    return {k: sum(itertools.chain(*layers.values()), zero) for k, layers in kinds.items()}
 
 
-def _difference(difference: Difference) -> dict[str, Any]:
+def _difference_json(difference: Difference) -> dict[str, Any]:
     return {
         "tensors": difference.tensors,
         "equal_bytes": difference.equal_bytes,

@@ -1,4 +1,5 @@
-"""Arguments of every subcommand, a module each: a summary for the help, and ``add_arguments``.
+"""Arguments of the subcommands, one module each: ``SUMMARY`` for the help, and ``add_arguments``.
 
-Nothing here imports JAX, nor anything else that takes long: help and usage errors appear at once.
+Nothing here imports JAX or anything else that is slow, so that help and usage errors appear at
+once.
 """

@@ -8,20 +8,21 @@ from pathlib import Path
 from dsv3_jax.cli.arguments import shared
 from dsv3_jax.quantization import QUANTIZATIONS
 
-SUMMARY = "Convert a published checkpoint to a store: streamed, resumable, verified."
+SUMMARY = "Convert a published checkpoint to a store of bf16, fp8, int8 or int4 weights; resumable."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("source", metavar="SRC", help="demo, a directory as published, or a Hub name")
-    add("destination", type=Path, metavar="DST", help="a new directory")
+    add("source", metavar="SRC", help="demo, a Hugging Face directory, or a name on the Hub")
+    add("destination", type=Path, metavar="DST", help="new directory for the store")
     add(
         "--to",
         choices=tuple(QUANTIZATIONS),
         default="fp8",
-        help="form of the weights (default: fp8)",
+        help="format of the weights (default: fp8)",
     )
-    add("--resume", action="store_true", help="go on with what an earlier run left unfinished")
-    add("--dry-run", action="store_true", help="check the headers, say what would be done")
+    add("--resume", action="store_true", help="continue an unfinished conversion to DST")
+    add("--dry-run", action="store_true", help="read only the headers and print the plan")
     shared.add_workers(parser, "tensors")
-    add("--json", action="store_true", help="one JSON object on stdout")
+    shared.add_json(parser)

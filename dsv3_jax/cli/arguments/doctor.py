@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "Say what this machine has and which back-ends work on it."
+from dsv3_jax.cli.arguments import shared
+
+SUMMARY = "Report this machine's versions, devices, and which kernels work on it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    """Adds the arguments to the subcommand's parser."""
+    shared.add_json(parser)
     parser.add_argument(
         "--collectives",
         action="store_true",
-        help="also time how tokens reach experts on other devices",
+        help="also time each --exchange, which brings tokens to experts on other devices",
     )

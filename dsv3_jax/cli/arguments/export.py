@@ -11,14 +11,21 @@ SUMMARY = "Write a store, or a checkpoint of a training run, as a Hugging Face d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("source", type=Path, metavar="STORE|RUN_DIR", help="what dsv3 convert or dsv3 train made")
-    add("hf_directory", type=Path, metavar="HF_DIR", help="a new directory")
-    add("--step", type=int, metavar="N", help="of a run's checkpoint (default: the last)")
+    add(
+        "source",
+        type=Path,
+        metavar="STORE|RUN_DIR",
+        help="store written by dsv3 convert, or run directory written by dsv3 train",
+    )
+    add("hf_directory", type=Path, metavar="HF_DIR", help="new directory to write")
+    add("--step", type=int, metavar="N", help="checkpoint of a training run (default: the last)")
     add(
         "--to",
         choices=["bf16", "fp8", "float32"],
-        help="default: a store's own form, bf16 of integers and of a run; float32: of a run only",
+        help="format of the weights; float32 only for a training run (default: the format of the"
+        " store; bf16 for a training run or a store of integers)",
     )
     shared.add_workers(parser, "shards of a store")
-    add("--json", action="store_true", help="one JSON object on stdout")
+    shared.add_json(parser)

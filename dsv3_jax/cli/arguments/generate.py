@@ -11,8 +11,13 @@ SUMMARY = "Complete prompts with a model."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("--model", default="demo", help="demo, a directory, a store, or a Hub name (default: demo)")
+    add(
+        "--model",
+        default="demo",
+        help="demo, a Hugging Face directory, a store, or a name on the Hub (default: demo)",
+    )
     add(
         "--prompt",
         dest="prompts",
@@ -20,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: ("--prompt", text),
         default=[],
         metavar="TEXT",
-        help="text to complete; give it several times for a batch; - reads standard input",
+        help="text to complete; repeat it for a batch; - reads standard input",
     )
     add(
         "--prompt-file",
@@ -28,64 +33,114 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=lambda name: ("--prompt-file", name),
         metavar="FILE",
-        help="complete the text of a file; several times for a batch, also beside --prompt",
+        help="file with a text to complete; can be repeated and combined with --prompt",
     )
-    add("--chat", action="store_true", help="render each prompt as a user's message")
-    add("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
+    add("--chat", action="store_true", help="treat each prompt as a user message of a chat")
+    add("--system", metavar="TEXT", help="with --chat: system message before each prompt")
     add(
         "--special-tokens",
         action="store_true",
-        help="make control tokens of those that prompts spell, such as <think>; else they are text",
+        help="read control tokens in prompts, such as <think>, as control tokens and not as text",
     )
     add(
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help=f"most tokens of a completion (default: {DEFAULT_NEW_TOKENS}, or what the model can)",
+        help=f"largest number of tokens to generate for each completion (default:"
+        f" {DEFAULT_NEW_TOKENS}, or fewer near the model's last position)",
     )
-    add("--max-len", type=int, metavar="N", help="cache length (default: what the request needs)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all (default)")
-    add("--min-p", type=float, default=0.0, metavar="P")
+    add(
+        "--max-len",
+        type=int,
+        metavar="N",
+        help="positions of the cache, for prompt and completion together (default: as many as"
+        " needed)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most probable tokens whose probabilities sum to P (default: 1)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K most probable tokens; 0 is all (default: 0)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens with at least P times the highest probability (default: 0)",
+    )
     add(
         "--seed",
         type=int,
         metavar="N",
-        help="of each prompt; default: the i-th completion has seed i, counted from 0",
+        help="random seed of each prompt (default: completion i has seed i, counted from 0)",
     )
-    add("--n", type=int, metavar="N", help="completions for each prompt (default: 1)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    add("--ignore-eos", action="store_true", help="go on past the end of the text")
+    add("--n", type=int, metavar="N", help="number of completions of each prompt (default: 1)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion before this text; can be repeated",
+    )
+    add("--ignore-eos", action="store_true", help="continue after an end-of-text token")
     add(
         "--logprobs",
         type=int,
         default=0,
         metavar="N",
-        help="alternatives for each token; needs --json",
+        help="with --json: report the N most probable tokens at each position (default: 0)",
     )
     add(
         "--draft",
         default="none",
-        metavar="WHO",
-        help="speculate: mtp, ngram, synthetic:RATE (speed alone, not the model's text), or none",
+        metavar="DRAFTER",
+        help="speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only"
+        " and changes the text (default: none)",
     )
-    add("--draft-depth", default="1", metavar="N", help="1 to 4 tokens ahead (default 1), or auto")
-    add("--dtype", choices=["bfloat16", "float32"], help="default: float32 on a CPU, else bfloat16")
+    add(
+        "--draft-depth",
+        default="1",
+        metavar="N",
+        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
+    )
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
+    )
     add(
         "--quantization",
         choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored: float8 as published, integers of a store",
+        help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
+        " a store (default: dequantize them to --dtype)",
     )
     add(
         "--activations",
         choices=["float8"],
-        help="with --quantization fp8: rounds activations too, where rows are many",
+        help="with --quantization fp8: also round activations to float8 in large matmuls",
     )
-    shared.add_layout(parser, default="the first device")
+    shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)
-    add("--echo", action="store_true", help="print the prompt before its completion")
+    add("--echo", action="store_true", help="print each prompt before its completion")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    output.add_argument("--stream", action="store_true", help="print text as it comes (one prompt)")
+    output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    output.add_argument(
+        "--stream", action="store_true", help="print text as it is generated; needs a single prompt"
+    )

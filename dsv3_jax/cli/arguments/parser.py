@@ -1,4 +1,4 @@
-"""An ArgumentParser that complains in one line, by the name of what is wrong."""
+"""An ArgumentParser whose errors are one line that names the wrong argument."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Names an unknown flag and the nearest one that there is, rather than what is missing because
-    of it, and refers to the help of the subcommand it was given to."""
+    """Reports an unknown flag with the nearest known one, and refers to the subcommand's help.
+
+    argparse itself would report the required arguments that are missing because of the typo.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -21,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        for word in self._own(words):
+        for word in self._words_of_this_parser(words):
             flag = word.partition("=")[0]
             if _is_flag(word) and flag not in self._option_string_actions:
                 self.error(f"unknown argument {flag}" + nearest(flag, self._option_string_actions))
@@ -30,8 +32,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {extra[0]!r}")
         return parsed, extra
 
-    def _own(self, words: list[str]) -> list[str]:
-        """The words before those of a subcommand, or before ``--``."""
+    def _words_of_this_parser(self, words: list[str]) -> list[str]:
+        """Returns the words before the subcommand, or before ``--``."""
         for i, word in enumerate(words):
             if word == "--" or (self._subparsers is not None and not _is_flag(word)):
                 return words[:i]
@@ -46,16 +48,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """``"; did you mean X?"``, where X begins with ``word`` or is spelt like it; empty if no name
-    does."""
-    spelt = {name.lstrip("-"): name for name in names}
+    """Returns ``"; did you mean X?"`` with the name that begins with ``word`` or is spelled like
+    it.
+
+    Returns ``""`` if there is no such name.
+    """
+    full_names = {name.lstrip("-"): name for name in names}
     bare = word.lstrip("-")
-    found = [each for each in spelt if bare and each.startswith(bare)]
-    found = found or difflib.get_close_matches(bare, spelt, n=1, cutoff=0.7)
-    return f"; did you mean {spelt[found[0]]}?" if found else ""
+    close = [each for each in full_names if bare and each.startswith(bare)]
+    close = close or difflib.get_close_matches(bare, full_names, n=1, cutoff=0.7)
+    return f"; did you mean {full_names[close[0]]}?" if close else ""
 
 
 def _is_flag(word: str) -> bool:
-    """Whether argparse takes a word for a flag, known or not."""
+    """Returns whether argparse reads a word as a flag, known or not."""
     number = re.fullmatch(r"-\d+|-\d*\.\d+", word)
     return len(word) > 1 and word.startswith("-") and not number and " " not in word

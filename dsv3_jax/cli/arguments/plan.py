@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import get_args
 
 from dsv3_jax import presets
+from dsv3_jax.cli.arguments import shared
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding.names import Exchange, LayoutName
 
-SUMMARY = "Say what a model needs on given devices, what fits, and how fast it could be."
+SUMMARY = "Calculate memory use and the best possible speed of a model, without having the devices."
 
 
 MODELS = tuple(name for name, config in presets.PRESETS.items() if config.index_topk is None)
@@ -20,55 +21,87 @@ _LAYOUTS = tuple(name for name in get_args(LayoutName) if name != "train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("--model", required=True, help=f"demo, a directory, a store, or one of {', '.join(MODELS)}")
+    add(
+        "--model",
+        required=True,
+        help=f"demo, a Hugging Face directory, a store, or one of {', '.join(MODELS)}",
+    )
     add(
         "--target",
         required=True,
-        help="GPUs, such as h200x8, or chips of a TPU slice, such as v5p:4x4x8",
+        help="kind and number of GPUs, such as h200x8, or chips of a TPU slice, such as v5p:4x4x8",
     )
-    add("--layout", choices=_LAYOUTS, help="default: the fastest that fits")
-    add("--batch", type=int, required=True, metavar="B", help="rows of all devices")
-    add("--context", type=int, required=True, metavar="S", help="tokens of a row")
-    add("--quantization", choices=tuple(QUANTIZATIONS), default="bf16", help="default: bf16")
-    add("--mtp", action="store_true", help="the MTP layer drafts a token a step, and all hold")
+    add(
+        "--layout",
+        choices=_LAYOUTS,
+        help="how the model is sharded: see docs/sharding.md (default: the fastest that fits)",
+    )
+    add(
+        "--batch",
+        type=int,
+        required=True,
+        metavar="B",
+        help="number of sequences on all devices together",
+    )
+    add("--context", type=int, required=True, metavar="S", help="tokens of each sequence")
+    add(
+        "--quantization",
+        choices=tuple(QUANTIZATIONS),
+        default="bf16",
+        help="format of the weights (default: bf16)",
+    )
+    add(
+        "--mtp",
+        action="store_true",
+        help="draft one token per step with the MTP layer, and assume that it is always accepted",
+    )
     chosen = parser.add_argument_group(
-        "chosen with the layout, where neither it nor they are given"
+        "settings that are chosen together with the layout",
+        "Without --layout, those that are not given are chosen too. With --layout they have the"
+        " defaults below.",
     ).add_argument
     chosen(
         "--activations",
         choices=("float8", "bf16"),
-        help="with --layout: bf16. float8 needs --quantization fp8: see generate",
+        help="dtype of activations in matmuls; float8 needs --quantization fp8 (default: bf16)",
     )
-    chosen("--exchange", choices=get_args(Exchange), help="with --layout: all_gather")
+    chosen(
+        "--exchange",
+        choices=get_args(Exchange),
+        help="collective that brings tokens to experts on other devices (default: all_gather)",
+    )
     chosen(
         "--float8-dispatch",
         action=argparse.BooleanOptionalAction,
-        help="tokens travel to experts in float8; with --layout: no",
+        help="send tokens to experts in float8 (default: no)",
     )
     chosen(
         "--redundant-experts",
         type=int,
         metavar="N",
-        help="replicas beside one of each expert; with --layout: what its published deployment has",
+        help="expert replicas per layer, besides one of each expert (default: 0; 32 in the layouts"
+        " that DeepSeek published)",
     )
     chosen(
         "--prefill-chunk",
         type=int,
         metavar="T",
-        help="prompt tokens a row at a time; with --layout: 512, else less where 512 do not fit",
+        help="prompt tokens of each sequence per pass (default: 512; without --layout fewer where"
+        " 512 do not fit)",
     )
     add(
         "--compile",
         action="store_true",
-        help="compile every layer for the target, which need not be here: the compiler's peaks"
-        " beside the formula's, and the kernels in the programs; takes minutes",
+        help="also compile the whole model for the target, without its devices, and print the"
+        " compiler's memory use; takes minutes",
     )
     add(
         "--sweep",
         type=Path,
         metavar="FILE",
-        help="also tokens/s a device against tokens/s a user over batches: a table, and a picture"
-        " (.png, .svg or .pdf)",
+        help="also vary the batch size: print and plot tokens/s per device against tokens/s per"
+        " user (.png, .svg or .pdf)",
     )
-    add("--json", action="store_true", help="one JSON object on stdout")
+    shared.add_json(parser)

@@ -10,41 +10,57 @@ from typing import get_args
 from sharding.names import Exchange, LayoutName
 
 
-def add_layout(parser: argparse.ArgumentParser, default: str) -> None:
-    """``--layout`` and ``--distributed``."""
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--layout`` and ``--distributed``."""
     parser.add_argument(
-        "--layout", choices=get_args(LayoutName), help=f"over all devices (default: {default})"
+        "--layout",
+        choices=get_args(LayoutName),
+        help="shard the model over all devices in this way: see docs/sharding.md (default: use"
+        " the first device only)",
     )
     parser.add_argument(
         "--distributed",
         action="store_true",
-        help="one of several processes: see docs/multi_host.md",
+        help="join the other processes of a run on several hosts: see docs/multi_host.md",
     )
 
 
 def add_exchange(parser: argparse.ArgumentParser) -> None:
-    """``--exchange``, of a layout that spreads experts."""
+    """Adds ``--exchange``, for a layout that shards experts."""
     parser.add_argument(
         "--exchange",
         choices=get_args(Exchange),
-        help="how tokens get to other devices' experts: see dsv3 doctor --collectives"
-        " (default: all_gather)",
+        help="collective that brings tokens to experts on other devices; dsv3 doctor --collectives"
+        " times them (default: all_gather)",
     )
 
 
-def add_workers(parser: argparse.ArgumentParser, of: str) -> None:
-    """``--workers N`` for passes over files."""
+def add_workers(parser: argparse.ArgumentParser, items: str) -> None:
+    """Adds ``--workers``, for passes over files.
+
+    Args:
+      items: plural of what each worker processes, for the help.
+    """
     parser.add_argument(
         "--workers",
         type=int,
         default=min(8, os.cpu_count() or 1),
         metavar="N",
-        help=f"{of} at once: memory grows with them (default: cores, 8 at most)",
+        help=f"number of {items} processed at once; more need more memory (default: number of"
+        " cores, at most 8)",
     )
 
 
 def add_compile_cache(parser: argparse.ArgumentParser) -> None:
-    """``--compile-cache DIR``."""
+    """Adds ``--compile-cache``."""
     parser.add_argument(
-        "--compile-cache", type=Path, metavar="DIR", help="default: ~/.cache/dsv3_jax/xla"
+        "--compile-cache",
+        type=Path,
+        metavar="DIR",
+        help="directory that keeps compiled programs between runs (default: ~/.cache/dsv3_jax/xla)",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -7,19 +7,20 @@ from pathlib import Path
 
 from dsv3_jax.cli.arguments import shared
 
-SUMMARY = "Check every value of a checkpoint, or compare two."
+SUMMARY = "Check every value of a checkpoint, or compare two checkpoints."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("a", metavar="A", help="demo, a Hugging Face directory, a store, or a Hub name")
-    add("b", metavar="B", nargs="?", help="another checkpoint of the same model, in any form")
-    add("--equal", action="store_true", help="with B: any difference is an error")
+    add("a", metavar="A", help="demo, a Hugging Face directory, a store, or a name on the Hub")
+    add("b", metavar="B", nargs="?", help="another checkpoint of the same model, in any format")
+    add("--equal", action="store_true", help="with B: report any difference as an error")
     add(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw weights and scales, or differences, by layer (.png, .svg or .pdf)",
+        help="plot weights and scales by layer, with B their differences (.png, .svg or .pdf)",
     )
     shared.add_workers(parser, "tensors")
-    add("--json", action="store_true", help="one JSON object on stdout")
+    shared.add_json(parser)
