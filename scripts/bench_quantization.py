@@ -40,9 +40,9 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization, Quantization
-from dsv3_jax.training.batches import counted, held_out_batches
+from dsv3_jax.training.batches import held_out_batches, target_count
 from dsv3_jax.training.corpus import read_corpus
-from dsv3_jax.training.losses import counted_places
+from dsv3_jax.training.losses import target_mask
 
 Form = Literal["bf16", "fp8", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("bf16", "fp8", "int8", "int4")
@@ -60,7 +60,7 @@ def compare(
         for form, model in models.items():
             log_q = log_p if form == "bf16" else log_probabilities(*nnx.split(model), tokens)
             totals[form] += np.asarray(sums(log_p, log_q, tokens, bos), np.float64)
-        places += counted(batch, bos)
+        places += target_count(batch, bos)
     names = ("kl", "top1_agreement", "loss")
     return {
         form: dict(zip(names, (total / places).tolist(), strict=True))
@@ -90,7 +90,7 @@ def sums(
     kl = jnp.sum(p * (log_p - log_q) + (q - p), axis=-1)
     same = jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
     loss = -jnp.take_along_axis(log_q, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(jnp.stack([kl, same, loss]) * counted_places(tokens, bos, 1), axis=(1, 2))
+    return jnp.sum(jnp.stack([kl, same, loss]) * target_mask(tokens, bos, 1), axis=(1, 2))
 
 
 def weight_bytes(config: ModelConfig, form: Form) -> int:
@@ -162,7 +162,7 @@ def main() -> None:
         "published": "fp8" if config.quantization else config.dtype,
         "dtype": arguments.dtype,
         "window": arguments.length,
-        "places": sum(counted(tokens, config.bos_token_id) for tokens in batches),
+        "places": sum(target_count(tokens, config.bos_token_id) for tokens in batches),
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv3_jax.training.journal import read_rows
+from dsv3_jax.training.metrics_log import read_metrics
 from dsv3_jax.viz.balance import balance
 from dsv3_jax.viz.canvas import save
 
@@ -30,7 +30,7 @@ def main() -> None:
         ("bias balancing", arguments.with_bias),
         ("without balancing", arguments.without_bias),
     ):
-        rows = [row for row in read_rows(path) if "expert_load" in row]
+        rows = [row for row in read_metrics(path) if "expert_load" in row]
         loads = np.array([row["expert_load"] for row in rows], float)
         runs[label] = np.array([row["step"] for row in rows], float), loads
         print(f"{label}: last step, largest over mean load by layer {np.round(loads[-1], 2)}")

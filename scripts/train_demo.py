@@ -37,7 +37,7 @@ from dsv3_jax.training import run as training_run
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import is_held_out, pack, read_corpus
 from dsv3_jax.training.evaluation import evaluate
-from dsv3_jax.training.journal import Row
+from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.viz.training import draw_run
 from dsv3_jax.yarn import YarnScaling
@@ -183,7 +183,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
         "train_tokens": len(corpus.train),
         "held_out_tokens": len(corpus.held_out),
         "held_out_float8": evaluate(published, corpus, config, settings),
-        "rows": trained.rows,
+        "rows": trained.metrics,
     }
     write_json(out / "training.json", result)
     print(json.dumps(result["held_out_float8"]))
@@ -191,7 +191,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     shutil.copy(run / "loss.png", out / "loss.png")
 
 
-def print_row(row: Row) -> None:
+def print_row(row: Entry) -> None:
     print(json.dumps(row), flush=True)
 
 

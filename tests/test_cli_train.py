@@ -24,10 +24,11 @@ from dsv3_jax.cli.main import parser
 from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
-from dsv3_jax.training.journal import read_rows
 from dsv3_jax.training.losses import Losses
+from dsv3_jax.training.metrics_log import read_metrics
 from dsv3_jax.training.settings import RunSettings
-from dsv3_jax.training.step import Metrics, Trainer
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import BIAS
 from tests.support.command import run
 from tests.support.oracle import relative_error
@@ -77,7 +78,7 @@ def test_a_run_leaves_its_files(trained):
         *("run.json", "metrics.jsonl", "expert_load.npy", "checkpoints", "tokenizer", "model"),
         *("loss.png", "expert_load.png"),
     }
-    assert [row["step"] for row in read_rows(trained / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(trained / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for copy in (trained / "tokenizer" / name, trained / "model" / name):
             assert copy.read_bytes() == (DEMO / name).read_bytes()

@@ -94,13 +94,13 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
       ValueError: the directory has no run, or the run no such checkpoint; or the run trained
         low-rank updates, and the weights that it froze have changed since.
     """
-    from dsv3_jax.training.run import CHECKPOINTS
-    from dsv3_jax.training.step import Trainer
-    from dsv3_jax.training.store import Store
+    from dsv3_jax.training.checkpoints import CheckpointStore
+    from dsv3_jax.training.record import CHECKPOINTS
+    from dsv3_jax.training.trainer import Trainer
 
     recorded = record.read(run)
-    # Opening a Store would create the directory.
-    store = Store(run / CHECKPOINTS, keep=None) if (run / CHECKPOINTS).is_dir() else None
+    # Opening a CheckpointStore would create the directory.
+    store = CheckpointStore(run / CHECKPOINTS, keep=None) if (run / CHECKPOINTS).is_dir() else None
     steps = store.steps() if store is not None else []
     if store is None or not steps:
         raise ValueError(f"{run}: expected a training run with a checkpoint, got one without")
@@ -115,9 +115,9 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     else:
         model = abstract(config, dtype=jnp.float32)
     trainer = Trainer(model, training)
-    state, _ = store.restore(step, trainer.shapes()._replace(optimizer=()))
+    state, _ = store.restore(step, trainer.abstract_state._replace(optimizer=()))
     store.close()
-    return trainer.model(state, share=True), step
+    return trainer.model(state, copy=False), step
 
 
 def _load_frozen(run: Path, recorded: dict[str, Any], config: ModelConfig) -> DeepSeekV3:
@@ -127,7 +127,7 @@ def _load_frozen(run: Path, recorded: dict[str, Any], config: ModelConfig) -> De
     if "plan" not in recorded:
         raise ValueError(
             f"{run}: expected a run of dsv3 train, which records where its frozen weights are, got "
-            "one started in Python; call dsv3_jax.training.step.Trainer.model there"
+            "one started in Python; call dsv3_jax.training.trainer.Trainer.model there"
         )
     source = recorded["plan"]["source"]
     if source is None:  # the run started with random weights

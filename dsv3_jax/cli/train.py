@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
                 _reduce_time_limit(settings, time.perf_counter() - began),
                 resume=arguments.resume,
                 report=progress.show if is_first else _ignore,
-                stop=request.is_made if is_alone else None,
-                beside={"plan": inputs | {"settings": dataclasses.asdict(settings)}},
+                should_stop=request.is_made if is_alone else None,
+                metadata={"plan": inputs | {"settings": dataclasses.asdict(settings)}},
                 tokenizer=tokenizer,
             )
             if request.is_made() and not trained.finished:
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         _log("drew " + " and ".join(map(str, draw_run(out))))
     if arguments.json:
-        last = trained.rows[-1] if trained.rows else {}
+        last = trained.metrics[-1] if trained.metrics else {}
         result = {
             "out": str(out),
             "model": str(out / MODEL),

@@ -1,1 +1,1 @@
-"""Training: losses, expert balancing, and the step that applies them."""
+"""Training: corpus, losses, expert balancing, the training step, and runs of many steps."""

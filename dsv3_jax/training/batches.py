@@ -1,7 +1,8 @@
-"""Windows of a token stream, in batches: shuffled for ever for training, in order for evaluation.
+"""Batches of sequences from a token stream: shuffled and endless for training, in order for
+evaluation.
 
-grain draws the training batches: batch i is a function of the seed and i alone, so the state of the
-iterator is one number, and reading runs ahead of the device in threads.
+grain shuffles the training sequences. Batch i depends only on the seed and i, so the state of the
+iterator is one number, and threads can read ahead of the device.
 """
 
 from __future__ import annotations
@@ -17,42 +18,51 @@ from dsv3_jax import words
 
 
 def check_length(tokens: Integer[np.ndarray, " N"], length: int) -> None:
-    """Raises ValueError if a stream to train on is shorter than one window."""
+    """Checks that a training stream is at least as long as one sequence.
+
+    Raises:
+      ValueError: it is shorter.
+    """
     if len(tokens) < length:
         raise ValueError(
-            f"data: expected at least one window of length {length}, "
+            f"data: expected at least one sequence of {length} tokens, "
             f"got {words.counted(len(tokens), 'token')} to train on"
         )
 
 
 class TrainingBatches:
-    """An endless iterator of int32 [B, T] windows.
+    """An endless iterator over int32 [B, T] batches.
 
-    An epoch cuts the stream into neighbouring windows, at an offset of its own, and goes through
-    them in an order of its own; a batch may hold the end of one epoch and the beginning of the
-    next.
+    Each epoch cuts the stream into consecutive sequences, at an offset of its own, and shuffles
+    them. A batch may contain the end of one epoch and the beginning of the next.
 
     Raises:
-      ValueError: the stream is shorter than one window.
+      ValueError: the stream is shorter than one sequence.
     """
 
     def __init__(self, tokens: Integer[np.ndarray, " N"], batch: int, length: int, seed: int):
         check_length(tokens, length)
         self._tokens, self._length, self._seed = tokens, length, seed
-        # One window less than there could be: what is left over gives the offset its room.
-        self._windows = max(len(tokens) // length - 1, 1)
-        # Without a number of epochs grain counts past what len() can say where batch is 1.
-        epochs = (1 << 62) // self._windows
-        places = grain.MapDataset.range(self._windows).seed(seed).shuffle().repeat(epochs)
-        batches = places.map_with_index(self._window).batch(batch)
-        ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        self._iterator = iter(batches.to_iter_dataset(ahead))
+        # One sequence fewer than would fit: the remaining tokens leave room for the offset.
+        self._sequences = max(len(tokens) // length - 1, 1)
+        # Without a number of epochs, grain counts beyond what len() can return if batch is 1.
+        epochs = (1 << 62) // self._sequences
+        indices = grain.MapDataset.range(self._sequences).seed(seed).shuffle().repeat(epochs)
+        batches = indices.map_with_index(self._sequence).batch(batch)
+        read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+        self._iterator = iter(batches.to_iter_dataset(read_options))
 
-    def _window(self, index: int, place: int) -> Int32[np.ndarray, " T"]:
-        epoch = index // self._windows
-        room = min(len(self._tokens) - self._windows * self._length + 1, self._length)
+    def _sequence(self, count: int, index: int) -> Int32[np.ndarray, " T"]:
+        """Returns the tokens of a sequence.
+
+        Args:
+          count: number of earlier sequences in the run, which determines the epoch.
+          index: index of the sequence in the stream.
+        """
+        epoch = count // self._sequences
+        room = min(len(self._tokens) - self._sequences * self._length + 1, self._length)
         offset = int(np.random.default_rng([self._seed, epoch]).integers(room))
-        start = offset + place * self._length
+        start = offset + index * self._length
         return self._tokens[start : start + self._length].astype(np.int32)
 
     def __iter__(self) -> Iterator[Int32[np.ndarray, "B T"]]:
@@ -63,38 +73,42 @@ class TrainingBatches:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the iterator stands: JSON, to be given to :meth:`restore`."""
+        """State of the iterator in JSON types, for :meth:`restore`."""
         return self._iterator.get_state()
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Sets the iterator to an earlier :attr:`state`."""
         self._iterator.set_state(state)
 
 
 def held_out_batches(
     tokens: Integer[np.ndarray, " M"], batch: int, length: int, bos: int, limit: int = 0
 ) -> list[Int32[np.ndarray, "B T"]]:
-    """Neighbouring windows of the stream, the last one filled up with BOS.
+    """Returns consecutive sequences of the stream, in batches.
 
-    So is the last batch. A place whose target is BOS counts in no loss, so the filling counts
-    nowhere; :func:`counted` gives the number of those that count.
+    The last sequence and the last batch are padded with BOS. Padding contributes to no loss,
+    because a position whose target is BOS has no loss; :func:`target_count` counts the others.
 
     Args:
-      limit: batches at most, of windows spread over the stream; 0 takes all.
+      limit: maximum number of batches. Their sequences are spread over the stream. 0 means all.
     """
     count = -(-len(tokens) // length)
-    places = range(count)
+    indices = range(count)
     if 0 < limit * batch < count:
-        places = np.linspace(0, count - 1, limit * batch).round().astype(int)
-    rows = np.full((-(-len(places) // batch) * batch, length), bos, np.int32)
-    for row, place in zip(rows, places, strict=False):
-        window = tokens[place * length : (place + 1) * length]
-        row[: len(window)] = window
-    return list(rows.reshape(-1, batch, length))
+        indices = np.linspace(0, count - 1, limit * batch).round().astype(int)
+    sequences = np.full((-(-len(indices) // batch) * batch, length), bos, np.int32)
+    for sequence, index in zip(sequences, indices, strict=False):
+        window = tokens[index * length : (index + 1) * length]
+        sequence[: len(window)] = window
+    return list(sequences.reshape(-1, batch, length))
 
 
-def counted(tokens: Int32[np.ndarray, "B T"], bos: int, ahead: int = 1) -> int:
-    """Returns how many positions count when position i predicts token i+ahead: all but those with a
-    BOS among tokens i+1 to i+ahead, as in :func:`~dsv3_jax.training.losses.counted_places`."""
+def target_count(tokens: Int32[np.ndarray, "B T"], bos: int, ahead: int = 1) -> int:
+    """Returns the number of targets when position i predicts token i+ahead.
+
+    Positions with a BOS among tokens i+1 to i+ahead have none. This is the NumPy counterpart of
+    :func:`~dsv3_jax.training.losses.target_mask`.
+    """
     starts = tokens == bos
     span = tokens.shape[1] - ahead
     crossed = np.zeros_like(starts[:, :span])

@@ -1,4 +1,4 @@
-"""What a model is trained on: text files or token arrays, as two streams of packed documents."""
+"""The training corpus: text files or token arrays, as two streams of packed documents."""
 
 from __future__ import annotations
 
@@ -19,38 +19,43 @@ from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import counted
 
 _ARRAYS = (".npy", ".npz")
-_ONE_IN = 25  # of the documents, or of a single stream's tokens, is held out
-_PIECE, _PIECES = 65_536, 1_024
+_HELD_OUT_EVERY = 25  # one document in 25, or the last 25th of the tokens
+_PIECE_BYTES, _MAX_PIECES = 65_536, 1_024  # of a stream, for its checksum
 
 
 class Corpus(NamedTuple):
-    """Token ids, each document BOS ... EOS, one behind the other. A stream may be a mapped file."""
+    """Two streams of token ids. Each document is BOS ... EOS, and documents follow each other
+    without padding. A stream may be a memory-mapped file."""
 
     train: Integer[np.ndarray, " N"]
+    """Tokens to train on."""
     held_out: Integer[np.ndarray, " M"]
+    """Tokens to evaluate on."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Number of tokens and CRC-32 of each stream, of spread pieces where it is over 64 MiB."""
+        """Returns the number of tokens and a CRC-32 of each stream. For a stream over 64 MiB the
+        checksum covers pieces spread over it."""
         return {name: _fingerprint(tokens) for name, tokens in self._asdict().items()}
 
 
 def read_corpus(
     data: Sequence[str | os.PathLike[str]], config: ModelConfig, tokenizer: Tokenizer | None = None
 ) -> Corpus:
-    """The corpus in one token array, or in any number of text files.
+    """Reads a corpus from one token array or from any number of text files.
 
     Args:
-      data: ``.npz`` with the arrays ``train`` and ``held_out``; or ``.npy``, whose last 25th is
-        held out; of integers, whole documents with their BOS. Or text files, patterns (``*``,
-        ``**``) and directories, of which every file counts that is not hidden and is UTF-8. One
-        document in 25 is held out, by the CRC-32 of its name; where that leaves a stream empty,
-        the last 25th of all tokens.
-      config: of the model: vocabulary, BOS and EOS.
-      tokenizer: for text.
+      data: a token array, or text files. A token array contains integers, whole documents with
+        their BOS: either a ``.npz`` with the arrays ``train`` and ``held_out``, or a ``.npy``,
+        whose last 25th is held out. Text is given as files, patterns (``*``, ``**``) and
+        directories. Hidden files in directories are skipped, and so are files that are not
+        UTF-8 unless they are named themselves. One document in 25 is held out, by the CRC-32 of its
+        name. If that leaves a stream empty, the last 25th of all tokens is held out instead.
+      config: the model's configuration, for its vocabulary, BOS and EOS.
+      tokenizer: required for text.
 
     Raises:
-      ValueError: one line: no such file, nothing in it, not UTF-8 or not token ids, an id that the
-        model has no embedding for, or a tokenizer that disagrees with the model about BOS.
+      ValueError: one line. A file is missing, empty, not UTF-8 or not an array of token ids; a
+        token id is outside the vocabulary; or the tokenizer and the model have different BOS ids.
     """
     paths = [os.path.expanduser(entry) for entry in data]
     arrays = [path for path in paths if path.endswith(_ARRAYS)]
@@ -68,12 +73,12 @@ def read_corpus(
 
 
 def is_held_out(name: str) -> bool:
-    """About one document in 25, by its name alone."""
-    return zlib.crc32(name.encode()) % _ONE_IN == 0
+    """Returns whether a document is held out, by its name alone. About one in 25 is."""
+    return zlib.crc32(name.encode()) % _HELD_OUT_EVERY == 0
 
 
 def pack(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer, bos: int, eos: int) -> Corpus:
-    """Tokenises (name, text) pairs, frames each as BOS ... EOS, and joins them in their order."""
+    """Tokenises (name, text) pairs and concatenates them in order, each as BOS ... EOS."""
     if tokenizer.bos_token_id not in (None, bos):
         raise ValueError(
             f"tokenizer: expected the model's BOS {bos} to be its {tokenizer.bos_token!r}, "
@@ -87,15 +92,17 @@ def pack(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer, bos: int, e
 
     with ThreadPoolExecutor() as pool:
         encoded = list(pool.map(encode, documents))
-    streams = {part: [ids for is_held, ids in encoded if is_held == part] for part in (False, True)}
-    if streams[False] and streams[True]:
-        return Corpus(np.concatenate(streams[False]), np.concatenate(streams[True]))
+    train = [ids for held_out, ids in encoded if not held_out]
+    held_out = [ids for held_out, ids in encoded if held_out]
+    if train and held_out:
+        return Corpus(np.concatenate(train), np.concatenate(held_out))
     return _split(np.concatenate([ids for _, ids in encoded] or [np.zeros(0, np.int32)]))
 
 
 def _split(tokens: np.ndarray) -> Corpus:
-    kept = len(tokens) - len(tokens) // _ONE_IN
-    return Corpus(tokens[:kept], tokens[kept:])
+    """Holds out the end of a stream."""
+    end = len(tokens) - len(tokens) // _HELD_OUT_EVERY
+    return Corpus(tokens[:end], tokens[end:])
 
 
 def _read_array(path: Path) -> Corpus:
@@ -109,8 +116,8 @@ def _read_array(path: Path) -> Corpus:
         return _split(_flat(path, stored))
     with stored:
         if missing := [name for name in Corpus._fields if name not in stored]:
-            found = ", ".join(stored.files) or "nothing"
-            raise ValueError(f"data: {path} lacks the array {missing[0]!r}; it holds {found}")
+            names = ", ".join(stored.files) or "nothing"
+            raise ValueError(f"data: {path} lacks the array {missing[0]!r}; it contains {names}")
         return Corpus(*(_flat(path, stored[name]) for name in Corpus._fields))
 
 
@@ -131,35 +138,37 @@ def _check(name: str, tokens: np.ndarray, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(
-            f"data: the {name} stream holds token {wrong}; expected 0 to {vocab_size - 1}, "
+            f"data: the {name} stream contains token {wrong}; expected 0 to {vocab_size - 1}, "
             "the model's vocabulary"
         )
 
 
 def _documents(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name below the folder that all files share, text) of every file, by name."""
-    found = {file: named for path in paths for file, named in _files(path)}
-    if not found:
+    """Yields the name and text of every text file, sorted by path. The name is the path below the
+    common parent directory of all files."""
+    files = {file: is_named for path in paths for file, is_named in _files(path)}
+    if not files:
         raise ValueError(f"data: expected text files, found none at {', '.join(paths)}")
-    root = os.path.commonpath([file.parent for file in found])
-    some = False
-    for file, named in sorted(found.items()):
+    root = os.path.commonpath([file.parent for file in files])
+    is_empty = True
+    for file, is_named in sorted(files.items()):
         content = file.read_bytes()
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            if named:
+            if is_named:
                 raise ValueError(f"data: {file} is not UTF-8: {error}") from None
             continue
         if text.strip() and "\0" not in text:
-            some = True
+            is_empty = False
             yield file.relative_to(root).as_posix(), text
-    if not some:
+    if is_empty:
         raise ValueError(f"data: no text in the files at {', '.join(paths)}")
 
 
 def _files(path: str) -> Iterator[tuple[Path, bool]]:
-    """Files behind a path, and whether it names them itself."""
+    """Yields the files that a path stands for, and whether the path is the file's own name rather
+    than a directory or a pattern."""
     if os.path.isdir(path):
         for file in Path(path).rglob("*"):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
@@ -174,10 +183,11 @@ def _files(path: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _fingerprint(tokens: np.ndarray) -> str:
-    step = max(len(tokens) // _PIECES, _PIECE // tokens.itemsize)
+    piece_length = _PIECE_BYTES // tokens.itemsize
+    step = max(len(tokens) // _MAX_PIECES, piece_length)
     crc = 0
     for start in range(0, len(tokens), step):
-        piece = np.ascontiguousarray(tokens[start : start + _PIECE // tokens.itemsize])
-        # Of the values: the same tokens may come as uint16 and as int32.
+        piece = np.ascontiguousarray(tokens[start : start + piece_length])
+        # The checksum is of the values, because the same tokens may be stored as uint16 or int32.
         crc = zlib.crc32(piece.astype("<i4").tobytes(), crc)
     return f"{len(tokens)} tokens, CRC-32 {crc:08x}"

@@ -1,4 +1,4 @@
-"""Losses on held-out text."""
+"""Evaluation on held-out text."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.training.batches import counted, held_out_batches
+from dsv3_jax.training.batches import held_out_batches, target_count
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import Corpus
-from dsv3_jax.training.losses import Losses, Totals
+from dsv3_jax.training.losses import Losses, TargetCounts
 from dsv3_jax.training.settings import RunSettings
-from dsv3_jax.training.step import Trainer, TrainingState
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.trainer import Trainer
 
 
 class Evaluation:
-    """A run's held-out batches, cut once.
+    """Computes the losses of a training state on the held-out batches of a run.
 
     Raises:
-      ValueError: no position in them has a target.
+      ValueError: no position in the held-out batches has a target.
     """
 
     def __init__(self, trainer: Trainer, corpus: Corpus, settings: RunSettings):
@@ -30,7 +31,7 @@ class Evaluation:
             corpus.held_out, settings.batch, settings.length, bos, settings.eval_batches
         )
         main, *mtp = (
-            jnp.int32(sum(counted(tokens, bos, ahead) for tokens in self._batches))
+            jnp.int32(sum(target_count(tokens, bos, ahead) for tokens in self._batches))
             for ahead in range(1, config.num_nextn_predict_layers + 2)
         )
         if not main:
@@ -38,25 +39,26 @@ class Evaluation:
                 "data: expected tokens to predict in the held_out stream, got none that does not "
                 "begin a document"
             )
-        self._totals = Totals(settings.batch * len(self._batches), main, tuple(mtp))
+        self._counts = TargetCounts(settings.batch * len(self._batches), main, tuple(mtp))
 
     def losses(self, state: TrainingState) -> dict[str, float]:
-        """Returns the losses by their names in :class:`Losses`: means over the targets in all
+        """Returns the losses by their names in :class:`Losses`, as means over the targets of all
         batches. An MTP layer has fewer targets than the main model.
 
-        The balance loss counts the sequences that fill up the last batch, too.
+        The balance loss includes the padding sequences of the last batch.
         """
         trainer = self._trainer
-        shares = [
-            trainer.evaluate(state, trainer.batch(tokens), self._totals) for tokens in self._batches
+        contributions = [
+            trainer.evaluate(state, trainer.shard_batch(tokens), self._counts)
+            for tokens in self._batches
         ]
-        sums = np.sum(np.array(jax.device_get(shares), np.float64), axis=0)
+        sums = np.sum(np.array(jax.device_get(contributions), np.float64), axis=0)
         return dict(zip(Losses._fields, sums.tolist(), strict=True))
 
 
 def evaluate(
     model: DeepSeekV3, corpus: Corpus, config: TrainingConfig, settings: RunSettings
 ) -> dict[str, float]:
-    """Held-out losses of a model as a run of these settings would write them down."""
+    """Returns the held-out losses of a model, as a run with these settings would record them."""
     trainer = Trainer(model, config)
     return Evaluation(trainer, corpus, settings).losses(trainer.init())

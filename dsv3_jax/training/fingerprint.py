@@ -1,14 +1,14 @@
-"""A fingerprint of a model's weights, computed where the weights are.
+"""A fingerprint of a model's weights that does not depend on their sharding.
 
-Every array is reduced to one number mod 2^64, its bit patterns weighted by pseudo-random odd
-factors, one per row and one per column:
+Every array is reduced to one number mod 2^64, in which its bit patterns are weighted by
+pseudo-random odd factors, one per row and one per column:
 
     sum over i, j of row_factor[i] * column_factor[j] * bits[i, j]
 
-The last dimension is the column j, all others together are the row i. A sum can be taken shard by
-shard, so every process reads only what it holds, and the result does not depend on the layout. A
-change of a single value always changes it; other accidents pass with a probability of about 2^-60.
-It is no protection against someone who looks for a collision.
+The last dimension is the column j, and all others together are the row i. The sum is computed shard
+by shard, so each process reads only its own shards. A change of a single value always changes the
+fingerprint. Other accidental changes go unnoticed with a probability of about 2^-60. The
+fingerprint does not protect against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from jaxtyping import Shaped, UInt64
 from dsv3_jax.layers.router import RouterBias
 from dsv3_jax.model import DeepSeekV3
 
-_CHUNK = 1 << 19  # values that a thread widens to 64 bits at a time: 4 MiB
-_ALL = (1 << 64) - 1
+_CHUNK = 1 << 19  # values that a thread converts to 64 bits at a time: 4 MiB
+_MASK = (1 << 64) - 1
 
 
 def fingerprint(model: DeepSeekV3) -> str:
     """Returns 32 hexadecimal digits that identify the names, shapes, dtypes and bits of all weights
-    and router biases, on every process and in every layout the same.
+    and router biases. The result is the same in every process and with every layout.
 
-    It takes about one second per GB and core. Beside the model it needs a few MiB; on GPUs and TPUs
-    also a copy of one shard at a time, on the device and on the host. All processes of a run call
-    this alike.
+    It takes about one second per GB and core, and a few MiB of memory. On GPUs and TPUs it also
+    needs a copy of one shard at a time, on the device and on the host. All processes of a run call
+    this together.
     """
     arrays = {
         ".".join(map(str, path)): jnp.asarray(variable.get_value())
         for path, variable in nnx.to_flat_state(nnx.state(model, (nnx.Param, RouterBias)))
     }
     with ThreadPoolExecutor() as pool:
-        own = [_local_sum(array, pool) for array in arrays.values()]
-    sums = _over_processes(np.array(own, np.uint64))
+        local = [_local_sum(array, pool) for array in arrays.values()]
+    sums = _sum_over_processes(np.array(local, np.uint64))
     lines = sorted(
         f"{name} {array.dtype} {array.shape} {total:016x}\n"
         for (name, array), total in zip(arrays.items(), sums, strict=True)
@@ -54,14 +54,15 @@ def fingerprint(model: DeepSeekV3) -> str:
 
 
 def _local_sum(array: jax.Array, pool: ThreadPoolExecutor) -> int:
-    """Sums the shards of this process, each part of the array once."""
+    """Returns the sum over the shards of this process. Replicas count once."""
     total = 0
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            # Off the CPU, an array keeps the host's copy of itself once it has been asked for it.
+            # np.asarray of an array on an accelerator leaves a host copy cached in that array, so
+            # it is applied to a temporary copy.
             block = np.asarray(shard.data if _on_host(shard.device) else jnp.copy(shard.data))
             total += _block_sum(block, array.shape, shard.index, pool)
-    return total & _ALL
+    return total & _MASK
 
 
 def _on_host(device: Any) -> bool:
@@ -74,7 +75,7 @@ def _block_sum(
     index: tuple[slice, ...],
     pool: ThreadPoolExecutor,
 ) -> int:
-    """Sums the part at ``index`` of an array of this ``shape``."""
+    """Returns the weighted sum of ``block``, the part at ``index`` of an array with ``shape``."""
     if not block.size:
         return 0
     positions = [
@@ -82,31 +83,32 @@ def _block_sum(
     ]
     *leading, columns = positions or [np.zeros(1, np.uint64)]
     rows = np.zeros(1, np.uint64)
-    for size, at in zip(shape, leading, strict=False):
-        rows = (rows[:, None] * np.uint64(size) + at).reshape(-1)
+    for size, indices in zip(shape, leading, strict=False):
+        rows = (rows[:, None] * np.uint64(size) + indices).reshape(-1)
     row_factors, column_factors = _factors(rows, 1), _factors(columns, 2)
     bits = np.dtype(f"u{block.dtype.itemsize}")
     values = block.reshape(len(rows), len(columns)).view(bits)
     step = max(_CHUNK // len(columns), 1)
 
     def chunk(start: int) -> int:
-        part = values[start : start + step].astype(np.uint64) @ column_factors
-        return int(np.sum(part * row_factors[start : start + step], dtype=np.uint64))
+        row_sums = values[start : start + step].astype(np.uint64) @ column_factors
+        return int(np.sum(row_sums * row_factors[start : start + step], dtype=np.uint64))
 
-    return sum(pool.map(chunk, range(0, len(rows), step))) & _ALL
+    return sum(pool.map(chunk, range(0, len(rows), step))) & _MASK
 
 
 def _factors(positions: UInt64[np.ndarray, " N"], seed: int) -> UInt64[np.ndarray, " N"]:
-    """An odd factor for each position: SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Returns an odd factor for each position, by SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = (positions + np.uint64(seed << 48)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31)) | np.uint64(1)
 
 
-def _over_processes(sums: UInt64[np.ndarray, " N"]) -> list[int]:
-    """Adds what the processes found, in halves: jax has no 64-bit integers by default."""
+def _sum_over_processes(sums: UInt64[np.ndarray, " N"]) -> list[int]:
+    """Adds the sums of all processes. They are gathered as 32-bit halves, because JAX has no 64-bit
+    integers by default."""
     halves = sums.view(np.uint32)
     gathered = np.asarray(multihost_utils.process_allgather(halves))
-    of_each = np.ascontiguousarray(gathered.reshape(-1, len(halves))).view(np.uint64)
-    return np.add.reduce(of_each, axis=0).tolist()
+    per_process = np.ascontiguousarray(gathered.reshape(-1, len(halves))).view(np.uint64)
+    return np.add.reduce(per_process, axis=0).tolist()

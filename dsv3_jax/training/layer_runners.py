@@ -1,4 +1,4 @@
-"""Ways to run decoder layers under a gradient: again in the backward pass, or as a loop."""
+"""Functions that run decoder layers under a gradient, with recomputation or as a scan."""
 
 from __future__ import annotations
 
@@ -18,50 +18,53 @@ from dsv3_jax.model import LayerRunner
 from sharding import Layout
 from sharding.fsdp import save_all_but_gathered
 
-# A layer's weights, and its function of them.
 Weights = Any
+"""The weights of one layer."""
 Apply = Callable[..., tuple[jax.Array, RoutingStats | None]]
+"""A layer as a function of its weights and its input."""
 
 
 def layer_runner(*, remat: bool, scan: bool) -> LayerRunner:
-    """The layers in order, with the results of :func:`dsv3_jax.model.one_by_one`.
+    """Returns a function that runs layers in order. Its results are those of
+    :func:`dsv3_jax.model.one_by_one`.
 
     Args:
-      remat: keep each layer's input alone for the backward pass, which runs the layer again. A
-        third more arithmetic, for the memory of one layer's activations in place of all layers'.
-      scan: stack the weights of equal consecutive layers and loop over them, so that one of them
-        is compiled. The parameters stay one array a layer; stacking costs a copy of them, in the
-        dtype of the computation, and another of their gradients.
+      remat: keep only each layer's input for the backward pass, which runs the layer again. This
+        takes a third more arithmetic and saves the activations of all layers but one.
+      scan: stack the weights of consecutive layers of the same structure and scan over them, so
+        that only one of them is compiled. The parameters themselves stay separate. Stacking costs a
+        copy of the weights, in the compute dtype, and another of their gradients.
     """
 
     def run(
-        layers: Sequence[DecoderLayer], x: Float[Array, "B T D"], turn: Rotation
+        layers: Sequence[DecoderLayer], x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], list[RoutingStats]]:
-        found = []
-        for kind, equal in itertools.groupby(map(_Split, layers), key=lambda layer: layer.kind):
-            apply = _function(kind[0], turn, remat, layers[0].layout)
-            weights = [layer.weights for layer in equal]
+        all_stats = []
+        for structure, group in itertools.groupby(map(_Split, layers), lambda s: s.structure):
+            apply = _function(structure[0], rotation, remat, layers[0].layout)
+            weights = [layer.weights for layer in group]
             if scan and len(weights) > 1:
                 x, stats = _scan(apply, weights, x)
             else:
                 x, stats = _unroll(apply, weights, x)
-            found += [one for one in stats if one is not None]
-        return x, found
+            all_stats += [layer_stats for layer_stats in stats if layer_stats is not None]
+        return x, all_stats
 
     return run
 
 
 class _Split:
-    """A layer as a static ``kind``, equal for layers of one structure and shape, and weights."""
+    """A layer, split into its weights and a static ``structure``. Layers with the same graph and
+    the same shapes have equal structures."""
 
     def __init__(self, layer: DecoderLayer):
         graph, self.weights = nnx.split(layer)
-        self.kind = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
+        self.structure = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
 
 
-def _function(graph: Any, turn: Rotation, remat: bool, layout: Layout | None) -> Apply:
+def _function(graph: Any, rotation: Rotation, remat: bool, layout: Layout | None) -> Apply:
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
-        return nnx.merge(graph, weights)(x, turn)
+        return nnx.merge(graph, weights)(x, rotation)
 
     if remat:
         return jax.checkpoint(apply)
@@ -73,16 +76,16 @@ def _function(graph: Any, turn: Rotation, remat: bool, layout: Layout | None) ->
 def _unroll(
     apply: Apply, weights: list[Weights], x: jax.Array
 ) -> tuple[jax.Array, list[RoutingStats | None]]:
-    found = []
-    for one in weights:
-        x, stats = apply(one, x)
-        found.append(stats)
-    return x, found
+    all_stats = []
+    for layer_weights in weights:
+        x, stats = apply(layer_weights, x)
+        all_stats.append(stats)
+    return x, all_stats
 
 
 def _scan(
     apply: Apply, weights: list[Weights], x: jax.Array
 ) -> tuple[jax.Array, list[RoutingStats | None]]:
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *weights)
-    x, stats = jax.lax.scan(lambda x, one: apply(one, x), x, stacked)
+    x, stats = jax.lax.scan(lambda x, layer_weights: apply(layer_weights, x), x, stacked)
     return x, [jax.tree.map(lambda s, i=i: s[i], stats) for i in range(len(weights))]

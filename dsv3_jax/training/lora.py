@@ -1,12 +1,12 @@
-"""Low-rank updates of frozen weights (LoRA, arXiv 2106.09685), in the space of the weights.
+"""Low-rank updates of frozen weights (LoRA, arXiv 2106.09685), added to the weights themselves.
 
 A trained weight is ``W + (alpha / r) B A`` with W frozen, A [r, in] and B [out, r]. The sum is
-formed before the model runs, so every form of the model sees it: the absorbed one, which takes
-kv_b_proj apart, as well as the expanded one. It costs ``out * in * r`` multiplications a weight and
-a step, as much as r tokens do, and a temporary of the weight's size.
+computed before the model runs, so every form of the model uses it, including absorbed attention,
+which splits kv_b_proj. The sum costs ``out * in * r`` multiplications per weight and step, as much
+as r tokens, and a temporary array of the weight's size.
 
-Trained are the projections of attention and of the shared experts, which every token passes, in
-the MTP layers too. Routers, routed experts, norms, embedding and head stay as they are.
+The projections of attention and of the shared experts are trained, in the MTP layers too, because
+every token uses them. Routers, routed experts, norms, embedding and head are frozen.
 """
 
 from __future__ import annotations
@@ -18,51 +18,57 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-Tree = Any  # An nnx.State, a class that the type checker of the tests does not take.
+from dsv3_jax.training.tree import Tree
 
 
 class LowRank(NamedTuple):
-    """The update of one weight [out, in], before its factor; float32."""
+    """Update of one weight [out, in], without the factor alpha / r. float32."""
 
     a: Float32[Array, "r in"]
-    """Normal with variance 1/in at first."""
+    """Initialised from a normal distribution with variance 1/in."""
     b: Float32[Array, "out r"]
-    """Zero at first: training begins with the weights as they are."""
+    """Initialised to zero, so that the initial update is zero."""
 
 
 Updates = dict[str, LowRank]
-"""By the weight's path in the model, joined with dots."""
+"""Updates by the weight's path in the model, joined with dots."""
 
 
 def is_updated(path: tuple[Any, ...]) -> bool:
-    """Whether the parameter at ``path`` in the model receives an update."""
+    """Returns whether the parameter at ``path`` in the model has a low-rank update."""
     projection = "self_attn" in path and str(path[-2]).endswith(("_proj", "_with_mqa"))
     return projection or "shared_experts" in path
 
 
-def init(weights: Tree, rank: int, seed: int) -> Updates:
-    """Updates that change nothing yet.
+def check_rank(weights: Tree, rank: int) -> None:
+    """Checks that no update has a larger rank than its weight can have.
 
     Raises:
-      ValueError: ``rank`` is more than a weight it should update has itself.
+      ValueError: ``rank`` exceeds a dimension of a weight to update.
     """
+    for path, weight in nnx.to_flat_state(weights):
+        if is_updated(path) and rank > min(weight.shape):
+            raise ValueError(
+                f"lora_rank: expected at most {min(weight.shape)}, the rank of {_name(path)} "
+                f"{weight.shape}, got {rank}"
+            )
+
+
+def init(weights: Tree, rank: int, seed: int) -> Updates:
+    """Returns initial updates, which are zero."""
     flat = [(path, weight) for path, weight in nnx.to_flat_state(weights) if is_updated(path)]
     keys = jax.random.split(jax.random.key(seed), len(flat))
     updates: Updates = {}
     for key, (path, weight) in zip(keys, flat, strict=True):
         out, inputs = weight.shape
-        if rank > min(out, inputs):
-            raise ValueError(
-                f"lora_rank: expected at most {min(out, inputs)}, the rank of {_name(path)} "
-                f"{weight.shape}, got {rank}"
-            )
         a = jax.random.normal(key, (rank, inputs), jnp.float32) / inputs**0.5
         updates[_name(path)] = LowRank(a, jnp.zeros((out, rank), jnp.float32))
     return updates
 
 
 def merge(weights: Tree, updates: Updates, factor: float) -> Tree:
-    """The weights with their updates, added in float32; those with an update are float32 then."""
+    """Returns the weights plus ``factor`` times their updates. Updated weights are float32; the
+    others keep their dtype."""
     merged = []
     for path, weight in nnx.to_flat_state(weights):
         if is_updated(path):
@@ -74,7 +80,7 @@ def merge(weights: Tree, updates: Updates, factor: float) -> Tree:
 def _sum(
     weight: Float[Array, "out in"], update: LowRank, factor: float
 ) -> Float32[Array, "out in"]:
-    # HIGHEST: the sum is small, and a product in TF32 or bfloat16 would not be exact.
+    # HIGHEST: the update is small, and a matmul in TF32 or bfloat16 would round it.
     product = jnp.matmul(update.b, update.a, precision=jax.lax.Precision.HIGHEST)
     return weight.astype(jnp.float32) + factor * product
 

@@ -1,4 +1,4 @@
-"""What training minimises: next-token loss, the MTP layers' loss, and the balance loss."""
+"""The training losses: next-token and MTP cross-entropy, and expert balance."""
 
 from __future__ import annotations
 
@@ -13,33 +13,42 @@ from dsv3_jax.training.balance import sequence_balance
 
 
 class Losses(NamedTuple):
-    """Of a batch, or a part's share of them: the shares of all parts sum to the batch's."""
+    """Losses of a batch, or the contribution of one of its microbatches.
+
+    The contributions of all microbatches add up to the losses of the batch.
+    """
 
     main: Float32[Array, ""]
-    """Mean cross-entropy of the next token, nats."""
+    """Mean cross-entropy of the next token, in nats."""
     mtp: Float32[Array, ""]
-    """Mean over the MTP layers of their mean cross-entropies, nats; zero without any."""
+    """Mean cross-entropy of each MTP layer, averaged over these layers, in nats. Zero without MTP
+    layers."""
     balance: Float32[Array, ""]
-    """Sum over MoE layers, the MTP layers' too, of :func:`sequence_balance`; each is about 1."""
+    """Sum of :func:`sequence_balance` over all MoE layers, those of MTP included. Each term is
+    about 1."""
     mtp_agreement: Float32[Array, ""]
-    """How often the first MTP layer's best token is the main model's best for the same place."""
+    """Fraction of targets for which the first MTP layer and the main model predict the same most
+    probable token."""
 
 
-class Totals(NamedTuple):
-    """What a batch's means are over."""
+class TargetCounts(NamedTuple):
+    """Denominators of a batch's mean losses."""
 
     sequences: int
+    """Number of sequences."""
     main: Int[Array, ""]
-    """Places whose next token counts."""
+    """Number of next-token targets."""
     mtp: tuple[Int[Array, ""], ...]
-    """The same of each MTP layer."""
+    """Number of targets of each MTP layer."""
 
 
-def counted_places(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Bool[Array, "B S"]:
-    """Which of the S = T - ahead places count when place i predicts token i+ahead.
+def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Bool[Array, "B S"]:
+    """Returns whether each of the S = T - ahead positions has a target when position i predicts
+    token i+ahead.
 
-    Documents are packed, and each begins with BOS. A place counts unless a document begins among
-    tokens i+1 to i+ahead: the first token of one does not follow from the one before it.
+    Sequences consist of packed documents, each of which begins with BOS. A position has no target
+    if a document begins among tokens i+1 to i+ahead, because a document's first token does not
+    follow from the document before it.
     """
     starts = tokens == bos_token_id
     span = tokens.shape[1] - ahead
@@ -49,25 +58,30 @@ def counted_places(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> 
     return ~crossed
 
 
-def totals(tokens: Int[Array, "B T"], bos_token_id: int, mtp_layers: int) -> Totals:
-    """Of a whole batch; parts of it are weighed by these, whatever they hold themselves."""
+def count_targets(tokens: Int[Array, "B T"], bos_token_id: int, mtp_layers: int) -> TargetCounts:
+    """Returns the number of targets in a batch. Its microbatches are weighted by these numbers,
+    although each may contain a different number of targets."""
     main, *mtp = (
-        jnp.sum(counted_places(tokens, bos_token_id, ahead)) for ahead in range(1, mtp_layers + 2)
+        jnp.sum(target_mask(tokens, bos_token_id, ahead)) for ahead in range(1, mtp_layers + 2)
     )
-    return Totals(tokens.shape[0], main, tuple(mtp))
+    return TargetCounts(tokens.shape[0], main, tuple(mtp))
 
 
 def cross_entropy(
     logits: Float32[Array, "B T W"],
     targets: Int[Array, "B T"],
-    counted: Bool[Array, "B T"],
-    total: Int[Array, ""] | None = None,
+    mask: Bool[Array, "B T"],
+    count: Int[Array, ""] | None = None,
 ) -> Float32[Array, ""]:
-    """Sum of ``-log softmax(logits)[target]`` over the counted places, by ``total``: their number
-    unless given. Zero where nothing counts."""
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    each = jax.nn.logsumexp(logits, axis=-1) - picked
-    return jnp.sum(each * counted) / jnp.maximum(jnp.sum(counted) if total is None else total, 1)
+    """Returns the sum of ``-log softmax(logits)[target]`` over the positions in ``mask``, divided
+    by ``count``. The result is zero if the mask is empty.
+
+    Args:
+      count: denominator, by default the number of positions in ``mask``.
+    """
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
+    return jnp.sum(nats * mask) / jnp.maximum(jnp.sum(mask) if count is None else count, 1)
 
 
 def losses(
@@ -75,27 +89,28 @@ def losses(
     aux: Aux,
     tokens: Int[Array, "B T"],
     bos_token_id: int,
-    batch: Totals | None = None,
+    counts: TargetCounts | None = None,
 ) -> Losses:
-    """Losses of one forward pass over packed documents, each of which begins with BOS.
+    """Returns the losses of one forward pass over packed documents, each of which begins with BOS.
 
     Args:
-      batch: of the batch of which ``tokens`` are a part; by default they are all of it.
+      counts: target counts of the whole batch if ``tokens`` is one of its microbatches. By default
+        ``tokens`` is the whole batch.
     """
-    layers = len(aux.mtp_logits)
-    if batch is None:
-        batch = totals(tokens, bos_token_id, layers)
-    counted = counted_places(tokens, bos_token_id, 1)
-    main = cross_entropy(logits[:, :-1], tokens[:, 1:], counted, batch.main)
+    mtp_layers = len(aux.mtp_logits)
+    if counts is None:
+        counts = count_targets(tokens, bos_token_id, mtp_layers)
+    mask = target_mask(tokens, bos_token_id, 1)
+    main = cross_entropy(logits[:, :-1], tokens[:, 1:], mask, counts.main)
     mtp, agreement = jnp.float32(0), jnp.float32(0)
     for k, mtp_logits in enumerate(aux.mtp_logits):
-        # Position i of this layer predicts token i+2+k and has seen tokens up to i+1+k.
-        counted = counted_places(tokens, bos_token_id, k + 2)
-        span = counted.shape[1]
-        mtp += cross_entropy(mtp_logits[:, :span], tokens[:, 2 + k :], counted, batch.mtp[k])
+        # Position i of MTP layer k predicts token i+2+k and depends on tokens up to i+1+k.
+        mask = target_mask(tokens, bos_token_id, k + 2)
+        span = mask.shape[1]
+        mtp += cross_entropy(mtp_logits[:, :span], tokens[:, 2 + k :], mask, counts.mtp[k])
         if k == 0:
             same = jnp.argmax(mtp_logits[:, :span], -1) == jnp.argmax(logits[:, 1 : 1 + span], -1)
-            agreement = jnp.sum(same & counted) / jnp.maximum(batch.mtp[0], 1)
-    rows = tokens.shape[0]
-    balance = sum((sequence_balance(stats, rows) for stats in aux.routing), jnp.float32(0))
-    return Losses(main, mtp / max(layers, 1), balance * (rows / batch.sequences), agreement)
+            agreement = jnp.sum(same & mask) / jnp.maximum(counts.mtp[0], 1)
+    B = tokens.shape[0]
+    balance = sum((sequence_balance(stats, B) for stats in aux.routing), jnp.float32(0))
+    return Losses(main, mtp / max(mtp_layers, 1), balance * (B / counts.sequences), agreement)

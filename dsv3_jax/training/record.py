@@ -1,4 +1,8 @@
-"""run.json: what a run is made of, and must be made of when it is resumed."""
+"""The directory of a run, and its run.json: what the run was started with.
+
+A resumed run must be started with the same things, so run.json records the model's configuration, a
+fingerprint of the initial weights, and the settings of training and data.
+"""
 
 from __future__ import annotations
 
@@ -17,84 +21,92 @@ from sharding.distributed import barrier
 
 RECORD = "run.json"
 TOKENIZER = "tokenizer"
+METRICS = "metrics.jsonl"
+EXPERT_LOAD = "expert_load.npy"
+CHECKPOINTS = "checkpoints"
 
-# By part (model, weights, training, data) and name.
 Identity = Mapping[str, Mapping[str, Any]]
+"""The content of run.json that must not change: settings by section (model, weights, training,
+data) and name."""
 
 
 def check_new(out: Path) -> None:
-    """Checks that a run can begin in ``out``, without making it.
+    """Checks that a run can begin in ``out``. It creates nothing.
 
     Raises:
-      ValueError: it holds something, or it cannot be made or written to.
+      ValueError: ``out`` exists and is not an empty directory, or it cannot be created or written.
     """
-    held = [out] if out.exists() and not out.is_dir() else []
-    held += [path for path in out.iterdir() if not _is_left_over(path)] if out.is_dir() else []
-    if held:
+    existing = [out] if out.exists() and not out.is_dir() else []
+    existing += [path for path in out.iterdir() if not _is_leftover(path)] if out.is_dir() else []
+    if existing:
         raise ValueError(f"{out} exists; expected a new directory, or to resume the run in it")
     check_writable(out)
 
 
 def check_writable(out: Path) -> None:
-    """Checks that files can be made in ``out``, or in the nearest directory that exists above it.
-    It makes a file and removes it: permissions alone do not tell, on a read-only file system for
-    example.
+    """Checks that files can be created in ``out``, or in its nearest existing parent.
+
+    It creates a file and deletes it, because permissions alone are not enough, for example on a
+    read-only file system.
 
     Raises:
-      ValueError: they cannot.
+      ValueError: the directory cannot be written.
     """
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    directory = next(path for path in (out, *out.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise ValueError(f"{out}: cannot write to {there}: {error.strerror}") from None
+        raise ValueError(f"{out}: cannot write to {directory}: {error.strerror}") from None
 
 
 def begin(
-    out: Path, identity: Identity, beside: Mapping[str, Any], tokenizer: Path | None = None
+    out: Path, identity: Identity, metadata: Mapping[str, Any], tokenizer: Path | None = None
 ) -> None:
-    """Makes the directory of a new run, with its run.json and a copy of the tokenizer's files.
-    Of several processes the first does, when all have seen that there is nothing yet.
+    """Creates the directory of a new run, with run.json and a copy of the tokenizer's files.
 
-    A start that is killed leaves either a directory in which a run can begin, or one that can be
-    resumed.
+    The first of several processes does this, after all of them have checked the directory. If the
+    process is killed in between, then either a run can begin in the directory, or the run in it can
+    be resumed.
 
     Args:
-      beside: also kept in run.json; may differ at a resumption.
+      metadata: further content of run.json, which may change when the run is resumed.
 
     Raises:
       ValueError: as :func:`check_new`.
     """
     check_new(out)
-    barrier("before run.json")
+    barrier("directory checked")
     if jax.process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
         for path in out.iterdir():
             path.unlink()
-        # First, and whole: the run exists from here on, and resuming it supplies the rest.
-        _write(out, {**identity, **beside})
+        # run.json comes first. Once it exists, resuming the run copies the tokenizer if necessary.
+        _write(out, {**identity, **metadata})
         _copy_tokenizer(tokenizer, out)
-    barrier("behind run.json")
+    barrier("run.json written")
 
 
 def compare(out: Path, identity: Identity) -> None:
-    """Compares a run that should be resumed with what it was begun with. Parts and names that
-    ``identity`` lacks are not compared, ``training.steps`` may be larger than it was.
+    """Checks that the run in ``out`` was started with the same settings.
+
+    Sections and names that ``identity`` lacks are not compared. ``training.steps`` may have
+    increased.
 
     Raises:
-      ValueError: something differs, the message names the first that does; or there is no run.
+      ValueError: there is no run, or a setting differs. The message names the first one.
     """
-    found = read(out)
-    wanted = json.loads(json.dumps(identity))  # tuples are lists in JSON
-    for part, values in wanted.items():
+    recorded = read(out)
+    current = json.loads(json.dumps(identity))  # tuples become lists, as in run.json
+    for section, values in current.items():
         for name, value in values.items():
-            before = found.get(part, {}).get(name)
-            if before == value or _extends(part, name, before, value):
+            before = recorded.get(section, {}).get(name)
+            if before == value or _extends(section, name, before, value):
                 continue
-            more = "; expected at least as many" if (part, name) == ("training", "steps") else ""
+            is_steps = (section, name) == ("training", "steps")
+            more = "; expected at least as many" if is_steps else ""
             raise ValueError(
-                f"resume: {part}.{name} differs: the run in {out} began with {before!r}, "
+                f"resume: {section}.{name} differs: the run in {out} began with {before!r}, "
                 f"got {value!r}{more}"
             )
 
@@ -102,39 +114,41 @@ def compare(out: Path, identity: Identity) -> None:
 def resume(
     out: Path, identity: Identity, fingerprint: str | None = None, tokenizer: Path | None = None
 ) -> None:
-    """Prepares a run for going on, after :func:`compare`. Records more ``training.steps`` than
-    before, the earlier lengths in the list ``extended``, and copies the tokenizer's files where the
-    start was killed before it did.
+    """Prepares a run for being resumed, after :func:`compare`.
+
+    If ``training.steps`` has increased, run.json gets the new number, and the previous one is
+    appended to its list ``extended``. The tokenizer's files are copied if the run was killed before
+    that.
 
     Args:
-      fingerprint: of the initial weights, where the run still needs them.
+      fingerprint: fingerprint of the initial weights, or None if the run no longer needs them.
 
     Raises:
-      ValueError: as :func:`check_weights`, or ``out`` cannot be written to.
+      ValueError: as :func:`check_weights`, or ``out`` cannot be written.
     """
     if fingerprint is not None:
         check_weights(out, fingerprint)
     check_writable(out)
-    found = read(out)
+    recorded = read(out)
     barrier("run.json compared")
     if jax.process_index() == 0:
-        before, steps = found["training"]["steps"], identity["training"]["steps"]
+        before, steps = recorded["training"]["steps"], identity["training"]["steps"]
         if steps != before:
-            found["extended"] = [*found.get("extended", []), before]
-            found["training"]["steps"] = steps
-            _write(out, found)
+            recorded["extended"] = [*recorded.get("extended", []), before]
+            recorded["training"]["steps"] = steps
+            _write(out, recorded)
         _copy_tokenizer(tokenizer, out)
     barrier("resumption recorded")
 
 
 def check_weights(out: Path, fingerprint: str) -> None:
-    """Checks that weights are those that the run in ``out`` began with.
+    """Checks that the run in ``out`` began with the weights of this fingerprint.
 
     Args:
-      fingerprint: of the model at hand; see :func:`~dsv3_jax.training.fingerprint.fingerprint`.
+      fingerprint: result of :func:`dsv3_jax.training.fingerprint.fingerprint`.
 
     Raises:
-      ValueError: they are not, or run.json has no fingerprint.
+      ValueError: the weights differ, or run.json has no fingerprint.
     """
     before = read(out).get("weights", {}).get("fingerprint")
     if before is None:
@@ -145,30 +159,31 @@ def check_weights(out: Path, fingerprint: str) -> None:
     if before != fingerprint:
         raise ValueError(
             f"weights.fingerprint differs: expected the weights that the run in {out} began with, "
-            f"{before}, got a model with others, {fingerprint}"
+            f"{before}, got other weights, {fingerprint}"
         )
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Returns what run.json says about the run in ``out``.
+    """Returns the content of run.json in ``out``.
 
     Raises:
-      ValueError: there is none, or it is not a JSON object.
+      ValueError: there is no run.json, or it is not a JSON object.
     """
     path = out / RECORD
     if not path.is_file():
         raise ValueError(f"{out}: expected the directory of a run, found no {RECORD} in it")
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
-def _extends(part: str, name: str, before: Any, value: Any) -> bool:
-    return (part, name) == ("training", "steps") and before is not None and value > before
+def _extends(section: str, name: str, before: Any, value: Any) -> bool:
+    """Returns whether a setting differs because the run is extended by more steps."""
+    return (section, name) == ("training", "steps") and before is not None and value > before
 
 
 def _write(out: Path, content: Mapping[str, Any]) -> None:
@@ -185,6 +200,6 @@ def _copy_tokenizer(source: Path | None, out: Path) -> None:
     publish_directory(partial, copy)
 
 
-def _is_left_over(path: Path) -> bool:
-    """Whether a start that was killed while it wrote run.json left this file."""
+def _is_leftover(path: Path) -> bool:
+    """Returns whether a process that was killed while writing run.json has left this file."""
     return path.is_file() and path.name.startswith(f".{RECORD}.") and path.suffix == ".partial"

@@ -1,4 +1,4 @@
-"""What changes with the step: learning rate, weight of the MTP loss, speed of the biases."""
+"""Schedules: learning rate, weight of the MTP loss, and speed of the router bias updates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dsv3_jax.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
-    """Linear from 0, constant, half a cosine, constant (V3 report, section 4.2).
+    """Returns the learning rate of each step: linear warm-up from 0, constant, cosine decay,
+    constant (V3 report, section 4.2).
 
-    The report ends with 1.1 % of the run at a third of the final learning rate; this does not.
+    The report trains the last 1.1% of its run at a third of the final learning rate. This schedule
+    does not.
     """
     decay_start = max(config.warmup_steps, config.at(config.decay_start))
     cosine = optax.cosine_decay_schedule(
@@ -26,15 +28,17 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def mtp_weight(config: TrainingConfig) -> optax.Schedule:
-    """Lambda of the V3 report's equation 25."""
+    """Returns the factor of the MTP loss, lambda in equation 25 of the V3 report."""
     return _switch(config.mtp_weight, config.final_mtp_weight, config.at(config.mtp_weight_switch))
 
 
 def bias_update_speed(config: TrainingConfig) -> optax.Schedule:
-    """Gamma of the V3 report's section 2.1.2, then 0.
+    """Returns the speed of the router bias updates, gamma in section 2.1.2 of the V3 report, which
+    drops to 0 towards the end of the run.
 
-    With low-rank updates it is 0 throughout: biases balance the training of experts, and these do
-    not train. To move the bias would only send tokens away from the experts they were trained for.
+    It is 0 throughout when training low-rank updates. Router biases balance the load while experts
+    train, but low-rank updates leave the experts frozen: moving a bias would only send tokens away
+    from the experts that were trained for them.
     """
     speed = 0.0 if config.lora_rank else config.bias_update_speed
     return _switch(speed, 0.0, config.at(config.bias_update_end))

@@ -1,4 +1,4 @@
-"""What a training run does beside its steps."""
+"""Settings of a training run that are not hyperparameters of its steps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What a run does beside its steps. "Every" counts steps, and 0 means at the end alone.
+    """Data, logging, evaluation and checkpoint settings of a run.
+
+    An interval of 0 means that the action happens only at the end of the run.
 
     Raises:
       ValueError: a number is out of range.
     """
 
     batch: int = 8
-    """Windows a step."""
+    """Number of sequences per step."""
     length: int = 1024
-    """Tokens a window."""
+    """Tokens per sequence."""
     seed: int = 0
-    """Of the order of the windows."""
+    """Seed of the order of the sequences."""
     log_every: int = 10
-    """Steps between rows of metrics.jsonl."""
+    """Steps between entries of metrics.jsonl."""
     eval_every: int = 0
-    """Steps between evaluations on held-out text; also before the first step and at the end."""
+    """Steps between evaluations on held-out text. There is always one before the first step and one
+    at the end."""
     eval_batches: int = 16
-    """Batches an evaluation takes at most, spread over the held-out text; 0 takes all."""
+    """Maximum number of batches per evaluation, spread over the held-out text. 0 means all."""
     save_every: int = 0
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints kept; 0 writes none, and the run cannot be resumed."""
+    """Number of checkpoints to keep. 0 writes none, and the run cannot be resumed."""
     max_minutes: float | None = None
-    """Stop after the first step that ends later than this."""
+    """Time limit of a session. The first step that ends later is the session's last."""
 
     def __post_init__(self) -> None:
         for name, least in {"batch": 1, "length": 2}.items():

@@ -1,12 +1,13 @@
-"""What a step costs in floating-point operations, and what the device could do meanwhile."""
+"""Floating-point operations of a training step, and model FLOPs utilisation."""
 
 from __future__ import annotations
 
 from dsv3_jax.accounting import active_parameters, flops_per_token
 from dsv3_jax.config import ModelConfig
 
-# Dense bfloat16 operations a second by the beginning of the device's name; longer names first.
-# NVIDIA's data sheets of each product (without sparsity); cloud.google.com/tpu/docs for TPUs.
+# Peak dense bfloat16 FLOP/s by prefix of the device kind. A longer prefix comes before a shorter
+# one that it begins with. Sources: NVIDIA's data sheets (without sparsity),
+# cloud.google.com/tpu/docs.
 _PEAKS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989.4e12,
@@ -23,31 +24,35 @@ _PEAKS = {
 
 
 def training_flops_per_token(config: ModelConfig, length: int) -> float:
-    """``3 (F + M (2 (P_mtp + D W) + A / L))``: forward, and twice that for the backward pass.
+    """Returns ``3 (F + M (2 (P_mtp + D W) + A / L))``: the backward pass takes twice the operations
+    of the forward pass.
 
-    F are the forward operations of one token of the main model in windows of ``length``
-    (:func:`dsv3_jax.accounting.flops_per_token`: 2 an active matrix element, and attention A);
-    each of the M MTP layers adds its own active parameters P_mtp, the shared head (D W), and the
-    attention of one layer of L. What rematerialisation computes again is not counted.
+    F is the number of forward operations per token of the main model in sequences of ``length``
+    tokens (:func:`dsv3_jax.accounting.flops_per_token`): 2 per active matrix element, plus
+    attention A. Each of the M MTP layers adds its own active parameters P_mtp, the shared head (D
+    W), and the attention of one of L layers. Recomputation by ``remat`` is not counted.
     """
     forward = flops_per_token(config, length, "prefill")
     head = config.hidden_size * config.vocab_size
     attention = forward.attention / config.num_hidden_layers
-    extra = 2 * (active_parameters(config).mtp + head) + attention
-    return 3 * (forward.total + config.num_nextn_predict_layers * extra)
+    mtp_layer = 2 * (active_parameters(config).mtp + head) + attention
+    return 3 * (forward.total + config.num_nextn_predict_layers * mtp_layer)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 operations a second of a device; None for one that is not in the table."""
+    """Returns the peak dense bfloat16 FLOP/s of a device, or None if it is unknown."""
     return next((peak for name, peak in _PEAKS.items() if device_kind.startswith(name)), None)
 
 
 def utilisation(
     config: ModelConfig, length: int, tokens_per_second: float, device_kind: str, dtype: str
 ) -> float | None:
-    """Model FLOPs utilisation: operations a second over the peak (PaLM, arXiv 2204.02311, app. B).
+    """Returns the model FLOPs utilisation: achieved divided by peak FLOP/s (PaLM, arXiv 2204.02311,
+    appendix B). It is None if the peak is unknown or the run does not compute in bfloat16.
 
-    None where the peak is not known, or the run computes in another dtype than the peak is for.
+    Args:
+      tokens_per_second: throughput of one device.
+      dtype: dtype of the computation.
     """
     peak = peak_flops(device_kind)
     if peak is None or dtype != "bfloat16":

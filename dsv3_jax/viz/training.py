@@ -1,4 +1,4 @@
-"""A training run: its losses, and how evenly its experts were chosen."""
+"""Plots of a training run: its losses and its expert load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from dsv3_jax.training import record
-from dsv3_jax.training.journal import Row, read_rows
-from dsv3_jax.training.run import EXPERT_LOAD, METRICS
+from dsv3_jax.training.metrics_log import Entry, read_metrics
+from dsv3_jax.training.record import EXPERT_LOAD, METRICS
 from dsv3_jax.viz.canvas import new_figure, save
 from dsv3_jax.viz.routing import draw_load, moe_layer_names
 
@@ -19,81 +19,89 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_NAMED = 16  # lines that a legend names
+_MAX_LABELS = 16  # lines up to which the legend names each of them
 
 
 def draw_run(out: Path) -> tuple[Path, Path]:
-    """Draws ``loss.png`` and ``expert_load.png`` into the directory of a run.
+    """Writes ``loss.png`` and ``expert_load.png`` into the directory of a run and returns their
+    paths.
 
     Raises:
-      ValueError: the directory has no run.json, which names the layers.
+      ValueError: the directory has no run.json.
     """
     model = record.read(out)["model"]
-    rows, last = read_rows(out / METRICS), np.load(out / EXPERT_LOAD)
+    entries, last = read_metrics(out / METRICS), np.load(out / EXPERT_LOAD)
     layers = moe_layer_names(model["first_k_dense_replace"], model["num_hidden_layers"], len(last))
     loss, load = out / "loss.png", out / "expert_load.png"
-    save(losses(rows), loss)
-    save(expert_load(rows, last, layers), load)
+    save(losses(entries), loss)
+    save(expert_load(entries, last, layers), load)
     return loss, load
 
 
-def losses(rows: Sequence[Row], title: str = "") -> Figure:
-    """Next-token and MTP loss over steps, lines in training and points on held-out text."""
+def losses(entries: Sequence[Entry], title: str = "") -> Figure:
+    """Plots the next-token loss and the MTP loss over training steps. Lines show the training
+    losses, and points the losses on held-out text.
+
+    Args:
+      entries: metrics of a run, as ``read_metrics`` returns them.
+    """
     figure = new_figure(7, 4)
     axes = figure.subplots()
-    training = [row for row in rows if "losses" in row]
-    held_out = [row for row in rows if "held_out" in row]
-    for name, label in (("main", "next token"), ("mtp", "MTP, token after next")):
-        steps = [row["step"] for row in training]
-        values = [row["losses"][name] for row in training]
-        (line,) = axes.plot(steps, values, lw=1, label=f"training: {label}")
+    training = [entry for entry in entries if "losses" in entry]
+    held_out = [entry for entry in entries if "held_out" in entry]
+    for name, label in (("main", "next token"), ("mtp", "MTP")):
+        steps = [entry["step"] for entry in training]
+        values = [entry["losses"][name] for entry in training]
+        (line,) = axes.plot(steps, values, lw=1, label=f"{label}, training")
         axes.plot(
-            [row["step"] for row in held_out],
-            [row["held_out"][name] for row in held_out],
+            [entry["step"] for entry in held_out],
+            [entry["held_out"][name] for entry in held_out],
             "o",
             color=line.get_color(),
-            label=f"held out: {label}",
+            label=f"{label}, held out",
         )
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
 def expert_load(
-    rows: Sequence[Row], load: Integer[np.ndarray, "L E"], layers: Sequence[str] | None = None
+    entries: Sequence[Entry], load: Integer[np.ndarray, "L E"], layers: Sequence[str] | None = None
 ) -> Figure:
-    """Each layer's largest load over the mean, step by step; and every expert's at the end.
+    """Plots the maximum load divided by the mean load of each MoE layer over training steps, and a
+    map of the load of every expert at the end.
 
     Args:
-      load: tokens that chose each expert of each MoE layer in the last step, the MTP layers' last.
-      layers: names of the L layers, see :func:`dsv3_jax.viz.routing.moe_layer_names`. None counts
-        MoE layers from 0.
+      entries: metrics of a run, as ``read_metrics`` returns them.
+      load: number of tokens that chose each expert in the last step, in the main model's MoE layers
+        and then in the MTP layers.
+      layers: names of the L layers, see :func:`dsv3_jax.viz.routing.moe_layer_names`. By default
+        MoE layers are numbered from 0.
     """
     from matplotlib import colormaps
 
     names = [f"MoE layer {i}" for i in range(len(load))] if layers is None else layers
-    training = [row for row in rows if "expert_load" in row]
-    steps = [row["step"] for row in training]
-    worst = np.array([row["expert_load"] for row in training]).reshape(len(steps), -1)
+    training = [entry for entry in entries if "expert_load" in entry]
+    steps = [entry["step"] for entry in training]
+    imbalance = np.array([entry["expert_load"] for entry in training]).reshape(len(steps), -1)
     figure = new_figure(8, 7)
     over_steps, by_expert = figure.subplots(2, 1)
-    # From dark to light with depth, MTP layers dashed. Of many lines the first and last are named.
+    # Colours go from dark to light with depth. If there are many lines, the legend names the first
+    # layer, the last layer and the MTP layers.
     for i, name in enumerate(names):
-        drafting = name.startswith("MTP")
+        is_mtp = name.startswith("MTP")
         depth = 0.9 * i / max(len(names) - 1, 1)
-        color = "tab:red" if drafting else colormaps["viridis"](depth)
-        named = len(names) <= _NAMED or i in (0, len(names) - 1) or drafting
-        style = "--" if drafting else "-"
-        over_steps.plot(steps, worst[:, i], style, color=color, lw=1, label=name if named else None)
-    over_steps.plot(steps, worst.mean(axis=1), color="black", lw=1.8, label="mean of the layers")
+        color = "tab:red" if is_mtp else colormaps["viridis"](depth)
+        has_label = len(names) <= _MAX_LABELS or i in (0, len(names) - 1) or is_mtp
+        style, label = "--" if is_mtp else "-", name if has_label else None
+        over_steps.plot(steps, imbalance[:, i], style, color=color, lw=1, label=label)
+    over_steps.plot(steps, imbalance.mean(axis=1), color="black", lw=1.8, label="mean over layers")
     over_steps.set(
-        xlabel="step",
-        ylabel="largest load / mean load",
-        title="load of the busiest expert of each MoE layer",
+        xlabel="step", ylabel="maximum load / mean load", title="expert load imbalance by MoE layer"
     )
     over_steps.grid(alpha=0.3)
     over_steps.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    image = draw_load(by_expert, load, "load of every expert in the last step", layers=names)
+    image = draw_load(by_expert, load, "expert load in the last step", layers=names)
     figure.colorbar(image, ax=by_expert, label="load / mean load")
     return figure

@@ -5,7 +5,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import random_tensors, write_checkpoint
 from tests.training.tiny import CONFIG, RUN, evaluate, step
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dsv3_jax.training.batches import TrainingBatches, counted, held_out_batches
+from dsv3_jax.training.batches import TrainingBatches, held_out_batches, target_count
 
 STREAM = np.arange(1000, 1107).astype(np.uint16)  # a token tells its place
 
@@ -40,7 +40,7 @@ def test_an_epoch_has_every_window_once_and_its_own_offset_and_order():
 def test_a_stream_of_one_window():
     (batch,) = take(TrainingBatches(STREAM[:10], batch=3, length=10, seed=0), 1)
     np.testing.assert_array_equal(batch, np.tile(STREAM[:10], (3, 1)))
-    with pytest.raises(ValueError, match="one window of length 11, got 10 tokens"):
+    with pytest.raises(ValueError, match="one sequence of 11 tokens, got 10 tokens"):
         TrainingBatches(STREAM[:10], batch=1, length=11, seed=0)
 
 
@@ -71,7 +71,7 @@ def test_held_out_batches_cover_the_stream_once():
     np.testing.assert_array_equal(rows.reshape(-1)[:107], STREAM)
     assert (rows.reshape(-1)[107:] == 0).all()
     # Each row predicts all of its tokens but the first; the last one has 7 of 10, and fillings.
-    assert [counted(b, bos=0) for b in batches] == [36, 36, 2 * 9 + 6]
+    assert [target_count(b, bos=0) for b in batches] == [36, 36, 2 * 9 + 6]
 
 
 def test_a_limit_spreads_the_windows():

@@ -10,7 +10,7 @@ import pytest
 from dsv3_jax import ModelConfig, Tokenizer
 from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
-from dsv3_jax.training.losses import counted_places
+from dsv3_jax.training.losses import target_mask
 
 CONFIG = ModelConfig.from_hf(DEMO)
 BOS, EOS = 0, 1
@@ -47,7 +47,7 @@ def test_masks_follow_the_framing(tokenizer):
     stream = pack([(name, text) for name in (*kept, *names(True, 1))], tokenizer, BOS, EOS).train
     assert len(stream) == 2 * length
     for ahead in (1, 2):
-        counted = np.asarray(counted_places(jnp.asarray(stream[None]), BOS, ahead))[0]
+        counted = np.asarray(target_mask(jnp.asarray(stream[None]), BOS, ahead))[0]
         crossing = list(range(length - ahead, length))
         assert np.flatnonzero(~counted).tolist() == crossing
 
@@ -126,15 +126,15 @@ def test_bad_arrays_are_refused(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     assert "not a NumPy file" in refused([tmp_path / "text.npz"])
     np.savez(tmp_path / "train.npz", train=good)
-    assert "lacks the array 'held_out'; it holds train" in refused([tmp_path / "train.npz"])
+    assert "lacks the array 'held_out'; it contains train" in refused([tmp_path / "train.npz"])
     np.save(tmp_path / "square.npy", good.reshape(10, 10))
     assert "int32 of shape (10, 10)" in refused([tmp_path / "square.npy"])
     np.save(tmp_path / "float.npy", good.astype(np.float32))
     assert "float32 of shape (100,)" in refused([tmp_path / "float.npy"])
     np.save(tmp_path / "high.npy", good + 2048)
-    assert "holds token 2048; expected 0 to 2047" in refused([tmp_path / "high.npy"])
+    assert "contains token 2048; expected 0 to 2047" in refused([tmp_path / "high.npy"])
     np.save(tmp_path / "low.npy", good - 1)
-    assert "holds token -1" in refused([tmp_path / "low.npy"])
+    assert "contains token -1" in refused([tmp_path / "low.npy"])
     np.save(tmp_path / "short.npy", good[:24])
     assert "the held_out stream has 0 tokens" in refused([tmp_path / "short.npy"])
     assert "expected one token array" in refused([tmp_path / "short.npy", tmp_path / "low.npy"])

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.training.batches import counted, held_out_batches
+from dsv3_jax.training.batches import held_out_batches, target_count
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
-from dsv3_jax.training.losses import counted_places
+from dsv3_jax.training.losses import target_mask
 from dsv3_jax.training.settings import RunSettings
 from tests.support.running import forward
 from tests.training.tiny import TOKENS
@@ -43,8 +43,8 @@ def test_each_loss_is_the_mean_over_its_own_targets(trainer):
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_counts_on_the_host_are_the_losses_own(ahead):
-    want = int(counted_places(jnp.asarray(TOKENS), 0, ahead).sum())
-    assert counted(TOKENS.astype(np.int32), 0, ahead) == want
+    want = int(target_mask(jnp.asarray(TOKENS), 0, ahead).sum())
+    assert target_count(TOKENS.astype(np.int32), 0, ahead) == want
 
 
 def test_held_out_text_without_a_target_is_refused(trainer):

@@ -112,7 +112,7 @@ def test_processes_add_what_they_hold(monkeypatch):
         return np.stack([halves, other.view(np.uint32)])
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    assert module._over_processes(np.array([3, 2**32 - 1, 2**33], np.uint64)) == [
+    assert module._sum_over_processes(np.array([3, 2**32 - 1, 2**33], np.uint64)) == [
         2,
         2**32 + 4,
         2**34,

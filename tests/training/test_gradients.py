@@ -19,7 +19,7 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.layers.router import Router
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import BIAS, tiny_config
 from tests.support.oracle import Oracle, relative_error, route, sigmoid
 from tests.training.tiny import CONFIG, RUN, TOKENS, as_model, evaluate, gradients, weighted

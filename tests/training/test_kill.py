@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3_jax.training.journal import Row, read_rows
+from dsv3_jax.training.metrics_log import Entry, read_metrics
 from tests.training.tiny import CONFIG
 
 pytestmark = pytest.mark.slow
@@ -60,10 +60,10 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, err
 
 
-def losses(out: Path) -> dict[int, Row]:
+def losses(out: Path) -> dict[int, Entry]:
     """What the steps computed, without what the clock says."""
     clock = ("seconds", "tokens_per_second", "mfu")
-    rows = read_rows(out / "metrics.jsonl")
+    rows = read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     return {row["step"]: {n: row[n] for n in row if n not in clock} for row in rows}
 

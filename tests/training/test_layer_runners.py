@@ -12,7 +12,7 @@ from flax import nnx
 from dsv3_jax.layers.rope import rotation
 from dsv3_jax.model import DeepSeekV3, LayerRunner, one_by_one
 from dsv3_jax.training.layer_runners import layer_runner
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from tests.support.oracle import relative_error
 from tests.training.tiny import RUN, TOKENS, arrays
 

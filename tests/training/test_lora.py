@@ -15,7 +15,8 @@ from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.model import abstract
 from dsv3_jax.training.lora import is_updated
 from dsv3_jax.training.losses import Losses
-from dsv3_jax.training.step import Trainer, TrainingState
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import random_tensors, write_checkpoint
 from tests.support.oracle import Oracle, relative_error
 from tests.support.running import forward

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.model import Aux
-from dsv3_jax.training.losses import counted_places, cross_entropy, losses, totals
+from dsv3_jax.training.losses import count_targets, cross_entropy, losses, target_mask
 from tests.support.running import forward
 from tests.training.tiny import TOKENS, evaluate
 
@@ -74,8 +74,8 @@ def test_counted_places_by_hand():
     """Two documents: 0 5 6 and 0 3 4."""
     tokens = jnp.array([[0, 5, 6, 0, 3, 4]])
     for ahead, want in ((1, [1, 1, 0, 1, 1]), (2, [1, 0, 0, 1]), (3, [0, 0, 0])):
-        np.testing.assert_array_equal(counted_places(tokens, 0, ahead)[0], np.array(want, bool))
-    found = totals(tokens, 0, 2)
+        np.testing.assert_array_equal(target_mask(tokens, 0, ahead)[0], np.array(want, bool))
+    found = count_targets(tokens, 0, 2)
     assert (found.sequences, int(found.main), *map(int, found.mtp)) == (1, 4, 2, 0)
 
 
@@ -86,7 +86,7 @@ def test_shares_of_parts_sum_to_the_batch():
         [logits_for(row, 1, [loss] * 6) for row, loss in zip(rows, (1.0, 2.0), strict=True)]
     )
     tokens = jnp.array(rows)
-    batch = totals(tokens, 0, 0)
+    batch = count_targets(tokens, 0, 0)
     found = run_losses(logits, aux_of(), tokens, 0)
     parts = [
         losses(logits[i : i + 1], aux_of(), tokens[i : i + 1], 0, batch).main for i in range(2)

@@ -17,11 +17,13 @@ from dsv3_jax.model import DeepSeekV3, random_model
 from dsv3_jax.training import record
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
-from dsv3_jax.training.journal import Row, read_rows
 from dsv3_jax.training.losses import Losses
+from dsv3_jax.training.metrics_log import Entry, read_metrics
 from dsv3_jax.training.run import train
 from dsv3_jax.training.settings import RunSettings
-from dsv3_jax.training.step import Metrics, Trainer, TrainingState
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import RUN
 
 SETTINGS = RunSettings(batch=2, length=12, log_every=10, eval_batches=1)
@@ -39,7 +41,7 @@ class StopError(Exception):
     pass
 
 
-def stop_at_once(row: Row) -> None:
+def stop_at_once(row: Entry) -> None:
     raise StopError
 
 
@@ -180,8 +182,8 @@ def test_a_finished_run_can_be_extended(model, tmp_path):
     assert train(model, CORPUS, out, short, SETTINGS).step == 3
     got = train(model, CORPUS, out, CONSTANT, SETTINGS, resume=True)
     assert (got.step, got.finished) == (6, True)
-    assert [row["step"] for row in got.rows] == [0, 1, 3, 4, 6]
-    assert got.rows[-1]["losses"] == want.rows[-1]["losses"]
+    assert [row["step"] for row in got.metrics] == [0, 1, 3, 4, 6]
+    assert got.metrics[-1]["losses"] == want.metrics[-1]["losses"]
     pairs = zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (got, want)), strict=True)
     for one, other in pairs:
         np.testing.assert_array_equal(one, other)
@@ -221,7 +223,7 @@ def test_divergence_names_its_first_step_and_overwrites_nothing(
         "the checkpoint of step 4 is kept"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
-    assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == 4
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 4
 
 
 @pytest.mark.usefixtures("no_evaluation")
@@ -230,7 +232,7 @@ def test_divergence_is_noticed_in_a_run_without_rows(model, tmp_path, monkeypatc
     settings = dataclasses.replace(SETTINGS, log_every=0)
     config = dataclasses.replace(RUN, steps=1000)
     steps = []
-    monkeypatch.setattr(Trainer, "batch", lambda self, tokens: steps.append(1))
+    monkeypatch.setattr(Trainer, "shard_batch", lambda self, tokens: steps.append(1))
     assert "step 5: " in refused(model, CORPUS, tmp_path, config, settings)
     assert len(steps) < 110
 
@@ -239,9 +241,9 @@ def test_divergence_is_noticed_in_a_run_without_rows(model, tmp_path, monkeypatc
 def test_a_request_to_stop_saves_the_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "step", fake_step())
     answers = iter([False, False, True])
-    stopped = train(model, CORPUS, tmp_path, RUN, SETTINGS, stop=lambda: next(answers))
+    stopped = train(model, CORPUS, tmp_path, RUN, SETTINGS, should_stop=lambda: next(answers))
     assert (stopped.step, stopped.finished) == (3, False)
-    assert "held_out" not in stopped.rows[-1], "expected no evaluation of who is in a hurry"
+    assert "held_out" not in stopped.metrics[-1], "expected no evaluation of who is in a hurry"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
     resumed = train(model, CORPUS, tmp_path, RUN, SETTINGS, resume=True)
     assert (resumed.step, resumed.finished) == (RUN.steps, True)
@@ -270,7 +272,7 @@ def test_three_times_the_weights_live(model, tmp_path):
     before = set(map(id, there))
     found = []
 
-    def weigh(row: Row) -> None:
+    def weigh(row: Entry) -> None:
         found.append(live_bytes(before) / size)
         raise StopError
 
@@ -293,4 +295,4 @@ def test_a_trainer_begins_again_only_while_its_model_is_there(model):
     gc.collect()
     with pytest.raises(ValueError, match=r"^init: expected the model that"):
         trainer.init()
-    assert int(trainer.shapes().step.size) == 1
+    assert int(trainer.abstract_state.step.size) == 1

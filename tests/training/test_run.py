@@ -14,11 +14,13 @@ from flax import nnx
 from dsv3_jax.training.batches import TrainingBatches
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import evaluate
-from dsv3_jax.training.journal import Journal, Row, read_rows
 from dsv3_jax.training.losses import Losses
-from dsv3_jax.training.run import Trained, train
+from dsv3_jax.training.metrics_log import Entry, MetricsLog, read_metrics
+from dsv3_jax.training.run import train
+from dsv3_jax.training.session import TrainingResult
 from dsv3_jax.training.settings import RunSettings
-from dsv3_jax.training.step import Metrics, Trainer
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainer import Trainer
 from dsv3_jax.viz.training import draw_run
 from tests.training.tiny import RUN
 
@@ -32,16 +34,16 @@ CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
 CLOCK = ("seconds", "tokens_per_second", "mfu")
 
 
-def timeless(rows: list[Row]) -> list[Row]:
+def timeless(rows: list[Entry]) -> list[Entry]:
     return [{name: row[name] for name in row if name not in CLOCK} for row in rows]
 
 
-def weights(trained: Trained) -> list[np.ndarray]:
+def weights(trained: TrainingResult) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(trained.model))]
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory) -> tuple[Path, Trained]:
+def whole(model, tmp_path_factory) -> tuple[Path, TrainingResult]:
     out = tmp_path_factory.mktemp("runs") / "whole"
     return out, train(model, CORPUS, out, CONFIG, SETTINGS)
 
@@ -53,7 +55,7 @@ class StopError(Exception):
 def stop_after(step: int):
     """A report that ends a run as its death would: with nothing done behind it."""
 
-    def report(row: Row) -> None:
+    def report(row: Entry) -> None:
         if row["step"] >= step:
             raise StopError
 
@@ -66,8 +68,8 @@ def stop_after(step: int):
 def test_rows_come_when_they_are_due(whole):
     """Step 0 evaluates; 1 is logged for what compiled; 3 and 6 for a save; 8 is the end."""
     out, trained = whole
-    rows = read_rows(out / "metrics.jsonl")
-    assert rows == trained.rows
+    rows = read_metrics(out / "metrics.jsonl")
+    assert rows == trained.metrics
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 6, 8]
     assert [row["step"] for row in rows if "held_out" in row] == [0, 4, 8]
     assert trained.finished
@@ -75,7 +77,7 @@ def test_rows_come_when_they_are_due(whole):
 
 
 def test_every_row_has_every_number(whole):
-    rows = whole[1].rows
+    rows = whole[1].metrics
     names = {*Metrics._fields, *CLOCK, "step"}
     assert rows[0].keys() == {"step", "seconds", "held_out"}
     for row in rows[1:]:
@@ -97,7 +99,7 @@ def test_numbers_are_the_trainers(model, whole):
     batches = TrainingBatches(CORPUS.train, 2, 12, seed=5)
     state, rows = (
         trainer.init(),
-        {row["step"]: row for row in read_rows(whole[0] / "metrics.jsonl")},
+        {row["step"]: row for row in read_metrics(whole[0] / "metrics.jsonl")},
     )
     for step in (1, 2):
         state, metrics = trainer.step(state, jnp.asarray(next(batches)))
@@ -112,9 +114,9 @@ def test_numbers_are_the_trainers(model, whole):
 
 def test_held_out_losses_are_the_models(model, whole):
     _, trained = whole
-    for one, row in ((model, trained.rows[0]), (trained.model, trained.rows[-1])):
+    for one, row in ((model, trained.metrics[0]), (trained.model, trained.metrics[-1])):
         assert evaluate(one, CORPUS, CONFIG, SETTINGS) == row["held_out"]
-    assert trained.rows[0]["held_out"] != trained.rows[-1]["held_out"]
+    assert trained.metrics[0]["held_out"] != trained.metrics[-1]["held_out"]
 
 
 def test_the_last_checkpoints_are_there(whole):
@@ -157,10 +159,10 @@ def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "los')  # as a death in the middle of a line would leave it
     resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
-    again = {row["step"]: row for row in timeless(resumed.rows)}
-    assert read_rows(out / "metrics.jsonl") == resumed.rows
-    assert [row["step"] for row in resumed.rows] == sorted(again), "expected no step twice"
-    want = {row["step"]: row for row in timeless(whole[1].rows)}
+    again = {row["step"]: row for row in timeless(resumed.metrics)}
+    assert read_metrics(out / "metrics.jsonl") == resumed.metrics
+    assert [row["step"] for row in resumed.metrics] == sorted(again), "expected no step twice"
+    want = {row["step"]: row for row in timeless(whole[1].metrics)}
     for step, row in want.items():
         assert again[step] == row
     # A session logs its first step besides.
@@ -176,17 +178,17 @@ def test_a_time_limit_ends_a_run_that_can_go_on(model, whole, tmp_path):
     stopped = train(model, CORPUS, out, CONFIG, brief)
     assert not stopped.finished
     assert stopped.step == 1
-    assert "held_out" in stopped.rows[-1]
+    assert "held_out" in stopped.metrics[-1]
     resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
     assert resumed.finished
-    last, want = timeless(resumed.rows)[-1], timeless(whole[1].rows)[-1]
+    last, want = timeless(resumed.metrics)[-1], timeless(whole[1].metrics)[-1]
     assert last == want
 
 
 def test_a_finished_run_is_read_again(model, whole):
     out, trained = whole
     again = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
-    assert again.rows == trained.rows
+    assert again.metrics == trained.metrics
     for one, other in zip(weights(again), weights(trained), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -231,7 +233,7 @@ def test_bad_runs_leave_no_directory(model, tmp_path):
     def with_settings(**changed) -> str:
         return refused(model, tmp_path / "run", settings=dataclasses.replace(SETTINGS, **changed))
 
-    assert "expected at least one window of length 100, got 60" in refused(
+    assert "expected at least one sequence of 100 tokens, got 60" in refused(
         model,
         tmp_path / "run",
         corpus=Corpus(CORPUS.train[:60], CORPUS.held_out),
@@ -263,17 +265,17 @@ def test_bad_settings(name, value):
 
 
 def test_a_run_that_diverges_says_so(tmp_path):
-    journal = Journal(tmp_path / "metrics.jsonl")
-    journal.write({"step": 1, "losses": {"main": 2.0}, "gradient_norm": 1.0})
+    journal = MetricsLog(tmp_path / "metrics.jsonl")
+    journal.append({"step": 1, "losses": {"main": 2.0}, "gradient_norm": 1.0})
     for wrong in (
         {"losses": {"main": float("nan")}, "gradient_norm": 1.0},
         {"losses": {"main": 2.0}, "gradient_norm": float("inf")},
         {"held_out": {"main": float("nan")}},
     ):
         with pytest.raises(ValueError, match=r"step 2: .*the run has diverged"):
-            journal.write({"step": 2, **wrong})
+            journal.append({"step": 2, **wrong})
     journal.close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_row_that_is_damaged_is_named(tmp_path):
@@ -281,4 +283,4 @@ def test_a_row_that_is_damaged_is_named(tmp_path):
     for damaged in ("\0\0\0", "[1]", '{"losses": 1}'):
         path.write_text('{"step": 1}\n' + damaged + '\n{"step": 3}\n')
         with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: expected a JSON object"):
-            read_rows(path)
+            read_metrics(path)

@@ -7,7 +7,7 @@ import pytest
 
 from dsv3_jax.training import schedule
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import RUN, step
 
 LONG = TrainingConfig(
@@ -88,18 +88,24 @@ def test_a_step_follows_the_schedules(trainer: Trainer):
             "final_learning_rate: expected 0 to learning_rate, 0.5, got 0.6",
         ),
         ({"warmup_steps": -1}, "warmup_steps: expected at least 0, got -1"),
-        ({"warmup_steps": 800}, "warmup_steps: expected fewer than 800 of 1000, got 800"),
-        ({"decay_end": 0.4}, "decay_end: expected past 0.4, got 0.4"),
-        ({"decay_start": -0.1}, "decay_start: expected a fraction of steps, 0 to 1, got -0.1"),
+        (
+            {"warmup_steps": 800},
+            "warmup_steps: expected fewer than 800 (decay_end), got 800",
+        ),
+        ({"decay_end": 0.4}, "decay_end: expected more than 0.4, got 0.4"),
+        ({"decay_start": -0.1}, "decay_start: expected a fraction of the steps, 0 to 1, got -0.1"),
         (
             {"mtp_weight_switch": 500.0},
-            "mtp_weight_switch: expected a fraction of steps, 0 to 1, got 500.0",
+            "mtp_weight_switch: expected a fraction of the steps, 0 to 1, got 500.0",
         ),
         (
             {"bias_update_end": 1.5},
-            "bias_update_end: expected a fraction of steps, 0 to 1, got 1.5",
+            "bias_update_end: expected a fraction of the steps, 0 to 1, got 1.5",
         ),
-        ({"betas": (0.9, 1.0)}, "betas: expected two of at least 0, less than 1, got (0.9, 1.0)"),
+        (
+            {"betas": (0.9, 1.0)},
+            "betas: expected two numbers in [0, 1), got (0.9, 1.0)",
+        ),
         ({"mtp_weight": -0.3}, "mtp_weight: expected a number of at least 0, got -0.3"),
         ({"balance_weight": float("inf")}, "balance_weight: expected a number of at least 0, got"),
         ({"clip_norm": 0.0}, "clip_norm: expected a positive number, got 0.0"),

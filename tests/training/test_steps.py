@@ -12,7 +12,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import schedule
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import relative_error
@@ -99,7 +99,7 @@ def test_training_leaves_the_model_it_began_from_alone(model, trainer):
     before, trained = Snapshot(model), []
     for _ in range(2):
         state, _ = trainer.step(trainer.init(), jnp.asarray(TOKENS))
-        trained += [trainer.model(state), trainer.model(state, share=True)]
+        trained += [trainer.model(state), trainer.model(state, copy=False)]
         before.check()
     for each in trained:
         each.lay_out(make_layout("single"))
@@ -109,7 +109,7 @@ def test_training_leaves_the_model_it_began_from_alone(model, trainer):
 def test_a_model_of_a_state_outlives_the_next_step(trainer):
     """Which destroys the state, and a model that shares its arrays."""
     state = trainer.init()
-    kept, shared = trainer.model(state), trainer.model(state, share=True)
+    kept, shared = trainer.model(state), trainer.model(state, copy=False)
     before = [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(kept))]
     trainer.step(state, jnp.asarray(TOKENS))
     for leaf, value in zip(jax.tree.leaves(nnx.state(kept)), before, strict=True):
@@ -222,10 +222,12 @@ def test_float8_weights_do_not_train(tmp_path):
 
 def test_batches_that_do_not_fit_are_refused(model, trainer, thirds):
     with pytest.raises(
-        ValueError, match="tokens: expected rows in multiples of accumulate, 3, got"
+        ValueError, match="tokens: expected a batch size in multiples of accumulate=3, got 4"
     ):
         thirds.step(thirds.init(), jnp.asarray(TOKENS[:4]))
     short = jnp.asarray(TOKENS[:, :2])
     for call in (trainer.step, trainer.evaluate):
-        with pytest.raises(ValueError, match="tokens: expected at least 3 a row, got 2"):
+        with pytest.raises(
+            ValueError, match="tokens: expected sequences of at least 3 tokens, got 2"
+        ):
             call(trainer.init(), short)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.training.step import Trainer, TrainingState
-from dsv3_jax.training.store import Store
+from dsv3_jax.training.checkpoints import CheckpointStore
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import RUN, arrays
 
 
@@ -26,9 +27,9 @@ def at(state, step: int):
 def test_round_trip(state, tmp_path):
     noise = np.random.default_rng(0)
     filled = jax.tree.map(lambda a: jnp.asarray(noise.normal(size=a.shape), a.dtype), state)
-    store = Store(tmp_path, 2)
+    store = CheckpointStore(tmp_path, 2)
     store.save(at(filled, 7), {"next_index": 7})
-    found, batches = Store(tmp_path, 2).restore(7, jax.eval_shape(lambda: filled))
+    found, batches = CheckpointStore(tmp_path, 2).restore(7, jax.eval_shape(lambda: filled))
     assert batches == {"next_index": 7}
     assert jax.tree.structure(found) == jax.tree.structure(filled)
     want = arrays(at(filled, 7))
@@ -38,7 +39,7 @@ def test_round_trip(state, tmp_path):
 
 
 def test_parts_that_are_not_asked_for_are_not_read(state, tmp_path):
-    store = Store(tmp_path, 2)
+    store = CheckpointStore(tmp_path, 2)
     store.save(at(state, 1), {})
     found, _ = store.restore(1, jax.eval_shape(lambda: state)._replace(optimizer=()))
     assert found.optimizer == ()
@@ -49,33 +50,33 @@ def test_parts_that_are_not_asked_for_are_not_read(state, tmp_path):
 
 def test_a_model_without_biases(state, tmp_path):
     bare = at(state._replace(biases={}), 3)
-    store = Store(tmp_path, 1)
+    store = CheckpointStore(tmp_path, 1)
     store.save(bare, {})
     found, _ = store.restore(3, jax.eval_shape(lambda: bare))
     assert found.biases == {}
 
 
 def test_the_last_ones_are_kept(state, tmp_path):
-    store = Store(tmp_path, 2)
+    store = CheckpointStore(tmp_path, 2)
     for step in (2, 4, 6, 8):
         store.save(at(state, step), {"next_index": step})
     assert store.steps() == [6, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
-    assert Store(tmp_path, None).steps() == [6, 8]
+    assert CheckpointStore(tmp_path, None).steps() == [6, 8]
 
 
 SAVES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
 import jax.numpy as jnp
-from dsv3_jax.training.step import TrainingState
-from dsv3_jax.training.store import Store
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.checkpoints import CheckpointStore
 
 class Deadly(dict):
     def items(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
-store = Store(Path(sys.argv[1]), 2)
+store = CheckpointStore(Path(sys.argv[1]), 2)
 state = TrainingState({"w": jnp.ones(3)}, {}, {"m": jnp.ones(3)}, jnp.int32(1))
 store.save(state, {"next_index": 1})
 store.save(state._replace(step=jnp.int32(2)), Deadly(next_index=2))
@@ -89,7 +90,7 @@ def test_a_save_that_was_cut_short_is_not_seen(tmp_path):
     assert died.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2, "expected the second save to have begun"
     like = TrainingState({"w": jnp.ones(3)}, {}, {"m": jnp.ones(3)}, jnp.int32(0))
-    store = Store(tmp_path, 2)
+    store = CheckpointStore(tmp_path, 2)
     assert store.steps() == [1]
     assert store.restore(1, jax.eval_shape(lambda: like))[1] == {"next_index": 1}
     store.save(at(like, 2), {"next_index": 2})

@@ -15,7 +15,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.step import Trainer
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.training.tiny import biases
 

@@ -19,12 +19,14 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3, random_model
+from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.corpus import Corpus
-from dsv3_jax.training.journal import Row, read_rows
+from dsv3_jax.training.metrics_log import Entry, read_metrics
 from dsv3_jax.training.run import train
 from dsv3_jax.training.settings import RunSettings
-from dsv3_jax.training.step import Metrics, Trainer, TrainingState
-from dsv3_jax.training.store import Store
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainer import Trainer
 from sharding import DEFAULT_RULES, Layout, Placement, Rules, make_layout, make_mesh
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.command import run
@@ -93,7 +95,7 @@ def steps(model: DeepSeekV3, count: int = 2, **settings: Any) -> Stepped:
     trainer = Trainer(model, dataclasses.replace(RUN, **settings))
     state, metrics, gradients = trainer.init(), [], {}
     for i in range(count):
-        state, found = trainer.step(state, trainer.batch(TOKENS))
+        state, found = trainer.step(state, trainer.shard_batch(TOKENS))
         metrics.append(jax.device_get(found))
         if i == 0:
             moments = arrays(state.optimizer[1][0].mu)
@@ -190,9 +192,9 @@ def test_no_copies_of_matrices(spread):
 
 @pytest.mark.slow
 def test_one_program_that_takes_its_state_for_itself(spread):
-    assert spread.trainer._jitted_step._cache_size() == 1
+    assert spread.trainer.programs.step._cache_size() == 1
     state = jax.tree.map(jnp.copy, spread.state)
-    spread.trainer.step(state, spread.trainer.batch(TOKENS))
+    spread.trainer.step(state, spread.trainer.shard_batch(TOKENS))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -230,8 +232,8 @@ def test_random_weights_do_not_depend_on_devices():
 
 def collectives(trainer: Trainer) -> dict[str, int]:
     """Of a step, as XLA compiles it; those of one device with itself do not count."""
-    batch = trainer.batch(TOKENS)
-    text = trainer._jitted_step.lower(trainer.shapes(), None, batch).compile().as_text()
+    batch = trainer.shard_batch(TOKENS)
+    text = trainer.programs.step.lower(trainer.abstract_state, None, batch).compile().as_text()
     lines = [line for line in text.splitlines() if "replica_groups={{0},{1}" not in line]
     names = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
     counts = {n: sum(bool(re.search(rf" {n}(-start)?\(", li)) for li in lines) for n in names}
@@ -272,13 +274,13 @@ def test_collectives(directory, spread, name):
 
 @pytest.mark.slow
 def test_saved_on_eight_restored_on_one_and_back(directory, alone, spread, tmp_path):
-    stores = [Store(tmp_path / str(i), 2) for i in range(2)]
+    stores = [CheckpointStore(tmp_path / str(i), 2) for i in range(2)]
     stores[0].save(spread.state, {"next_index": 5})
-    one, batches = stores[0].restore(2, alone.trainer.shapes())
+    one, batches = stores[0].restore(2, alone.trainer.abstract_state)
     assert batches == {"next_index": 5}
     stores[1].save(one, {})
-    eight, _ = stores[1].restore(2, spread.trainer.shapes())
-    shapes = jax.tree.leaves(spread.trainer.shapes())
+    eight, _ = stores[1].restore(2, spread.trainer.abstract_state)
+    shapes = jax.tree.leaves(spread.trainer.abstract_state)
     leaves = [jax.tree.leaves(state) for state in (spread.state, one, eight)]
     for a, b, c, shape in zip(*leaves, shapes, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -286,8 +288,8 @@ def test_saved_on_eight_restored_on_one_and_back(directory, alone, spread, tmp_p
         assert len(b.sharding.device_set) == 1
         assert c.sharding.is_equivalent_to(shape.sharding, c.ndim)
     for trainer, state in ((alone.trainer, one), (spread.trainer, eight)):
-        trainer.step(state, trainer.batch(TOKENS))
-        assert trainer._jitted_step._cache_size() == 1
+        trainer.step(state, trainer.shard_batch(TOKENS))
+        assert trainer.programs.step._cache_size() == 1
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +299,7 @@ def corpus() -> Corpus:
     return Corpus(noise[:1700], noise[1700:])
 
 
-def assert_same_losses(got: list[Row], want: list[Row]):
+def assert_same_losses(got: list[Entry], want: list[Entry]):
     for one, other in zip(got, want, strict=True):
         assert one.keys() == other.keys()
         for part in ("losses", "held_out"):
@@ -324,7 +326,7 @@ def test_a_run_goes_on_elsewhere(directory, corpus, tmp_path):
     model = load(directory, QUICK)
     got = train(model, corpus, tmp_path / "on", config, settings, resume=True)
     assert got.finished
-    assert_same_losses(got.rows, want.rows)
+    assert_same_losses(got.metrics, want.metrics)
     embedding = got.model.embed_tokens.weight.get_value()
     assert embedding.sharding.shard_shape(embedding.shape) == (8, 32)
 
@@ -353,7 +355,7 @@ def test_two_processes(directory, corpus, tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr.count("step 3/3") == 1  # of the first process alone
     assert run("train", *words, "--out", tmp_path / "one") == 0
-    got, want = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    got, want = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     assert_same_losses(got, want)
     prints = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("two", "one"))
     assert len({found["weights"]["fingerprint"] for found in prints}) == 1
@@ -379,14 +381,15 @@ def test_what_does_not_train(directory):
     layout = make_layout("dp_attention_ep", exchange="all_to_all")
     exchanged = dsv3_jax.load(directory, layout=layout)[0]
     refused(
-        "^exchange: expected all_gather to train, .* all_to_all$", lambda: Trainer(exchanged, RUN)
+        "^exchange: expected all_gather for training, .* all_to_all$",
+        lambda: Trainer(exchanged, RUN),
     )
     placed = load(directory, "dp_attention_ep").place_experts(Placement.identity(2, 8))
-    refused("^placement: expected none to train", lambda: Trainer(placed, RUN))
+    refused("^placement: expected none for training", lambda: Trainer(placed, RUN))
     elsewhere = load(directory, None)
     elsewhere.lay_out(LAYOUTS[QUICK]())
     refused(
-        r"^embed_tokens\.weight: expected it to lie as the model's layout says",
+        r"^embed_tokens\.weight: expected the sharding of the model's layout",
         lambda: Trainer(elsewhere, RUN),
     )
 
@@ -394,8 +397,8 @@ def test_what_does_not_train(directory):
 @pytest.mark.slow
 def test_batches_divide_over_the_devices(spread, directory, tmp_path):
     refused(
-        "^tokens: expected rows in multiples of 8 devices x 1 parts, got 12",
-        lambda: spread.trainer.batch(TOKENS[:12]),
+        "^tokens: expected a batch size in multiples of 8 devices, got 12",
+        lambda: spread.trainer.shard_batch(TOKENS[:12]),
     )
     config, settings = dataclasses.replace(RUN, accumulate=2), RunSettings(batch=8, length=12)
     corpus = Corpus(np.ones(900, np.int32), np.ones(100, np.int32))

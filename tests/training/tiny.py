@@ -10,7 +10,9 @@ from flax import nnx
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.losses import Losses
-from dsv3_jax.training.step import Metrics, Trainer, TrainingState
+from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import BIAS, tiny_config
 
 # One MoE layer and one MTP layer.

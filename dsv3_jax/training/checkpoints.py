@@ -1,0 +1,115 @@
+"""Checkpoints of the training state and of the data iterator, written by orbax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from dsv3_jax.training.state import TrainingState
+
+_BATCHES = "batches"
+
+
+class CheckpointStore:
+    """The checkpoints of a run, in a directory with a folder ``<step>`` for each.
+
+    A checkpoint has one orbax item per field of the training state and one for the state of the
+    batch iterator. It is written under a temporary name and renamed when it is complete, so an
+    interrupted save leaves no checkpoint that :meth:`steps` would list.
+
+    Args:
+      directory: directory of the checkpoints, which is created.
+      keep: number of latest checkpoints to keep. None keeps all.
+    """
+
+    def __init__(self, directory: Path, keep: int | None):
+        # At lower levels orbax logs every step of its work to stderr.
+        logging.set_verbosity(logging.ERROR)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            # A save in the background could read arrays that the next step has already overwritten,
+            # because steps donate their state.
+            enable_async_checkpointing=False,
+        )
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    def save(self, state: TrainingState, batches: dict[str, Any]) -> None:
+        """Writes the checkpoint of ``state.step``.
+
+        Args:
+          batches: state of the batch iterator, in JSON types.
+        """
+        items: dict[str, Any] = {
+            name: ocp.args.StandardSave(_named_leaves(field))
+            for name, field in _fields_with_leaves(state).items()
+        }
+        items[_BATCHES] = ocp.args.JsonSave(batches)
+        self._manager.save(int(state.step), args=ocp.args.Composite(**items), force=True)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, in ascending order."""
+        return sorted(self._manager.all_steps())
+
+    def restore(
+        self, step: int, abstract_state: TrainingState
+    ) -> tuple[TrainingState, dict[str, Any]]:
+        """Returns the training state after ``step`` steps, bit for bit, and the state of the batch
+        iterator.
+
+        Args:
+          abstract_state: shapes, dtypes and shardings of the result, as in
+            ``Trainer.abstract_state``. Each device reads only its shards, whatever mesh has saved
+            them. A field without leaves is not read.
+        """
+        fields = _fields_with_leaves(abstract_state)
+        items: dict[str, Any] = {
+            name: ocp.args.StandardRestore(jax.tree.map(_restore_target, _named_leaves(field)))
+            for name, field in fields.items()
+        }
+        items[_BATCHES] = ocp.args.JsonRestore()
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        arrays = {
+            name: jax.tree.unflatten(
+                jax.tree.structure(field),
+                [_to_jax(restored[name][leaf]) for leaf in _named_leaves(field)],
+            )
+            for name, field in fields.items()
+        }
+        return abstract_state._replace(**arrays), restored[_BATCHES]
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _fields_with_leaves(state: TrainingState) -> dict[str, Any]:
+    """Returns the non-empty fields by name. A model whose router scores with a softmax has no
+    biases."""
+    return {name: field for name, field in state._asdict().items() if jax.tree.leaves(field)}
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves by path, such as ``layers.0.self_attn.o_proj.weight``."""
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        # The path is empty if the leaf is the whole tree.
+        leaves[jax.tree_util.keystr(path, simple=True, separator=".") or "value"] = leaf
+    return leaves
+
+
+def _restore_target(leaf: jax.ShapeDtypeStruct) -> np.ndarray | jax.ShapeDtypeStruct:
+    """Returns the form in which orbax restores a leaf: sharded, or as a NumPy array."""
+    if leaf.sharding is not None:
+        return leaf
+    # An array that orbax places on a device is committed to that device. jit would compile another
+    # program for it than for the state that the run began with, and that could round differently.
+    return np.empty(leaf.shape, leaf.dtype)
+
+
+def _to_jax(array: np.ndarray | jax.Array) -> jax.Array:
+    return array if isinstance(array, jax.Array) else jnp.array(array)

@@ -1,0 +1,123 @@
+"""The metrics of a run: metrics.jsonl, with one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv3_jax.files import atomic_write
+from dsv3_jax.training.step import Metrics
+from sharding.distributed import barrier
+
+Entry = dict[str, Any]
+"""One line of metrics.jsonl. :func:`~dsv3_jax.training.run.train` documents its keys."""
+
+
+class MetricsLog:
+    """Appends entries to metrics.jsonl.
+
+    A resumed run continues from a checkpoint and computes the metrics after it again, so entries
+    after the checkpoint are removed first. Only the first process of a run writes the file; the
+    others keep the entries in memory.
+
+    Args:
+      path: the file, which is created if it does not exist.
+      step: last step whose entry is kept.
+    """
+
+    entries: list[Entry]
+    """All entries of the run, in order."""
+
+    def __init__(self, path: Path, step: int = -1):
+        self.entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+        barrier("metrics read")
+        self._file = None
+        if jax.process_index():
+            return
+        atomic_write(path, "".join(map(_line, self.entries)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, entry: Entry) -> None:
+        """Appends an entry.
+
+        Raises:
+          ValueError: a loss or norm in it is not finite.
+        """
+        if message := divergence(entry):
+            raise ValueError(message)
+        self.entries.append(entry)
+        if self._file is not None:
+            self._file.write(_line(entry))
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[Entry]:
+    """Returns the entries of a metrics.jsonl, or none if there is no such file. An incomplete last
+    line is ignored.
+
+    Raises:
+      ValueError: another line is not a JSON object with a step.
+    """
+    return list(_complete_entries(path)) if path.is_file() else []
+
+
+def _complete_entries(path: Path) -> Iterator[Entry]:
+    for number, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return
+        try:
+            entry = json.loads(line)
+            entry["step"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}"
+            ) from None
+        yield entry
+
+
+def _line(entry: Entry) -> str:
+    # JSON has the shortest decimal that is read back as the same float.
+    return json.dumps(entry, allow_nan=False) + "\n"
+
+
+def metrics_entry(step: int, metrics: Metrics) -> Entry:
+    """Returns the entry of one step: ``losses`` and scalars by name, and for each MoE layer the
+    maximum expert load divided by the mean.
+
+    Args:
+      metrics: values on the host.
+    """
+    losses = {name: float(value) for name, value in metrics.losses._asdict().items()}
+    entry: Entry = {"step": step, "losses": losses}
+    for name, value in metrics._asdict().items():
+        if name == "expert_load":
+            load = np.asarray(value)
+            means = np.maximum(load.mean(axis=-1), 1e-9)
+            entry[name] = (load.max(axis=-1) / means).tolist()
+        elif name != "losses":
+            entry[name] = float(value)
+    return entry
+
+
+def divergence(entry: Entry) -> str | None:
+    """Returns a message about the first loss or norm that is not finite, or None if all are."""
+    values = {"gradient_norm": entry.get("gradient_norm", 0.0)}
+    for group in ("losses", "held_out"):
+        values |= {f"{group}.{name}": value for name, value in entry.get(group, {}).items()}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            return (
+                f"step {entry['step']}: {name} is {value}; expected a finite number: "
+                "the run has diverged"
+            )
+    return None

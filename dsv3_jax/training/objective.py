@@ -1,0 +1,106 @@
+"""The training objective and its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float32, Int
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.training import lora
+from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.layer_runners import layer_runner
+from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
+from dsv3_jax.training.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Objective:
+    """The loss ``main + mtp_weight * mtp + balance_weight * balance`` of a model, as pure functions
+    of its parameters. :class:`Losses` documents the three terms.
+
+    ``params`` are the trained parameters in float32: all weights of the model, or low-rank updates
+    of ``frozen`` weights. ``frozen`` is None if all weights are trained. It is an argument because
+    jit would compile the weights of a closure into the program as constants.
+    """
+
+    graph: Any
+    """Structure of the model, an ``nnx.GraphDef``."""
+    model_config: ModelConfig
+    config: TrainingConfig
+
+    def weights(self, params: Tree, frozen: Tree | None) -> Tree:
+        """Returns all weights of the model: the parameters themselves, or the frozen weights plus
+        their low-rank updates."""
+        if frozen is None:
+            return params
+        return lora.merge(frozen, params, self.config.lora_alpha / self.config.lora_rank)
+
+    def losses(
+        self,
+        params: Tree,
+        frozen: Tree | None,
+        biases: Tree,
+        tokens: Int[Array, "B T"],
+        counts: TargetCounts | None = None,
+    ) -> tuple[Losses, Int[Array, "L_moe E"]]:
+        """Returns the losses of a batch and the number of tokens that chose each expert.
+
+        The forward pass uses ``compute_dtype``.
+
+        Args:
+          counts: target counts of the whole batch if ``tokens`` is one of its microbatches.
+        """
+        dtype = jnp.dtype(self.config.compute_dtype)
+        weights = jax.tree.map(lambda w: w.astype(dtype), self.weights(params, frozen))
+        model = nnx.merge(self.graph, weights, biases)
+        logits, aux = model(
+            tokens,
+            return_aux=True,
+            mtp_hidden=self.config.mtp_hidden,
+            run_layers=layer_runner(remat=self.config.remat, scan=self.config.scan_layers),
+        )
+        batch_losses = losses(logits, aux, tokens, self.model_config.bos_token_id, counts)
+        loads = [stats.counts for stats in aux.routing]
+        no_layers = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
+        return batch_losses, jnp.stack(loads) if loads else no_layers
+
+    def gradient(
+        self,
+        params: Tree,
+        frozen: Tree | None,
+        biases: Tree,
+        tokens: Int[Array, "B T"],
+        mtp_weight: Float32[Array, ""],
+    ) -> tuple[Tree, Losses, Int[Array, "L_moe E"]]:
+        """Returns the gradient of a batch's loss with respect to ``params``, its losses and its
+        expert loads, accumulated over ``config.accumulate`` microbatches."""
+        accumulate, balance_weight = self.config.accumulate, self.config.balance_weight
+        mtp_layers = self.model_config.num_nextn_predict_layers
+        counts = count_targets(tokens, self.model_config.bos_token_id, mtp_layers)
+
+        def loss(params: Tree, microbatch: Int[Array, "B T"]):
+            terms, load = self.losses(params, frozen, biases, microbatch, counts)
+            total = terms.main + mtp_weight * terms.mtp + balance_weight * terms.balance
+            return total, (terms, load)
+
+        def gradient(microbatch: Int[Array, "B T"]):
+            grads, (terms, load) = jax.grad(loss, has_aux=True)(params, microbatch)
+            return grads, terms, load
+
+        if accumulate == 1:
+            return gradient(tokens)
+        # Sequence i goes to microbatch i mod n, so that sequences stay on their device.
+        microbatches = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
+        zeros = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, microbatches[0])
+        )
+
+        def add(total: Any, microbatch: Int[Array, "B T"]):
+            return jax.tree.map(jnp.add, total, gradient(microbatch)), None
+
+        return jax.lax.scan(add, zeros, microbatches)[0]

@@ -1,0 +1,48 @@
+"""Checks which models can be trained."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.model import DeepSeekV3
+
+
+def check_trainable(model: DeepSeekV3) -> None:
+    """Checks that the gradient of a model exists and would be correct.
+
+    Args:
+      model: abstract weights (shapes only) are enough.
+
+    Raises:
+      ValueError: the model has float8 weights or an expert placement, its exchange has no gradient,
+        or a parameter does not have the sharding that the model's layout prescribes.
+    """
+    weights = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    for path, weight in weights:
+        if weight.dtype.itemsize == 1:
+            raise ValueError(
+                f"expected a model in bfloat16 or float32 to train, got {weight.dtype} in "
+                f"{'.'.join(map(str, path))}; load it without quantization"
+            )
+    if any(moe.replicas is not None for moe in model.moe_layers()):
+        raise ValueError("placement: expected none for training, got a model with placed experts")
+    layout = model.layout
+    if layout is None:
+        return
+    if layout.exchange_axes and model.moe_layers() and layout.exchange != "all_gather":
+        raise ValueError(
+            "exchange: expected all_gather for training, the only exchange with a gradient; got"
+            f" {layout.exchange}"
+        )
+    shardings = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
+    for path, weight in weights:
+        value = weight.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):  # an abstract model, which is only compiled
+            continue
+        if not value.sharding.is_equivalent_to(shardings[path], value.ndim):
+            raise ValueError(
+                f"{'.'.join(map(str, path))}: expected the sharding of the model's layout,"
+                f" {shardings[path].spec}, got {value.sharding}; see dsv3_jax.load"
+            )

@@ -1,0 +1,182 @@
+"""The Trainer: binds a model's structure and a configuration to the functions of training."""
+
+from __future__ import annotations
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Int, Integer
+
+from dsv3_jax.layers.router import RouterBias
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.training import lora
+from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.losses import Losses, TargetCounts
+from dsv3_jax.training.objective import Objective
+from dsv3_jax.training.optimizer import make_optimizer
+from dsv3_jax.training.programs import make_programs
+from dsv3_jax.training.shardings import state_shardings, weight_shardings
+from dsv3_jax.training.state import TrainingState, init_params, init_state
+from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trainable import check_trainable
+
+
+class Trainer:
+    """Initialises, updates and evaluates the training state of a model.
+
+    A model with a layout trains on the devices of its mesh. Batches are sharded as the layout
+    prescribes. Parameters, gradients and moments have the shardings of the model's parameters.
+
+    Args:
+      model: initial model. Its arrays are not modified. The trainer keeps it alive until the first
+        :meth:`init` or until :meth:`release_model`. Afterwards the trainer keeps only the weights
+        that ``lora_rank`` freezes. An abstract model is enough for ``abstract_state``.
+
+    Attributes:
+      config: the training configuration.
+      model_config: the model's configuration.
+      layout: mesh layout of the model, or None.
+      abstract_state: shapes and dtypes of the training state, and with a layout its shardings.
+      programs: the jitted functions.
+
+    Raises:
+      ValueError: ``lora_rank`` exceeds the rank of a weight, or :func:`check_trainable` refuses the
+        model.
+    """
+
+    def __init__(self, model: DeepSeekV3, config: TrainingConfig):
+        check_trainable(model)
+        self.config = config
+        self.model_config = model.config
+        self.layout = model.layout
+        graph, weights, biases = nnx.split(model, nnx.Param, RouterBias)
+        lora.check_rank(weights, config.lora_rank)
+        self._objective = Objective(graph, model.config, config)
+        self._frozen = weights if config.lora_rank else None
+        self._model: DeepSeekV3 | None = model
+        self._model_reference = weakref.ref(model)
+
+        optimizer = make_optimizer(config)
+        shapes = jax.eval_shape(
+            lambda w, b: init_state(*init_params(w, b, config), optimizer), weights, biases
+        )
+        if self.layout is None:
+            self.abstract_state = shapes
+            self.programs = make_programs(self._objective, optimizer)
+            return
+        sharded = weight_shardings(model, self.layout, weights)
+        params, frozen = (None, sharded) if config.lora_rank else (sharded, None)
+        shardings = state_shardings(shapes, optimizer, self.layout, params)
+        self.abstract_state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings,
+        )
+        self.programs = make_programs(self._objective, optimizer, self.layout, shardings, frozen)
+
+    def init(self) -> TrainingState:
+        """Returns the state before the first step. It shares no array with the model, because steps
+        donate it.
+
+        The first call releases the model. Unless the caller keeps it, the trained parameters and
+        their two moments are then the only arrays in memory. Under ``jax.eval_shape`` the result is
+        the abstract state, and the model is not released.
+
+        Raises:
+          ValueError: the model was released and nothing else has kept it alive.
+        """
+        model = self._model_reference()
+        if model is None:
+            raise ValueError(
+                "init: expected the model that the trainer was made with, but it no longer exists; "
+                "keep a reference to it to initialise a second time"
+            )
+        params, biases = self.programs.init_params(*nnx.state(model, nnx.Param, RouterBias))
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            self.release_model()
+        del model  # before the moments are allocated
+        return self.programs.init_state(params, biases)
+
+    def release_model(self) -> None:
+        """Drops the reference to the initial model. A run that resumes from a checkpoint calls this
+        in place of :meth:`init`."""
+        self._model = None
+
+    def shard_batch(self, tokens: Integer[np.ndarray, "B T"]) -> Int[Array, "B T"]:
+        """Transfers a batch from the host to the devices. All processes of a run call this
+        together, each with the whole batch."""
+        if self.layout is None:
+            return jnp.asarray(tokens)
+        self._check_batch(tokens.shape, 1)
+        sharding, tokens = self.layout.sharding(("batch",)), tokens.astype(np.int32)
+        return jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
+
+    def step(
+        self, state: TrainingState, tokens: Int[Array, "B T"]
+    ) -> tuple[TrainingState, Metrics]:
+        """Performs one optimizer step on a batch and returns the new state. ``state`` is donated
+        and cannot be used afterwards.
+
+        Args:
+          tokens: packed documents, each of which begins with BOS.
+
+        Raises:
+          ValueError: ``accumulate`` times the number of devices in the batch axis does not divide
+            B, or T is too small for the MTP layers.
+        """
+        self._check_batch(tokens.shape, self.config.accumulate)
+        return self.programs.step(state, self._frozen, tokens)
+
+    def evaluate(
+        self, state: TrainingState, tokens: Int[Array, "B T"], counts: TargetCounts | None = None
+    ) -> Losses:
+        """Returns the losses of a batch without updating the state. The batch is not divided into
+        microbatches.
+
+        Args:
+          counts: target counts of several batches together. The result is then the contribution of
+            this batch to their losses.
+
+        Raises:
+          ValueError: the number of devices in the batch axis does not divide B, or T is too small
+            for the MTP layers.
+        """
+        self._check_batch(tokens.shape, 1)
+        return self.programs.evaluate(state, self._frozen, tokens, counts)
+
+    def model(self, state: TrainingState, *, copy: bool = True) -> DeepSeekV3:
+        """Returns the model with the weights of a state. They are float32, or with ``lora_rank``
+        the initial weights plus their updates in the dtype of the initial model.
+
+        Args:
+          copy: whether to copy the arrays of the state. Without copies the model needs no memory of
+            its own, but the next step donates its arrays, and the model is then unusable.
+        """
+        weights, biases = self._objective.weights(state.params, self._frozen), state.biases
+        if self.config.lora_rank:
+            weights = jax.tree.map(lambda w, frozen: w.astype(frozen.dtype), weights, self._frozen)
+        elif copy:
+            weights = jax.tree.map(jnp.copy, weights)
+        if copy:
+            biases = jax.tree.map(jnp.copy, biases)
+        model = nnx.merge(self._objective.graph, weights, biases)
+        model.dtype = model.embed_tokens.weight.dtype
+        return model
+
+    def _check_batch(self, shape: tuple[int, ...], microbatches: int) -> None:
+        B, T = shape
+        devices = 1 if self.layout is None else self.layout.num_shards("batch")
+        if B % (microbatches * devices) or not B:
+            factors = [f"{devices} devices"] if devices > 1 else []
+            if microbatches > 1 or not factors:
+                factors.append(f"accumulate={microbatches}")
+            raise ValueError(
+                f"tokens: expected a batch size in multiples of {' x '.join(factors)}, got {B}"
+            )
+        shortest = self.model_config.num_nextn_predict_layers + 2
+        if shortest > T:
+            raise ValueError(f"tokens: expected sequences of at least {shortest} tokens, got {T}")
