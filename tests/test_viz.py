@@ -6,7 +6,7 @@ import pytest
 from dsv3_jax.viz import save
 from dsv3_jax.viz.acceptance import (
     acceptance_by_class,
-    acceptance_by_place,
+    acceptance_by_position,
     drafted_text,
     frequencies,
     gain_by_depth,
@@ -49,7 +49,7 @@ def test_gpu_loads_are_those_of_the_placement():
     load = np.array([6.0, 2.0, 2.0, 2.0])
     placements = {"in order": np.arange(4), "twice": np.array([0, 1, 2, 0, 3, 1])}
     first, second = gpu_loads(load, placements, 2).axes
-    assert first.get_title() == "in order\nheaviest 1.33x the mean"
+    assert first.get_title() == "in order\nmaximum 1.33x the mean"
     np.testing.assert_allclose(np.reshape(heights(first), (2, 2)).sum(0), [8 / 6, 4 / 6])
     np.testing.assert_allclose(np.reshape(heights(second), (3, 2)).sum(0), [1, 1])
 
@@ -95,7 +95,7 @@ def test_accepted_and_refused_are_told_apart_without_colour():
     assert blue > green > red
     (legend,) = axes.figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert sorted(names) == ["95 % interval", "accepted", "refused"]
+    assert sorted(names) == ["95% interval", "accepted", "rejected"]
 
 
 @pytest.mark.parametrize("name", ["missing/x.png", "x.txt", "x"])
@@ -119,7 +119,7 @@ def test_drafted_text_shades_accepted_drafts_alone():
 
 
 PICTURES = {
-    "by place": lambda: acceptance_by_place({"greedy": (0.9, 0.5), "drawn": (0.7,)}),
+    "by place": lambda: acceptance_by_position({"greedy": (0.9, 0.5), "drawn": (0.7,)}),
     "by depth": lambda: gain_by_depth((0, 1, 3), (1.0, 1.8, 2.5), (10.0, 15.0, 12.0)),
     "text": lambda: drafted_text([["a"], ["\n", "$b$"]], "def $f$"),
     "frequencies": lambda: frequencies(["$x_$", " a"], [0.5, 0.2], {"one": [0.4, 0.3]}),

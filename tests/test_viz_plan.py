@@ -52,8 +52,8 @@ def test_bounds_name_what_binds():
     decode = Roofline(0.002, 0.001, 0.0005, 0.0001, tokens=8, devices=4)
     prefill = Roofline(0.002, 0.001, 1.5, 0.0001, tokens=8, devices=4)
     above, below = bounds({"a step": decode, "prompts": prefill}).axes
-    assert above.get_title() == "a step: weights, 3.0 ms"
-    assert below.get_title() == "prompts: arithmetic, 1,500.0 ms"
+    assert above.get_title() == "a step: 3.0 ms, limited by weights"
+    assert below.get_title() == "prompts: 1,500.0 ms, limited by arithmetic"
     assert [bar.get_width() for bar in above.patches] == pytest.approx([2, 1, 0.5, 0.1])
     assert [bar.get_x() for bar in above.patches] == pytest.approx([0, 2, 0, 0])
 

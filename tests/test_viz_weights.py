@@ -62,7 +62,7 @@ def test_every_line_of_expert_load_is_named():
     load = np.arange(12).reshape(3, 4)
     over_steps, by_expert, _ = expert_load(rows, load, moe_layer_names(3, 5, 3)).axes
     named = [text.get_text() for text in over_steps.get_legend().get_texts()]
-    assert named == ["layer 3", "layer 4", "MTP layer", "mean of the layers"]
+    assert named == ["layer 3", "layer 4", "MTP layer", "mean over layers"]
     assert len(over_steps.lines) == len(named)
     assert [text.get_text() for text in by_expert.get_yticklabels()] == named[:3]
 
@@ -72,15 +72,13 @@ def test_of_many_layers_some_are_named():
     names = moe_layer_names(3, 61, 59)
     over_steps, by_expert, _ = expert_load(rows, np.ones((59, 8), int), names).axes
     named = [text.get_text() for text in over_steps.get_legend().get_texts()]
-    assert named == ["layer 3", "MTP layer", "mean of the layers"]
+    assert named == ["layer 3", "MTP layer", "mean over layers"]
     ticks = [text.get_text() for text in by_expert.get_yticklabels()]
     assert len(ticks) <= 13
     assert (ticks[0], ticks[-1]) == ("layer 3", "MTP layer")
 
 
-@pytest.mark.parametrize(
-    ("names", "says"), [(None, "MoE layer, counted from 0"), (["layer 3"], "")]
-)
+@pytest.mark.parametrize(("names", "says"), [(None, "MoE layer (from 0)"), (["layer 3"], "")])
 def test_maps_without_names_say_how_they_count(names, says):
     axes = load_maps({"text": np.ones((1, 4), int)}, names).axes[0]
     assert axes.get_ylabel() == says

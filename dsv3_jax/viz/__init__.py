@@ -1,11 +1,16 @@
-"""Pictures, of numbers that others have made: every function takes arrays and gives a matplotlib
-``Figure``, which a notebook shows and :func:`save` writes. By module:
+"""Plots of a model's internals, of training runs and of checkpoints.
 
-- ``routing``: expert load, routes of tokens, bias updates, load of GPUs.
-- ``attention``, ``attention_entropy``: forms and variants of attention; how far heads look.
-- ``acceptance``: drafts of the MTP layer.
-- ``mesh``: who holds what, and what travels. ``bounds``, ``frontier``: what a plan says.
-- ``training``, ``balance``, ``weights``: runs, and checkpoints.
+Every function takes arrays and returns a matplotlib ``Figure``, which a notebook displays and
+:func:`save` writes to a file. Modules:
+
+- ``routing``: expert load, routing of tokens, bias updates, load of GPUs.
+- ``attention``, ``attention_entropy``: forms and variants of attention, entropy of its
+  probabilities.
+- ``acceptance``: accepted and rejected drafts of the MTP layer.
+- ``mesh``: shards of each device, and collectives.
+- ``bounds``, ``frontier``: lower bounds on time and upper bounds on throughput, from a plan.
+- ``training``, ``balance``: losses and expert load of training runs.
+- ``weights``: statistics of checkpoints.
 
 matplotlib is an extra: ``pip install 'dsv3-jax[plot]'``.
 """

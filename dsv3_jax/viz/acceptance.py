@@ -1,4 +1,4 @@
-"""Drafts: how many hold, by their place in a step, by depth, by what they are."""
+"""Plots of speculative decoding: acceptance rates, speedup and sampled frequencies."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from dsv3_jax.viz.canvas import new_figure, visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Told apart by all kinds of colour vision and in grey: blue, and hatched light orange.
+# Distinguishable with every kind of colour vision and in grey.
 _ACCEPTED: dict[str, Any] = {"color": "#7fb2e0"}
-_REFUSED: dict[str, Any] = {
+_REJECTED: dict[str, Any] = {
     "facecolor": "#fbe3c8",
     "edgecolor": "#c07a2c",
     "hatch": "///",
     "linewidth": 0,
 }
-_SHADE = "#bcd9f2"  # behind letters
+_SHADE = "#bcd9f2"  # background of accepted drafts in text
 
 
-def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
-    """Share of the drafts at each place of a step that became tokens, a line for each series.
+def acceptance_by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
+    """Plots the acceptance rate of drafts by their position in a decode step, with one line per
+    series.
 
     Args:
-      acceptance: as :attr:`Speculation.acceptance` gives it, by name.
+      acceptance: rates as in :attr:`Speculation.acceptance`, by name of the series.
     """
     figure = new_figure(6, 3.6)
     axes = figure.subplots()
@@ -37,7 +38,7 @@ def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
         axes.plot(range(1, len(values) + 1), values, "o-", label=name)
     axes.set(
         xlabel="position of the draft in its step",
-        ylabel="share of drafts accepted",
+        ylabel="acceptance rate",
         ylim=(0, 1),
     )
     axes.set_xticks(range(1, deepest + 1))
@@ -50,13 +51,19 @@ def acceptance_by_place(acceptance: Mapping[str, Sequence[float]]) -> Figure:
 def gain_by_depth(
     depths: Sequence[int], accept_length: Sequence[float], tokens_per_second: Sequence[float]
 ) -> Figure:
-    """Tokens a step beside all that a step could give, and the speed that comes of it; depth 0 is
-    without drafts."""
+    """Plots tokens per step, with the maximum that a step could give, and tokens per second.
+
+    Args:
+      depths: draft depths; the first is the baseline of the speedup. Depth 0 is without
+        speculation.
+      accept_length: mean number of tokens per step.
+      tokens_per_second: measured throughput.
+    """
     figure = new_figure(9, 3.6)
     steps, speed = figure.subplots(1, 2)
     steps.plot(depths, [d + 1 for d in depths], ":", color="0.4", label="all drafts accepted")
     steps.plot(depths, accept_length, "o-", color="#1f5f99", label="measured")
-    steps.set(xlabel="depth", ylabel="tokens per step", ylim=(0, None))
+    steps.set(xlabel="draft depth", ylabel="tokens per step", ylim=(0, None))
     steps.legend()
     speed.bar(depths, tokens_per_second, 0.6, color="#8cb0d6")
     for depth, value in zip(depths, tokens_per_second, strict=True):
@@ -64,9 +71,8 @@ def gain_by_depth(
         speed.annotate(
             f"{ratio:.2f}x", (depth, value), (0, 2), textcoords="offset points", ha="center"
         )
-    speed.set(xlabel="depth", ylabel="tokens per second", title="on this machine")
+    speed.set(xlabel="draft depth", ylabel="tokens per second", title="throughput on this machine")
     speed.margins(y=0.12)
-    steps.set_title("what a step gives")
     for axes in (steps, speed):
         axes.set_xticks(depths)
         axes.grid(alpha=0.3, axis="y")
@@ -76,22 +82,22 @@ def gain_by_depth(
 def acceptance_by_class(
     classes: Sequence[str], accepted: Integer[np.ndarray, " C"], drafted: Integer[np.ndarray, " C"]
 ) -> Figure:
-    """A bar for each of C classes of tokens, the best first, with its number of drafts and its 95 %
-    interval (Wilson's)."""
-    share = accepted / np.maximum(drafted, 1)
-    order = np.argsort(share)
+    """Plots the acceptance rate of each of C classes of tokens, in descending order, with its
+    number of drafts and its 95% Wilson interval."""
+    rate = accepted / np.maximum(drafted, 1)
+    order = np.argsort(rate)
     low, high = _wilson(accepted[order], drafted[order])
     figure = new_figure(7, 1.2 + 0.42 * len(classes))
     axes = figure.subplots()
     y = np.arange(len(classes))
-    axes.barh(y, share[order], 0.7, label="accepted", **_ACCEPTED)
-    axes.barh(y, 1 - share[order], 0.7, left=share[order], label="refused", **_REFUSED)
-    axes.hlines(y, low, high, color="0.15", lw=1.5, label="95 % interval")
-    for at, i in enumerate(order):
-        axes.annotate(f"{share[i]:.0%}", (0, at), (4, 0), textcoords="offset points", va="center")
+    axes.barh(y, rate[order], 0.7, label="accepted", **_ACCEPTED)
+    axes.barh(y, 1 - rate[order], 0.7, left=rate[order], label="rejected", **_REJECTED)
+    axes.hlines(y, low, high, color="0.15", lw=1.5, label="95% interval")
+    for bar, i in enumerate(order):
+        axes.annotate(f"{rate[i]:.0%}", (0, bar), (4, 0), textcoords="offset points", va="center")
     names = [f"{classes[i]}\n{drafted[i]:,} drafts" for i in order]
     axes.set_yticks(y, names)
-    axes.set(xlim=(0, 1), xlabel="share of drafts")
+    axes.set(xlim=(0, 1), xlabel="fraction of drafts")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
@@ -99,36 +105,37 @@ def acceptance_by_class(
 
 
 def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
-    """Text as it was written, in a fixed pitch, with accepted drafts shaded.
+    """Shows generated text in a fixed pitch, with accepted drafts shaded.
 
     Args:
-      steps: the tokens' texts of each decode step, the model's own last.
+      steps: texts of the tokens of each decode step: accepted drafts, then the model's own token.
+      prompt: text before the generated text, which is not shaded.
     """
     from matplotlib.patches import Rectangle
 
     spans = [(prompt, False)]
     spans += [(text, i < len(step) - 1) for step in steps for i, text in enumerate(step)]
-    boxes, line, column = [], 0, 0
-    for text, drafted in spans:
-        for i, part in enumerate(text.split("\n")):
+    pieces, line, column = [], 0, 0
+    for text, is_draft in spans:
+        for i, piece in enumerate(text.split("\n")):
             if i:
                 line, column = line + 1, 0
-            boxes.append((line, column, part, drafted))
-            column += len(part)
-    wide = max(at + len(part) for _, at, part, _ in boxes)
-    figure = new_figure(0.1 * max(wide, 40) + 0.3, 0.2 * (line + 1) + 0.3)
+            pieces.append((line, column, piece, is_draft))
+            column += len(piece)
+    width = max(40, *(start + len(piece) for _, start, piece, _ in pieces))
+    figure = new_figure(0.1 * width + 0.3, 0.2 * (line + 1) + 0.3)
     axes = figure.subplots()
-    axes.set(xlim=(0, max(wide, 40)), ylim=(line + 1, 0))
+    axes.set(xlim=(0, width), ylim=(line + 1, 0))
     axes.set_axis_off()
-    for at, start, part, drafted in boxes:
-        if drafted and part:
+    for row, start, piece, is_draft in pieces:
+        if is_draft and piece:
             axes.add_patch(
-                Rectangle((start + 0.06, at + 0.06), len(part) - 0.12, 0.88, color=_SHADE)
+                Rectangle((start + 0.06, row + 0.06), len(piece) - 0.12, 0.88, color=_SHADE)
             )
-        for i, letter in enumerate(part):
+        for i, letter in enumerate(piece):
             axes.text(
                 start + i + 0.5,
-                at + 0.5,
+                row + 0.5,
                 letter,
                 family="monospace",
                 fontsize=9,
@@ -140,15 +147,21 @@ def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
 
 
 def frequencies(
-    tokens: Sequence[str], probability: Sequence[float], drawn: Mapping[str, Sequence[float]]
+    tokens: Sequence[str], probability: Sequence[float], sampled: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """The model's probabilities of tokens beside the shares they had in each way to draw."""
+    """Plots the frequencies of sampled tokens, with the model's probabilities as lines.
+
+    Args:
+      tokens: texts of the tokens.
+      probability: the model's probability of each token.
+      sampled: relative frequency of each token, by name of the sampling method.
+    """
     figure = new_figure(1.5 + 0.62 * len(tokens), 3.4)
     axes = figure.subplots()
-    x, width = np.arange(len(tokens)), 0.8 / len(drawn)
-    for i, (name, values) in enumerate(drawn.items()):
-        axes.bar(x + (i - (len(drawn) - 1) / 2) * width, values, width * 0.95, label=name)
-    axes.hlines(probability, x - 0.45, x + 0.45, color="black", lw=1.5, label="the model says")
+    x, width = np.arange(len(tokens)), 0.8 / len(sampled)
+    for i, (name, values) in enumerate(sampled.items()):
+        axes.bar(x + (i - (len(sampled) - 1) / 2) * width, values, width * 0.95, label=name)
+    axes.hlines(probability, x - 0.45, x + 0.45, color="black", lw=1.5, label="model probability")
     axes.set_xticks(
         x,
         [visible(t) for t in tokens],
@@ -157,7 +170,7 @@ def frequencies(
         family="monospace",
         parse_math=False,
     )
-    axes.set(ylabel="share of the draws")
+    axes.set(ylabel="relative frequency")
     axes.legend()
     return figure
 
@@ -165,6 +178,7 @@ def frequencies(
 def _wilson(
     accepted: Integer[np.ndarray, " C"], drafted: Integer[np.ndarray, " C"]
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bounds of the 95% Wilson intervals of acceptance rates."""
     z, n = 1.96, np.maximum(drafted, 1)
     p = accepted / n
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)

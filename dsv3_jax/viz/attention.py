@@ -1,4 +1,5 @@
-"""Pictures of latent attention: where it looks, and what its variants hold, read and compute."""
+"""Plots of latent attention: its probabilities, and the memory, traffic and time of its
+variants."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
 def attention_forms(
     forms: Mapping[str, npt.ArrayLike], words: Sequence[str], title: str = ""
 ) -> Figure:
-    """Where one query looks, a row of squares a head, as several forms of attention compute it.
+    """Plots the attention probabilities of one query as computed by several forms of attention,
+    with one panel per form and one row per head.
 
     Args:
-      forms: probabilities [H, S] of each, by its name.
-      words: the S cached tokens.
+      forms: probabilities [H, S] by name of the form.
+      words: texts of the S cached tokens.
 
     Raises:
-      ValueError: a form that is not [H, S].
+      ValueError: the probabilities of a form do not have shape [H, S].
     """
     arrays = {name: np.asarray(values) for name, values in forms.items()}
     for name, values in arrays.items():
@@ -34,37 +36,37 @@ def attention_forms(
     height = 0.24 * heads + 0.5
     figure = new_figure(max(6.0, 0.3 * len(words) + 1.5), height * len(arrays) + 1.2)
     panels: Any = figure.subplots(len(arrays), 1, sharex=True, squeeze=False)[:, 0]
-    brightest = max(float(values.max()) for values in arrays.values())
+    largest = max(float(values.max()) for values in arrays.values())
     for axes, (name, values) in zip(panels, arrays.items(), strict=True):
-        axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=brightest)
+        axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=largest)
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_yticks(range(heads), [f"head {h}" for h in range(heads)], fontsize=8)
         axes.tick_params(length=0)
-    shown = [visible(word) for word in words]
-    panels[-1].set_xticks(range(len(words)), shown, rotation=90, fontsize=8)
-    figure.colorbar(panels[0].images[0], ax=list(panels), label="probability", shrink=0.8)
+    labels = [visible(word) for word in words]
+    panels[-1].set_xticks(range(len(words)), labels, rotation=90, fontsize=8)
+    figure.colorbar(panels[0].images[0], ax=list(panels), label="attention probability", shrink=0.8)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
 def cache_bytes(sizes: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """Bars of bytes a token in the cache: a panel a model, a bar a way to cache.
+    """Plots the cache size per token, with one panel per model and one bar per variant.
 
     Args:
-      sizes: by the names of the models, bytes by the names of the ways.
+      sizes: bytes by name of the model and name of the variant.
     """
     figure = new_figure(8.0, 0.9 + 0.34 * max(map(len, sizes.values())))
-    _bars(figure, sizes, "kB a token, all layers", 1e-3)
+    _bars(figure, sizes, "kB per token, all layers", 1e-3)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
 def decode_costs(costs: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """Bars of what a decode step costs: a panel a quantity, a bar a variant.
+    """Plots the costs of a decode step, with one panel per quantity and one bar per variant.
 
     Args:
-      costs: by the names of the variants, numbers by the names of the quantities, units in them;
-        all variants have the same quantities.
+      costs: numbers by name of the variant and name of the quantity, which includes the unit. All
+        variants have the same quantities.
     """
     quantities = list(next(iter(costs.values())))
     figure = new_figure(2.4 * len(quantities) + 0.8, 0.9 + 0.34 * len(costs))
@@ -80,19 +82,21 @@ def decode_costs(costs: Mapping[str, Mapping[str, float]], title: str = "") -> F
 def step_times(
     contexts: Sequence[int], milliseconds: Mapping[str, Sequence[float]], title: str = ""
 ) -> Figure:
-    """Lines of a step's time over the cached tokens, one a variant, both axes logarithmic.
+    """Plots the time of a decode step over the number of cached tokens, with one line per variant
+    and logarithmic axes.
 
     Args:
-      milliseconds: by the names of the variants, one a context.
+      contexts: numbers of cached tokens per sequence.
+      milliseconds: times for these numbers, by name of the variant.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = new_figure(7.6, 4.2)
     axes: Any = figure.subplots()
-    # The legend has the order of the lines' ends.
+    # The legend lists the lines in the order of their right ends.
     for name, times in sorted(milliseconds.items(), key=lambda line: -line[1][-1]):
         axes.plot(contexts, times, "o-", ms=4, lw=1.4, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="cached tokens a row", ylabel="ms a step")
+    axes.set(xscale="log", yscale="log", xlabel="cached tokens per sequence", ylabel="ms per step")
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -108,22 +112,22 @@ def step_times(
 def _bars(
     figure: Figure, panels: Mapping[str, Mapping[str, float]], unit: str = "", factor: float = 1
 ) -> None:
-    """A panel a name, side by side; bars across, the first on top, each with its number behind it,
-    times ``factor``."""
+    """Adds panels of horizontal bars, side by side. Each bar shows its value times ``factor``, and
+    the first bar is on top."""
     subplots: Any = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, bars) in zip(subplots, panels.items(), strict=True):
         values = [factor * value for value in bars.values()]
-        drawn = axes.barh(list(bars), values, color="tab:blue", height=0.62)
-        axes.bar_label(drawn, [_number(value) for value in values], padding=3, fontsize=9)
+        patches = axes.barh(list(bars), values, color="tab:blue", height=0.62)
+        axes.bar_label(patches, [_number(value) for value in values], padding=3, fontsize=9)
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel(unit)
         axes.set_xlim(0, 1.3 * max(values))
         axes.set_xticks([])
         axes.tick_params(left=False)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    subplots[0].invert_yaxis()  # shared by all
+    subplots[0].invert_yaxis()  # the panels share the axis
 
 
 def _number(value: float) -> str:
-    """Three digits, or the whole number."""
+    """Formats a number with three significant digits, or as an integer from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

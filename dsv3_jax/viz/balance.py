@@ -1,4 +1,4 @@
-"""Expert load over the steps of several runs."""
+"""Plot that compares the expert load imbalance of several training runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 def balance(
     runs: Mapping[str, tuple[Float[ndarray, " steps"], Float[ndarray, "steps L_moe"]]],
 ) -> Figure:
-    """Largest load over mean load of each MoE layer, thin, and their mean.
+    """Plots the maximum load divided by the mean load over training steps: a thin line per MoE
+    layer and a thick line for their mean.
 
     Args:
-      runs: of each, the steps and the loads.
+      runs: steps, and the imbalance of each layer at these steps, by the run's label.
     """
     figure = new_figure(7, 4)
     axes = figure.subplots()
-    for i, (label, (steps, loads)) in enumerate(runs.items()):
-        axes.plot(steps, loads, color=f"C{i}", lw=0.6, alpha=0.4)
-        axes.plot(steps, loads.mean(axis=1), color=f"C{i}", label=label)
+    for i, (label, (steps, imbalance)) in enumerate(runs.items()):
+        axes.plot(steps, imbalance, color=f"C{i}", lw=0.6, alpha=0.4)
+        axes.plot(steps, imbalance.mean(axis=1), color=f"C{i}", label=label)
     axes.set(
         xlabel="step",
-        ylabel="largest load / mean load",
-        title="thin: each MoE layer; thick: their mean",
+        ylabel="maximum load / mean load",
+        title="expert load imbalance (thin: each MoE layer, thick: mean over layers)",
     )
     axes.grid(alpha=0.3)
     axes.legend()

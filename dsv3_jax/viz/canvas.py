@@ -1,4 +1,4 @@
-"""An empty figure, and a finished one on disk."""
+"""Creating figures and saving them to files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 _DPI = 110
 
 FORMATS = (".png", ".svg", ".pdf")
-"""Suffixes of files that pictures are saved to."""
+"""File name suffixes of the supported picture formats."""
 
 _FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
 def check_matplotlib(what: str) -> None:
-    """For a command to call before it reads anything, which may take an hour.
+    """Checks that matplotlib is installed. Commands call this before they begin work that may take
+    an hour.
+
+    Args:
+      what: flag or feature that needs matplotlib; the message begins with it.
 
     Raises:
-      ValueError: matplotlib, which ``what`` needs, is not installed.
+      ValueError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
@@ -35,15 +39,15 @@ def check_matplotlib(what: str) -> None:
 
 
 def check_picture(what: str, path: str | Path) -> None:
-    """Checks that a picture can be saved at ``path``, for a command to call before it begins work
+    """Checks that a picture can be saved at ``path``. Commands call this before they begin work
     that may take an hour.
 
     Args:
-      what: the flag or argument that the path came with; messages begin with it.
+      what: flag or argument with the path; messages begin with it.
 
     Raises:
-      ValueError: matplotlib is not installed; the path ends with none of .png, .svg and .pdf, is a
-        directory, or is in one that does not exist or cannot be written to.
+      ValueError: matplotlib is not installed; the path does not end with .png, .svg or .pdf; it is
+        a directory; or its directory does not exist or cannot be written.
     """
     check_matplotlib(what)
     path = Path(path)
@@ -59,7 +63,7 @@ def check_picture(what: str, path: str | Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Of so many inches.
+    """Returns an empty figure, with its size in inches.
 
     Raises:
       ValueError: matplotlib is not installed.
@@ -68,7 +72,8 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that notebooks show although pyplot, which keeps all of its own, has no part."""
+        """A figure that notebooks display, although it was not created by pyplot, which would keep
+        every figure in memory."""
 
         def _repr_png_(self) -> bytes:
             content = io.BytesIO()
@@ -79,8 +84,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes the picture in the format that the path ends with. A file that was there is replaced
-    only by a finished picture.
+    """Writes a figure to a file, in the format of the file name's suffix. An existing file is
+    replaced only when the new picture is complete.
 
     Raises:
       ValueError: as :func:`check_picture`.
@@ -93,5 +98,6 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def visible(text: str) -> str:
-    """A token's text as a label: escapes for what has no shape, ␣ for a run of spaces."""
+    """Returns the text of a token as a label, with escape sequences for control characters and ␣
+    for a run of spaces."""
     return re.sub(" +", "␣", repr(text)[1:-1])

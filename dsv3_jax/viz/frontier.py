@@ -1,4 +1,4 @@
-"""Throughput of devices against what a user sees, over batches."""
+"""Plot of throughput against speed per user, over batch sizes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ if TYPE_CHECKING:
 
 
 def frontier(points: list[Point], title: str) -> Figure:
-    """Tokens a second of a device over those of a user; each point says how many rows it has."""
+    """Plots tokens per second per device over tokens per second per user. Each point is labelled
+    with its batch size."""
     figure = new_figure(7.5, 4.8)
-    from matplotlib.ticker import LogLocator, NullFormatter  # new_figure says where it is missing
+    # Imported after new_figure, which checks that matplotlib is installed.
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = figure.subplots()
-    drafts = f"MTP, {ACCEPTED:.0%} of drafts accepted"
-    kinds = ((False, "no speculation", "o-", -1), (True, drafts, "s--", 1))
+    speculation = f"MTP, {ACCEPTED:.0%} acceptance"
+    kinds = ((False, "no speculation", "o-", -1), (True, speculation, "s--", 1))
     for mtp, label, style, side in kinds:
-        of_kind = [point for point in points if point.mtp == mtp]
-        if not of_kind:
+        curve = [point for point in points if point.mtp == mtp]
+        if not curve:
             continue
         (line,) = axes.plot(
-            [point.tokens_per_s_per_user for point in of_kind],
-            [point.tokens_per_s_per_device for point in of_kind],
+            [point.tokens_per_s_per_user for point in curve],
+            [point.tokens_per_s_per_device for point in curve],
             style,
             ms=4,
             lw=1.2,
             label=label,
         )
-        for point in of_kind:
+        for point in curve:
             axes.annotate(
                 f"{point.batch:,}",
                 (point.tokens_per_s_per_user, point.tokens_per_s_per_device),
@@ -54,7 +56,7 @@ def frontier(points: list[Point], title: str) -> Figure:
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
-    # Below the axes, where it hides no point.
-    said = "decoding; numbers: sequences on all devices"
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, title=said)
+    # The legend is below the axes, where it covers no point.
+    note = "decoding; point labels: batch size over all devices"
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, title=note)
     return figure
