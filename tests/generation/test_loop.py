@@ -1,4 +1,4 @@
-"""Cached, chunked, batched generation against whole forward passes, and row against row."""
+"""Generation with cache, chunks and batches, compared with whole forward passes."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
 from dsv3_jax.kv_cache import LatentKVCache
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 
-# One token, some, more than any chunk here, more than a page of the cache.
+# One token, a few, more than any chunk here, more than a page of the cache.
 PROMPTS = [
     [7],
     letters("what"),
@@ -24,7 +24,7 @@ PROMPTS = [
 ]
 STEPS = 14
 
-# float32 sums of a few hundred terms in another order, through three layers and a softmax.
+# For float32 sums of a few hundred terms in another order, three layers and a softmax.
 LOGPROB_TOLERANCE = 1e-4
 
 
@@ -36,7 +36,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def expected(forward):
-    """Greedy generation by hand: the whole forward pass again for every token."""
+    """Greedy generation with a whole forward pass for every token."""
     chosen = []
     for prompt in PROMPTS:
         tokens = list(prompt)
@@ -48,7 +48,7 @@ def expected(forward):
 
 
 class TestGreedy:
-    # `generator` has chunks of 4, and is held to whole passes by most of the other tests.
+    # Most of the other tests compare `generator`, which has chunks of 4, with whole passes.
     @pytest.mark.parametrize(
         "chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16]
     )
@@ -61,15 +61,15 @@ class TestGreedy:
         assert [c.prompt_tokens for c in out] == [len(p) for p in PROMPTS]
         assert [c.finish_reason for c in out] == ["length"] * len(PROMPTS)
 
-    def test_padding_rows_of_the_embedding_are_left_out(self, generator, forward):
-        """The tokenizer has 152 tokens and the model 160 rows."""
+    def test_padding_of_the_embedding_is_never_selected(self, generator, forward):
+        """The tokenizer has 152 tokens and the embedding 160 rows."""
         prompt = PROMPTS[1]
         out = generator.generate(prompt, max_new_tokens=60, ignore_eos=True)[0]
         logits = forward([*prompt, *out.tokens])[len(prompt) - 1 : -1]
         assert out.tokens == logits[:, :VOCAB_SIZE].argmax(axis=-1).tolist()
         assert (logits.argmax(axis=-1) >= VOCAB_SIZE).any(), "padding would have been chosen"
-        drawn = generator.generate(prompt, max_new_tokens=60, temperature=50.0, ignore_eos=True)[0]
-        assert max(drawn.tokens) < VOCAB_SIZE
+        hot = generator.generate(prompt, max_new_tokens=60, temperature=50.0, ignore_eos=True)[0]
+        assert max(hot.tokens) < VOCAB_SIZE
 
     def test_the_longest_prompt_has_room_for_one_token(self, generator, forward):
         prompt = [(7 * i) % 150 for i in range(MAX_LEN - 1)]
@@ -107,10 +107,12 @@ DEFAULTS = {
 
 
 def run(generator, *numbers, **settings):
-    """Those of REQUESTS, in one call."""
-    rows = [DEFAULTS | REQUESTS[n] for n in numbers]
-    columns = {name: [row[name] for row in rows] for name in DEFAULTS}
-    return generator.generate([r["prompt"] for r in rows], ignore_eos=True, **columns, **settings)
+    """Generates the given ones of REQUESTS in one call."""
+    requests = [DEFAULTS | REQUESTS[n] for n in numbers]
+    columns = {name: [request[name] for request in requests] for name in DEFAULTS}
+    return generator.generate(
+        [r["prompt"] for r in requests], ignore_eos=True, **columns, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +124,18 @@ class TestBatches:
     @pytest.mark.parametrize(
         "numbers", [(0, 1, 2), (2, 0, 1), (3, 4, 5), (6, 3, 2), (4, 4, 4), (5, 6, 1, 0)]
     )
-    def test_company_and_order_change_nothing(self, generator, alone, numbers):
+    def test_other_sequences_and_their_order_do_not_matter(self, generator, alone, numbers):
         for n, got in zip(numbers, run(generator, *numbers), strict=True):
-            assert got == alone[n]  # tokens, text, and log-probabilities to the last bit
+            assert got == alone[n]  # tokens, text, and log-probabilities bit for bit
 
     def test_all_at_once(self, generator, alone):
-        """More than the largest batch: several batches, in the order of the prompts."""
+        """More prompts than the largest batch size run in several batches, in their order."""
         assert list(run(generator, *range(len(REQUESTS)))) == alone
 
     @pytest.mark.slow
     def test_smaller_programs(self, ladder, alone):
-        """Other batch sizes may round otherwise, but not so that a token of these changes."""
-        out = run(ladder, *range(len(REQUESTS)))  # three batches of two and one of one
+        """Other batch sizes may round differently, but these tokens do not change."""
+        out = run(ladder, *range(len(REQUESTS)))  # three batches of size 2 and one of size 1
         for got, expected in zip(out, alone, strict=True):
             assert got.tokens == expected.tokens
             np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=LOGPROB_TOLERANCE)
@@ -164,7 +166,7 @@ class TestSeveralOfOnePrompt:
         assert list(same) == [out[2]] * 4
 
     def test_n_completions_a_prompt(self, generator):
-        """More than a batch has room for, the first prompt's first."""
+        """More than a batch; those of the first prompt come first."""
         out = generator.generate(PROMPTS[:2], **SAMPLED, n=3, seed=[5, 9])
         alone = [
             generator.generate(prompt, **SAMPLED, seed=seed + j)[0]
@@ -193,24 +195,24 @@ class TestSeveralOfOnePrompt:
 
 
 class TestSettingsReachTheSampler:
-    """No setting may be dropped, mixed up with another or given to another row."""
+    """Each setting is applied, to the right sequence."""
 
     @pytest.mark.parametrize("number", range(len(REQUESTS)))
     def test_against_sampling_from_whole_forward_passes(self, generator, forward, number):
-        row = DEFAULTS | REQUESTS[number]
+        request = DEFAULTS | REQUESTS[number]
         others = [n for n in (0, 3, 6) if n != number][:2]
         out = run(generator, others[0], number, others[1])[1]
-        assert len(out.tokens) == row["max_new_tokens"]
-        tokens = [*row["prompt"], *out.tokens]
-        begin = len(row["prompt"])
+        assert len(out.tokens) == request["max_new_tokens"]
+        tokens = [*request["prompt"], *out.tokens]
+        begin = len(request["prompt"])
         logits = forward(tokens)[begin - 1 : -1]
         logits[:, VOCAB_SIZE:] = -np.inf
         n = len(out.tokens)
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        settings = {name: np.full(n, row[name]) for name in names}
+        settings = {name: np.full(n, request[name]) for name in names}
         sampling = Sampling.pack(stop_tokens=np.full((n, 1), -1), **settings)
-        drawn = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
-        assert out.tokens == drawn.tolist()
+        sampled = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
+        assert out.tokens == sampled.tolist()
 
     @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
     def test_one_token_left_is_greedy(self, generator, narrow):
@@ -245,7 +247,7 @@ class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 1.7])
     @pytest.mark.parametrize("n", [1, 5, 20])
     def test_against_the_whole_forward_pass(self, generator, forward, n, temperature):
-        """They are the model's own, whatever the temperature and the filters."""
+        """Log-probabilities do not depend on temperature and filters."""
         settings = {"temperature": temperature, "top_k": 40, "seed": 8, "ignore_eos": True}
         out = generator.generate(PROMPTS, max_new_tokens=12, logprobs=n, **settings)
         for prompt, got in zip(PROMPTS, out, strict=True):
@@ -254,19 +256,19 @@ class TestLogprobs:
             chosen = expected[np.arange(12), got.tokens]
             np.testing.assert_allclose(got.logprobs, chosen, rtol=0, atol=LOGPROB_TOLERANCE)
             assert len(got.top_logprobs) == 12
-            for place, top in enumerate(got.top_logprobs):
+            for position, top in enumerate(got.top_logprobs):
                 ids, values = zip(*top, strict=True)
                 assert len(set(ids)) == n
                 assert list(values) == sorted(values, reverse=True)
                 np.testing.assert_allclose(
-                    values, np.sort(expected[place])[::-1][:n], rtol=0, atol=LOGPROB_TOLERANCE
+                    values, np.sort(expected[position])[::-1][:n], rtol=0, atol=LOGPROB_TOLERANCE
                 )
                 np.testing.assert_allclose(
-                    values, expected[place, list(ids)], rtol=0, atol=LOGPROB_TOLERANCE
+                    values, expected[position, list(ids)], rtol=0, atol=LOGPROB_TOLERANCE
                 )
-                assert ids[0] == expected[place].argmax()
-                if got.tokens[place] in ids:
-                    assert dict(top)[got.tokens[place]] == got.logprobs[place]
+                assert ids[0] == expected[position].argmax()
+                if got.tokens[position] in ids:
+                    assert dict(top)[got.tokens[position]] == got.logprobs[position]
 
     def test_asking_changes_nothing_else(self, generator):
         settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "ignore_eos": True}
@@ -277,7 +279,7 @@ class TestLogprobs:
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-class TestFinishedRows:
+class TestFinishedSequences:
     S = 40
     LENGTHS = (9, 5, 1, 3)
     FINISHED = (STOPPED, FULL, RUNNING, RUNNING)
@@ -322,21 +324,21 @@ class TestFinishedRows:
         assert after.lengths.tolist() == [9, 5, 8, 6]
         assert after.cache.lengths.tolist() == [8, 4, 7, 5]
         assert after.finished.tolist() == [STOPPED, FULL, RUNNING, FULL]
-        self.check_unchanged(before, after, rows=(0, 1))
-        # Row 3 is full by now as well: nothing but row 2 goes on.
+        self.check_unchanged(before, after, sequences=(0, 1))
+        # Sequence 3 is full too; only sequence 2 continues.
         later = step(weights, after, jnp.int32(100))
         assert later.steps == 7 + 22
         assert later.lengths.tolist() == [9, 5, 30, 6]
-        self.check_unchanged(after, later, rows=(0, 1, 3))
+        self.check_unchanged(after, later, sequences=(0, 1, 3))
         last = step(weights, later, jnp.int32(100))
-        assert last.steps == later.steps, "no row is running, so nothing may run"
-        self.check_unchanged(later, last, rows=range(4))
+        assert last.steps == later.steps, "no sequence is running, so no step may run"
+        self.check_unchanged(later, last, sequences=range(4))
 
-    def check_unchanged(self, before: DecodeState, after: DecodeState, rows) -> None:
+    def check_unchanged(self, before: DecodeState, after: DecodeState, sequences) -> None:
         for name in ("tokens", "lengths", "finished", "logprobs", "top_tokens", "top_logprobs"):
-            for b in rows:
+            for b in sequences:
                 old, new = (np.asarray(getattr(state, name))[b] for state in (before, after))
-                np.testing.assert_array_equal(new, old, err_msg=f"{name} of row {b}")
-        pages = np.asarray(before.cache.block_tables)[list(rows)].ravel()
+                np.testing.assert_array_equal(new, old, err_msg=f"{name} of sequence {b}")
+        pages = np.asarray(before.cache.block_tables)[list(sequences)].ravel()
         for old, new in zip(before.cache.pages, after.cache.pages, strict=True):
             np.testing.assert_array_equal(np.asarray(new)[pages], np.asarray(old)[pages])

@@ -1,7 +1,7 @@
-"""Drawn tokens keep the model's distribution: 200,704 generations a setting, two tokens jointly.
+"""Sampled tokens keep the model's distribution: 200,704 generations per setting.
 
-Speculation of every kind against the exact joint probabilities of the first two tokens, which a
-vocabulary of 8 makes 64. The whole Generator runs, MTP cache, verification, filters and all.
+Every kind of speculation is compared with the exact joint probabilities of the first two tokens. A
+vocabulary of 8 gives 64 pairs. The whole Generator runs, including MTP cache and filters.
 """
 
 import numpy as np
@@ -9,15 +9,15 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.generator import Generator
-from tests.generation.test_sampling import Row, bound, chi_square, reference
+from tests.generation.test_sampling import Options, bound, chi_square, reference
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.running import forward, optimized
 
 pytestmark = pytest.mark.slow
 
-W, ROWS, CALLS = 8, 4096, 49
-PROMPT = [2, 3, 5, 6, 2, 3]  # 2 3 was followed by 5 6: what the n-gram drafter offers
-SETTINGS: list[Row] = [
+W, BATCH, CALLS = 8, 4096, 49
+PROMPT = [2, 3, 5, 6, 2, 3]  # the n-gram drafter proposes 5 6, which followed 2 3
+SETTINGS: list[Options] = [
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.6, "top_p": 0.8},
 ]
@@ -47,17 +47,17 @@ def generator(tmp_path_factory) -> Generator:
     )
     write_checkpoint(directory, config, random_tensors(config, seed=5))
     model, _ = dsv3_jax.load(directory)
-    made = optimized(Generator(model, None, 16, batch_sizes=(ROWS,), prefill_chunk=4))
+    made = optimized(Generator(model, None, 16, batch_sizes=(BATCH,), prefill_chunk=4))
     made.model = model
     return made
 
 
-def exact(generator: Generator, row: Row) -> np.ndarray:
-    """P(first token, second token) [W, W] in float64, from whole forward passes."""
+def exact_probabilities(generator: Generator, options: Options) -> np.ndarray:
+    """Returns P(first token, second token) [W, W] in float64, from whole forward passes."""
 
     def filtered(logits: np.ndarray) -> np.ndarray:
-        scaled = logits.astype(np.float64) / row["temperature"]
-        keep, margin = reference(scaled.astype(np.float32), row)
+        scaled = logits.astype(np.float64) / options["temperature"]
+        keep, margin = reference(scaled.astype(np.float32), options)
         assert margin > 1e-4, "too close to a threshold for float32"
         weights = np.where(keep, np.exp(scaled - scaled.max()), 0.0)
         return weights / weights.sum()
@@ -68,22 +68,22 @@ def exact(generator: Generator, row: Row) -> np.ndarray:
     return first[:, None] * np.stack([filtered(logits[t, -1]) for t in range(W)])
 
 
-def draw(
-    generator: Generator, row: Row, draft: str, depth: int | str = 2
+def count_pairs(
+    generator: Generator, options: Options, draft: str, depth: int | str = 2
 ) -> tuple[np.ndarray, float]:
-    """How often each pair came, and the acceptance rate."""
+    """Generates many times. Returns the count of each pair, and the acceptance rate."""
     pairs = np.zeros((W, W), int)
     drafted = accepted = 0
     for call in range(CALLS):
-        seeds = range(call * ROWS, (call + 1) * ROWS)
+        seeds = range(call * BATCH, (call + 1) * BATCH)
         out = generator.generate(
-            [PROMPT] * ROWS,
+            [PROMPT] * BATCH,
             max_new_tokens=3,
             ignore_eos=True,
             seed=seeds,
             draft=draft,
             draft_depth=depth,
-            **row,
+            **options,
         )
         for completion in out:
             pairs[completion.tokens[0], completion.tokens[1]] += 1
@@ -93,7 +93,7 @@ def draw(
 
 
 def check_lossless(pairs: np.ndarray, joint: np.ndarray) -> None:
-    """Chi-square over the possible pairs, rare ones pooled."""
+    """Checks the counts of possible pairs by a chi-square test, with rare pairs pooled."""
     assert not pairs[joint == 0].any()
     expected = joint * pairs.sum()
     common = expected > 10
@@ -108,28 +108,28 @@ def check_lossless(pairs: np.ndarray, joint: np.ndarray) -> None:
 CASES = [
     ("mtp", 2, SETTINGS[0]),
     ("mtp", 2, SETTINGS[1]),
-    ("mtp", "auto", SETTINGS[0]),  # depths follow acceptance and the clock
+    ("mtp", "auto", SETTINGS[0]),  # depths depend on acceptance and measured times
     ("ngram", 2, SETTINGS[0]),
     ("ngram", 2, SETTINGS[1]),
 ]
 
 
-@pytest.mark.parametrize(("draft", "depth", "row"), CASES, ids=str)
-def test_joint_of_two_tokens(generator, draft, depth, row):
-    joint = exact(generator, row)
-    pairs, acceptance = draw(generator, row, draft, depth)
+@pytest.mark.parametrize(("draft", "depth", "options"), CASES, ids=str)
+def test_joint_of_two_tokens(generator, draft, depth, options):
+    joint = exact_probabilities(generator, options)
+    pairs, acceptance = count_pairs(generator, options, draft, depth)
     assert pairs.sum() > 200_000
     check_lossless(pairs, joint)
     assert 0.05 < acceptance < 0.95, "nothing would be tested"
 
 
-@pytest.mark.parametrize("row", SETTINGS, ids=str)
-def test_accepting_always_fails_it(generator, row):
-    """The planted bug, against the very same check; its drafts are the model's MTP layer's."""
-    joint = exact(generator, row)
-    pairs, _ = draw(generator, row, "synthetic:1")
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_accepting_always_fails_it(generator, options):
+    """A deliberate defect fails the same check: all drafts of the MTP layer are accepted."""
+    joint = exact_probabilities(generator, options)
+    pairs, _ = count_pairs(generator, options, "synthetic:1")
     assert pairs.sum() > 200_000
-    possible = np.where(joint > 0, pairs, 0)  # top_p aside, which alone would give it away
+    possible = np.where(joint > 0, pairs, 0)  # without impossible pairs, which alone would fail
     for seen in (pairs, possible):
         with pytest.raises(AssertionError):
             check_lossless(seen, joint)

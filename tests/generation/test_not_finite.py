@@ -1,4 +1,4 @@
-"""A model that computes NaN or an infinity: an error, with what was generated before."""
+"""A model that computes NaN or an infinity: an error that contains the tokens before it."""
 
 import contextlib
 import json
@@ -22,11 +22,11 @@ PROMPTS = [letters("some prompt"), letters("quiz"), [7]]
 def edited(
     generator: Generator, model: DeepSeekV3, edit: Callable[[DeepSeekV3], None]
 ) -> Iterator[None]:
-    """The generator with a changed copy of its model; nothing is compiled."""
+    """Replaces the generator's model by an edited copy. Nothing is compiled."""
     graph, state = nnx.split(model)
-    broken = nnx.merge(graph, jax.tree.map(lambda x: x, state))
-    edit(broken)
-    generator.use(broken)
+    copy = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+    edit(copy)
+    generator.use(copy)
     try:
         yield
     finally:
@@ -65,11 +65,11 @@ def test_everywhere(generator, tiny):
         stream = generator.stream(PROMPTS[0], **SETTINGS)
         with pytest.raises(NonFiniteLogitsError, match="expected finite logits"):
             next(stream)
-        assert generator.warm_up(4) > 0  # its prompt is nobody's
+        assert generator.warm_up(4) > 0  # ignores the logits of its made-up prompt
 
 
 def test_latents_of_the_prompt(generator, tiny):
-    """The first decode step meets them, in the sequence that has them alone."""
+    """The first decode step detects NaN in the only sequence whose cache contains it."""
     poisoned = letters("q")[0]
     want = [c.tokens for c in generator.generate(PROMPTS, **SETTINGS)]
     assert not any(poisoned in tokens for tokens in want)
@@ -78,7 +78,7 @@ def test_latents_of_the_prompt(generator, tiny):
         assert str(error).startswith("prompt 1: expected finite logits for position 4 ")
         assert [c.finish_reason for c in error.generation][1] == "error"
         assert error.generation[1].tokens == []
-        # Others have what they had by then, and would go on unharmed.
+        # The others have the tokens so far, and are unaffected without the first one.
         for b in (0, 2):
             tokens = error.generation[b].tokens
             assert tokens
@@ -87,7 +87,7 @@ def test_latents_of_the_prompt(generator, tiny):
         assert [c.tokens for c in clean] == [want[0], want[2]]
 
 
-def test_behind_tokens_that_were_good(generator, tiny):
+def test_after_finite_tokens(generator, tiny):
     want = generator.generate(PROMPTS[0], **SETTINGS)[0].tokens
     at = next(i for i in range(3, 12) if want[i] not in [*want[:i], *PROMPTS[0]])
     with edited(generator, tiny, set_rows("embed_tokens", want[at], jnp.nan)):
@@ -101,7 +101,7 @@ def test_behind_tokens_that_were_good(generator, tiny):
 
 @pytest.mark.parametrize("infinity", [float("inf"), -float("inf")])
 def test_infinities(generator, tiny, infinity):
-    """One logit is +inf or -inf: which of both, the hidden state decides."""
+    """One logit is +inf or -inf; its sign depends on the hidden state."""
     row = jnp.zeros(tiny.config.hidden_size).at[5].set(infinity)
     with edited(generator, tiny, set_rows("lm_head", 40, row)):
         error = run(generator, PROMPTS)

@@ -1,4 +1,4 @@
-"""What a call reports of itself while it runs."""
+"""The progress that a call reports while it runs."""
 
 from dsv3_jax.generation import step_times
 from tests.generation.fragments import letters
@@ -7,8 +7,7 @@ PROMPTS = [letters(text) for text in ("one", "another", "a third", "four", "five
 
 
 def test_tokens_of_all_prompts_so_far(generator, monkeypatch):
-    """Over several batches too, here of four and one: the numbers rise, and the last is that of all
-    tokens."""
+    """The numbers rise over two batches, of four and one, and the last is the total."""
     monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 0.0)  # one step per dispatch
     seen: list[int] = []
     settings = {"max_new_tokens": [3, 5, 4, 2, 3], "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""What is refused, with which words, and before anything runs."""
+"""Invalid requests are rejected with a clear message before anything runs."""
 
 import dataclasses
 from typing import Any
@@ -51,7 +51,7 @@ PROMPTS: list[tuple[Any, str]] = [
     (jnp.zeros((0,), jnp.int32), "prompts"),
     ([5] * MAX_LEN, "prompt"),
     ("a" * MAX_LEN, "prompt"),
-    ("a" * (MAX_LEN - 1), "prompt"),  # BOS is one more
+    ("a" * (MAX_LEN - 1), "prompt"),  # BOS makes it too long
 ]
 
 WRONG_NUMBERS = [True, np.True_, None, "1", "x", [None], ["1"], [[1]], 1j, {}, object()]
@@ -63,12 +63,17 @@ SETTINGS: dict[str, list[Any]] = {
         -1,
         [0],
         *(x for x in NOT_INTEGERS if x not in (None, [None])),
-    ],  # all the room
+    ],  # None means all the room
     "temperature": [-0.1, -1, float("nan"), float("inf"), 1e39, 10**400, [-1.0], *WRONG_NUMBERS],
     "top_p": [0, 0.0, 1.5, -0.5, float("nan"), 10**400, *WRONG_NUMBERS],
     "top_k": [-1, 2**31, 2**32 + 1, 10**400, *NOT_INTEGERS],
     "min_p": [-0.1, 2, 1.01, float("nan"), float("inf"), *WRONG_NUMBERS],
-    "seed": [-1, 2**32, 10**400, *(x for x in NOT_INTEGERS if x is not None)],  # by prompt
+    "seed": [
+        -1,
+        2**32,
+        10**400,
+        *(x for x in NOT_INTEGERS if x is not None),
+    ],  # None means one per prompt
     "stop": [
         *(None, 5, 1.5, [5], ["a", None], b"ab", [b"ab"], True, "", ["a", ""]),
         *([["a"], ["b"]], [["a", ""]], [["a", 5]], [[["a"]]], "a\ud800", ["\udfff"]),
@@ -108,7 +113,7 @@ def check_message(error: pytest.ExceptionInfo, name: str) -> None:
 
 @pytest.fixture
 def idle(generator, monkeypatch) -> Generator:
-    """A Generator that may not run anything."""
+    """A Generator whose programs must not run."""
 
     def refuse(*args: object) -> None:
         pytest.fail("nothing may run before everything is checked")
@@ -189,7 +194,9 @@ def test_a_prompt_that_is_too_long_says_how_long(idle):
 
 def test_too_many_stop_tokens(idle):
     with pytest.raises(ValueError, match="stop_tokens") as error:
-        idle.generate(PROMPT, stop_tokens=range(3, 3 + MAX_STOP_TOKENS))  # and the model's own
+        idle.generate(
+            PROMPT, stop_tokens=range(3, 3 + MAX_STOP_TOKENS)
+        )  # one too many with the model's own
     check_message(error, "stop_tokens")
 
 
@@ -210,7 +217,7 @@ def test_one_completion_of_a_prompt_can_be_streamed(idle):
         idle.stream(PROMPT, n=2)
 
 
-def test_progress_is_of_generate_alone(idle):
+def test_only_generate_has_progress(idle):
     assert idle.requests(PROMPT, progress=print) == idle.requests(PROMPT)
     with pytest.raises(ValueError, match=r"^progress: expected None in a stream, .* got <built-in"):
         idle.stream(PROMPT, progress=print)

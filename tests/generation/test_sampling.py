@@ -1,4 +1,4 @@
-"""Filters against a plain reference, draws against their distribution, rows against each other."""
+"""Sampling: filters against a reference, tokens against their distribution, and batches."""
 
 import math
 from typing import Any
@@ -10,33 +10,34 @@ import pytest
 
 from dsv3_jax.generation.sampling import Sampling, filter_mask, sample
 
-Row = dict[str, Any]
+Options = dict[str, Any]
 
 run_filter_mask = jax.jit(filter_mask)
 run_sample = jax.jit(sample)
 
 
-def sampling(rows: list[Row]) -> Sampling:
-    """Settings by row; what a row does not name leaves all tokens at temperature 1."""
+def sampling(batch: list[Options]) -> Sampling:
+    """Packs the settings of a batch. The defaults are temperature 1 and no filter."""
     default = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    columns = {n: np.array([row.get(n, d) for row in rows]) for n, d in default.items()}
-    return Sampling.pack(stop_tokens=np.full((len(rows), 8), -1), **columns)
+    columns = {n: np.array([options.get(n, d) for options in batch]) for n, d in default.items()}
+    return Sampling.pack(stop_tokens=np.full((len(batch), 8), -1), **columns)
 
 
-def draw(logits: np.ndarray, rows: list[Row], positions: Any) -> np.ndarray:
+def sample_tokens(logits: np.ndarray, batch: list[Options], positions: Any) -> np.ndarray:
     return np.asarray(
         run_sample(
-            jnp.asarray(logits, jnp.float32), sampling(rows), jnp.asarray(positions, jnp.int32)
+            jnp.asarray(logits, jnp.float32), sampling(batch), jnp.asarray(positions, jnp.int32)
         )
     )
 
 
-def reference(logits: np.ndarray, row: Row) -> tuple[np.ndarray, float]:
-    """The kept tokens of one row in float64, and the least distance of a token to a threshold."""
+def reference(logits: np.ndarray, options: Options) -> tuple[np.ndarray, float]:
+    """Returns the mask of tokens that pass the filters, and the minimum distance to a threshold, in
+    float64."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    order = order[: row.get("top_k", 0) or len(order)]
+    order = order[: options.get("top_k", 0) or len(order)]
     weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
-    top_p, min_p = row.get("top_p", 1.0), row.get("min_p", 0.0)
+    top_p, min_p = options.get("top_p", 1.0), options.get("min_p", 0.0)
     keep = np.zeros(len(logits), bool)
     margin, before = math.inf, 0.0
     for i, weight in zip(order, weights, strict=True):
@@ -49,37 +50,39 @@ def reference(logits: np.ndarray, row: Row) -> tuple[np.ndarray, float]:
     return keep, margin
 
 
-class TestKept:
+class TestFilterMask:
     def test_random_settings(self):
         rng = np.random.default_rng(0)
         W = 40
-        rows: list[Row] = []
+        batch: list[Options] = []
         logits = []
-        while len(rows) < 400:
-            row: Row = {}
+        while len(batch) < 400:
+            options: Options = {}
             if rng.random() < 0.6:
-                row["top_k"] = int(rng.choice([0, 1, 2, 5, 17, W - 1, W, W + 1, 10**6]))
+                options["top_k"] = int(rng.choice([0, 1, 2, 5, 17, W - 1, W, W + 1, 10**6]))
             if rng.random() < 0.6:
-                row["top_p"] = float(rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0, rng.random()]))
+                options["top_p"] = float(
+                    rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0, rng.random()])
+                )
             if rng.random() < 0.6:
-                row["min_p"] = float(rng.choice([0.0, 1e-4, 0.05, 0.3, 1.0, rng.random()]))
+                options["min_p"] = float(rng.choice([0.0, 1e-4, 0.05, 0.3, 1.0, rng.random()]))
             values = rng.standard_normal(W) * rng.choice([0.1, 1.0, 4.0])
             if rng.random() < 0.4:
                 values = np.round(values)  # many ties
             values = values.astype(np.float32)
-            if reference(values, row)[1] > 1e-5:  # float32 cannot settle what is closer
-                rows.append(row)
+            if reference(values, options)[1] > 1e-5:  # closer ones are ambiguous in float32
+                batch.append(options)
                 logits.append(values)
-        got = np.asarray(run_filter_mask(jnp.asarray(np.stack(logits)), sampling(rows)))
-        for values, row, keep in zip(logits, rows, got, strict=True):
-            np.testing.assert_array_equal(keep, reference(values, row)[0], err_msg=str(row))
-        # Not all rows may be trivial.
+        got = np.asarray(run_filter_mask(jnp.asarray(np.stack(logits)), sampling(batch)))
+        for values, options, keep in zip(logits, batch, got, strict=True):
+            np.testing.assert_array_equal(keep, reference(values, options)[0], err_msg=str(options))
+        # The settings are not all trivial.
         assert len({int(keep.sum()) for keep in got}) > 20
 
     @pytest.mark.parametrize(
-        ("logits", "row", "expected"),
+        ("logits", "options", "expected"),
         [
-            ([0, 0, 0, 0], {"top_k": 2}, [0, 1]),  # equal ones: lower ids first
+            ([0, 0, 0, 0], {"top_k": 2}, [0, 1]),  # ties: lower ids first
             ([0, 2, 2, 1], {"top_k": 1}, [1]),
             ([0, 2, 2, 1], {"top_k": 3}, [1, 2, 3]),
             ([3, 1, 2, 0], {"top_k": 4}, [0, 1, 2, 3]),
@@ -91,21 +94,21 @@ class TestKept:
             ([50, 0, -50, -90], {"top_p": 1.0}, [0, 1, 2, 3]),  # the sum is 1 after the first
             ([50, 0, -50, -90], {"top_p": 0.9999}, [0]),
             ([0, -90, 0, -1], {"min_p": 0.0}, [0, 1, 2, 3]),
-            ([0, -90, 0, -1], {"min_p": 1.0}, [0, 2]),  # all the most probable
+            ([0, -90, 0, -1], {"min_p": 1.0}, [0, 2]),  # all of the most probable
             ([0, -90, 0, -1], {"min_p": 0.3}, [0, 2, 3]),
-            # In order: top_k leaves two of equal weight, of which top_p takes the first alone.
+            # In order: top_k keeps two of equal probability, then top_p keeps the first of them.
             ([0, 0, 0, 0], {"top_k": 2, "top_p": 0.5}, [0]),
-            # min_p compares with the best, whatever top_p left out.
+            # min_p is relative to the most probable token, not to the tokens that top_p kept.
             ([2, 1, 0, 0], {"top_p": 0.7, "min_p": 0.5}, [0]),
         ],
     )
-    def test_by_hand(self, logits, row, expected):
-        keep = run_filter_mask(jnp.asarray([logits], jnp.float32), sampling([row]))
+    def test_by_hand(self, logits, options, expected):
+        keep = run_filter_mask(jnp.asarray([logits], jnp.float32), sampling([options]))
         assert np.flatnonzero(keep[0]).tolist() == expected
 
 
-# P(chi2_df >= df + 2 sqrt(df x) + 2 x) <= exp(-x) (Laurent and Massart 2000, lemma 1): a right
-# sampler passes one comparison with probability 1 - 1e-6, and seeds are fixed besides.
+# P(chi2_df >= df + 2 sqrt(df x) + 2 x) <= exp(-x) (Laurent and Massart 2000, lemma 1): a correct
+# sampler passes one comparison with probability 1 - 1e-6. Seeds are fixed.
 UNLIKELY = math.log(1e6)
 
 
@@ -115,7 +118,7 @@ def bound(df: int) -> float:
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     expected = counts.sum() * probabilities
-    assert expected.min() > 5, "too few draws for the approximation"
+    assert expected.min() > 5, "too few samples for the approximation"
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -125,7 +128,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("vary", ["seed", "position"])
     @pytest.mark.parametrize(
-        "row",
+        "options",
         [
             {"temperature": 2.0},
             {"temperature": 0.6},
@@ -136,36 +139,38 @@ class TestDistribution:
         ],
         ids=str,
     )
-    def test_follows_the_filtered_softmax(self, row, vary):
+    def test_follows_the_filtered_softmax(self, options, vary):
         numbers = np.arange(self.N)
         fixed = np.full(self.N, 7)
         seeds, positions = (numbers, fixed) if vary == "seed" else (fixed, numbers)
-        tokens = draw(
-            np.tile(self.LOGITS, (self.N, 1)), [{**row, "seed": int(s)} for s in seeds], positions
+        tokens = sample_tokens(
+            np.tile(self.LOGITS, (self.N, 1)),
+            [{**options, "seed": int(s)} for s in seeds],
+            positions,
         )
         counts = np.bincount(tokens, minlength=len(self.LOGITS))
-        scaled = self.LOGITS / np.float32(row["temperature"])
-        keep, _ = reference(scaled, row)
+        scaled = self.LOGITS / np.float32(options["temperature"])
+        keep, _ = reference(scaled, options)
         assert not counts[~keep].any()
 
         def deviation(temperature: float) -> float:
             weights = np.exp(self.LOGITS[keep].astype(np.float64) / temperature)
             return chi_square(counts[keep], weights / weights.sum())
 
-        assert deviation(row["temperature"]) < bound(int(keep.sum()) - 1)
-        # The draws are many enough to tell a temperature from one a quarter higher.
-        assert deviation(1.25 * row["temperature"]) > bound(int(keep.sum()) - 1)
+        assert deviation(options["temperature"]) < bound(int(keep.sum()) - 1)
+        # There are enough samples to detect a temperature that is a quarter higher.
+        assert deviation(1.25 * options["temperature"]) > bound(int(keep.sum()) - 1)
 
     def test_neighbouring_positions_are_independent(self):
         logits = np.tile(self.LOGITS[:4], (self.N, 1))
-        tokens = draw(logits, [{"seed": 3}] * self.N, np.arange(self.N))
+        tokens = sample_tokens(logits, [{"seed": 3}] * self.N, np.arange(self.N))
         pairs = np.bincount(4 * tokens[::2] + tokens[1::2], minlength=16)
         p = np.exp(self.LOGITS[:4].astype(np.float64))
         p /= p.sum()
         assert chi_square(pairs, np.outer(p, p).ravel()) < bound(15)
 
 
-def random_row(rng: np.random.Generator) -> Row:
+def random_options(rng: np.random.Generator) -> Options:
     return {
         "temperature": float(rng.choice([0.0, 0.5, 1.0, 3.0])),
         "top_k": int(rng.choice([0, 3, 20])),
@@ -175,52 +180,56 @@ def random_row(rng: np.random.Generator) -> Row:
     }
 
 
-class TestRows:
+class TestBatches:
     B, W = 24, 50
 
     @pytest.fixture(autouse=True)
-    def batch(self):
+    def random_batch(self):
         rng = np.random.default_rng(5)
         self.logits = rng.standard_normal((self.B, self.W)).astype(np.float32) * 2
         self.positions = rng.integers(0, 2**20, self.B)
-        self.settings = [random_row(rng) for _ in range(self.B)]
+        self.settings = [random_options(rng) for _ in range(self.B)]
 
-    def test_greedy_rows_of_a_mixed_batch(self):
+    def test_greedy_sequences_of_a_mixed_batch(self):
         logits = self.logits.copy()
-        logits[:, [9, 30]] = logits.max(axis=1, keepdims=True) + 1  # a tie: the lower id wins
-        cold = [row["temperature"] == 0 for row in self.settings]
-        assert 0 < sum(cold) < self.B
-        tokens = draw(logits, self.settings, self.positions)
-        assert (tokens[cold] == 9).all()
-        assert (tokens[~np.array(cold)] != 9).any()
+        logits[:, [9, 30]] = (
+            logits.max(axis=1, keepdims=True) + 1
+        )  # a tie: the lower id is selected
+        is_greedy = [options["temperature"] == 0 for options in self.settings]
+        assert 0 < sum(is_greedy) < self.B
+        tokens = sample_tokens(logits, self.settings, self.positions)
+        assert (tokens[is_greedy] == 9).all()
+        assert (tokens[~np.array(is_greedy)] != 9).any()
 
     def test_greedy_batch(self):
-        tokens = draw(self.logits, [{"temperature": 0.0}] * self.B, self.positions)
+        tokens = sample_tokens(self.logits, [{"temperature": 0.0}] * self.B, self.positions)
         np.testing.assert_array_equal(tokens, self.logits.argmax(axis=1))
 
-    def test_row_index_and_batch_size_do_not_matter(self):
-        together = draw(self.logits, self.settings, self.positions)
+    def test_index_and_batch_size_do_not_matter(self):
+        together = sample_tokens(self.logits, self.settings, self.positions)
         order = np.random.default_rng(1).permutation(self.B)
-        moved = draw(self.logits[order], [self.settings[b] for b in order], self.positions[order])
+        moved = sample_tokens(
+            self.logits[order], [self.settings[b] for b in order], self.positions[order]
+        )
         np.testing.assert_array_equal(moved, together[order])
         alone = [
-            draw(self.logits[b : b + 1], [self.settings[b]], self.positions[b : b + 1])[0]
+            sample_tokens(self.logits[b : b + 1], [self.settings[b]], self.positions[b : b + 1])[0]
             for b in range(self.B)
         ]
         np.testing.assert_array_equal(alone, together)
 
     def test_seed_and_position_matter(self):
         logits = np.zeros((1000, self.W), np.float32)
-        seeds = draw(logits, [{"seed": s} for s in range(1000)], np.zeros(1000))
-        positions = draw(logits, [{"seed": 0}] * 1000, np.arange(1000))
-        same = draw(logits, [{"seed": 11}] * 1000, np.full(1000, 4))
+        seeds = sample_tokens(logits, [{"seed": s} for s in range(1000)], np.zeros(1000))
+        positions = sample_tokens(logits, [{"seed": 0}] * 1000, np.arange(1000))
+        same = sample_tokens(logits, [{"seed": 11}] * 1000, np.full(1000, 4))
         assert len(set(seeds.tolist())) == len(set(positions.tolist())) == self.W
         assert len(set(same.tolist())) == 1
 
     def test_seeds_use_all_32_bits(self):
         seeds = [0, 1, 2**31, 2**32 - 1, 2**16]
         logits = np.zeros((len(seeds), 10_000), np.float32)
-        tokens = draw(logits, [{"seed": s} for s in seeds], np.zeros(len(seeds)))
+        tokens = sample_tokens(logits, [{"seed": s} for s in seeds], np.zeros(len(seeds)))
         assert len(set(tokens.tolist())) == len(seeds)
 
     @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-37, 1e-30, 1e-3, 1.0, 1e3, 3.4e38])
@@ -228,19 +237,19 @@ class TestRows:
         vocab_size = 20
         logits = 100 + self.logits
         logits[:, vocab_size:] = -np.inf
-        rows = [{**row, "temperature": temperature} for row in self.settings]
-        tokens = draw(logits, rows, self.positions)
+        batch = [{**options, "temperature": temperature} for options in self.settings]
+        tokens = sample_tokens(logits, batch, self.positions)
         assert tokens.max() < vocab_size
-        if temperature <= 1e-3:  # as good as greedy, and no overflow on the way
+        if temperature <= 1e-3:  # equivalent to greedy, without overflow
             np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
 
 @pytest.mark.parametrize("temperature", [1e37, 9e37, 3.4e38])
-def test_the_hottest_rows_sample_evenly(temperature):
-    """1 / temperature is subnormal there, and -inf times zero is NaN."""
+def test_the_highest_temperatures_sample_evenly(temperature):
+    """Their reciprocals are subnormal and flushed to zero, and -inf times zero is NaN."""
     logits = np.where(np.arange(8) < 5, np.linspace(-3, 3, 8), -np.inf).astype(np.float32)
-    rows = [{"temperature": temperature, "seed": seed} for seed in range(64)]
-    tokens = draw(np.tile(logits, (64, 1)), rows, np.zeros(64, int))
+    batch = [{"temperature": temperature, "seed": seed} for seed in range(64)]
+    tokens = sample_tokens(np.tile(logits, (64, 1)), batch, np.zeros(64, int))
     assert set(tokens) == set(range(5))
 
 

@@ -1,8 +1,8 @@
-"""Speculation changes the speed and nothing else: whole generations with and without drafters.
+"""Speculation changes only the speed: whole generations with and without drafters.
 
-The tiny model is random, so its MTP layer is nearly always wrong; two more have their weights
-arranged so that it is always right, and always as wrong as can be. They are alike but for their
-weights, so one Generator serves all three, and its programs are compiled once.
+The MTP layer of the random model is almost always wrong. The weights of two more models are chosen
+so that it is always right, or always wrong. The models differ in their weights only, so that one
+Generator serves all three with the same compiled programs.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ SETTINGS = {"max_new_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def config():
-    """A dense layer, and an MTP layer, which has experts."""
+    """A model with a dense layer, and an MTP layer with experts."""
     return tiny_config(num_hidden_layers=1, num_nextn_predict_layers=1)
 
 
 def bigram_tensors(config, sign: float):
-    """Without attention and experts a token follows from the one before it alone, for the MTP
-    layer as for the model; with `sign` -1 the MTP layer has everything upside down."""
+    """Returns weights without attention and experts, so that a token depends only on the previous
+    one, in the model and in the MTP layer. With `sign` -1 the MTP layer's logits are negated."""
     tensors = random_tensors(config)
     D = config["hidden_size"]
     for name, tensor in tensors.items():
@@ -66,17 +66,17 @@ def bigram_tensors(config, sign: float):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory, config):
-    """Of three checkpoints: random; the MTP layer is always right; it drafts the least probable
+    """Three checkpoints: random; the MTP layer is always right; it drafts the least probable
     token."""
-    of = {
+    tensors_of = {
         "random": random_tensors(config),
         "right": bigram_tensors(config, 1.0),
         "wrong": bigram_tensors(config, -1.0),
     }
-    made = {name: tmp_path_factory.mktemp(name) for name in of}
-    for name, tensors in of.items():
-        write_checkpoint(made[name], config, tensors)
-    return made
+    paths = {name: tmp_path_factory.mktemp(name) for name in tensors_of}
+    for name, tensors in tensors_of.items():
+        write_checkpoint(paths[name], config, tensors)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +111,12 @@ def wrong(plain, models) -> Iterator[Generator]:
 
 @pytest.fixture
 def few_depths(monkeypatch):
-    """ "auto" has two depths to choose from: each is a program."""
+    """Restricts "auto" to two depths, because each compiles a program."""
     monkeypatch.setattr(plan, "AUTO_DEPTHS", (0, 2))
 
 
 def check_same(speculative, plain) -> None:
-    """The same but for the statistics; log-probabilities within rounding."""
+    """Checks that completions are equal, except for statistics and rounding of logprobs."""
     for got, want in zip(speculative, plain, strict=True):
         assert got.tokens == want.tokens
         assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
@@ -126,7 +126,7 @@ def check_same(speculative, plain) -> None:
 
 
 @pytest.mark.slow
-# First, while nothing is compiled.
+# This test is first, while nothing is compiled.
 @pytest.mark.parametrize(
     ("draft", "depth"), slow_except([("mtp", 2), ("mtp", "auto"), ("ngram", 1)], quick=(0,))
 )
@@ -163,8 +163,8 @@ class Oracle:
 
 
 def slow(*values):
-    """Each drafter and depth is a program, seconds of compilation. Which hidden state is fed shows
-    in the drafts (TestDrafts)."""
+    """Marks parameters as slow: each drafter and depth compiles a program for seconds. TestDrafts
+    checks which hidden state the MTP layer takes."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -196,7 +196,7 @@ class TestGreedy:
 
     @pytest.mark.slow
     def test_prompt_lookup(self, plain, without_mtp):
-        """Of a model that has no MTP layer, too."""
+        """Prompt look-up does not need an MTP layer."""
         want = plain.generate(PROMPTS, **SETTINGS)
         got = without_mtp.generate(PROMPTS, **SETTINGS, draft="ngram", draft_depth=1)
         check_same(got, want)
@@ -225,9 +225,10 @@ class TestGreedy:
         assert len({token for c in want for token in c.tokens}) > 10
         assert got.stats.acceptance_rate == 1.0
         for completion, prompt in zip(got, PROMPTS, strict=True):
-            # A prompt of one token has nothing to draft from in its first step.
-            blind = len(prompt) == 1
-            assert completion.speculation.steps == -(-(24 - blind) // (depth + 1)) + blind
+            # In its first step, a prompt of one token has no hidden state to draft from.
+            steps_without = int(len(prompt) == 1)
+            steps = -(-(24 - steps_without) // (depth + 1))
+            assert completion.speculation.steps == steps + steps_without
 
     @pytest.mark.parametrize("depth", DEPTHS)
     def test_wrong_drafts(self, wrong, depth):
@@ -237,8 +238,8 @@ class TestGreedy:
         assert got.stats.acceptance_rate == 0.0
         assert [c.speculation.steps for c in got] == [24] * 4
 
-    def test_rows_with_settings_of_their_own(self, plain):
-        """Rows finish at different times, and a greedy row does not mind drawn ones beside it."""
+    def test_settings_of_each_sequence(self, plain):
+        """Sequences end at different times, and a sampled one does not affect greedy ones."""
         settings = {
             "max_new_tokens": [1, 2, 24, 9],
             "temperature": [0.0, 0.0, 0.0, 1.3],
@@ -253,7 +254,7 @@ class TestGreedy:
 
     @pytest.mark.parametrize("depth", [2, slow(4)])
     def test_the_end_of_the_cache(self, plain, depth):
-        """Drafts never reach past max_len, and neither do what they leave in the caches."""
+        """Drafts and their cache entries never exceed max_len."""
         prompts = [[(3 * i) % 150 for i in range(MAX_LEN - n)] for n in (1, 2, 5, 9)]
         settings = {"max_new_tokens": None, "ignore_eos": True}
         want = plain.generate(prompts, **settings)
@@ -266,13 +267,13 @@ def endless(right):
     return right.generate(PROMPTS, **SETTINGS)
 
 
-class TestEndsInsideABlock:
-    """Everything that ends a row inside an accepted block ends it as without speculation. The
-    model is always right, so that every block is accepted whole."""
+class TestEndsInsideAStep:
+    """A sequence that ends inside a step's accepted tokens ends as without speculation. The MTP
+    layer is always right, so that every draft is accepted."""
 
     def test_stop_tokens(self, right, endless):
-        for place in range(12):
-            tokens = [completion.tokens[place] for completion in endless]
+        for position in range(12):
+            tokens = [completion.tokens[position] for completion in endless]
             settings = SETTINGS | {"stop_tokens": [[token] for token in tokens]}
             want = right.generate(PROMPTS, **settings)
             got = right.generate(PROMPTS, **settings, draft="mtp", draft_depth=2)
@@ -289,16 +290,16 @@ class TestEndsInsideABlock:
             assert {c.finish_reason for c in got} == {"length"}
 
     def test_stop_strings(self, right, endless):
-        for row in range(4):
-            text = endless[row].text
+        for b in range(4):
+            text = endless[b].text
             strings = {text[at : at + 3] for at in (1, 4, 7, 11)} - {""}
             for stop in sorted(strings):
                 settings = SETTINGS | {"stop": stop}
-                want = right.generate(PROMPTS[row], **settings)
-                got = right.generate(PROMPTS[row], **settings, draft="mtp", draft_depth=2)
+                want = right.generate(PROMPTS[b], **settings)
+                got = right.generate(PROMPTS[b], **settings, draft="mtp", draft_depth=2)
                 check_same(got, want)
                 assert got[0].finish_reason == "stop"
-                stream = right.stream(PROMPTS[row], **settings, draft="mtp", draft_depth=2)
+                stream = right.stream(PROMPTS[b], **settings, draft="mtp", draft_depth=2)
                 assert "".join(stream) == want[0].text
 
     @pytest.mark.slow
@@ -317,19 +318,19 @@ class TestEndsInsideABlock:
 
 
 class TestDrafts:
-    """The drafters draft what they say."""
+    """Drafters propose the tokens that they should."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("mtp_hidden", ["post_norm", "pre_norm"])
     def test_first_draft_is_what_the_whole_model_predicts(
         self, plain, models, monkeypatch, mtp_hidden
     ):
-        """The MTP layer's cache is in step: drafts are those of a whole pass over true tokens,
-        after refusals and acceptances alike."""
+        """After accepted and rejected drafts the MTP layer's cache is correct: its drafts equal
+        those of a whole forward pass over the final tokens."""
         model, seen = models["random"], []
 
         def spy(logits, drafts, sampling, positions, acceptance):
-            """Every step's drafts and the lengths they stand behind, from the compiled loop."""
+            """Records drafts, positions and counts of every step of the compiled loop."""
             jax.debug.callback(
                 lambda *values: seen.append([np.array(value) for value in values]),
                 drafts.tokens,
@@ -345,21 +346,21 @@ class TestDrafts:
         programs = dataclasses.replace(plain._programs, decode=spied, step_times=StepTimes())
         monkeypatch.setattr(plain, "_programs", programs)
         out = plain.generate(PROMPTS, **SETTINGS, draft=MTPDrafter(mtp_hidden), draft_depth=2)
-        rows = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
-        padded = np.array([[*row, *[0] * (MAX_LEN - len(row))] for row in rows])
-        _, aux = forward(model, padded, mtp_hidden)  # causal: padding has no say
+        sequences = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
+        padded = np.array([[*seq, *[0] * (MAX_LEN - len(seq))] for seq in sequences])
+        _, aux = forward(model, padded, mtp_hidden)  # causal, so padding has no influence
         best = np.asarray(aux.mtp_logits[0])[..., :VOCAB_SIZE].argmax(axis=-1)
         checked = 0
-        for b, row in enumerate(rows):
+        for b, sequence in enumerate(sequences):
             for drafts, lengths, counts in seen:
                 length = lengths[b]
-                if counts[b] and length < len(row):
+                if counts[b] and length < len(sequence):
                     assert drafts[b, 0] == best[b, length - 2]
                     checked += 1
         assert checked > 60
 
-    def test_prompt_lookup_by_hand(self, without_mtp, models):
-        """Of a row's last four, three or two tokens, the latest earlier place and what followed."""
+    def test_prompt_lookup_on_examples(self, without_mtp, models):
+        """The drafts follow the latest earlier occurrence of the last four, three or two tokens."""
         sampling = Sampling.pack(seed=np.arange(4))
         idle = without_mtp._programs.empty_state(4)
 
@@ -375,7 +376,7 @@ class TestDrafts:
             )
             return NgramDrafter().draft(models["random"], context, sampling, 3, VOCAB_SIZE)[0]
 
-        def drafted(prompts):
+        def drafts_for(prompts):
             tokens = np.zeros(idle.tokens.shape, np.int32)
             for b, prompt in enumerate(prompts):
                 tokens[b, : len(prompt)] = prompt
@@ -383,23 +384,23 @@ class TestDrafts:
             return draft(jnp.array(tokens), jnp.array(lengths))
 
         a, b, c, d, e = range(10, 15)
-        offered = drafted(
+        drafts = drafts_for(
             [
                 [a, b, c, d, e, a, b],  # a b was followed by c d e
-                [a, b, c, a, b, d, a, b],  # the later one counts
-                [e, a, b, c, d, a, b, d, e, a, b],  # the longer one counts
-                [a, b, a, b, a, b],  # the copy goes on with what it copied
+                [a, b, c, a, b, d, a, b],  # the later occurrence is used
+                [e, a, b, c, d, a, b, d, e, a, b],  # the longer n-gram is used
+                [a, b, a, b, a, b],  # the copy continues with the tokens that it has copied
             ]
         )
-        assert offered.counts.tolist() == [3] * 4
-        assert offered.tokens.tolist() == [[c, d, e], [d, a, b], [c, d, a], [a, b, a]]
-        offered = drafted([[a], [a, b], [a, b, c], [a, a]])
-        assert offered.counts.tolist() == [0, 0, 0, 0], "nothing to look up"
+        assert drafts.counts.tolist() == [3] * 4
+        assert drafts.tokens.tolist() == [[c, d, e], [d, a, b], [c, d, a], [a, b, a]]
+        drafts = drafts_for([[a], [a, b], [a, b, c], [a, a]])
+        assert drafts.counts.tolist() == [0, 0, 0, 0], "nothing to look up"
 
 
 class TestSampling:
     @pytest.mark.parametrize(("draft", "depth"), [("mtp", 2), ("ngram", 1)])
-    def test_company_and_order_change_nothing(self, plain, without_mtp, draft, depth):
+    def test_other_sequences_and_their_order_do_not_matter(self, plain, without_mtp, draft, depth):
         generator = plain if draft == "mtp" else without_mtp
         settings = SETTINGS | {
             "temperature": 1.2,
@@ -437,7 +438,7 @@ class TestStatistics:
 
     @pytest.mark.slow
     def test_synthetic_says_so(self, plain):
-        """test_verification.py has the rates."""
+        """test_verification.py checks the rates."""
         out = plain.generate(PROMPTS[1:], **SETTINGS, draft="synthetic:1", draft_depth=2)
         assert out.stats.speculation.draft == "synthetic:1"
         assert {c.as_json()["speculation"]["draft"] for c in out} == {"synthetic:1"}
@@ -460,8 +461,7 @@ class TestRefusals:
             SyntheticDrafter(2.0)
 
 
-def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
-    """Without a drafter no MTP cache is held."""
+def test_only_mtp_drafts_have_an_mtp_cache(plain):
     cache = plain._programs.empty_state(2).cache
     assert cache.mtp_pages == ()
     cache = plain._programs.empty_state(2, depth=1, mtp=True).cache
@@ -470,7 +470,7 @@ def test_nothing_is_drafted_in_a_cache_that_does_not_speculate(plain):
 
 
 def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypatch):
-    """Its prompt is nobody's."""
+    """Its prompt is made up."""
     seen = []
     observe = DepthChooser.observe
 
@@ -492,7 +492,7 @@ def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypa
 
 @pytest.mark.slow
 def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations, monkeypatch):
-    """Also where the costs are known already. Two depths, for each is two programs."""
+    """Even if the costs are already known. Two depths, because each has two programs."""
     depths = (0, 2)
     monkeypatch.setattr(plan, "AUTO_DEPTHS", depths)
     plain.warm_up(4, draft="ngram", draft_depth="auto")
@@ -506,7 +506,7 @@ def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations, m
 
 
 def test_letters_are_a_prompt(plain):
-    """Text prompts draft as well."""
+    """Drafting from a text prompt equals drafting from its ids."""
     settings = SETTINGS | {"draft": "mtp", "draft_depth": 2}
     text = plain.generate("what", **settings)
     ids = plain.generate([0, *letters("what")], **settings)

@@ -1,4 +1,4 @@
-"""Where a request ends, why, and what of it comes back."""
+"""The end of requests: position, finish reason, text and tokens."""
 
 import sys
 
@@ -23,7 +23,7 @@ STRIDES = (1, 5, 16)
 
 @pytest.fixture(scope="module")
 def endless(generator) -> list[Completion]:
-    """What the model writes for each seed from 0 to 15 when nothing stops it."""
+    """Completions for the seeds 0 to 15 without any stop token."""
     seeds = range(16)
     runs = list(generator.generate([PROMPT] * len(seeds), seed=seeds, **LONG))
     assert {run.finish_reason for run in runs} == {"length"}
@@ -31,8 +31,8 @@ def endless(generator) -> list[Completion]:
     return runs
 
 
-def having(runs: list[Completion], token: int) -> tuple[int, int]:
-    """A seed whose run has the token somewhere inside, and the place where it first stands."""
+def find_token(runs: list[Completion], token: int) -> tuple[int, int]:
+    """Returns a seed whose completion contains the token, not near its ends, and its position."""
     return next(
         (seed, run.tokens.index(token))
         for seed, run in enumerate(runs)
@@ -49,11 +49,11 @@ def test_text_is_what_the_tokens_spell(endless):
 
 class TestTokens:
     def test_end_of_sequence(self, generator, endless):
-        seed, place = having(endless, EOS)
+        seed, position = find_token(endless, EOS)
         settings = LONG | {"ignore_eos": False, "seed": seed}
         out = generator.generate(PROMPT, **settings)[0]
-        assert out.tokens == endless[seed].tokens[: place + 1]
-        assert out.logprobs == endless[seed].logprobs[: place + 1]
+        assert out.tokens == endless[seed].tokens[: position + 1]
+        assert out.logprobs == endless[seed].logprobs[: position + 1]
         assert out.finish_reason == "stop"
         assert out.text == as_text(out.tokens[:-1])
         assert "eos" not in out.text
@@ -72,15 +72,15 @@ class TestTokens:
         tokens = endless[3].tokens
         stop_tokens = [tokens[20], tokens[9], tokens[30]]
         ends = {*stop_tokens, *(() if ignore_eos else (EOS,))}
-        place = next(i for i, token in enumerate(tokens) if token in ends)
-        assert place > 0
+        position = next(i for i, token in enumerate(tokens) if token in ends)
+        assert position > 0
         settings = LONG | {"ignore_eos": ignore_eos, "seed": 3}
         out = generator.generate(PROMPT, stop_tokens=stop_tokens, **settings)[0]
-        assert out.tokens == tokens[: place + 1]
-        assert out.text == as_text(out.tokens)  # a plain token has its text
+        assert out.tokens == tokens[: position + 1]
+        assert out.text == as_text(out.tokens)  # a token that is not special has text
         assert out.finish_reason == "stop"
 
-    def test_as_many_as_the_program_holds(self, generator, endless):
+    def test_the_maximum_number_of_stop_tokens(self, generator, endless):
         tokens = endless[1].tokens
         absent = [i for i in range(3, VOCAB_SIZE) if i not in tokens[:11]][:7]
         out = generator.generate(PROMPT, stop_tokens=[*absent, tokens[10]], seed=1, **LONG)[0]
@@ -97,10 +97,10 @@ class TestTokens:
 
     def test_on_the_last_token_allowed(self, generator, endless):
         tokens = endless[4].tokens
-        place = next(i for i in range(5, 60) if tokens[i] not in tokens[:i])
-        settings = LONG | {"max_new_tokens": place + 1, "seed": 4}
-        out = generator.generate(PROMPT, stop_tokens=[tokens[place]], **settings)[0]
-        assert out.tokens == tokens[: place + 1]
+        position = next(i for i in range(5, 60) if tokens[i] not in tokens[:i])
+        settings = LONG | {"max_new_tokens": position + 1, "seed": 4}
+        out = generator.generate(PROMPT, stop_tokens=[tokens[position]], **settings)[0]
+        assert out.tokens == tokens[: position + 1]
         assert out.finish_reason == "stop"
 
 
@@ -111,7 +111,7 @@ class TestLength:
         assert out.finish_reason == "length"
 
     def test_room_in_the_cache(self, generator):
-        """None takes all of it; so does the default, where that is less."""
+        """None takes all of it. So does the default if less than 64 tokens are left."""
         prompt = [(3 * i) % 150 for i in range(MAX_LEN - 9)]
         settings = LONG | {"max_new_tokens": None}
         out = generator.generate([prompt, PROMPT], **settings)
@@ -124,15 +124,15 @@ class TestLength:
         mixed = generator.generate([prompt, PROMPT], **settings, max_new_tokens=[None, 3])
         assert [len(c.tokens) for c in mixed] == [9, 3]
 
-    @pytest.mark.parametrize("most", [10, 64, 10_000, sys.maxsize, 10**30])
-    def test_more_than_the_room_is_refused(self, generator, most):
-        """A completion must not end early and say that its length was reached."""
+    @pytest.mark.parametrize("limit", [10, 64, 10_000, sys.maxsize, 10**30])
+    def test_more_than_the_room_is_refused(self, generator, limit):
+        """Otherwise a completion would end early with the finish reason "length"."""
         prompt = [(3 * i) % 150 for i in range(MAX_LEN - 9)]
-        for value in (most, [most, 5]):
+        for value in (limit, [limit, 5]):
             with pytest.raises(ValueError, match="max_new_tokens: expected at most 9 ") as error:
                 generator.generate([prompt, PROMPT], **LONG | {"max_new_tokens": value})
             assert f"less a prompt of {MAX_LEN - 9} tokens" in str(error.value)
-            assert str(error.value).endswith(f"got {most}")
+            assert str(error.value).endswith(f"got {limit}")
 
     def test_a_length_for_each_prompt(self, generator, endless):
         lengths = [1, 33, 7, 2]
@@ -145,7 +145,7 @@ class TestLength:
 
 
 def inside_a_token(tokens: list[int]) -> str:
-    """The middle of a long token."""
+    """Returns the middle of a long token."""
     return next(FRAGMENTS[t] for t in tokens[4:] if FRAGMENTS[t].endswith(b"s "))[1:3].decode()
 
 
@@ -197,15 +197,15 @@ class TestStrings:
             stopped = len(expected) < len(tokens)
             assert out[0].finish_reason == ("stop" if stopped else "length")
             assert stopped == (kind != "never")
-            # Looked for after the first token, then every stride.
+            # The text is checked after the first token, then every stride.
             assert len(expected) <= out.stats.steps <= len(expected) + stride - 1
             assert not any(s in out[0].text for s in stop)
             checked += 1
         assert checked >= 2
 
     @pytest.mark.parametrize("stride", STRIDES)
-    def test_rows_stop_on_their_own(self, generator, endless, monkeypatch, stride):
-        """A row that has stopped waits for the others, and changes none of them."""
+    def test_sequences_stop_independently(self, generator, endless, monkeypatch, stride):
+        """A sequence that has stopped does not influence the others."""
         monkeypatch.setattr(generator, "stride", stride)
         stop = ("ka", "é", "ns")
         expected = [stop_by_hand(run.tokens, stop) for run in endless[:7]]
@@ -217,18 +217,18 @@ class TestStrings:
 
     @pytest.mark.parametrize("stop", ["<turn>", ("zzz", "<turn>")])
     def test_a_special_token(self, generator, endless, stop):
-        """It never appears in text, so it ends the request by its id."""
-        seed, place = having(endless, TURN)
+        """Text does not contain special tokens, so the request ends at its id."""
+        seed, position = find_token(endless, TURN)
         assert "zzz" not in endless[seed].text
         out = generator.generate(PROMPT, stop=stop, seed=seed, **LONG)[0]
-        assert out.tokens == endless[seed].tokens[: place + 1]
+        assert out.tokens == endless[seed].tokens[: position + 1]
         assert out.text == as_text(out.tokens)
         assert out.finish_reason == "stop"
 
     def test_end_of_sequence_by_name(self, generator, endless):
-        seed, place = having(endless, EOS)
+        seed, position = find_token(endless, EOS)
         out = generator.generate(PROMPT, stop="<eos>", seed=seed, **LONG)[0]
-        assert out.tokens == endless[seed].tokens[: place + 1]
+        assert out.tokens == endless[seed].tokens[: position + 1]
         assert out.finish_reason == "stop"
 
     def test_on_the_last_token_allowed(self, generator, endless):
@@ -240,7 +240,7 @@ class TestStrings:
         settings["max_new_tokens"] -= 1
         out = generator.generate(PROMPT, stop=stop, **settings)[0]
         assert (out.tokens, out.finish_reason) == (tokens[:-1], "length")
-        assert out.text == as_text(tokens[:-1]), "what might have become the stop string stays"
+        assert out.text == as_text(tokens[:-1]), "the beginning of a stop string stays in the text"
 
     def test_the_prompt_is_not_searched(self, generator):
         plain = generator.generate("say something", max_new_tokens=5)[0]
@@ -263,7 +263,7 @@ class TestStats:
         assert out.stats.drafted == out.stats.accepted == 0
         assert out.stats.acceptance_rate == 0.0
         assert 0 < out.stats.time_to_first_token < out.stats.seconds
-        # 31 tokens came after the first of each row, in less than the whole call.
+        # 31 tokens after the first of each sequence, in less time than the whole call.
         assert out.stats.tokens_per_second > 31 / out.stats.seconds
 
     def test_of_several_batches(self, generator):

@@ -1,4 +1,4 @@
-"""Streamed pieces against generate's text."""
+"""Streamed pieces compared with the completion of generate."""
 
 import copy
 import dataclasses
@@ -14,13 +14,13 @@ STRIDES = (1, 2, 7, 16, MAX_LEN)
 
 
 def check_pieces(pieces, expected):
-    """They are the completion, cut in pieces."""
+    """Checks that the concatenated pieces are the completion."""
     assert "".join(pieces) == "".join(p.text for p in pieces) == expected.text
     assert [t for piece in pieces for t in piece.tokens] == expected.tokens
     assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [
         expected.finish_reason
     ]
-    assert all(pieces[:-1]), "a piece before the last must hold text"
+    assert all(pieces[:-1]), "every piece but the last must have text"
     assert not any(p.endswith("\ufffd") for p in pieces[:-1])
 
 
@@ -41,7 +41,7 @@ def test_equals_generate(generator, monkeypatch, settings, stride):
     monkeypatch.setattr(generator, "stride", stride)
     pieces = list(generator.stream(PROMPT, **settings))
     check_pieces(pieces, expected)
-    # The first token comes alone, then as many as the stride.
+    # The first piece has one token, the others at most `stride` tokens.
     assert len(pieces) <= 1 + -(-len(expected.tokens) // stride)
 
 
@@ -51,7 +51,7 @@ def test_stop_strings(generator, monkeypatch, stride):
     ends = set()
     for seed in range(6):
         text = generator.generate(PROMPT, seed=seed, **settings)[0].text
-        # One that appears, one that nearly does, one character that often does.
+        # A string that appears, and strings of which only the beginning appears.
         nearly = [text[at : at + 4] + "!" for at in range(0, 60, 9)]
         stop = [text[40 + seed : 43 + seed], *nearly]
         if any("\ufffd" in s for s in stop[:1]):
@@ -65,7 +65,7 @@ def test_stop_strings(generator, monkeypatch, stride):
         assert pieces[-1].finish_reason == expected.finish_reason
         ends.add(expected.finish_reason)
         assert expected.text in text
-        # No piece gives away the beginning of what came to be the stop string.
+        # No piece contains the beginning of the stop string that ended the text.
         for n in range(len(pieces)):
             assert text.startswith("".join(pieces[:n]))
             assert len("".join(pieces[:n])) <= len(expected.text)
@@ -81,7 +81,7 @@ def test_pieces_come_while_it_goes_on(generator, monkeypatch):
 class TestLaziness:
     @pytest.fixture
     def dispatches(self, generator, monkeypatch) -> list[int]:
-        """The steps asked of every dispatch to the decode program so far."""
+        """The max_steps of all dispatches to the decode program so far."""
         asked: list[int] = []
         decode = generator._programs.decode
 
@@ -173,7 +173,7 @@ def test_pieces_can_be_copied(duplicate):
 
 @pytest.mark.slow
 class TestDemo:
-    """A trained model, text in and text out."""
+    """Streaming from a trained model with its tokenizer."""
 
     PROMPTS = ("def fibonacci(n):\n", "# ½ café 日本 🎉\nimport ")
 
@@ -190,7 +190,7 @@ class TestDemo:
             assert not any(s in expected.text for s in stop)
 
     def test_characters_of_several_tokens(self, demo, monkeypatch):
-        """Hot enough to write loose bytes."""
+        """The temperature is high enough that the model writes incomplete characters."""
         monkeypatch.setattr(demo, "stride", 1)
         settings = {"max_new_tokens": 120, "temperature": 5.0, "seed": 3, "ignore_eos": True}
         expected = demo.generate("🎉", **settings)[0]
@@ -199,7 +199,7 @@ class TestDemo:
 
 
 def test_this_tokenizer_decodes_as_python_does(generator, tokenizer):
-    """So the other tests may take Python's decoder for a reference."""
+    """So Python's decoder is a valid reference in the other tests."""
     settings = {"max_new_tokens": 80, "temperature": 3.0, "ignore_eos": True}
     for run in generator.generate([PROMPT] * 8, seed=range(8), **settings):
         assert tokenizer.decode(run.tokens) == as_text(run.tokens)

@@ -1,4 +1,4 @@
-"""Text as tokens arrive: stop strings and characters that several tokens share."""
+"""TextTracker: stop strings, and characters that several tokens share."""
 
 from collections.abc import Sequence
 
@@ -37,14 +37,14 @@ class Counting(Bytes):
 
 
 class Stripping:
-    """A decoder that drops the space before its first word, as those of some checkpoints do."""
+    """A decoder that drops a space at the beginning, like those of some checkpoints."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         return as_text(ids).removeprefix(" ")
 
 
-def feed(tracker: TextTracker, tokens: Sequence[int], stride: int) -> list[str]:
-    """The pieces that come out when tokens go in, so many at a time; as the Generator does it."""
+def extend_all(tracker: TextTracker, tokens: Sequence[int], stride: int) -> list[str]:
+    """Adds ``stride`` tokens at a time, as the Generator does, and returns the pieces."""
     pieces = []
     for at in range(0, len(tokens), stride):
         tracker.extend(list(tokens[at : at + stride]))
@@ -64,21 +64,21 @@ class TestPieces:
     )
     def test_characters_come_whole(self, text, stride):
         tracker = TextTracker(Bytes(), ())
-        pieces = feed(tracker, text.encode(), stride)
+        pieces = extend_all(tracker, text.encode(), stride)
         assert "".join(pieces) == tracker.text == text
         assert not any("\ufffd" in piece for piece in pieces)
 
     def test_a_character_comes_with_its_last_byte(self):
         tracker = TextTracker(Bytes(), ())
-        assert feed(tracker, "a€😀b".encode(), 1) == ["a", "", "", "€", "", "", "", "😀", "b"]
+        assert extend_all(tracker, "a€😀b".encode(), 1) == ["a", "", "", "€", "", "", "", "😀", "b"]
 
     @pytest.mark.parametrize("stride", STRIDES)
     def test_broken_bytes(self, stride):
-        """Bytes that are no UTF-8 come out as U+FFFD once it is clear that nothing completes them,
-        and no piece but the last ends with one."""
+        """Invalid bytes become U+FFFD as soon as no later token can complete them. No piece except
+        the last ends with U+FFFD."""
         data = b"\xffa\xe2\x82b\xf0\x9f\x98\xc3\xa9\x80\x80c\xe2\x82"
         tracker = TextTracker(Bytes(), ())
-        pieces = feed(tracker, data, stride)
+        pieces = extend_all(tracker, data, stride)
         assert "".join(pieces) == tracker.text == data.decode("utf-8", "replace")
         assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
 
@@ -88,50 +88,50 @@ class TestPieces:
         for _ in range(30):
             data = bytes(rng.choice([*b"ab", *"é€😀".encode()], 40).astype(np.uint8))
             tracker = TextTracker(Bytes(), ("ab", "é"))
-            pieces = feed(tracker, data, stride)
+            pieces = extend_all(tracker, data, stride)
             assert "".join(pieces) == tracker.text
             assert "ab" not in tracker.text
             assert "é" not in tracker.text
             tracker = TextTracker(Bytes(), ())
-            pieces = feed(tracker, data, stride)
+            pieces = extend_all(tracker, data, stride)
             assert "".join(pieces) == tracker.text == data.decode("utf-8", "replace")
             assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
 
     def test_without_a_tokenizer(self):
         tracker = TextTracker(None, ())
-        assert feed(tracker, [5, 6, 7], 2) == ["", ""]
+        assert extend_all(tracker, [5, 6, 7], 2) == ["", ""]
         assert tracker.tokens == [5, 6, 7]
 
 
-class TestHoldingBack:
-    def test_what_may_become_a_stop_string(self):
+class TestDelayedText:
+    def test_the_beginning_of_a_stop_string(self):
         tracker = TextTracker(Bytes(), ("END",))
-        assert feed(tracker, b"the EN route ENDs", 1) == [
+        assert extend_all(tracker, b"the EN route ENDs", 1) == [
             *("t", "h", "e", " ", "", "", "EN ", "r", "o", "u", "t", "e", " ", "", "", "")
         ]
         assert tracker.text == "the EN route "
         assert tracker.stopped
 
-    def test_at_the_end_it_comes_out(self):
+    def test_the_final_piece_has_all_text(self):
         tracker = TextTracker(Bytes(), ("END",))
-        assert feed(tracker, b"the EN", 1) == ["t", "h", "e", " ", "", "EN"]
+        assert extend_all(tracker, b"the EN", 1) == ["t", "h", "e", " ", "", "EN"]
         assert not tracker.stopped
 
     def test_a_stop_string_that_repeats_its_own_beginning(self):
         tracker = TextTracker(Bytes(), ("aab",))
-        assert feed(tracker, b"aaaabaab", 1) == ["", "", "a", "a", ""]
+        assert extend_all(tracker, b"aaaabaab", 1) == ["", "", "a", "a", ""]
         assert tracker.text == "aa"
 
     def test_the_longest_of_several_beginnings(self):
         tracker = TextTracker(Bytes(), ("xyz", "wxyq"))
-        assert feed(tracker, b"wxyv", 1) == ["", "", "", "wxyv"]
+        assert extend_all(tracker, b"wxyv", 1) == ["", "", "", "wxyv"]
 
     def test_inside_a_character_of_the_stop_string(self):
         tracker = TextTracker(Bytes(), ("a€",))
-        assert feed(tracker, "a€b".encode(), 1) == ["", "", "", ""]
+        assert extend_all(tracker, "a€b".encode(), 1) == ["", "", "", ""]
         assert tracker.text == ""
         tracker = TextTracker(Bytes(), ("a€",))
-        assert feed(tracker, "a₭".encode(), 1) == ["", "", "", "a₭"]
+        assert extend_all(tracker, "a₭".encode(), 1) == ["", "", "", "a₭"]
 
 
 class TestStopping:
@@ -142,12 +142,22 @@ class TestStopping:
             (("one", " two", " three"), ("tw",), "one ", 2),  # inside a token
             (("one", " two", " three"), ("e tw",), "on", 2),  # across two
             (("a", "b", "c", "d"), ("bcd",), "a", 4),  # across three
-            (("stop here", " and on"), ("stop",), "", 1),  # at the very first
-            (("ab", "cd", "ef"), ("cd", "ab"), "", 1),  # several: the one that comes first
+            (("stop here", " and on"), ("stop",), "", 1),  # in the first token
+            (
+                ("ab", "cd", "ef"),
+                ("cd", "ab"),
+                "",
+                1,
+            ),  # several stop strings: the first in the text
             (("xx", "abcd", "ef"), ("cd", "bc"), "xxa", 2),  # both in one token: the leftmost
             (("xx", "abcd", "ef"), ("zz", "cde"), "xxab", 3),
-            (("x", "y"), ("xy", "x"), "", 1),  # one begins the other: the shorter is complete
-            # The second stop string is complete first, inside what may become the first one.
+            (
+                ("x", "y"),
+                ("xy", "x"),
+                "",
+                1,
+            ),  # one is a prefix of the other: the shorter is complete
+            # The second stop string is complete while the first one is still incomplete.
             (("1", "abc", "d", "e"), ("abcde", "c"), "1ab", 2),
             (("Fin", "\n", "\n", "more"), ("\n\n",), "Fin", 3),
             (("no", "thing", " here"), ("nowhere",), "nothing here", 3),
@@ -155,37 +165,37 @@ class TestStopping:
     )
     def test_cuts_text_and_tokens(self, words, stop, text, count, stride):
         tracker = TextTracker(Words(*words), stop)
-        pieces = feed(tracker, range(len(words)), stride)
+        pieces = extend_all(tracker, range(len(words)), stride)
         assert "".join(pieces) == tracker.text == text
         assert tracker.tokens == list(range(count))
         assert tracker.stopped == (count < len(words) or "nowhere" not in stop)
 
     def test_random_tokens(self):
-        """All strides against stopping by hand, one token after the other."""
+        """All strides give the result of a check after every token."""
         rng = np.random.default_rng(0)
         stopped = 0
         for _ in range(150):
             tokens = rng.integers(3, VOCAB_SIZE, 25).tolist()
             stop = _substrings(rng, as_text(rng.permutation(tokens).tolist()), as_text(tokens))
-            text, kept = stop_by_hand(tokens, stop)
-            stopped += len(kept) < len(tokens)
+            text, expected = stop_by_hand(tokens, stop)
+            stopped += len(expected) < len(tokens)
             for stride in STRIDES:
                 tracker = TextTracker(Fragments(), stop)
-                pieces = feed(tracker, tokens, stride)
-                assert (tracker.text, tracker.tokens) == (text, kept), (tokens, stop, stride)
+                pieces = extend_all(tracker, tokens, stride)
+                assert (tracker.text, tracker.tokens) == (text, expected), (tokens, stop, stride)
                 assert "".join(pieces) == text
         assert 50 < stopped < 150
 
     @pytest.mark.parametrize("words", [(3, VOCAB_SIZE), (0, 40), (29, 35)])
     @pytest.mark.parametrize("decoder", ["fragments", "stripping"])
     def test_long_texts(self, words, decoder):
-        """Longer than the tail that is decoded again: equal to the text of all tokens at once."""
+        """Texts longer than the tail equal the text of all tokens decoded at once."""
         rng = np.random.default_rng(words)
         tokens = rng.integers(*words, 700).tolist()
         made = Fragments() if decoder == "fragments" else Stripping()
         for stride in (1, 16, 333, 1000):
             tracker = TextTracker(made, ())
-            pieces = feed(tracker, tokens, stride)
+            pieces = extend_all(tracker, tokens, stride)
             assert tracker.text == "".join(pieces) == made.decode(tokens)
             assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
         text = made.decode(tokens)
@@ -194,7 +204,7 @@ class TestStopping:
         want = None
         for stride in (1, 16, 333, 1000):
             tracker = TextTracker(made, stop)
-            pieces = feed(tracker, tokens, stride)
+            pieces = extend_all(tracker, tokens, stride)
             got = ("".join(pieces), tracker.text, tracker.tokens)
             assert got[0] == got[1]
             assert got == (want := want or got)
@@ -208,17 +218,17 @@ class TestStopping:
             decoder = Counting()
             text = ("naïve 日本 🎉 " * length)[:length].encode()
             tracker = TextTracker(decoder, stop)
-            feed(tracker, text, 16)
+            extend_all(tracker, text, 16)
             assert tracker.text == text.decode("utf-8", "replace")
             counts.append(decoder.decoded / len(text))
         assert counts[1] < 1.1 * counts[0]
         assert counts[1] < 16
 
     def test_garbage_is_not_decoded_over_and_over(self):
-        """Bytes that never make a character, for which no cut is found."""
+        """Bytes that never form a character, so that the tail cannot be split."""
         decoder = Counting()
         tracker = TextTracker(decoder, ())
-        pieces = feed(tracker, b"\xe2\x82" * 1000, 50)
+        pieces = extend_all(tracker, b"\xe2\x82" * 1000, 50)
         assert "".join(pieces) == tracker.text == "\ufffd" * 1000
 
 
@@ -227,7 +237,7 @@ class Fragments:
 
 
 def _substrings(rng: np.random.Generator, *texts: str) -> tuple[str, ...]:
-    """A few short pieces of the texts, without broken characters."""
+    """Returns one short piece of each text, without those that contain U+FFFD."""
     stop = []
     for text in texts:
         at, n = int(rng.integers(len(text))), int(rng.integers(1, 7))
@@ -235,7 +245,7 @@ def _substrings(rng: np.random.Generator, *texts: str) -> tuple[str, ...]:
     return tuple(s for s in stop if "\ufffd" not in s)
 
 
-def test_fragments_hold_what_these_tests_need():
+def test_fragments_contain_what_these_tests_need():
     whole = [f for f in FRAGMENTS[3:] if f.decode("utf-8", "replace").encode() == f]
     assert len(whole) < len(FRAGMENTS) - 60
     assert "é" in as_text([31, 31])

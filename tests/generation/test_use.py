@@ -1,4 +1,4 @@
-"""Another model for a Generator: what is refused, what is freed, what stays the same."""
+"""Generator.use: which models it rejects, what it frees, what stays the same."""
 
 import dataclasses
 import gc
@@ -20,7 +20,7 @@ PROMPT = letters("an experiment")
 
 
 def fresh(model: DeepSeekV3) -> DeepSeekV3:
-    """The same model with arrays of its own."""
+    """Copies a model, including its arrays."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda x: jnp.array(np.asarray(x)), state))
 
@@ -39,7 +39,7 @@ def test_the_model_before_is_freed(dense):
 
 
 def test_a_model_of_another_config_is_refused(tiny, bare):
-    """Its arrays are alike, but the compiled programs compute with the first one's numbers."""
+    """Its arrays are alike, but the compiled programs contain numbers of the first config."""
     other = fresh(tiny)
     other.config = dataclasses.replace(tiny.config, routed_scaling_factor=9.0)
     with pytest.raises(ValueError, match=r"config .* routed_scaling_factor 9\.0 instead of"):
@@ -56,8 +56,8 @@ def test_another_option_is_refused(tiny, bare, name, value):
         bare.use(other)
 
 
-def test_another_way_to_multiply_is_refused(tiny, bare):
-    """What only the modules know, such as quantisation."""
+def test_other_module_options_are_refused(tiny, bare):
+    """An option of a module, such as its quantization."""
     other = fresh(tiny)
     other.lm_head.float8_rows = True
     with pytest.raises(ValueError, match="model: expected the modules and options"):
@@ -79,7 +79,7 @@ def test_no_model(bare, wrong):
 
 
 @pytest.mark.slow
-def test_placements_of_one_model_in_turn(tiny, bare):
+def test_several_placements_of_one_model(tiny, bare):
     rng = np.random.default_rng(0)
     experts = tiny.config.n_routed_experts
     placements = [Placement.balanced(rng.zipf(1.5, (1, experts)), 16, 4, 2, 8) for _ in range(4)]
@@ -94,7 +94,7 @@ def test_placements_of_one_model_in_turn(tiny, bare):
 
 
 def test_a_generator_leaves_its_models_as_they_were(tiny, bare):
-    """generate, stream, warm_up and use: of both models the arrays, options and outputs stay."""
+    """generate, stream, warm_up and use leave arrays, options and outputs of models unchanged."""
     tokens = np.array([PROMPT], np.int32)
     other = fresh(tiny)
     models = (tiny, other)

@@ -1,4 +1,4 @@
-"""The rule that accepts drafts, on distributions that are known: nothing is lost, whatever q is."""
+"""Speculative sampling on known distributions: for any q, tokens are distributed as p."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.sampling import DRAFT, Sampling, filter_logits, sample
 from dsv3_jax.generation.verification import verify
-from tests.generation.test_sampling import Row, bound, chi_square, run_sample, sampling
+from tests.generation.test_sampling import Options, bound, chi_square, run_sample, sampling
 from tests.support.covering import slow_except
 
 N, W, K = 60_000, 6, 2
@@ -37,33 +37,33 @@ run_filtered = jax.jit(filter_logits)
 run_verify = jax.jit(verify, static_argnums=4)
 
 
-def settings(row: Row, count: int = N) -> Sampling:
-    """That many rows which differ in their seeds alone."""
-    columns = {f.name: getattr(sampling([row]), f.name) for f in dataclasses.fields(Sampling)}
-    rows = {name: np.repeat(np.asarray(column), count, axis=0) for name, column in columns.items()}
-    return Sampling.pack(**rows | {"seed": np.arange(count)})
+def repeated(options: Options, count: int = N) -> Sampling:
+    """Settings of ``count`` sequences that differ in their seeds only."""
+    columns = {f.name: getattr(sampling([options]), f.name) for f in dataclasses.fields(Sampling)}
+    batch = {name: np.repeat(np.asarray(column), count, axis=0) for name, column in columns.items()}
+    return Sampling.pack(**batch | {"seed": np.arange(count)})
 
 
 @jax.jit
-def drawn(logits: jax.Array, settings: Sampling) -> jax.Array:
+def sample_drafts(logits: jax.Array, settings: Sampling) -> jax.Array:
     positions = jnp.full(logits.shape[0], 9)
-    places = [sample(logits[:, k], settings, positions + k, DRAFT) for k in range(K)]
-    return jnp.stack(places, axis=1)
+    tokens = [sample(logits[:, k], settings, positions + k, DRAFT) for k in range(K)]
+    return jnp.stack(tokens, axis=1)
 
 
 def drafts_of(logits: np.ndarray | None, settings: Sampling) -> Drafts:
-    """As a drafter makes them: drawn under the row's own settings, or one certain token."""
+    """Drafts like a drafter's: sampled with the same settings, or constant for logits of None."""
     counts = jnp.array(np.full(N, K, np.int32))
     if logits is None:
         return Drafts(jnp.array(np.tile(np.array([[2, 4]], np.int32), (N, 1))), counts, None)
-    rows = jnp.array(np.tile(np.asarray(logits, np.float32), (N, 1, 1)))
-    return Drafts(drawn(rows, settings), counts, rows)
+    batch = jnp.array(np.tile(np.asarray(logits, np.float32), (N, 1, 1)))
+    return Drafts(sample_drafts(batch, settings), counts, batch)
 
 
 def run(
     drafts: Drafts, settings: Sampling, acceptance: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and accepted drafts of N rows: one program for each way to draft and each rate."""
+    """Verifies N sequences. Returns their tokens and numbers of accepted drafts."""
     logits, positions = np.tile(TARGET, (N, 1, 1)), np.full(N, 9, np.int32)
     tokens, accepted = run_verify(
         jnp.array(logits), drafts, settings, jnp.array(positions), acceptance
@@ -73,17 +73,17 @@ def run(
 
 @functools.cache
 def verified(drafter: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """What comes of a drafter of DRAFTERS under one of SETTINGS."""
-    rows = settings(SETTINGS[number])
-    return run(drafts_of(DRAFTERS[drafter], rows), rows)
+    """Result of one of DRAFTERS under one of SETTINGS."""
+    batch = repeated(SETTINGS[number])
+    return run(drafts_of(DRAFTERS[drafter], batch), batch)
 
 
-def probabilities(row: Row, logits: np.ndarray) -> np.ndarray:
-    """Of logits [places, W]."""
+def probabilities(options: Options, logits: np.ndarray) -> np.ndarray:
+    """Filtered probabilities of logits [positions, W]."""
     padded = np.zeros((1, K + 1, W), np.float32)
     padded[0, : len(logits)] = logits
-    kept = np.asarray(run_filtered(jnp.array(padded), settings(row, 1)))[0, : len(logits)]
-    weights = np.exp(kept - kept.max(axis=-1, keepdims=True))
+    filtered = np.asarray(run_filtered(jnp.array(padded), repeated(options, 1)))[0, : len(logits)]
+    weights = np.exp(filtered - filtered.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
@@ -91,7 +91,7 @@ class TestDistribution:
     @pytest.mark.parametrize(
         ("drafter", "number"),
         [
-            # In the quick suite every drafter once and every setting at least once.
+            # The quick suite has every drafter once and every setting at least once.
             pytest.param(
                 drafter,
                 number,
@@ -102,58 +102,58 @@ class TestDistribution:
             for number in range(len(SETTINGS))
         ],
     )
-    def test_each_place_follows_the_model(self, drafter, number):
-        """Given that a step reaches a place, its token is distributed as the model says, and
-        independent of the one before: here the model's logits do not depend on it."""
+    def test_each_position_follows_the_model(self, drafter, number):
+        """A token at a position that the step reaches is distributed as p. It is independent of the
+        token before, because the logits of this test are."""
         tokens, accepted = verified(drafter, number)
         p = probabilities(SETTINGS[number], TARGET)
-        for place in range(K + 1):
-            reached = accepted >= place
+        for position in range(K + 1):
+            reached = accepted >= position
             if reached.sum() < 500:
                 continue
-            counts = np.bincount(tokens[reached, place], minlength=W)
-            keep = p[place] > 0
+            counts = np.bincount(tokens[reached, position], minlength=W)
+            keep = p[position] > 0
             assert not counts[~keep].any()
-            keep &= p[place] * counts.sum() > 5
-            assert chi_square(counts[keep], p[place][keep] / p[place][keep].sum()) < bound(
+            keep &= p[position] * counts.sum() > 5
+            assert chi_square(counts[keep], p[position][keep] / p[position][keep].sum()) < bound(
                 int(keep.sum()) - 1
             )
 
     @pytest.mark.parametrize(
         "number",
         slow_except(range(len(SETTINGS)), quick=(1,)),
-        ids=[str(row) for row in SETTINGS],
+        ids=[str(options) for options in SETTINGS],
     )
     def test_acceptance_is_the_overlap(self, number):
-        """A draft stays with probability sum min(p, q); no rule accepts more."""
-        row = SETTINGS[number]
+        """A draft is accepted with probability sum min(p, q), the maximum for any rule."""
+        options = SETTINGS[number]
         for drafter, logits in DRAFTERS.items():
             _, accepted = verified(drafter, number)
-            p = probabilities(row, TARGET)[0]
-            q = np.eye(W)[2] if logits is None else probabilities(row, logits)[0]
+            p = probabilities(options, TARGET)[0]
+            q = np.eye(W)[2] if logits is None else probabilities(options, logits)[0]
             overlap = np.minimum(p, q).sum()
             assert (accepted >= 1).mean() == pytest.approx(overlap, abs=0.01)
 
     @pytest.mark.slow
     def test_accepting_always_is_seen(self):
-        """The planted bug: the same test tells it from the rule."""
-        row = SETTINGS[0]
-        rows = settings(row)
-        tokens, accepted = run(drafts_of(OTHER, rows), rows, acceptance=1.0)
+        """A deliberate defect, which the same test detects."""
+        options = SETTINGS[0]
+        batch = repeated(options)
+        tokens, accepted = run(drafts_of(OTHER, batch), batch, acceptance=1.0)
         assert (accepted == K).all()
-        p = probabilities(row, TARGET)
+        p = probabilities(options, TARGET)
         counts = np.bincount(tokens[:, 0], minlength=W)
         assert chi_square(counts, p[0]) > 10 * bound(W - 1)
 
     @pytest.mark.slow
     def test_without_drafts_it_is_sampling(self):
-        """To the bit, so that a seed means the same with and without the machinery."""
+        """Bit for bit, so that a seed has the same meaning in both."""
         none = Drafts(jnp.zeros((500, 0), jnp.int32), jnp.zeros(500, jnp.int32), None)
         logits, positions = np.tile(TARGET[:1], (500, 1, 1)), np.full(500, 9, np.int32)
-        for row in (*SETTINGS, {"temperature": 0.0}):
-            rows = settings(row, 500)
-            tokens, accepted = run_verify(jnp.array(logits), none, rows, jnp.array(positions))
-            own = run_sample(jnp.array(logits[:, 0]), rows, jnp.array(positions))
+        for options in (*SETTINGS, {"temperature": 0.0}):
+            batch = repeated(options, 500)
+            tokens, accepted = run_verify(jnp.array(logits), none, batch, jnp.array(positions))
+            own = run_sample(jnp.array(logits[:, 0]), batch, jnp.array(positions))
             np.testing.assert_array_equal(np.asarray(tokens)[:, 0], own)
             assert not np.asarray(accepted).any()
 
@@ -161,30 +161,27 @@ class TestDistribution:
 class TestGreedy:
     BEST = TARGET.argmax(axis=-1)
 
-    @pytest.mark.parametrize("company", [0.0, 1.0], ids=["greedy batch", "mixed batch"])
-    def test_accepts_while_equal(self, company):
+    @pytest.mark.parametrize("last_temperature", [0.0, 1.0], ids=["greedy batch", "mixed batch"])
+    def test_accepts_while_equal(self, last_temperature):
         wrong = (self.BEST + 1) % W
-        offered = np.array(
+        draft_tokens = np.array(
             [self.BEST[:2], [self.BEST[0], wrong[1]], [wrong[0], self.BEST[1]], wrong[:2]] * 2,
             np.int32,
         )
         counts = np.array([2, 2, 2, 2, 1, 1, 0, 0], np.int32)
-        times = N // 8  # the eight over and over: no program of their own
-        rows = Sampling.pack(
-            temperature=np.tile([0.0] * 7 + [company], times),
-            top_k=np.zeros(N),
-            top_p=np.ones(N),
-            min_p=np.zeros(N),
+        times = N // 8  # repeats the eight, to use the same compiled program
+        batch = Sampling.pack(
+            temperature=np.tile([0.0] * 7 + [last_temperature], times),
             seed=np.arange(N),
             stop_tokens=np.full((N, 8), -1),
         )
-        # Greedy drafts are the best of what they are drawn from.
+        # A greedy draft is the most probable token of its own logits.
         logits = np.tile(TARGET[:2], (8, 1, 1))
-        logits = np.where(np.arange(W) == offered[..., None], np.float32(9), logits)
-        for drawn_from in (None, jnp.array(np.tile(logits, (times, 1, 1)))):
-            tokens = jnp.array(np.tile(offered, (times, 1)))
-            drafts = Drafts(tokens, jnp.array(np.tile(counts, times)), drawn_from)
-            tokens, accepted = (x.reshape(times, 8, *x.shape[1:]) for x in run(drafts, rows))
+        logits = np.where(np.arange(W) == draft_tokens[..., None], np.float32(9), logits)
+        for draft_logits in (None, jnp.array(np.tile(logits, (times, 1, 1)))):
+            tokens = jnp.array(np.tile(draft_tokens, (times, 1)))
+            drafts = Drafts(tokens, jnp.array(np.tile(counts, times)), draft_logits)
+            tokens, accepted = (x.reshape(times, 8, *x.shape[1:]) for x in run(drafts, batch))
             assert (accepted[:, :7] == [2, 1, 0, 0, 1, 1, 0]).all()
             for b in range(7):
                 n = accepted[0, b] + 1
@@ -198,18 +195,20 @@ class TestSynthetic:
         "rate", [0.3, 1.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 0.85))]
     )
     def test_rate(self, rate, temperature):
-        rows = settings({"temperature": temperature})
-        drafts = drafts_of(DRAFTERS["never right"], rows)
-        tokens, accepted = run(drafts, rows, acceptance=rate)
+        batch = repeated({"temperature": temperature})
+        drafts = drafts_of(DRAFTERS["never right"], batch)
+        tokens, accepted = run(drafts, batch, acceptance=rate)
         assert (accepted >= 1).mean() == pytest.approx(rate, abs=0.01)
         assert (accepted == 2).mean() == pytest.approx(rate**2, abs=0.01)
-        taken = np.arange(K) < accepted[:, None]
-        np.testing.assert_array_equal(tokens[:, :K][taken], np.asarray(drafts.tokens)[taken])
+        is_accepted = np.arange(K) < accepted[:, None]
+        np.testing.assert_array_equal(
+            tokens[:, :K][is_accepted], np.asarray(drafts.tokens)[is_accepted]
+        )
 
     def test_own_token_follows_the_model(self):
-        rows = settings({})
-        tokens, accepted = run(drafts_of(OTHER, rows), rows, acceptance=0.3)
+        batch = repeated({})
+        tokens, accepted = run(drafts_of(OTHER, batch), batch, acceptance=0.3)
         p = probabilities({}, TARGET)
-        for place in range(K + 1):
-            own = tokens[accepted == place, place]
-            assert chi_square(np.bincount(own, minlength=W), p[place]) < bound(W - 1)
+        for position in range(K + 1):
+            own = tokens[accepted == position, position]
+            assert chi_square(np.bincount(own, minlength=W), p[position]) < bound(W - 1)
