@@ -59,9 +59,9 @@ def check_extension(
     known_starts, known_counts = _known_values(starts), _known_values(counts)
     if known_starts is None or known_counts is None:
         return
-    length, limit = int((known_starts + known_counts).max()), cache.limit(config)
+    length, limit = int((known_starts + known_counts).max()), cache.max_length(config)
     if length > limit:
-        which = "max_position_embeddings" if limit < cache.room else "the cache's room"
+        which = "max_position_embeddings" if limit < cache.capacity else "the cache's capacity"
         raise ValueError(
             f"cache: expected sequences of at most {counted(limit, 'token')} ({which}), got"
             f" {length}"

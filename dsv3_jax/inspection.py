@@ -1,8 +1,8 @@
-"""What a forward pass computes on its way: routing, latents, hidden states, attention entropy.
+"""Captures intermediate results of a forward pass: routing, latents, hidden states, entropy.
 
-Layers know nothing of this. :func:`capture` runs them through the hook that training uses
-(``run_layers`` of :class:`~dsv3_jax.model.DeepSeekV3`), so a model that nobody inspects compiles to
-the program that it always was.
+The layers have no code for this. :func:`capture` runs them through the hook that training uses
+(``run_layers`` of :class:`~dsv3_jax.model.DeepSeekV3`), so the program of a model that is not
+inspected does not change.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ from pallas_kernels.route.reference import Rule
 
 What = Literal["routing", "latents", "hidden", "attention_entropy", "logits"]
 
-_QUERIES = 128  # whose scores are in memory at a time
+_QUERIES_PER_BLOCK = 128  # their attention scores are in memory at once
 
 
 class Routing(NamedTuple):
-    """Where the tokens of each MoE layer went, in order; MTP layers are not run."""
+    """Routing of every MoE layer of the main model, in order. MTP layers are not run."""
 
     experts: Int[Array, "L_moe B T K"]
-    """Chosen, best first."""
+    """Chosen experts, best first."""
     weights: Float32[Array, "L_moe B T K"]
-    """Of the chosen experts' outputs in the sum."""
+    """Weights of the chosen experts' outputs in the sum."""
     scores: Float32[Array, "L_moe B T E"]
-    """Of all experts, without the bias that the choice adds."""
+    """Scores of all experts, without the bias that is added for the choice."""
     counts: Int[Array, "L_moe E"]
-    """Tokens that chose each expert."""
+    """Number of tokens that chose each expert."""
 
 
 class Captured(NamedTuple):
-    """What was asked for; the rest is None."""
+    """Intermediate results that were asked for. The others are None."""
 
     routing: Routing | None = None
     latents: Float[Array, "L B T CR"] | None = None
-    """What the cache holds of a token: the normed latent, then the rotated rope key."""
+    """Cache entries of the tokens: the normed latent, then the rotated rope key."""
     hidden: Float[Array, "L+1 B T D"] | None = None
-    """The residual stream: the embedding, then behind each layer, before any norm."""
+    """Residual stream: the embedding, then the output of each layer, before any norm."""
     attention_entropy: Float32[Array, "L B H T"] | None = None
-    """Nats, of each query's attention: 0 for one key, log(t + 1) for all that it sees alike."""
+    """Entropy of each query's attention weights in nats: 0 if one key has all the weight,
+    log(t + 1) if all visible keys have the same."""
     logits: Float32[Array, "B T W"] | None = None
+    """Logits of every token."""
 
 
 def capture(
@@ -59,14 +61,14 @@ def capture(
     tokens: Int[Array, "B T"],
     what: What | Sequence[What] = ("routing", "latents", "hidden", "attention_entropy"),
 ) -> Captured:
-    """Runs whole sequences, without a cache, and keeps what is named.
+    """Runs whole sequences without a cache, and returns the intermediate results named in ``what``.
 
-    To be jitted: ``nnx.jit(capture, static_argnames="what")(model, tokens, what="routing")``. The
-    compiler then computes once what layer and capture share, and drops the LM head where nobody
-    asked for logits. What each costs beside the forward pass, with i bytes a number of the model's
-    dtype:
+    Call it inside jit: ``nnx.jit(capture, static_argnames="what")(model, tokens, what="routing")``.
+    The compiler then computes once what layers and capture share, and leaves out the LM head if
+    logits are not asked for. Each result costs, in addition to the forward pass and with i bytes
+    per number of the model's dtype:
 
-    | name | FLOPs | bytes kept |
+    | name | FLOPs | bytes of the result |
     | --- | --- | --- |
     | routing | 0 | L_moe B T (4 E + 8 K) |
     | latents | 0 | L B T (C + R) i |
@@ -74,72 +76,77 @@ def capture(
     | attention_entropy | 2 L B H T^2 (N + R) | 4 L B H T |
     | logits | 0 | 4 B T W |
 
-    Entropy scores all queries with all keys once more, 128 queries at a time: 512 B H T bytes of
-    scores at once, H heads of a device. Rows of unequal length are the caller's to cut: padding
-    behind a row changes nothing before it. On a mesh all of it lies as the layers' rows and heads
-    do; there projections may be computed twice, for latents and entropy.
+    Entropy computes the scores of all queries and keys again, for 128 queries at a time: 512 B H T
+    bytes of scores, with the H heads of a device. Sequences of different lengths are padded at the
+    right, which does not change the results of earlier tokens; the caller cuts the padding off. On
+    a mesh, results are sharded like the layers' sequences and heads, and projections may be
+    computed twice for latents and entropy.
 
     Raises:
       ValueError: an unknown name, or none; routing of a model without MoE layers; tokens that the
         model refuses.
     """
-    names = _checked(model.config, tokens, what)
-    found: dict[str, list[Any]] = {"hidden": [], "latents": [], "attention_entropy": []}
-    routed: list[RoutingStats] = []
+    names = _check_names(model.config, tokens, what)
+    per_layer: dict[str, list[Any]] = {"hidden": [], "latents": [], "attention_entropy": []}
+    routing_stats: list[RoutingStats] = []
 
-    def run(
-        layers: Sequence[DecoderLayer], x: jax.Array, turn: Rotation
+    def run_and_capture(
+        layers: Sequence[DecoderLayer], x: jax.Array, rotation: Rotation
     ) -> tuple[jax.Array, list[RoutingStats]]:
         for layer in layers:
-            found["hidden"].append(x)
-            for name, value in _of_attention(layer, x, turn, names).items():
-                found[name].append(value)
-            x, stats = layer(x, turn)
+            per_layer["hidden"].append(x)
+            for name, value in _attention_results(layer, x, rotation, names).items():
+                per_layer[name].append(value)
+            x, stats = layer(x, rotation)
             if stats is not None:
-                routed.append(stats)
-        found["hidden"].append(x)
-        return x, routed
+                routing_stats.append(stats)
+        per_layer["hidden"].append(x)
+        return x, routing_stats
 
-    logits = model(tokens, run_layers=run)
-    kept: dict[str, Any] = {name: jnp.stack(found[name]) for name in names if name in found}
+    logits = model(tokens, run_layers=run_and_capture)
+    results: dict[str, Any] = {
+        name: jnp.stack(per_layer[name]) for name in names if name in per_layer
+    }
     if "routing" in names:
-        kept["routing"] = _routing(model.config, tokens.shape, routed)
+        results["routing"] = _routing(model.config, tokens.shape, routing_stats)
     if "logits" in names:
-        kept["logits"] = logits
-    return Captured(**kept)
+        results["logits"] = logits
+    return Captured(**results)
 
 
 def attention_entropy(
     q: Float[Array, "B T H K"], k: Float[Array, "B T H K"], *, scale: float
 ) -> Float32[Array, "B H T"]:
-    """``-sum_s p_s log p_s`` with ``p = softmax(scale q k)`` over keys up to the query's own.
+    """Returns the entropy of causal attention, ``-sum_s p_s log p_s``, ``p = softmax(scale q k)``.
 
-    With ``z_s = scale q k_s - max`` and ``Z = sum_s exp z_s`` that is
-    ``log Z - (sum_s z_s exp z_s) / Z``. Products of K numbers are summed in float32, as all else.
+    With ``z_s = scale q k_s - max`` and ``Z = sum_s exp z_s`` this is
+    ``log Z - (sum_s z_s exp z_s) / Z``. All sums are in float32.
     """
     B, T, H, K = q.shape
-    block = min(_QUERIES, T)
+    block = min(_QUERIES_PER_BLOCK, T)
     count = -(-T // block)
     q = jnp.pad(q, ((0, 0), (0, count * block - T), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(q.reshape(B, count, block, H, K), 1, 0)
     s = jnp.arange(T)
 
-    def of_block(each: tuple[jax.Array, jax.Array]) -> Float32[Array, "B H block"]:
-        first, q = each
+    def block_entropy(inputs: tuple[jax.Array, jax.Array]) -> Float32[Array, "B H block"]:
+        first, q = inputs
         scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
-        seen = s <= (first + jnp.arange(block))[:, None]
-        z = jnp.where(seen, scores * scale, -jnp.inf)
+        is_visible = s <= (first + jnp.arange(block))[:, None]
+        z = jnp.where(is_visible, scores * scale, -jnp.inf)
         z -= jnp.max(z, axis=-1, keepdims=True)
         weights = jnp.exp(z)
         total = jnp.sum(weights, axis=-1)
-        # exp underflows long before z does: where it is 0, its product is too, and not NaN.
-        return jnp.log(total) - jnp.sum(weights * jnp.where(seen, z, 0.0), axis=-1) / total
+        # exp underflows long before z does: where it is 0, weight * z is 0 too, and not NaN.
+        z_sum = jnp.sum(weights * jnp.where(is_visible, z, 0.0), axis=-1)
+        return jnp.log(total) - z_sum / total
 
-    rows = jax.lax.map(of_block, (jnp.arange(count) * block, blocks))
-    return jnp.moveaxis(rows, 0, 2).reshape(B, H, -1)[..., :T]
+    entropies = jax.lax.map(block_entropy, (jnp.arange(count) * block, blocks))
+    return jnp.moveaxis(entropies, 0, 2).reshape(B, H, -1)[..., :T]
 
 
-def _checked(config: ModelConfig, tokens: Any, what: str | Sequence[str]) -> tuple[str, ...]:
+def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names in ``what`` without repetitions, or raises ValueError."""
     names = (what,) if isinstance(what, str) else tuple(what)
     known = get_args(What)
     unknown = [name for name in names if name not in known]
@@ -152,54 +159,55 @@ def _checked(config: ModelConfig, tokens: Any, what: str | Sequence[str]) -> tup
     return tuple(dict.fromkeys(names))
 
 
-def _of_attention(
-    layer: DecoderLayer, x: Float[Array, "B T D"], turn: Rotation, names: Sequence[str]
+def _attention_results(
+    layer: DecoderLayer, x: Float[Array, "B T D"], rotation: Rotation, names: Sequence[str]
 ) -> dict[str, jax.Array]:
-    """Latents and entropy, as far as asked for, of a layer with this input."""
-    asked = [name for name in ("latents", "attention_entropy") if name in names]
+    """Returns latents and entropy of a layer with input ``x``, if they are in ``names``."""
+    wanted = [name for name in ("latents", "attention_entropy") if name in names]
 
-    def of_attention(layer: DecoderLayer, x: jax.Array, turn: Rotation) -> dict[str, jax.Array]:
+    def body(layer: DecoderLayer, x: jax.Array, rotation: Rotation) -> dict[str, jax.Array]:
         attention, normed = layer.self_attn, layer.input_layernorm(x)
-        latents = attention.latents(normed, turn)
-        of_layer = {"latents": latents}
-        if "attention_entropy" in asked:
-            q = jnp.concatenate(attention.queries(normed, turn), axis=-1)
+        latents = attention.latents(normed, rotation)
+        results = {"latents": latents}
+        if "attention_entropy" in wanted:
+            queries = attention.queries(attention.query_latent(normed), rotation)
             keys, _ = attention.expand(latents)
-            scale = attention.config.softmax_scale
-            of_layer["attention_entropy"] = attention_entropy(q, keys, scale=scale)
-        return {name: of_layer[name] for name in asked}
+            results["attention_entropy"] = attention_entropy(
+                jnp.concatenate(queries, axis=-1), keys, scale=attention.config.softmax_scale
+            )
+        return {name: results[name] for name in wanted}
 
-    if not asked:
+    if not wanted:
         return {}
     if layer.layout is None:
-        return of_attention(layer, x, turn)
-    rows, heads = (
+        return body(layer, x, rotation)
+    batch, heads = (
         layer.layout.partition_spec(("batch",)),
         layer.layout.partition_spec(("batch", "heads")),
     )
-    lies = {"latents": rows, "attention_entropy": heads}
-    specs = {name: lies[name] for name in asked}
-    return on_mesh(layer.layout, layer, of_attention, (rows, rows), specs)(x, turn)
+    specs = {"latents": batch, "attention_entropy": heads}
+    out_specs = {name: specs[name] for name in wanted}
+    return on_mesh(layer.layout, layer, body, (batch, batch), out_specs)(x, rotation)
 
 
 def _routing(c: ModelConfig, shape: tuple[int, ...], stats: Sequence[RoutingStats]) -> Routing:
-    """Of all layers, tokens in their rows again."""
+    """Returns the routing of all layers, with tokens [B, T] as in ``shape``."""
     K, E = c.num_experts_per_tok, c.n_routed_experts
-    scores = jnp.stack([one.scores for one in stats])
-    experts = jnp.stack([one.experts for one in stats])
+    scores = jnp.stack([layer.scores for layer in stats])
+    experts = jnp.stack([layer.experts for layer in stats])
     rule = Rule(
-        K,
-        c.n_group,
-        c.topk_group,
-        c.topk_method,
-        c.scoring_func,
-        c.norm_topk_prob,
-        c.routed_scaling_factor,
+        num_experts_per_tok=K,
+        n_group=c.n_group,
+        topk_group=c.topk_group,
+        method=c.topk_method,
+        scoring=c.scoring_func,
+        normalize=c.norm_topk_prob,
+        scaling_factor=c.routed_scaling_factor,
     )
     weights = jax.vmap(rule.weights)(scores, experts)
     return Routing(
-        experts.reshape(-1, *shape, K),
-        weights.reshape(-1, *shape, K),
-        scores.reshape(-1, *shape, E),
-        jnp.stack([one.counts for one in stats]),
+        experts=experts.reshape(-1, *shape, K),
+        weights=weights.reshape(-1, *shape, K),
+        scores=scores.reshape(-1, *shape, E),
+        counts=jnp.stack([layer.counts for layer in stats]),
     )

@@ -1,185 +1,254 @@
-"""The latent KV cache: one paged array a layer, of static shape.
+"""The KV cache: a pool of pages, the block tables and lengths of a batch, and routing counts.
 
-A token costs ``kv_lora_rank + qk_rope_head_dim`` numbers a layer (576 in DeepSeek-V3, 1,152 bytes
-in bfloat16), whatever the number of heads. Token s of a row stands in page
-``block_tables[row, s // page_size]`` at slot ``s % page_size``; a contiguous cache is the table
-that counts up. Taking tokens back only lowers ``lengths``.
+A :class:`PagePool` holds page arrays and knows no sequences. :class:`SequenceTables` assign its
+pages to the sequences of a batch. :class:`LatentKVCache` joins both for one batch.
 
-Pages may be wider than tokens: a TPU's kernel reads whole groups of 128 columns, 640 for 576.
-With ``attn_impl="CD"`` they hold every head's key and value instead, for comparison alone.
+Token s of sequence b is cached in page ``block_tables[b, s // page_size]`` at slot
+``s % page_size``; a contiguous cache is a table that counts up. Rejected tokens are removed by
+lowering ``lengths``.
 
-On a mesh a row's pages lie on the row's devices. Where several share its tokens, they have its
-pages in turns: whatever the length, what they hold differs by a page at most.
+DeepSeek's attention caches one array per layer, "latent": the normalised latent followed by the
+rotated rope key, ``kv_lora_rank + qk_rope_head_dim`` numbers per token (576 in DeepSeek-V3, 1,152
+bytes in bfloat16) whatever the number of heads.
+
+On a mesh, a sequence's pages are on the devices that run the sequence. Where n devices share its
+tokens, page p is on device ``p % n`` of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
-from dsv3_jax.attn_impl import AttnImpl, cached_numbers
 from dsv3_jax.config import ModelConfig
-from pallas_kernels import target
-from pallas_kernels.mla_decode.api import page_width
+from dsv3_jax.layers.attention import latent_cache_spec
+from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
+from pallas_kernels import page_width, target
 from sharding import Layout
 
-PAGE_SIZE = 64  # tokens; the page that Hopper's latent attention kernels work in
+DEFAULT_PAGE_SIZE = 64
+"""Tokens per page: the page size that the Hopper attention kernels take."""
 
-PAGES = (("batch", "cached_tokens"),)
-"""Logical axes of an array of pages: what its first dimension counts."""
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """The page arrays of a model's layers. :meth:`DeepSeekV3.cache_spec` returns it."""
+
+    layers: tuple[LayerCacheSpec, ...]
+    """One entry per decoder layer."""
+
+    mtp: tuple[LayerCacheSpec, ...] = ()
+    """One entry for the MTP layer that drafts, or none."""
+
+    @classmethod
+    def of_config(cls, config: ModelConfig, dtype: DTypeLike, *, mtp: bool = False) -> CacheSpec:
+        """Returns the spec of every model of this config and dtype, without building one."""
+        layer = latent_cache_spec(config, dtype)
+        return cls((layer,) * config.num_hidden_layers, (layer,) if mtp else ())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagePool:
+    """The page arrays of all layers. Page p of every array belongs to the same sequence."""
+
+    layers: tuple[LayerPages, ...]
+    """Named arrays [P, page, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
+
+    mtp: tuple[LayerPages, ...] = ()
+    """Those of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``, whose
+    caller tracks how many positions are valid."""
+
+    @classmethod
+    def empty(
+        cls,
+        spec: CacheSpec,
+        num_pages: int,
+        *,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        layout: Layout | None = None,
+        platform: str | None = None,
+    ) -> PagePool:
+        """Returns ``num_pages`` pages of zeros in every array.
+
+        Args:
+          layout: the layout over whose devices pages are sharded.
+          platform: the platform whose kernels read the pages: ``cpu``, ``gpu`` or ``tpu``. By
+            default that of the layout's devices, or of the default device.
+        """
+        platform = platform or (layout and layout.platform) or target.platform()
+        sharding = None if layout is None else layout.sharding(PAGE_AXES)
+
+        def arrays(layers: Sequence[LayerCacheSpec]) -> tuple[LayerPages, ...]:
+            return tuple(
+                {
+                    name: jnp.zeros(
+                        (num_pages, page_size, page_width(array.width, platform)),
+                        array.dtype,
+                        device=sharding,
+                    )
+                    for name, array in layer.items()
+                }
+                for layer in layers
+            )
+
+        return cls(arrays(spec.layers), arrays(spec.mtp))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return next(iter(self.layers[0].values())).shape[1]
+
+    def check_spec(self, spec: CacheSpec) -> None:
+        """Raises ValueError unless the pool has the page arrays that ``spec`` lists."""
+        for arrays, expected in zip(self.layers, spec.layers, strict=True):
+            widths = {name: array.shape[-1] for name, array in arrays.items()}
+            allowed = {
+                name: sorted({page_width(array.width, platform) for platform in ("cpu", "tpu")})
+                for name, array in expected.items()
+            }
+            if widths.keys() != allowed.keys() or any(
+                width not in allowed[name] for name, width in widths.items()
+            ):
+                expected_arrays = ", ".join(
+                    f"{name} of {' or '.join(map(str, each))} columns"
+                    for name, each in allowed.items()
+                )
+                got = ", ".join(f"{name} of {width}" for name, width in widths.items())
+                raise ValueError(
+                    f"cache: expected page arrays {expected_arrays}, got {got};"
+                    " DeepSeekV3.cache_spec returns what the model caches"
+                )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceTables:
+    """The pages and lengths of the B sequences of a batch. All layers share them."""
+
+    block_tables: Int[Array, "B max_pages"]
+    """Page numbers of each sequence, in order. Where n devices share a sequence's tokens, n divides
+    ``max_pages``."""
+
+    lengths: Int[Array, " B"]
+    """Tokens of each sequence that the decoder layers have cached. A length past
+    :meth:`LatentKVCache.max_length` counts tokens that were dropped. Written by
+    ``DeepSeekV3.extend``."""
+
+    @classmethod
+    def contiguous(
+        cls, batch: int, pages_per_device: int, layout: Layout | None = None
+    ) -> SequenceTables:
+        """Returns tables of ``batch`` empty sequences, each with consecutive pages of its own.
+
+        Args:
+          pages_per_device: pages of one sequence on each of the devices that share its tokens.
+          layout: the layout of the pool.
+        """
+        batch_parts, token_parts = _parts(layout)
+        numbers = jnp.arange(batch * token_parts * pages_per_device, dtype=jnp.int32)
+        by_device = numbers.reshape(batch_parts, token_parts, -1, pages_per_device)
+        return cls(
+            block_tables=jnp.moveaxis(by_device, 1, 3).reshape(batch, -1),
+            lengths=jnp.zeros((batch,), jnp.int32),
+        )
+
+    @property
+    def max_pages(self) -> int:
+        """Pages per sequence."""
+        return self.block_tables.shape[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentKVCache:
-    """All layers' latents of a batch. Written by ``DeepSeekV3.extend``."""
+    """The cache of one batch: a pool, all of whose pages belong to the batch, and its tables."""
 
-    pages: tuple[Float[Array, "P page width"], ...]
-    """A layer each: normed latent, then rotated rope key. What is not written holds zeros. Of
-    ``attn_impl="CD"``: all heads' keys [H K], then all heads' values [H V]."""
+    pool: PagePool
 
-    block_tables: Int[Array, "B max_pages"]
-    """Page numbers of each row, in order; shared by all layers. Where n devices share a row's
-    tokens, page p of a row lies on the one of index ``p % n``, and n divides ``max_pages``."""
-
-    lengths: Int[Array, " B"]
-    """Tokens that the decoder layers hold for each row. A length past :meth:`limit` counts tokens
-    that were dropped."""
-
-    mtp_pages: tuple[Float[Array, "P page width"], ...] = ()
-    """The first MTP layer's, under the same tables, where it drafts; else empty. How many places
-    of a row it holds is for its caller to know. Written by ``DeepSeekV3.extend_mtp``."""
+    sequences: SequenceTables
 
     routing_counts: Int[Array, "L_moe E"] | None = None
-    """Tokens that chose each expert so far, refused drafts among them: of the MoE layers in order,
-    those of MTP layers last. None is not to count. Written as the pages are."""
+    """Number of tokens that chose each expert so far, rejected drafts included. One entry per MoE
+    layer in order, those of MTP layers last. None if routing is not counted. Written by
+    ``DeepSeekV3.extend`` and ``extend_mtp``."""
 
     @classmethod
     def init(
         cls,
-        config: ModelConfig,
+        spec: CacheSpec,
         batch: int,
         max_len: int,
         *,
-        dtype: DTypeLike,
-        page_size: int = PAGE_SIZE,
-        mtp: bool = False,
+        page_size: int = DEFAULT_PAGE_SIZE,
         layout: Layout | None = None,
-        count_routing: bool = False,
         platform: str | None = None,
-        attn_impl: AttnImpl | None = None,
     ) -> LatentKVCache:
-        """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows.
+        """Returns an empty cache with room for ``max_len`` tokens in each of ``batch`` sequences.
 
         Args:
-          layout: on which pages lie apart; its parts of the batch divide ``batch``.
-          platform: whose kernels read the pages, ``cpu``, ``gpu`` or ``tpu``; by default that of
-            the layout's devices, or of the default device.
-          attn_impl: of the model, see :meth:`dsv3_jax.DeepSeekV3.use_attn_impl`.
+          layout, platform: see :meth:`PagePool.empty`.
 
         Raises:
-          ValueError: a size below 1, or a batch that does not divide over the layout's devices.
+          ValueError: a size is below 1, or the batch does not divide over the layout's devices.
         """
         for name, size in (("batch", batch), ("max_len", max_len), ("page_size", page_size)):
             if size < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {size}")
-        rows_apart, tokens_apart = (
-            (1, 1)
-            if layout is None
-            else (layout.num_shards("batch"), layout.num_shards("cached_tokens"))
-        )
-        if batch % rows_apart:
-            raise ValueError(f"batch: expected a multiple of {rows_apart} devices, got {batch}")
-        pages_apart = -(-max_len // (page_size * tokens_apart))  # of a row, on each device
-        numbers = jnp.arange(batch * tokens_apart * pages_apart, dtype=jnp.int32)
-        by_device = numbers.reshape(rows_apart, tokens_apart, -1, pages_apart)
-        sharding = None if layout is None else layout.sharding(PAGES)
-        platform = platform or (layout and layout.platform) or target.platform()
-        shape = (numbers.size, page_size, page_width(cached_numbers(config, attn_impl), platform))
-        moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
-        counted = (moe_layers, config.n_routed_experts) if count_routing else None
+        batch_parts, token_parts = _parts(layout)
+        if batch % batch_parts:
+            raise ValueError(f"batch: expected a multiple of {batch_parts} devices, got {batch}")
+        pages_per_device = -(-max_len // (page_size * token_parts))
+        num_pages = batch * token_parts * pages_per_device
         return cls(
-            pages=tuple(
-                jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_hidden_layers)
+            pool=PagePool.empty(
+                spec, num_pages, page_size=page_size, layout=layout, platform=platform
             ),
-            block_tables=jnp.moveaxis(by_device, 1, 3).reshape(batch, -1),
-            lengths=jnp.zeros((batch,), jnp.int32),
-            mtp_pages=(jnp.zeros(shape, dtype, device=sharding),) if mtp else (),
-            routing_counts=None if counted is None else jnp.zeros(counted, jnp.int32),
+            sequences=SequenceTables.contiguous(batch, pages_per_device, layout),
         )
 
     @property
-    def room(self) -> int:
-        """Tokens that the pages of one sequence hold, those of all devices together."""
-        return self.block_tables.shape[1] * self.pages[0].shape[1]
+    def block_tables(self) -> Int[Array, "B max_pages"]:
+        """See :class:`SequenceTables`."""
+        return self.sequences.block_tables
 
-    def limit(self, config: ModelConfig) -> int:
-        """Most tokens of one sequence: its room, or ``max_position_embeddings`` if that is less.
-        Later tokens are dropped: they reach neither the cache nor an expert."""
-        return min(self.room, config.max_position_embeddings)
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """See :class:`SequenceTables`."""
+        return self.sequences.lengths
 
-    def check_width(self, config: ModelConfig, attn_impl: AttnImpl | None) -> None:
-        """Raises ValueError where it was made for another ``attn_impl``, or another model."""
-        numbers, width = cached_numbers(config, attn_impl), self.pages[0].shape[-1]
-        widths = sorted({page_width(numbers, platform) for platform in ("cpu", "tpu")})
-        if width not in widths:
-            raise ValueError(
-                f"cache: expected pages of {' or '.join(map(str, widths))} columns for attn_impl"
-                f" {attn_impl}, got {width}; LatentKVCache.init takes attn_impl too"
-            )
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that one sequence's pages hold, on all devices together."""
+        return self.sequences.max_pages * self.pool.page_size
 
+    def max_length(self, config: ModelConfig) -> int:
+        """Returns the greatest length of a sequence: the capacity or ``max_position_embeddings``.
 
-class TokenShare(NamedTuple):
-    """Which of a row's tokens a device holds, where ``parts`` devices have its pages in turns."""
+        Tokens past it are dropped: they reach neither the cache nor an expert.
+        """
+        return min(self.capacity, config.max_position_embeddings)
 
-    page_size: int
-    parts: int = 1
-    part: int | Int[Array, ""] = 0
-
-    @classmethod
-    def of(cls, layout: Layout | None, page_size: int) -> TokenShare:
-        """This device's, inside :meth:`sharding.Layout.local`."""
-        if layout is None:
-            return cls(page_size)
-        return cls(
-            page_size, layout.num_shards("cached_tokens"), layout.shard_index("cached_tokens")
+    def with_lengths(self, lengths: Int[Array, " B"]) -> LatentKVCache:
+        """Returns the cache with other lengths. A lower length removes the last tokens."""
+        return dataclasses.replace(
+            self, sequences=dataclasses.replace(self.sequences, lengths=lengths)
         )
 
-    def lengths(self, lengths: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-        """How many tokens it holds of rows of these lengths: its first ones, without gaps."""
-        rounds, rest = jnp.divmod(lengths, self.parts * self.page_size)
-        ragged = jnp.clip(rest - self.part * self.page_size, 0, self.page_size)
-        return rounds * self.page_size + ragged
-
-    def positions(
-        self, positions: Int[Array, "*rows"]
-    ) -> tuple[Bool[Array, "*rows"], Int[Array, "*rows"]]:
-        """Whether it holds these tokens; if so, their positions among its own."""
-        page, slot = jnp.divmod(positions, self.page_size)
-        return page % self.parts == self.part, page // self.parts * self.page_size + slot
+    def counting_routing(self, num_layers: int, num_experts: int) -> LatentKVCache:
+        """Returns the cache with routing counts of zero."""
+        return dataclasses.replace(
+            self, routing_counts=jnp.zeros((num_layers, num_experts), jnp.int32)
+        )
 
 
-def write(
-    pages: Float[Array, "P page width"],
-    block_tables: Int[Array, "B max_pages"],
-    positions: Int[Array, "B T"],
-    valid: Bool[Array, "B T"],
-    latents: Float[Array, "B T CR"],
-) -> Float[Array, "P page width"]:
-    """Stores the latents of ``valid`` tokens at their positions.
-
-    The others are dropped, and so are positions past the table's end and pages that the table does
-    not name with a number from 0 to P - 1: nothing but the sequence's own slots changes.
-    """
-    P, page_size, width = pages.shape
-    latents = jnp.pad(latents, ((0, 0), (0, 0), (0, width - latents.shape[-1])))
-    number, room = positions // page_size, block_tables.shape[1]
-    page = jnp.take_along_axis(block_tables, number, axis=1, mode="clip")
-    # P is out of bounds, hence dropped; a negative number would count from the end.
-    page = jnp.where(valid & (number < room) & (page >= 0), page, P)
-    return pages.at[page, positions % page_size].set(latents.astype(pages.dtype), mode="drop")
+def _parts(layout: Layout | None) -> tuple[int, int]:
+    """Returns the numbers of devices that share the batch, and that share a sequence's tokens."""
+    if layout is None:
+        return 1, 1
+    return layout.num_shards("batch"), layout.num_shards("cached_tokens")

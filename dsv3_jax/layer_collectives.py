@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
-from dsv3_jax.layers.attention import LayerCache
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, LatentKVCache
+from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
+from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 
 COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
@@ -41,16 +41,16 @@ def layer_collectives(model: DeepSeekV3, layer: int) -> list[Collective]:
     c, layout = model.config, model.layout
     B = math.lcm(layout.mesh.size, layout.batch_multiple)
     x, valid = jnp.zeros((B, 1, c.hidden_size), model.dtype), jnp.ones((B, 1), bool)
-    empty = LatentKVCache.init(c, B, PAGE_SIZE, dtype=model.dtype, layout=layout)
+    empty = LatentKVCache.init(model.cache_spec(), B, DEFAULT_PAGE_SIZE, layout=layout)
     per_sequence = x, empty.block_tables, empty.lengths, valid
     x, *rest = jax.device_put(per_sequence, layout.sharding(("batch",)))
-    cache = LayerCache(empty.pages[layer], *rest)
+    cache = LayerCache(empty.pool.layers[layer], *rest)
     graph, state = nnx.split(model.layers[layer])
 
     @jax.jit
-    def step(state: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, jax.Array]:
-        rotary = rotation(c, cache.starts[:, None])
-        return nnx.merge(graph, state).extend(x, rotary, cache, "absorbed")[:2]
+    def step(state: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerPages]:
+        rotation = rotation_at(c, cache.starts[:, None])
+        return nnx.merge(graph, state).extend(x, rotation, cache, "absorbed")[:2]
 
     hlo = step.lower(state, x, cache).compile().as_text() or ""
     return read_collectives(hlo, layout.mesh.size)

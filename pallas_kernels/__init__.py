@@ -8,14 +8,14 @@ platform that has a faster way.
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
-from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.api import mla_decode, page_width
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_latent
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.route.api import route
-from pallas_kernels.route.reference import Routes
+from pallas_kernels.route.reference import Routes, sort_pairs
 from pallas_kernels.softmax import merge_attention
 from pallas_kernels.swiglu.api import swiglu
 from pallas_kernels.token_exchange.api import token_exchange
@@ -33,10 +33,12 @@ __all__ = [
     "mla_decode",
     "mla_decode_schedule",
     "mla_prefill",
+    "page_width",
     "quantize_latent",
     "quantized_matmul",
     "rms_norm",
     "route",
+    "sort_pairs",
     "swiglu",
     "token_exchange",
 ]

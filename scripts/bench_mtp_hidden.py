@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 import dsv3_jax
+from dsv3_jax.config import MTPHidden
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.model import MTPHidden
 
 PROMPTS, LENGTH, NEW = 32, 128, 128
 

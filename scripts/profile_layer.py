@@ -37,10 +37,10 @@ from benchmarks.profile.trace import SERIAL, kernels, summed, table, traced
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
-from dsv3_jax.kv_cache import PAGE_SIZE
-from dsv3_jax.layers.attention import LayerCache
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.layers.paged_cache import LayerCache
+from dsv3_jax.layers.rope import rotation_at
 
 RUNS = 10  # traced runs
 WINDOWS, WINDOW_S = 5, 0.05
@@ -79,23 +79,23 @@ def run_of(
     """
     form = "absorbed" if step.tokens == 1 else "expanded"
     B, T = step.rows, step.tokens
-    per_row = -(-(step.cached + T) // PAGE_SIZE)
+    per_row = -(-(step.cached + T) // DEFAULT_PAGE_SIZE)
 
-    def run(state, x, turn, tables, starts, valid, pages):
+    def run(state, x, rotation, tables, starts, valid, latents):
         layer = nnx.merge(graph, state)
-        cache = LayerCache(pages, tables, starts, valid)
-        out, pages, _ = layer.extend(x, turn, cache, form)
-        return out, pages
+        cache = LayerCache({"latent": latents}, tables, starts, valid)
+        out, pages, _ = layer.extend(x, rotation, cache, form)
+        return out, pages["latent"]
 
     shape = jax.ShapeDtypeStruct
     positions = shape((B, T), jnp.int32)
     arguments = [
         shape((B, T, config.hidden_size), dtype),
-        jax.eval_shape(functools.partial(rotation, config), positions),
+        jax.eval_shape(functools.partial(rotation_at, config), positions),
         shape((B, per_row), jnp.int32),
         shape((B,), jnp.int32),
         shape((B, T), jnp.bool_),
-        shape((B * per_row, PAGE_SIZE, config.latent_dim), dtype),
+        shape((B * per_row, DEFAULT_PAGE_SIZE, config.latent_dim), dtype),
     ]
     return run, arguments
 
@@ -108,7 +108,7 @@ def values_of(config: ModelConfig, step: Step, arguments: list[Any]) -> list[Any
     order = jax.random.permutation(keys[2], pages.shape[0])
     return [
         jax.random.normal(keys[0], x.shape, x.dtype),
-        jax.jit(functools.partial(rotation, config))(positions),
+        jax.jit(functools.partial(rotation_at, config))(positions),
         order.reshape(tables.shape).astype(tables.dtype),
         jnp.full(starts.shape, step.cached, starts.dtype),
         jnp.ones(valid.shape, valid.dtype),

@@ -11,7 +11,8 @@ from dsv3_jax import presets
 from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.model import DeepSeekV3, parameter_count
 
 # deepseek-r1 is deepseek-v3's network.
 BUILT = (
@@ -28,7 +29,7 @@ STORED_AS = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 @functools.cache
 def as_published(config: ModelConfig) -> DeepSeekV3:
     """Built once; no test changes it."""
-    return abstract(config, dtype=jnp.bfloat16, quantization=config.quantization)
+    return abstract_model(config, dtype=jnp.bfloat16, quantization=config.quantization)
 
 
 def held(model: DeepSeekV3) -> dict[str, TensorSpec]:
@@ -88,12 +89,12 @@ def test_tree_is_the_table_of_published_tensors(name):
 @pytest.mark.parametrize("quantization", [None, presets.DEEPSEEK_V3.quantization])
 def test_count_does_not_depend_on_storage(quantization):
     """Scales are not parameters."""
-    model = abstract(presets.DEEPSEEK_V2_LITE, dtype=jnp.float32, quantization=quantization)
+    model = abstract_model(presets.DEEPSEEK_V2_LITE, dtype=jnp.float32, quantization=quantization)
     assert parameter_count(model) == 15_706_484_224
     assert parameter_count(model, mtp=True) == 0
 
 
 def test_v3_2_is_refused_in_one_line():
     with pytest.raises(ValueError, match=r"deepseek_v32 .* sparse indexer") as caught:
-        abstract(presets.DEEPSEEK_V3_2)
+        abstract_model(presets.DEEPSEEK_V3_2)
     assert "\n" not in str(caught.value)

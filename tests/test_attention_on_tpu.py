@@ -9,9 +9,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3_jax import presets
-from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.attention import LayerCache, MultiHeadLatentAttention
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
+from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.paged_cache import LayerCache
+from dsv3_jax.layers.rope import rotation_at
 from tests.pallas_kernels.tpu_topology import (
     compiled,
     kernels,
@@ -33,17 +34,19 @@ def program(form, T, *, steps=1, platform="tpu"):
     graph, state = nnx.split(nnx.eval_shape(layer))
 
     def empty():
-        kwargs = {"dtype": jnp.bfloat16, "platform": platform}
-        cache = LatentKVCache.init(CONFIG, ROWS, CONTEXT, **kwargs)
-        return cache.block_tables, cache.lengths, cache.pages[0]
+        spec = CacheSpec.of_config(CONFIG, jnp.bfloat16)
+        cache = LatentKVCache.init(spec, ROWS, CONTEXT, platform=platform)
+        return cache.block_tables, cache.lengths, cache.pool.layers[0]
 
     def run(state, x, tables, starts, pages):
         attention, valid = nnx.merge(graph, state), jnp.ones((ROWS, T), jnp.bool_)
 
         def step(i, carry):
             x, pages = carry
-            turn = rotation(CONFIG, starts[:, None] + i * T + jnp.arange(T))
-            return attention.extend(x, turn, LayerCache(pages, tables, starts + i * T, valid), form)
+            rotation = rotation_at(CONFIG, starts[:, None] + i * T + jnp.arange(T))
+            return attention.extend(
+                x, rotation, LayerCache(pages, tables, starts + i * T, valid), form
+            )
 
         return jax.lax.fori_loop(0, steps, step, (x, pages))
 

@@ -20,10 +20,11 @@ from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token, count_parameters, flops_per_token
 from dsv3_jax.attn_impl import ATTN_IMPLS, check_attn_impl, decode_attention
 from dsv3_jax.generation.generator import Generator
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers import attention, attention_variants
 from dsv3_jax.layers.attention_variants import materialize
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.covering import slow_except
@@ -61,9 +62,8 @@ def using(model: DeepSeekV3, attn_impl) -> DeepSeekV3:
     return model
 
 
-def empty(model: DeepSeekV3, **settings) -> LatentKVCache:
-    kept = {"dtype": "float32", "page_size": PAGE}
-    return LatentKVCache.init(model.config, ROWS, ROOM, **kept, **settings)
+def empty(model: DeepSeekV3) -> LatentKVCache:
+    return LatentKVCache.init(model.cache_spec(), ROWS, ROOM, page_size=PAGE)
 
 
 def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
@@ -110,12 +110,12 @@ def whole(layer) -> np.ndarray:
 )
 def test_prefill_and_decode_equal_the_whole(attn_impl, layer, whole):
     variant = using(layer, attn_impl)
-    cache = empty(layer, attn_impl=attn_impl)
+    cache = empty(variant)
     # With a compressed cache every variant prefills like the default: one program.
     prefilled = variant if attn_impl == "CD" else layer
     cache = check_feed(prefilled, whole, PROMPTS, cache, 11, "expanded")
     # With precomputed weights, as in a decode loop, and without.
-    decoding = variant if layer.config.q_lora_rank is None else variant.ready_to_decode()
+    decoding = variant if layer.config.q_lora_rank is None else variant.precompute_for_decode()
     cache = check_feed(decoding, whole, LENGTHS, cache, 2, "absorbed")
     assert cache.lengths.tolist() == LENGTHS.tolist()
 
@@ -188,10 +188,13 @@ def test_another_name_is_refused():
 
 @pytest.mark.parametrize(
     ("attn_impl", "made_for", "columns"),
-    [("CD", None, "144 or 256 columns for attn_impl CD, got 40"), ("CC", "CD", "got 144")],
+    [
+        ("CD", None, "keys_values of 144 or 256 columns, got latent of 40"),
+        ("CC", "CD", "latent of 40 or 128 columns, got keys_values of 144"),
+    ],
 )
 def test_a_cache_made_for_another_is_refused(attn_impl, made_for, columns, layer):
-    cache = empty(layer, attn_impl=made_for)
+    cache = empty(using(layer, made_for))
     with pytest.raises(ValueError, match=columns):
         extend(using(layer, attn_impl), TOKENS[:, :1], np.ones(ROWS), cache, "absorbed")
 
@@ -210,10 +213,12 @@ def test_costs_that_have_no_formula_are_refused():
 
 @every_impl
 def test_cache_bytes_are_those_of_the_pages(attn_impl):
-    init = functools.partial(LatentKVCache.init, V3, 1, 64, dtype="bfloat16", platform="cpu")
-    pages = jax.eval_shape(lambda: init(attn_impl=attn_impl).pages)
-    held = 2 * sum(math.prod(page.shape) for page in pages)
-    assert held == 64 * cache_bytes_per_token(V3, attn_impl=attn_impl)
+    model = abstract_model(V3, dtype="bfloat16")
+    model.use_attn_impl(attn_impl)
+    init = functools.partial(LatentKVCache.init, model.cache_spec(), 1, 64, platform="cpu")
+    arrays = jax.eval_shape(lambda: jax.tree.leaves(init().pool))
+    cached = 2 * sum(math.prod(array.shape) for array in arrays)
+    assert cached == 64 * cache_bytes_per_token(V3, attn_impl=attn_impl)
     assert cache_bytes_per_token(V3, attn_impl="CD") == 61 * 2 * 128 * (192 + 128)
 
 
@@ -272,5 +277,5 @@ def abstract_products(config):
     """Shapes of the multiplied matrices of AM_CC_ME."""
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
     one = dataclasses.replace(config, **shape)
-    graph, state = nnx.split(abstract(one).layers[0].self_attn)
+    graph, state = nnx.split(abstract_model(one).layers[0].self_attn)
     return jax.eval_shape(lambda state: materialize(nnx.merge(graph, state), jnp.bfloat16), state)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
 from dsv3_jax.layers import attention
 from dsv3_jax.layers.moe import MoE
 from dsv3_jax.model import DeepSeekV3
@@ -61,9 +61,8 @@ def empty(model) -> LatentKVCache:
     assert not (np.diff(tables) == 1).all()
     pages = jnp.zeros((len(numbers), PAGE, model.config.latent_dim)).at[spare].set(1e4)
     return LatentKVCache(
-        pages=(pages,) * model.config.num_hidden_layers,
-        block_tables=jnp.asarray(tables),
-        lengths=jnp.zeros(ROWS, jnp.int32),
+        pool=PagePool(({"latent": pages},) * model.config.num_hidden_layers),
+        sequences=SequenceTables(jnp.asarray(tables), jnp.zeros(ROWS, jnp.int32)),
     )
 
 
@@ -136,10 +135,11 @@ def test_both_forms_leave_the_same_cache(model, empty):
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_order_of_pages_is_nothing_to_the_result(form, model, empty):
-    plain = LatentKVCache.init(model.config, ROWS, PAGE * PAGES, dtype="float32", page_size=PAGE)
+    plain = LatentKVCache.init(model.cache_spec(), ROWS, PAGE * PAGES, page_size=PAGE)
     assert plain.block_tables.tolist() == np.arange(ROWS * PAGES).reshape(ROWS, PAGES).tolist()
     padding = ((0, SPARE), (0, 0), (0, 0))  # the same shapes, hence the same program
-    plain = dataclasses.replace(plain, pages=tuple(jnp.pad(p, padding) for p in plain.pages))
+    pool = jax.tree.map(lambda pages: jnp.pad(pages, padding), plain.pool)
+    plain = dataclasses.replace(plain, pool=pool)
     one, _ = feed(model, TOKENS, LENGTHS, plain, 7, form)
     other, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
     np.testing.assert_array_equal(one, other)
@@ -152,7 +152,8 @@ def test_table_entries_past_a_row_may_be_anything(form, model, empty):
     tables = np.array(empty.block_tables)
     spare = np.setdiff1d(np.arange(ROWS * PAGES + SPARE), tables)
     tables[1, 5:10], tables[1, 10:], tables[2, 1:] = spare, 10**6, -1
-    messy = dataclasses.replace(empty, block_tables=jnp.asarray(tables))
+    sequences = dataclasses.replace(empty.sequences, block_tables=jnp.asarray(tables))
+    messy = dataclasses.replace(empty, sequences=sequences)
     got, _ = feed(model, TOKENS, LENGTHS, messy, 7, form)
     np.testing.assert_array_equal(got, clean)
 
@@ -161,12 +162,13 @@ def test_table_entries_past_a_row_may_be_anything(form, model, empty):
 @pytest.mark.parametrize("form", [slow("expanded"), "absorbed"])
 def test_pages_of_a_tpu(form, model, empty):
     """Pages may be wider than tokens; the extra columns do not matter."""
-    kept = {"dtype": "float32", "page_size": PAGE, "platform": "tpu"}
-    wide = LatentKVCache.init(model.config, ROWS, PAGE * PAGES, **kept).pages[0].shape[-1]
+    settings = {"page_size": PAGE, "platform": "tpu"}
+    cache = LatentKVCache.init(model.cache_spec(), ROWS, PAGE * PAGES, **settings)
+    wide = cache.pool.layers[0]["latent"].shape[-1]
     assert wide == 128 > model.config.latent_dim
     columns = ((0, 0), (0, 0), (0, wide - model.config.latent_dim))
-    pages = tuple(jnp.pad(p, columns, constant_values=jnp.nan) for p in empty.pages)
-    got, _ = feed(model, TOKENS, LENGTHS, dataclasses.replace(empty, pages=pages), 7, form)
+    pool = jax.tree.map(lambda p: jnp.pad(p, columns, constant_values=jnp.nan), empty.pool)
+    got, _ = feed(model, TOKENS, LENGTHS, dataclasses.replace(empty, pool=pool), 7, form)
     want, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
     np.testing.assert_array_equal(got, want)
 
@@ -181,7 +183,7 @@ def test_rewind_equals_a_fresh_run(form, model, empty):
         other[row, count:] = (other[row, count:] + 1) % VOCAB
 
     _, cache = feed(model, TOKENS, LENGTHS, empty, 7, "expanded")
-    rewound = dataclasses.replace(cache, lengths=jnp.asarray(kept, jnp.int32))
+    rewound = cache.with_lengths(jnp.asarray(kept, jnp.int32))
     again, _ = feed(model, other, targets, rewound, 7, form)
     fresh, _ = feed(model, other, targets, empty, 7, form)
     for row, (start, target) in enumerate(zip(kept, targets, strict=True)):
@@ -201,7 +203,8 @@ def test_padding_changes_no_row(form, model, empty):
     for row, count in enumerate(counts):
         np.testing.assert_array_equal(out[row, :count], again[row, :count])
     assert longer.lengths.tolist() == [57, 24, 7]
-    for one, other in zip(longer.pages, longer_again.pages, strict=True):
+    pools = jax.tree.leaves(longer.pool), jax.tree.leaves(longer_again.pool)
+    for one, other in zip(*pools, strict=True):
         np.testing.assert_array_equal(one, other)
     for layer in range(model.config.num_hidden_layers):
         np.testing.assert_array_equal(

@@ -10,7 +10,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.running import forward
 
@@ -74,6 +74,7 @@ def test_a_cache_is_linear_in_its_length(tokens):
     """Bytes of the cache's pages by their shapes, without page tables and lengths."""
 
     config = presets.DEEPSEEK_V3
-    pages = jax.eval_shape(lambda: LatentKVCache.init(config, 1, tokens, dtype="bfloat16").pages)
-    found = sum(page.size * page.dtype.itemsize for page in pages)
+    spec = CacheSpec.of_config(config, "bfloat16")
+    arrays = jax.eval_shape(lambda: jax.tree.leaves(LatentKVCache.init(spec, 1, tokens).pool))
+    found = sum(array.size * array.dtype.itemsize for array in arrays)
     assert found == tokens * cache_bytes_per_token(config)

@@ -10,9 +10,10 @@ import pytest
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.generator import Generator
-from dsv3_jax.kv_cache import LatentKVCache, TokenShare
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.layers import attention, context_parallel
-from dsv3_jax.logical_axes import check_layout
+from dsv3_jax.layers.logical_axes import check_layout
+from dsv3_jax.layers.paged_cache import PageShard
 from pallas_kernels.mla_decode import cpu as mla_decode_cpu
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -86,8 +87,8 @@ def test_shares(page_size, parts):
 
     @jax.jit
     def shares(lengths):
-        all_parts = [TokenShare(page_size, parts, part) for part in range(parts)]
-        return [(share.lengths(lengths), share.positions(lengths)) for share in all_parts]
+        all_parts = [PageShard(page_size, parts, part) for part in range(parts)]
+        return [(s.local_lengths(lengths), s.local_positions(lengths)) for s in all_parts]
 
     for part, (held_lengths, (held, places)) in enumerate(shares(jnp.asarray(lengths))):
         own = [s for s in lengths if s // page_size % parts == part]
@@ -103,17 +104,17 @@ def test_pages_of_an_empty_cache(name):
     """Page p of a sequence is on its p % n-th device; all devices hold equally many pages."""
     layout, config = LAYOUTS[name](), ModelConfig.from_hf(CONFIG)
     room = 17 * PAGE
-    cache = LatentKVCache.init(
-        config, 4, room, dtype="float32", page_size=PAGE, layout=layout, mtp=True
-    )
+    spec = CacheSpec.of_config(config, "float32", mtp=True)
+    cache = LatentKVCache.init(spec, 4, room, page_size=PAGE, layout=layout)
     tables, n = np.asarray(cache.block_tables), layout.num_shards("cached_tokens")
-    assert sorted(tables.ravel()) == list(range(len(cache.pages[0])))
+    num_pages = len(cache.pool.layers[0]["latent"])
+    assert sorted(tables.ravel()) == list(range(num_pages))
     assert tables.shape[1] == -(-17 // n) * n
-    on_each = len(cache.pages[0]) // (layout.num_shards("batch") * n)
+    on_each = num_pages // (layout.num_shards("batch") * n)
     rows_each = 4 // layout.num_shards("batch")
     for row, page in np.ndindex(*tables.shape):
         assert tables[row, page] // on_each == row // rows_each * n + page % n
-    for pages in (*cache.pages, *cache.mtp_pages):
+    for pages in jax.tree.leaves(cache.pool):
         assert pages.sharding.shard_shape(pages.shape) == (on_each, PAGE, config.latent_dim)
 
 
@@ -133,7 +134,7 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
     spec = layout.partition_spec(("cached_tokens",))
 
     def body(out, lse):
-        return context_parallel.merged(out[0], lse[0], layout)[None]
+        return context_parallel.merge_devices(out[0], lse[0], layout)[None]
 
     run = jax.jit(layout.shard_map(body, (spec, spec), spec))
     got = run(outs.astype("float32"), lses.astype("float32"))
@@ -153,8 +154,8 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
 
 def empty(model):
     """A cache whose slots are NaN before they are written."""
-    settings = {"dtype": "float32", "page_size": PAGE, "layout": model.layout, "mtp": True}
-    cache = LatentKVCache.init(model.config, ROWS, ROOM, **settings)
+    spec = model.cache_spec(mtp=True)
+    cache = LatentKVCache.init(spec, ROWS, ROOM, page_size=PAGE, layout=model.layout)
 
     def spoilt(x):
         return jax.device_put(np.full(x.shape, np.nan, np.float32), x.sharding)

@@ -8,6 +8,7 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.linear import FEW_ROWS, Linear
 from dsv3_jax.layers.moe import Experts
 from dsv3_jax.model import DeepSeekV3
@@ -35,7 +36,7 @@ def test_linear(scale_fmt):
     weight = np.asarray(linear.dense("float32"), np.float64)
     exact = linear(jnp.asarray(x))
     check(exact, x.astype(np.float64) @ weight.T, tolerance("float32"))
-    linear.float8_rows = True
+    linear.float8_activations = True
     y = linear(jnp.asarray(x))
     assert y.dtype == jnp.float32
     check(y, rounded(x, scale_fmt) @ weight.T, BFLOAT16)
@@ -55,7 +56,7 @@ def config():
 def test_experts(config):
     experts = Experts(config, rngs=nnx.Rngs(0), dtype="float32", quantization=BlockQuantization())
     for weight in (experts.gate_proj, experts.up_proj, experts.down_proj):
-        weight.float8_rows = True
+        weight.float8_activations = True
     gate, up, down = (
         np.asarray(w.dense("float32"), np.float64)
         for w in (experts.gate_proj, experts.up_proj, experts.down_proj)
@@ -89,7 +90,7 @@ def test_model(config):
     graph, state = nnx.split(model)
     exact = [np.asarray(run(state, tokens), np.float64) for tokens in (many, few)]
     model.use_float8_activations()
-    assert not model.lm_head.float8_rows
+    assert not model.lm_head.float8_activations
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
     graph, state = nnx.split(model)
     error = np.linalg.norm(run(state, many) - exact[0]) / np.linalg.norm(exact[0])
@@ -99,18 +100,18 @@ def test_model(config):
 
 def test_weights_that_are_no_float8_stay_as_they_are(config):
     for quantization in (None, IntegerQuantization(bits=8, group_size=None)):
-        model = dsv3_jax.model.abstract(config, quantization=quantization)
+        model = abstract_model(config, quantization=quantization)
         model.use_float8_activations()
-        assert not model.layers[1].mlp.experts.gate_proj.float8_rows
-        assert not model.layers[0].self_attn.o_proj.takes_float8(10**6)
+        assert not model.layers[1].mlp.experts.gate_proj.float8_activations
+        assert not model.layers[0].self_attn.o_proj.uses_float8_activations(10**6)
 
 
 def test_load():
     model, _ = dsv3_jax.load("demo", quantization="fp8", activations="float8", mtp=False)
-    assert model.layers[1].mlp.experts.gate_proj.float8_rows
-    assert model.layers[0].self_attn.o_proj.float8_rows
+    assert model.layers[1].mlp.experts.gate_proj.float8_activations
+    assert model.layers[0].self_attn.o_proj.float8_activations
     model, _ = dsv3_jax.load("demo", quantization="fp8", mtp=False)
-    assert not model.layers[1].mlp.experts.gate_proj.float8_rows
+    assert not model.layers[1].mlp.experts.gate_proj.float8_activations
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.inspection import Captured, attention_entropy, capture
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from sharding import Layout, make_layout, make_mesh
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -84,7 +84,7 @@ def test_hidden_goes_from_the_embedding_to_the_logits(model, found):
 
 def test_latents_are_what_the_cache_holds(model, found):
     B, T = TOKENS.shape
-    cache = LatentKVCache.init(model.config, B, 16, dtype=jnp.float32, page_size=8)
+    cache = LatentKVCache.init(model.cache_spec(), B, 16, page_size=8)
     _, cache = extend(model, TOKENS, np.full(B, T), cache, "expanded")
     assert found.latents.shape == (2, B, T, model.config.latent_dim)
     for layer in range(2):
@@ -97,11 +97,13 @@ def test_latents_are_what_the_cache_holds(model, found):
 def test_entropy_by_its_definition(model, found):
     """All scores of a layer at once, in float64."""
     T = TOKENS.shape[1]
-    turn = rotation(model.config, jnp.broadcast_to(jnp.arange(T), TOKENS.shape))
+    rotation = rotation_at(model.config, jnp.broadcast_to(jnp.arange(T), TOKENS.shape))
     for i, layer in enumerate(model.layers):
         attention, x = layer.self_attn, layer.input_layernorm(found.hidden[i])
-        q = np.concatenate(attention.queries(x, turn), axis=-1).astype(np.float64)
-        k = np.asarray(attention.expand(attention.latents(x, turn))[0], np.float64)
+        q = np.concatenate(attention.queries(attention.query_latent(x), rotation), axis=-1).astype(
+            np.float64
+        )
+        k = np.asarray(attention.expand(attention.latents(x, rotation))[0], np.float64)
         scores = np.einsum("bthk,bshk->bhts", q, k) * model.config.softmax_scale
         p = np.where(np.tri(T, dtype=bool), np.exp(scores), 0.0)
         p /= p.sum(-1, keepdims=True)

@@ -17,9 +17,10 @@ from flax import nnx
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.linear import Linear, Weight
-from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from dsv3_jax.model import DeepSeekV3, parameter_count
 from dsv3_jax.quantization import INT4, INT8, IntegerQuantization
 from tests.pallas_kernels.numerics import spread, unpack_int4
 from tests.support.checkpoints import tiny_config
@@ -40,7 +41,7 @@ def config(**overrides) -> ModelConfig:
 def filled(kind: IntegerQuantization) -> DeepSeekV3:
     """Random integers of the kind, with scales that give weights of about 0.1."""
     rng = np.random.default_rng(0)
-    graph, state = nnx.split(abstract(config(), quantization=kind))
+    graph, state = nnx.split(abstract_model(config(), quantization=kind))
     flat = []
     for path, variable in nnx.to_flat_state(state):
         want = variable.get_value()
@@ -60,7 +61,7 @@ def filled(kind: IntegerQuantization) -> DeepSeekV3:
 def dense(model: DeepSeekV3) -> DeepSeekV3:
     """The same model with dense float32 weights."""
     state = dict(nnx.to_flat_state(nnx.state(model)))
-    graph, target = nnx.split(abstract(model.config))
+    graph, target = nnx.split(abstract_model(model.config))
     flat = []
     for path, variable in nnx.to_flat_state(target):
         value = np.asarray(state[path].get_value())
@@ -125,7 +126,7 @@ def test_without_jit(pair):
 def test_cached(pair, form):
     """Runs chunk by chunk; one token per sequence gives six rows for 8 experts."""
     chunk = {"expanded": 7, "absorbed": 1}[form]
-    cache = LatentKVCache.init(pair.dense.config, 2, 24, dtype="float32", page_size=8)
+    cache = LatentKVCache.init(pair.dense.cache_spec(), 2, 24, page_size=8)
     caches = [cache, cache]
     for start in range(0, 14, chunk):
         window = TOKENS[:, start : start + chunk]
@@ -148,7 +149,7 @@ def draft(graph: nnx.GraphDef, state: nnx.State, hidden, tokens, counts, cache, 
 def test_cached_mtp(pair, form):
     hidden = np.random.default_rng(1).normal(size=(2, 5, 64)).astype(np.float32)
     tokens, counts = jnp.asarray(TOKENS[:, :5]), jnp.array([5, 3])
-    cache = LatentKVCache.init(pair.dense.config, 2, 8, dtype="float32", page_size=8, mtp=True)
+    cache = LatentKVCache.init(pair.dense.cache_spec(mtp=True), 2, 8, page_size=8)
     got, want = (
         draft(*nnx.split(model), jnp.asarray(hidden), tokens, counts, cache, form)
         for model in (pair.integers, pair.dense)
@@ -194,13 +195,13 @@ def test_odd_columns(kind):
     with pytest.raises(ValueError, match="packs columns in pairs: expected an even number, got 9"):
         Linear(9, 4, **options)
     with pytest.raises(ValueError, match="packs columns in pairs: expected an even number, got 47"):
-        abstract(config(moe_intermediate_size=47), quantization=KINDS[kind])
+        abstract_model(config(moe_intermediate_size=47), quantization=KINDS[kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [INT8, INT4])
 def test_parameters_of_deepseek_v2_lite(kind):
-    model = abstract(presets.DEEPSEEK_V2_LITE, dtype=jnp.bfloat16, quantization=kind)
+    model = abstract_model(presets.DEEPSEEK_V2_LITE, dtype=jnp.bfloat16, quantization=kind)
     assert parameter_count(model) == 15_706_484_224
 
 
@@ -208,6 +209,6 @@ def test_parameters_of_deepseek_v2_lite(kind):
 @pytest.mark.parametrize("kind", [INT8, INT4])
 def test_parameters_of_deepseek_v3(kind):
     """A byte that packs two numbers counts as two, and scales do not count."""
-    model = abstract(presets.DEEPSEEK_V3, dtype=jnp.bfloat16, quantization=kind)
+    model = abstract_model(presets.DEEPSEEK_V3, dtype=jnp.bfloat16, quantization=kind)
     assert parameter_count(model) == 671_026_419_200
     assert parameter_count(model, mtp=True) == 11_610_068_224

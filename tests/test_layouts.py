@@ -14,9 +14,10 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.generator import Generator
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layer_collectives import layer_collectives, read_collectives
-from dsv3_jax.logical_axes import check_layout, parameter_shardings
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
 from sharding import (
     DEFAULT_RULES,
@@ -433,7 +434,7 @@ def test_what_cannot_be_laid_out(directory, laid):
         "^placement: expected 2 layers of 8", lambda: model.place_experts(Placement.identity(1, 8))
     )
     refused(
-        "^placement: expected places that divide over 8 devices, got 9",
+        "^placement: expected slots that divide over 8 devices, got 9",
         lambda: model.place_experts(Placement.identity(2, 8, 9)),
     )
 
@@ -443,7 +444,7 @@ def test_every_preset_takes_deepseek_v3():
     config = dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
     )
-    model = abstract(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
+    model = abstract_model(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
     for preset in PRESETS.values():
         if preset.redundant_experts:
             continue  # their experts are not the model's 256
@@ -462,7 +463,7 @@ def test_blocks_of_experts_over_tensor_devices(devices, whole):
     config = dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=4, num_nextn_predict_layers=0
     )
-    model = abstract(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
+    model = abstract_model(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
     mesh = jax.sharding.AbstractMesh((1, 1, devices), ("data", "expert", "tensor"))
     rules = Rules({**dict.fromkeys(DEFAULT_RULES.table), "expert_ffn": "tensor"})
     if whole:

@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import ModelConfig
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.inspection import capture
-from dsv3_jax.kv_cache import LatentKVCache, write
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, SequenceTables
+from dsv3_jax.layers.paged_cache import write
+from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.support.checkpoints import tiny_config
 from tests.support.filled import filled_model
@@ -21,7 +23,8 @@ PAGE, ROOM = 4, 8
 CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1))  # dense; the MTP layer has experts
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 4)), jnp.int32)
 STARTS = jnp.array([6, 2], jnp.int32)
-MODEL = abstract(CONFIG)  # refuses before it computes
+MODEL = abstract_model(CONFIG)  # refuses before it computes
+SPEC = CacheSpec.of_config(CONFIG, jnp.float32)
 
 
 # ---- refused -------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ def test_what_are_no_tokens(tokens, message):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_sequences_too_short_for_the_mtp_layers(layers):
     """Layer k predicts T - 1 - k tokens; the last layer must predict at least one."""
-    model = abstract(dataclasses.replace(CONFIG, num_nextn_predict_layers=layers))
+    model = abstract_model(dataclasses.replace(CONFIG, num_nextn_predict_layers=layers))
 
     def shapes(T: int):
         tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -73,7 +76,7 @@ def test_sequences_too_short_for_the_mtp_layers(layers):
 
 
 def test_batches_of_another_size_than_the_cache():
-    cache = LatentKVCache.init(CONFIG, 3, ROOM, dtype=jnp.float32)
+    cache = LatentKVCache.init(SPEC, 3, ROOM)
     message = (
         r"^tokens, starts, counts: expected 3 sequences as the cache has, got shapes \(1, 2\),"
     )
@@ -91,7 +94,7 @@ def test_batches_of_another_size_than_the_cache():
 )
 def test_sizes_of_no_cache(sizes, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        LatentKVCache.init(CONFIG, *sizes, dtype=jnp.float32, layout=make_layout("dp_attention_ep"))
+        LatentKVCache.init(SPEC, *sizes, layout=make_layout("dp_attention_ep"))
 
 
 # ---- dropped -------------------------------------------------------------------------------------
@@ -99,11 +102,10 @@ def test_sizes_of_no_cache(sizes, message):
 
 def cache_of(model: DeepSeekV3) -> LatentKVCache:
     """Fills pages with ones, so that every write shows."""
-    empty = LatentKVCache.init(
-        model.config, 2, ROOM, dtype=jnp.float32, page_size=PAGE, mtp=True, layout=model.layout
-    )
-    pages, mtp_pages = jax.tree.map(jnp.ones_like, (empty.pages, empty.mtp_pages))
-    return dataclasses.replace(empty, pages=pages, mtp_pages=mtp_pages, lengths=STARTS)
+    spec = model.cache_spec(mtp=True)
+    empty = LatentKVCache.init(spec, 2, ROOM, page_size=PAGE, layout=model.layout)
+    pool = jax.tree.map(jnp.ones_like, empty.pool)
+    return dataclasses.replace(empty, pool=pool).with_lengths(STARTS)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -136,14 +138,13 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
     cache = cache_of(model)
     if reach < 128:  # a third page: the limit is that of positions
         tables = jnp.concatenate([cache.block_tables, jnp.array([[4], [5]])], axis=1)
-        more = jnp.ones((2, *cache.pages[0].shape[1:]))
-        pages = jnp.concatenate([cache.pages[0], more])
-        cache = dataclasses.replace(
-            cache, pages=(pages,), mtp_pages=(pages,), block_tables=tables.astype(jnp.int32)
+        cache = LatentKVCache(
+            pool=jax.tree.map(lambda p: jnp.concatenate([p, jnp.ones_like(p[:2])]), cache.pool),
+            sequences=SequenceTables(tables.astype(jnp.int32), cache.lengths),
         )
     want = both(graph, state, jnp.array([2, 4], jnp.int32), cache, form)
     got = both(graph, state, jnp.array([4, 4], jnp.int32), cache, form)
-    pages, wanted = ((*cache.pages, *cache.mtp_pages) for cache in (got[2], want[2]))
+    pages, wanted = (jax.tree.leaves(cache.pool) for cache in (got[2], want[2]))
     for x, y in zip(pages, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
         assert (np.asarray(x) != 1).any(-1).sum() == 2 + 4
@@ -155,7 +156,7 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
     # The next step of a sequence without room writes nothing, and the other sequence is not
     # affected.
     after, other = (both(graph, state, jnp.array([n, 1], jnp.int32), got[2], form) for n in (4, 0))
-    np.testing.assert_array_equal(after[2].pages[0], other[2].pages[0])
+    jax.tree.map(np.testing.assert_array_equal, after[2].pool.layers, other[2].pool.layers)
     np.testing.assert_array_equal(after[0][1, 0], other[0][1, 0])
     with pytest.raises(ValueError, match=r"^cache: expected .* at most 8 tokens \(.*\), got 10$"):
         model.extend(TOKENS, jnp.array([4, 4], jnp.int32), cache, form)

@@ -12,7 +12,7 @@ from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.on_mesh import shardings
+from dsv3_jax.layers.on_mesh import stored_shardings
 from pallas_kernels import dispatch
 from sharding import make_layout
 from tests.pallas_kernels.machine import on_gpu, on_gpus
@@ -43,7 +43,7 @@ def laid_out(model, layout):
     """The same model on the devices of ``layout``."""
     model = nnx.clone(model)
     model.lay_out(layout)
-    lies = shardings(model, layout)
+    lies = stored_shardings(model, layout)
     for path, parameter in nnx.to_flat_state(nnx.state(model)):
         parameter.set_value(jax.device_put(parameter.get_value(), lies[path]))
     return model
@@ -66,9 +66,7 @@ def without_kernels(monkeypatch):
 
 def logits(model):
     """[ROWS, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
-    cache = LatentKVCache.init(
-        CONFIG, ROWS, TOKENS.shape[1], dtype=model.dtype, layout=model.layout
-    )
+    cache = LatentKVCache.init(model.cache_spec(), ROWS, TOKENS.shape[1], layout=model.layout)
     found, at = [], 0
     for tokens, form in (
         (CHUNK, "expanded"),

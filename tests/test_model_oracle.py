@@ -20,9 +20,10 @@ import dsv3_jax
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.rope import inverse_frequencies, rotate, rotation
+from dsv3_jax.layers.rope import inverse_frequencies, rotate, rotation_at
 from dsv3_jax.layers.router import Router
-from dsv3_jax.model import Aux, DeepSeekV3
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.outputs import Aux
 from dsv3_jax.yarn import YarnScaling
 from tests.support.checkpoints import BIAS, random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import (
@@ -223,7 +224,7 @@ def test_float8_checkpoint(block, options, tmp_path):
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 def test_extend_and_the_cache_it_leaves(form, v3):
     rows, length = TOKENS.shape
-    cache = LatentKVCache.init(v3.model.config, rows, 64, dtype=jnp.float32, page_size=16)
+    cache = LatentKVCache.init(v3.model.cache_spec(), rows, 64, page_size=16)
     logits, cache = extend(v3.model, TOKENS, [length] * rows, cache, form)
     want = v3.oracle.forward(TOKENS, absorbed=form == "absorbed")
     assert relative_error(logits, want.logits) < BOUND
@@ -289,7 +290,7 @@ def test_rotation_is_exact_at_every_position_of_v3():
     config = presets.DEEPSEEK_V3
     positions = np.arange(config.max_position_embeddings)
     angles = positions[:, None] * inverse_frequencies(config)
-    cos, sin = rotation(config, jnp.asarray(positions)[None])
+    cos, sin = rotation_at(config, jnp.asarray(positions)[None])
     assert np.abs(cos[0] - np.cos(angles)).max() < 3e-7
     assert np.abs(sin[0] - np.sin(angles)).max() < 3e-7
 
@@ -327,14 +328,14 @@ def test_rope_and_softmax_scale_of_published_configs(name):
     published = config.to_hf()
     frequencies, gain = rope_frequencies(published)
     np.testing.assert_allclose(inverse_frequencies(config), frequencies, rtol=1e-14)
-    np.testing.assert_allclose(rotation(config, jnp.zeros((1, 1), int)).cos, gain, rtol=1e-7)
+    np.testing.assert_allclose(rotation_at(config, jnp.zeros((1, 1), int)).cos, gain, rtol=1e-7)
     assert config.softmax_scale == pytest.approx(softmax_scale(published), rel=1e-14)
 
 
 def test_rotation_turns_interleaved_pairs():
     """A quarter turn takes (1, 0) to (0, 1); the result holds first halves, then second halves."""
     config = dataclasses.replace(presets.MOONLIGHT_16B, qk_rope_head_dim=4)
-    turn = rotation(config, jnp.zeros((1, 1), int))
+    turn = rotation_at(config, jnp.zeros((1, 1), int))
     quarter = turn._replace(cos=jnp.array([[[0.0, 1.0]]]), sin=jnp.array([[[1.0, 0.0]]]))
     turned = rotate(jnp.array([[[1.0, 0.0, 5.0, 7.0]]]), quarter)
     np.testing.assert_array_equal(turned[0, 0], [0.0, 5.0, 1.0, 7.0])

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import ModelConfig
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.model import abstract
 from tests.support.checkpoints import tiny_config
 
 CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1, first_k_dense_replace=0))
@@ -22,11 +22,11 @@ CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1, first_k_dense_repl
 def matmuls(dtype) -> list[tuple[str, str]]:
     """Precision and operand types of every matmul of a pass over whole sequences, MTP layers
     included, and of a decode step."""
-    graph, state = nnx.split(abstract(CONFIG, dtype=dtype))
+    graph, state = nnx.split(abstract_model(CONFIG, dtype=dtype))
 
     def run(state, tokens):
         model = nnx.merge(graph, state)
-        cache = LatentKVCache.init(CONFIG, 2, 64, dtype=dtype)
+        cache = LatentKVCache.init(model.cache_spec(), 2, 64)
         step = model.extend(tokens[:, :2], jnp.full((2,), 2, jnp.int32), cache, "absorbed")
         return model(tokens, return_aux=True), step[0]
 

@@ -18,10 +18,11 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.inspection import What, capture
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.layers.attention import Form
-from dsv3_jax.model import DeepSeekV3, abstract, parameter_count
+from dsv3_jax.model import DeepSeekV3, parameter_count
 from dsv3_jax.quantization import INT4, BlockQuantization
 from sharding import Placement, make_layout
 from tests.support.checkpoints import tiny_config
@@ -55,7 +56,8 @@ def assert_placed(model: DeepSeekV3, base: DeepSeekV3, placement: Placement) -> 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 5)), jnp.int32)
 COUNTS = jnp.array([5, 3], jnp.int32)
-CACHE = LatentKVCache.init(CONFIG, 2, 16, dtype=jnp.float32, mtp=True, count_routing=True)
+CACHE = LatentKVCache.init(CacheSpec.of_config(CONFIG, jnp.float32, mtp=True), 2, 16)
+CACHE = CACHE.counting_routing(2, CONFIG.n_routed_experts)
 HIDDEN = jnp.ones((2, 5, CONFIG.hidden_size))
 
 
@@ -90,7 +92,7 @@ METHODS: dict[str, tuple[tuple[Any, ...], Callable[[DeepSeekV3, Path], Any]]] = 
         (PLACEMENTS[1],),
         lambda model, _: model.check_placement(PLACEMENTS[1], make_layout("dp_attention_ep")),
     ),
-    "ready_to_decode": ((), lambda model, _: model.ready_to_decode()),
+    "precompute_for_decode": ((), lambda model, _: model.precompute_for_decode()),
     "parameter_count": ((), lambda model, _: parameter_count(model)),
     "published_tensors": ((), lambda model, _: published_tensors(model)),
     "write_checkpoint": ((), lambda model, path: write_checkpoint(model, path / "out")),
@@ -105,7 +107,7 @@ def plain() -> DeepSeekV3:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", ["plain", "placed and ready"])
 def test_a_method_changes_neither_its_model_nor_its_arguments(kind, name, plain, tmp_path):
-    model = plain if kind == "plain" else plain.place_experts(PLACEMENTS[2]).ready_to_decode()
+    model = plain if kind == "plain" else plain.place_experts(PLACEMENTS[2]).precompute_for_decode()
     arguments, call = METHODS[name]
     before = Snapshot(model, plain, *arguments)
     call(model, tmp_path)
@@ -125,7 +127,7 @@ def test_a_setter_changes_no_other_model(name):
     model = filled_model(CONFIG, BlockQuantization())
     derived = {
         "placed": model.place_experts(PLACEMENTS[1]),
-        "ready": model.ready_to_decode(),
+        "ready": model.precompute_for_decode(),
         "merged": nnx.merge(*nnx.split(model)),
     }
     before = {key: Snapshot(each) for key, each in (derived | {"model": model}).items()}
@@ -172,4 +174,4 @@ def test_a_placement_on_a_mesh_leaves_its_model_as_it_was():
 @pytest.mark.usefixtures("untyped")
 def test_a_placement_is_no_bare_array():
     with pytest.raises(ValueError, match=r"^placement: expected a Placement, got ndarray; .* one$"):
-        abstract(CONFIG).place_experts(np.zeros((2, 8), np.int32))  # pyright: ignore
+        abstract_model(CONFIG).place_experts(np.zeros((2, 8), np.int32))  # pyright: ignore

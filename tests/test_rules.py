@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsv3_jax import presets
-from dsv3_jax.logical_axes import _stored_block, logical_axes, parameter_shardings
-from dsv3_jax.model import abstract
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.logical_axes import _stored_block, logical_axes, parameter_shardings
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization, IntegerQuantization
 from sharding import DEFAULT_RULES, MESH_AXES, Rules, make_mesh
 
@@ -107,7 +107,7 @@ def a_layer_of_each_kind(name, quantization):
     """A model with a published model's widths and one layer of each kind."""
     config = presets.get(name)
     config = dataclasses.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
-    return abstract(config, dtype=jnp.bfloat16, quantization=quantization)
+    return abstract_model(config, dtype=jnp.bfloat16, quantization=quantization)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])

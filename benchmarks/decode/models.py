@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from benchmarks.integers import INT4_RMS, INT8_RMS, random_int4, random_int8
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.on_mesh import shardings
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import Layout
 
@@ -51,7 +52,7 @@ def shapes(config: ModelConfig, weights: str, dtype: DTypeLike, *, mtp: bool) ->
     """Returns an abstract model: shapes and dtypes without values."""
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
-    return abstract(config, dtype=dtype, quantization=WEIGHTS[weights])
+    return abstract_model(config, dtype=dtype, quantization=WEIGHTS[weights])
 
 
 def random_model(model: Module, layout: Layout | None = None) -> Module:
@@ -64,7 +65,7 @@ def random_model(model: Module, layout: Layout | None = None) -> Module:
     graph, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(leaves)))
-    shardings_by_path = {} if layout is None else shardings(model, layout)
+    shardings_by_path = {} if layout is None else stored_shardings(model, layout)
     filled = []
     for path, leaf, kind, std in _kinds(leaves):
         arguments = next(keys), kind, leaf.shape, jnp.dtype(leaf.dtype), std

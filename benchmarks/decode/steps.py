@@ -18,10 +18,10 @@ from dsv3_jax.generation.program import Program
 from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import PAGE_SIZE
-from dsv3_jax.layers.attention import LayerCache
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.rope import rotation
+from dsv3_jax.layers.paged_cache import LayerCache
+from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 
 SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is the measured time
@@ -160,7 +160,7 @@ class Prefill:
 
     def __init__(self, model: DeepSeekV3, rows: int, tokens: int, chunk: int):
         self._rows, self._tokens = rows, tokens
-        max_len = -(-(tokens + 1) // PAGE_SIZE) * PAGE_SIZE
+        max_len = -(-(tokens + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
         programs = Programs.of(
             model, max_len, prefill_chunk=chunk, vocab_size=model.config.vocab_size
         )
@@ -187,13 +187,13 @@ class Prefill:
 
     def _with_empty_cache(self, state: DecodeState) -> DecodeState:
         """Returns the state with an empty cache, as before a prefill."""
-        cache = dataclasses.replace(state.cache, lengths=jnp.zeros_like(state.cache.lengths))
+        cache = state.cache.with_lengths(jnp.zeros_like(state.cache.lengths))
         return self._program.shard(dataclasses.replace(state, cache=cache))
 
 
 def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
     spare_tokens = LONG * (depth + 1)
-    max_len = -(-(longest + 1 + spare_tokens) // PAGE_SIZE) * PAGE_SIZE
+    max_len = -(-(longest + 1 + spare_tokens) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
     return Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
 
 
@@ -201,18 +201,18 @@ def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
     """Returns the number of distinct experts that each MoE layer uses in the next step."""
     starts = state.lengths - 1
     last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
-    turn = rotation(model.config, starts[:, None])
+    rotation = rotation_at(model.config, starts[:, None])
 
     # One layer at a time, because layers of the same kind share a compiled program.
     @functools.partial(jax.jit, static_argnums=0)
-    def run(graph: Any, weights: Any, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any]:
+    def run(graph: Any, weights: Any, x: jax.Array, pages: Any) -> tuple[jax.Array, Any]:
         layer: DecoderLayer = nnx.merge(graph, weights)
         cache = LayerCache(pages, state.cache.block_tables, starts, jnp.ones(last.shape, bool))
-        x, _, stats = layer.extend(x, turn, cache, "absorbed")
+        x, _, stats = layer.extend(x, rotation, cache, "absorbed")
         return x, None if stats is None else jnp.sum(stats.counts > 0)
 
     x, visited = model.embed_tokens(last), []
-    for layer, pages in zip(model.layers, state.cache.pages, strict=True):
+    for layer, pages in zip(model.layers, state.cache.pool.layers, strict=True):
         x, count = run(*nnx.split(layer), x, pages)
         visited += [] if count is None else [int(count)]
     return visited
@@ -222,7 +222,7 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
     config = programs.signature.config
     state = programs.empty_state(rows, depth=depth, mtp=mtp)
 
-    pages = [*state.cache.pages, *state.cache.mtp_pages]
+    pages, pool_structure = jax.tree.flatten(state.cache.pool)
 
     # In place and some pages at a time, because random bits take more memory than the values.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
@@ -239,10 +239,7 @@ def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: b
         return jax.lax.fori_loop(0, -(-len(pages) // count), fill_some, pages)
 
     filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
-    layers = len(state.cache.pages)
-    cache = dataclasses.replace(
-        state.cache, pages=tuple(filled[:layers]), mtp_pages=tuple(filled[layers:])
-    )
+    cache = dataclasses.replace(state.cache, pool=jax.tree.unflatten(pool_structure, filled))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, state.tokens.shape, np.int32)
     mtp_inputs = jax.random.normal(
         jax.random.key(1), state.mtp_inputs.shape, state.mtp_inputs.dtype
@@ -263,7 +260,7 @@ def _before_first_step(state: DecodeState, cached: int) -> DecodeState:
     state_leaves = jnp.full(rows, cached, jnp.int32)
     return dataclasses.replace(
         state,
-        cache=dataclasses.replace(state.cache, lengths=state_leaves),
+        cache=state.cache.with_lengths(state_leaves),
         lengths=state_leaves + 1,
         finished=jnp.zeros(rows, jnp.int32),
         num_mtp_inputs=jnp.full(rows, min(1, state.mtp_inputs.shape[1]), jnp.int32),

@@ -24,9 +24,10 @@ from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_na
 from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.layers.moe import MoE, Replicas
-from dsv3_jax.logical_axes import check_layout, parameter_shardings
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_path import ParameterPath
 from dsv3_jax.quantization import BlockQuantization, Quantization
 from sharding import Layout, Placement
@@ -58,7 +59,7 @@ def load_model(
         dtype, or nobody asks for it; an MTP layer's copy of the embedding or head differs from the
         original; or a scale makes no sense.
     """
-    model = abstract(config, dtype=dtype, quantization=quantization)
+    model = abstract_model(config, dtype=dtype, quantization=quantization)
     placed = {} if placement is None else _make_places(model, placement, layout)
     shardings = {}
     if layout is not None:

@@ -20,7 +20,8 @@ from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, abstract, random_model
+from dsv3_jax.initialization import abstract_model, random_model
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
 
@@ -113,7 +114,7 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     if training.lora_rank:
         model = _load_frozen(run, recorded, config)
     else:
-        model = abstract(config, dtype=jnp.float32)
+        model = abstract_model(config, dtype=jnp.float32)
     trainer = Trainer(model, training)
     state, _ = store.restore(step, trainer.abstract_state._replace(optimizer=()))
     store.close()

@@ -23,7 +23,8 @@ from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
-from dsv3_jax.model import DeepSeekV3, abstract, parameter_count, random_model
+from dsv3_jax.initialization import abstract_model, random_model
+from dsv3_jax.model import DeepSeekV3, parameter_count
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     layout = _layout(inputs)
     tokenizer = _tokenizer(inputs, out, is_given=arguments.tokenizer is not None)
     # Training uses unquantized float32 weights, whatever form the source has.
-    shapes = abstract(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
+    shapes = abstract_model(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
     if layout is not None:
         shapes.lay_out(layout)
     runs.check(shapes, out, config, settings, resume=arguments.resume)

@@ -12,9 +12,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dsv3_jax.config import MTPHidden
 from dsv3_jax.generation.sampling import DRAFT, Sampling, mask_vocab_padding, sample
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.model import DeepSeekV3, Hidden, MTPHidden
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.outputs import Hidden
 
 
 class DraftContext(NamedTuple):
@@ -134,7 +136,7 @@ class MTPDrafter:
             if k:
                 # The model's hidden state does not exist yet; the layer's own output replaces it.
                 hidden, cache = model.extend_mtp(
-                    hidden.feed(self.mtp_hidden),
+                    hidden.mtp_input(self.mtp_hidden),
                     tokens[-1][:, None],
                     cache.lengths + k - 1,
                     context.is_running.astype(jnp.int32),

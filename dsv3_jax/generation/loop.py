@@ -60,7 +60,7 @@ def _prefill_chunk(
     hidden, cache = model.extend(tokens, counts, state.cache, "expanded")
     if drafter is None or drafter.mtp_hidden is None:
         return dataclasses.replace(state, cache=cache)
-    mtp_input = hidden.feed(drafter.mtp_hidden)
+    mtp_input = hidden.mtp_input(drafter.mtp_hidden)
     next_tokens = jnp.take_along_axis(state.tokens, positions + 1, axis=1, mode="clip")
     _, cache = model.extend_mtp(mtp_input, next_tokens, starts, counts, cache, "expanded")
     # The first decode step runs the MTP layer on the last position again, to get a draft from it.
@@ -91,7 +91,7 @@ def decode(
       depth: number of drafts per step, at most the state's K; 0 without a drafter.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
-    model = model.ready_to_decode()
+    model = model.precompute_for_decode()
 
     def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         i, state = carry
@@ -145,12 +145,12 @@ def decode_step(
     is_non_finite = num_finite < num_new
     num_new = jnp.where(is_running, jnp.minimum(num_new, num_finite), 0).astype(jnp.int32)
     # Rejected drafts stay in the cache past its length, where later tokens overwrite them.
-    cache = dataclasses.replace(cache, lengths=cached + num_new)
+    cache = cache.with_lengths(cached + num_new)
     state = dataclasses.replace(state, cache=cache)
     state = _append_tokens(state, num_new, tokens, logits, max_logits)
     state = _count_drafts(state, drafts, num_new)
     if drafter is not None and drafter.mtp_hidden is not None:
-        mtp_input = hidden.feed(drafter.mtp_hidden)
+        mtp_input = hidden.mtp_input(drafter.mtp_hidden)
         # The state has room for its K drafts, of which this step may use fewer.
         padding = state.mtp_inputs.shape[1] - mtp_input.shape[1]
         state = dataclasses.replace(

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import PAGES
+from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
 from sharding import Layout, LogicalAxes
@@ -140,7 +140,7 @@ def state_shardings(state: DecodeState, layout: Layout) -> list[NamedSharding]:
         names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
         if "routing_counts" in names:  # summed over all sequences
             return ()
-        return PAGES if names & {"pages", "mtp_pages"} else ("batch",)
+        return PAGE_AXES if "pool" in names else ("batch",)
 
     paths_and_leaves, _ = jax.tree.flatten_with_path(state)
     return [layout.sharding(axes(path)[: leaf.ndim]) for path, leaf in paths_and_leaves]

@@ -15,7 +15,7 @@ from dsv3_jax.generation.program import Program, state_shardings
 from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.generation.step_times import StepTimes
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 
 
@@ -32,6 +32,9 @@ class Programs:
 
     signature: ModelSignature
     """Properties of the model on which the programs depend."""
+
+    cache_spec: CacheSpec
+    """Page arrays of the model's layers, and of the MTP layer that may draft."""
 
     max_len: int
     """Maximum number of tokens of a sequence."""
@@ -68,6 +71,7 @@ class Programs:
                 model, functools.partial(decode, vocab_size=vocab_size), static=(4, 5)
             ),
             signature=ModelSignature.of(model),
+            cache_spec=model.cache_spec(mtp=True),
             max_len=max_len,
             prefill_chunk=prefill_chunk,
             routing_counts=np.zeros(counts_shape, np.int64) if count_routing else None,
@@ -104,16 +108,10 @@ class Programs:
           num_top_logprobs: number of most probable tokens to record at each position.
         """
         signature = self.signature
-        cache = LatentKVCache.init(
-            signature.config,
-            batch_size,
-            self.max_len + depth,
-            dtype=signature.dtype,
-            mtp=mtp,
-            count_routing=self.routing_counts is not None,
-            layout=signature.layout,
-            attn_impl=signature.attn_impl,
-        )
+        spec = self.cache_spec if mtp else dataclasses.replace(self.cache_spec, mtp=())
+        cache = LatentKVCache.init(spec, batch_size, self.max_len + depth, layout=signature.layout)
+        if self.routing_counts is not None:
+            cache = cache.counting_routing(*self.routing_counts.shape)
         return DecodeState.empty(
             cache,
             self.max_len,

@@ -1,31 +1,39 @@
 """Multi-head Latent Attention, expanded and absorbed (DeepSeek-V2 report, section 2.1).
 
-Each token leaves one latent ``c = norm(W_DKV x)``, C wide, and one rope key ``k_R``, R wide, for
-all heads. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The same sums, two orders:
+Each token leaves one latent ``c = norm(W_DKV x)`` of width C and one rope key ``k_R`` of width R,
+which all heads share. Head h's key is ``[W_UK^h c | k_R]``, its value ``W_UV^h c``. The same sums
+are computed in two orders:
 
-* expanded: form every head's keys and values. Fewest operations for many queries: prefill and
-  training.
+* expanded: compute every head's keys and values. This takes the fewest operations for many queries:
+  prefill and training.
 * absorbed: fold W_UK into the query and W_UV into the output, and attend to the latents themselves.
-  Fewest bytes for few queries: decode.
+  This reads the fewest bytes for few queries: decode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.kv_cache import TokenShare, write
-from dsv3_jax.layers.context_parallel import attend_share, counted_once, merged
+from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
-from dsv3_jax.layers.on_mesh import summed
+from dsv3_jax.layers.on_mesh import sharded_linear
+from dsv3_jax.layers.paged_cache import (
+    CachedArray,
+    LayerCache,
+    LayerCacheSpec,
+    LayerPages,
+    PageShard,
+    append,
+)
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import merge_attention, mla_decode, mla_prefill
@@ -37,31 +45,56 @@ Form = Literal["expanded", "absorbed"]
 # differs in Moonlight (1e-5).
 _LATENT_NORM_EPS = 1e-6
 
-# Cached tokens of all rows that a prefill chunk expands at a time: 335 MB of keys and values in
-# DeepSeek-V3. The fewer blocks, the fewer times a float32 result is read and written.
+# Cached tokens, of all sequences together, that a prefill chunk expands at a time: 335 MB of keys
+# and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
 
 
-class LayerCache(NamedTuple):
-    """One layer's view of the cache while it is extended by T tokens a row."""
+class Attention(Protocol):
+    """Interface between a decoder layer and its attention."""
 
-    pages: Float[Array, "P page width"]
-    block_tables: Int[Array, "B max_pages"]
-    starts: Int[Array, " B"]
-    """Tokens held before these T, by all devices that share a row."""
-    valid: Bool[Array, "B T"]
-    """Which of the T are tokens, the rest being padding at the right."""
+    def __call__(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T D"], Array]:
+        """Returns causal self-attention of whole sequences, and what a cache would store."""
+        ...
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        """Returns attention of T new tokens per sequence to the cached ones and themselves.
+
+        The second result is the page arrays with the new tokens.
+        """
+        ...
+
+    def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
+        """Returns the page arrays that the layer caches, for activations of ``dtype``."""
+        ...
+
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Computes once what every decode step needs from the weights."""
+        ...
 
 
 class UpProjections(NamedTuple):
-    """kv_b_proj head by head, in the activations' dtype."""
+    """The parts of kv_b_proj for each head, in the activations' dtype."""
 
     w_uk: Float[Array, "H N C"]
     w_uv: Float[Array, "H V C"]
 
 
+def latent_cache_spec(config: ModelConfig, dtype: DTypeLike) -> LayerCacheSpec:
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key."""
+    return {"latent": CachedArray(config.latent_dim, dtype)}
+
+
 class MultiHeadLatentAttention(nnx.Module):
-    """Parameters are named as in the checkpoint; ``q_lora_rank`` null has q_proj alone."""
+    """Multi-head Latent Attention, an :class:`Attention`.
+
+    Parameters are named as in the checkpoint. A model whose ``q_lora_rank`` is null has only
+    q_proj. On a mesh, H is the number of heads on the device.
+    """
 
     def __init__(
         self,
@@ -94,18 +127,18 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=dtype)
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
-        self.layout: Layout | None = None  # see DeepSeekV3.lay_out: heads are then the device's
-        self._held: UpProjections | None = None
+        self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self._absorbed: UpProjections | None = None
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
-        """Causal self-attention of whole sequences; also the latents that a cache would hold."""
+        """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
         latent = self.latents(x, rotation)
         keys, values = self.expand(latent)
         out, _ = mla_prefill(
-            jnp.concatenate(self.queries(x, rotation), axis=-1),
+            jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
             keys,
             values,
             jnp.zeros((B,), jnp.int32),
@@ -116,42 +149,54 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-        """Attention of T new tokens a row to the cached ones and themselves; the longer cache."""
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        """Returns attention of T new tokens per sequence to the cached ones and themselves.
+
+        The second result is the page arrays with the new tokens' latents.
+        """
         latent = self.latents(x, rotation)
-        cache, share = self.hold(latent, cache)
-        queries = self.queries(x, rotation)
+        cache, shard = append({"latent": latent}, cache, self.layout)
+        queries = self.queries(self.query_latent(x), rotation)
+        pages = cache.pages["latent"]
         if form == "absorbed":
-            out, lse = self._attend_absorbed(*queries, latent, cache, share)
+            out, lse = self._attend_absorbed(*queries, latent, pages, cache, shard)
         else:
             q = jnp.concatenate(queries, axis=-1)
-            out, lse = self.attend_by_heads(q, latent, cache, share, self.expand)
-        return self.output(merged(out, lse, self.layout).astype(x.dtype)), cache.pages
+            out, lse = self.attend_by_heads(q, latent, pages, cache, shard, self.expand)
+        return self.output(merge_devices(out, lse, self.layout).astype(x.dtype)), cache.pages
 
-    def hold(
-        self, new: Float[Array, "B T numbers"], cache: LayerCache
-    ) -> tuple[LayerCache, TokenShare]:
-        """The cache with what it is to hold of T new tokens a row; this device's share of them."""
-        share = TokenShare.of(self.layout, cache.pages.shape[1])
-        held, places = share.positions(cache.starts[:, None] + jnp.arange(new.shape[1]))
-        pages = write(cache.pages, cache.block_tables, places, cache.valid & held, new)
-        return cache._replace(pages=pages), share
+    def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
+        """Returns the one array that the layer caches, see :func:`latent_cache_spec`."""
+        return latent_cache_spec(self.config, dtype)
+
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Computes :meth:`up_projections` now instead of at every absorbed step.
+
+        Code that changes the weights later must start from a model without them.
+        """
+        self._absorbed = nnx.data(self.up_projections(dtype))
+
+    def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"]:
+        """Returns the input of the query up-projection: the normed output of q_a_proj.
+
+        Without q_a_proj it is ``x``.
+        """
+        if self.config.q_lora_rank is None:
+            return x
+        return self.q_a_layernorm(self.q_a_proj(x))
 
     def queries(
-        self, x: Float[Array, "B T D"], rotation: Rotation
+        self, query_latent: Float[Array, "B T Q"], rotation: Rotation
     ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
-        """The rope-free and the rotated part of every head's query."""
+        """Returns the part of every head's query without rope, and the rotated part."""
         c = self.config
-        q = (
-            self.q_proj(x)
-            if c.q_lora_rank is None
-            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        )
-        q = q.reshape(*x.shape[:2], -1, c.qk_head_dim)
+        up_proj = self.q_proj if c.q_lora_rank is None else self.q_b_proj
+        q = up_proj(query_latent)
+        q = q.reshape(*q.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
-        """What the cache holds of a token: the normed latent, then the rotated rope key."""
+        """Returns what the cache stores for each token: the normed latent, then the rope key."""
         C = self.config.kv_lora_rank
         compressed = self.kv_a_proj_with_mqa(x)
         return jnp.concatenate(
@@ -160,22 +205,18 @@ class MultiHeadLatentAttention(nnx.Module):
         )
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
-        if self._held is not None:
-            return self._held
+        """Returns W_UK and W_UV in ``dtype``, precomputed or cut from kv_b_proj."""
+        if self._absorbed is not None:
+            return self._absorbed
         c = self.config
         w = self.kv_b_proj.dense(dtype)
         w = w.reshape(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         return UpProjections(w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :])
 
-    def hold_up_projections(self, dtype: DTypeLike) -> None:
-        """Cuts, and dequantises, kv_b_proj now and not at every absorbed step. Whoever changes the
-        weights afterwards starts from a model that does not hold them."""
-        self._held = nnx.data(self.up_projections(dtype))
-
     def expand(
         self, latent: Float[Array, "B S CR"]
     ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H V"]]:
-        """Every head's keys and values of the tokens behind these latents."""
+        """Returns every head's keys and values of tokens with these latents."""
         c = self.config
         B, S, _ = latent.shape
         kv = self.kv_b_proj(latent[..., : c.kv_lora_rank])
@@ -186,69 +227,76 @@ class MultiHeadLatentAttention(nnx.Module):
         return keys, kv[..., c.qk_nope_head_dim :]
 
     def output(self, out: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
-        return summed(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
+        """Returns the output projection of all heads, summed over the devices that share them."""
+        return sharded_linear(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
 
     def _attend_absorbed(
         self,
         q_nope: Float[Array, "B T H N"],
         q_rope: Float[Array, "B T H R"],
         latent: Float[Array, "B T CR"],
+        pages: Float[Array, "P page width"],
         cache: LayerCache,
-        share: TokenShare,
+        shard: PageShard,
     ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B T H"]]:
-        """To the tokens that this device holds, with their log-sum-exp."""
+        """Returns attention to the tokens on this device, and its log-sum-exp.
+
+        Args:
+          latent: latents of the new tokens, which ``pages`` already contain.
+        """
         f32, scale = jnp.float32, self.config.softmax_scale
         w_uk, w_uv = self.up_projections(q_nope.dtype)
         q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
         q_latent = q_latent.astype(q_nope.dtype)
-        pages, tables = cache.pages, cache.block_tables
-        if share.parts == 1:
+        tables, starts = cache.block_tables, cache.starts
+        if shard.num_shards == 1:
             # Padded queries count too, so that query t sees exactly the t tokens before it.
-            lengths = cache.starts + q_nope.shape[1]
+            lengths = starts + q_nope.shape[1]
             out, lse = mla_decode(q_latent, q_rope, pages, tables, lengths, scale=scale)
         else:
-            starts = cache.starts
-            out, lse = attend_share(
-                q_latent, q_rope, latent, pages, tables, starts, share, scale=scale
+            out, lse = attend_local(
+                q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )
         return jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32), lse
 
     def attend_by_heads(
         self,
         q: Float[Array, "B T H K"],
-        new: Float[Array, "B T numbers"],
+        new: Float[Array, "B T columns"],
+        pages: Float[Array, "P page width"],
         cache: LayerCache,
-        share: TokenShare,
+        shard: PageShard,
         keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
         block_tokens: int | None = None,
     ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-        """The new tokens among themselves, then block by block of what was cached before, as far as
-        this device holds it; with their log-sum-exp.
+        """Returns attention with a key and a value per head, and its log-sum-exp.
+
+        The new tokens attend to each other, then, block by block, to the tokens that were cached
+        before on this device.
 
         Args:
-          new: what the cache holds of the new tokens.
-          keys_values: every head's keys [B, S, H, K] and values [B, S, H, V], of [B, S, numbers].
-          block_tokens: of all rows; by default as many as a prefill takes.
+          new: what ``pages`` store for the new tokens.
+          keys_values: returns every head's keys [B, S, H, K] and values [B, S, H, V] from what the
+            pages store for S tokens, [B, S, columns].
+          block_tokens: cached tokens per block, of all sequences together. None: the number for a
+            prefill chunk.
         """
         B, T, _, _ = q.shape
-        scale = self.config.softmax_scale
-        page_size = cache.pages.shape[1]
+        scale, page_size = self.config.softmax_scale, cache.page_size
+        max_pages = cache.block_tables.shape[1]
         block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
         block = block_pages * page_size
-        tables = jnp.pad(
-            cache.block_tables, ((0, 0), (0, -cache.block_tables.shape[1] % block_pages))
-        )
-        # Past the room nothing is cached; without a bound the last pages would count twice.
-        room = cache.block_tables.shape[1] * page_size
-        lengths = jnp.minimum(share.lengths(cache.starts), room)
-        everything = jnp.full((B,), block, jnp.int32)  # all queries stand behind the whole block
+        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -max_pages % block_pages)))
+        # Tokens past the capacity are not cached; without a bound the last pages would count twice.
+        lengths = jnp.minimum(shard.local_lengths(cache.starts), max_pages * page_size)
+        after_block = jnp.full((B,), block, jnp.int32)  # all queries come after the whole block
 
         def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-            cached = cache.pages[table][..., : new.shape[-1]].reshape(B, block, -1)
-            held = jnp.clip(lengths - i * block, 0, block)
+            cached = pages[table][..., : new.shape[-1]].reshape(B, block, -1)
+            block_lengths = jnp.clip(lengths - i * block, 0, block)
             keys, values = keys_values(cached.astype(q.dtype))
-            out, lse = mla_prefill(q, keys, values, everything, held, scale=scale)
+            out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
         out, lse = mla_prefill(
@@ -264,6 +312,6 @@ class MultiHeadLatentAttention(nnx.Module):
             total, lse = jax.lax.fori_loop(0, blocks, add_block, (out.astype(jnp.float32), lse))
             return total.astype(out.dtype), lse
 
-        # A prompt's first chunk has none, and then needs no float32 copy.
-        lse = counted_once(lse, share)
+        # The first chunk of a prompt has no context, and then needs no float32 copy.
+        lse = weigh_once(lse, shard)
         return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)

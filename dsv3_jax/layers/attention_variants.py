@@ -1,96 +1,174 @@
-"""Latent attention in the five published ways of :mod:`dsv3_jax.attn_impl`, for comparison: all
-give the same, and the engine by itself uses ``CC`` for prefill and ``A_CC_ME`` for decode."""
+"""The five published attention variants of :mod:`dsv3_jax.attn_impl`, for comparison.
+
+All have equal results. The default attention uses ``CC`` for prefill and ``A_CC_ME`` for decode,
+so ``A_CC_ME`` is the default itself. Each other variant is a subclass of it that overrides
+``extend``, and has the same parameters.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv3_jax.attn_impl import AttnImpl, check_attn_impl
-from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
+from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
+from dsv3_jax.layers.attention import Form, MultiHeadLatentAttention
+from dsv3_jax.layers.paged_cache import (
+    CachedArray,
+    LayerCache,
+    LayerCacheSpec,
+    LayerPages,
+    append,
+)
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode
 from sharding import Layout
 
-# Cached tokens of a row that a step attends to at a time, as mla_decode does on CPUs: their keys
-# and values stay in a core's cache.
+# Cached tokens per sequence that a decode step attends to at a time, as in mla_decode on CPUs:
+# their keys and values stay in a core's cache.
 _STEP_TOKENS = 256
 
 
+class ExpandingAttention(MultiHeadLatentAttention):
+    """``CC``: decode computes all keys and values again from the cached latents."""
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        if form == "expanded":
+            return super().extend(x, rotation, cache, form)
+        latent = self.latents(x, rotation)
+        cache, shard = append({"latent": latent}, cache, None)
+        q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+        out, _ = self.attend_by_heads(
+            q, latent, cache.pages["latent"], cache, shard, self.expand, _STEP_TOKENS * len(x)
+        )
+        return self.output(out.astype(x.dtype)), cache.pages
+
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Does nothing: no step uses the absorbed projections."""
+
+
+class DecompressedAttention(MultiHeadLatentAttention):
+    """``CD``: every head's key and value are cached, in one array "keys_values"."""
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        keys, values = self.expand(self.latents(x, rotation))
+        q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+        B, T, _, _ = q.shape
+        new = jnp.concatenate([keys.reshape(B, T, -1), values.reshape(B, T, -1)], axis=-1)
+        cache, shard = append({"keys_values": new}, cache, None)
+        block_tokens = None if form == "expanded" else _STEP_TOKENS * B
+        out, _ = self.attend_by_heads(
+            q, new, cache.pages["keys_values"], cache, shard, self._split_heads, block_tokens
+        )
+        return self.output(out.astype(x.dtype)), cache.pages
+
+    def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
+        """Returns one array: all heads' keys [H K], then all heads' values [H V]."""
+        return {"keys_values": CachedArray(cached_numbers(self.config, "CD"), dtype)}
+
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Does nothing: no step uses the absorbed projections."""
+
+    def _split_heads(
+        self, cached: Float[Array, "B S HKHV"]
+    ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H V"]]:
+        """Returns the keys and values of S cached tokens."""
+        (B, S, _), H = cached.shape, self.config.num_attention_heads
+        keys, values = jnp.split(cached, [H * self.config.qk_head_dim], axis=-1)
+        return keys.reshape(B, S, H, -1), values.reshape(B, S, H, -1)
+
+
+class CopyingAttention(MultiHeadLatentAttention):
+    """``A_CC``: absorbed, with a copy of the cached latents for each head."""
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        if form == "expanded":
+            return super().extend(x, rotation, cache, form)
+        f32 = jnp.float32
+        latent = self.latents(x, rotation)
+        q_nope, q_rope = self.queries(self.query_latent(x), rotation)
+        w_uk, w_uv = self.up_projections(x.dtype)
+        q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
+        cache, shard = append({"latent": latent}, cache, None)
+        q = jnp.concatenate([q_latent.astype(x.dtype), q_rope], axis=-1)
+        out, _ = self.attend_by_heads(
+            q, latent, cache.pages["latent"], cache, shard, self._copies, _STEP_TOKENS * len(x)
+        )
+        out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
+        return self.output(out.astype(x.dtype)), cache.pages
+
+    def _copies(
+        self, latent: Float[Array, "B S CR"]
+    ) -> tuple[Float[Array, "B S H CR"], Float[Array, "B S H C"]]:
+        """Returns each head's copy of the cached tokens as keys, and their latents as values."""
+        c = self.config
+        shape = (*latent.shape[:2], c.num_attention_heads, c.latent_dim)
+        keys = jnp.broadcast_to(latent[:, :, None], shape)
+        return keys, keys[..., : c.kv_lora_rank]
+
+
 class MaterializedProjections(NamedTuple):
-    """Products of neighbouring projections, head by head, in the activations' dtype. Q is the rank
-    of queries, or D where they have none."""
+    """Matrix products of neighbouring projections of each head, in the activations' dtype.
+
+    Q is the rank of the queries, or D without q_a_proj.
+    """
 
     w_qk: Float[Array, "H C Q"]
     """W_UK' W_UQ: from the query's latent to the key's."""
     w_q_rope: Float[Array, "H R Q"]
-    """W_QR as it was: the rotation stands between it and the keys."""
+    """W_QR unchanged: the rotation comes between it and the keys."""
     w_vo: Float[Array, "D H C"]
     """W_O W_UV: from the attended latents to the layer's output."""
 
 
-def check_variant(attn_impl: AttnImpl | None, layout: Layout | None) -> None:
-    """Raises ValueError where a model cannot attend so, on the devices of ``layout``."""
-    if attn_impl is None:
-        return
-    check_attn_impl(attn_impl)
-    if layout is not None and attn_impl != "A_CC_ME":
-        raise ValueError(
-            f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {attn_impl}"
+class MaterializedAttention(MultiHeadLatentAttention):
+    """``AM_CC_ME``: absorbed, with neighbouring projections multiplied into one matrix."""
+
+    _materialized: MaterializedProjections | None = None
+
+    def extend(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        if form == "expanded":
+            return super().extend(x, rotation, cache, form)
+        f32, dtype = jnp.float32, x.dtype
+        latent = self.latents(x, rotation)
+        w_qk, w_q_rope, w_vo = self._materialized or materialize(self, dtype)
+        cache, _ = append({"latent": latent}, cache, None)
+        query = self.query_latent(x)
+        q_latent = jnp.einsum("btq,hcq->bthc", query, w_qk, preferred_element_type=f32)
+        q_rope = jnp.einsum("btq,hrq->bthr", query, w_q_rope, preferred_element_type=f32)
+        out, _ = mla_decode(
+            q_latent.astype(dtype),
+            rotate(q_rope.astype(dtype), rotation),
+            cache.pages["latent"],
+            cache.block_tables,
+            cache.starts + x.shape[1],
+            scale=self.config.softmax_scale,
         )
+        out = jnp.einsum("bthc,dhc->btd", out, w_vo, preferred_element_type=f32)
+        return out.astype(dtype), cache.pages
 
-
-def extend(
-    attention: MultiHeadLatentAttention,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    cache: LayerCache,
-    form: Form,
-    attn_impl: AttnImpl,
-    materialized: MaterializedProjections | None = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-    """As :meth:`MultiHeadLatentAttention.extend`, which does what the engine would do too:
-    ``expanded`` over a compressed cache, and ``A_CC_ME``.
-
-    Args:
-      cache: of ``CD``, pages of all heads' keys and values.
-      materialized: what ``AM_CC_ME`` multiplies with; None is to make it now.
-    """
-    if attn_impl == "A_CC_ME" or (form == "expanded" and attn_impl != "CD"):
-        return attention.extend(x, rotation, cache, form)
-    latent = attention.latents(x, rotation)
-    if attn_impl == "AM_CC_ME":
-        products = materialized or materialize(attention, x.dtype)
-        return _absorbed_and_materialized(attention, x, latent, rotation, cache, products)
-    c, f32 = attention.config, jnp.float32
-    q_nope, q_rope = attention.queries(x, rotation)
-    new, keys_values = latent, attention.expand
-    absorbed = attention.up_projections(x.dtype) if attn_impl == "A_CC" else None
-    if absorbed is not None:
-        q_nope = jnp.einsum("bthn,hnc->bthc", q_nope, absorbed.w_uk, preferred_element_type=f32)
-        keys_values = functools.partial(_copies, c)
-    elif attn_impl == "CD":
-        new = jnp.concatenate(
-            [part.reshape(*x.shape[:2], -1) for part in attention.expand(latent)], axis=-1
-        )
-        keys_values = functools.partial(_cut, c)
-    cache, share = attention.hold(new, cache)
-    q = jnp.concatenate([q_nope.astype(x.dtype), q_rope], axis=-1)
-    block_tokens = None if form == "expanded" else _STEP_TOKENS * len(x)
-    out, _ = attention.attend_by_heads(q, new, cache, share, keys_values, block_tokens)
-    if absorbed is not None:
-        out = jnp.einsum("bthc,hvc->bthv", out, absorbed.w_uv, preferred_element_type=f32)
-    return attention.output(out.astype(x.dtype)), cache.pages
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Computes :func:`materialize` now instead of at every step."""
+        self._materialized = nnx.data(materialize(self, dtype))
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
-    """Summed in float32 of weights in ``dtype``, rounded once: H (C Q + R Q + C D) numbers, 583
-    million a layer in DeepSeek-V3, whose attention has 187."""
+    """Returns the multiplied projections, summed in float32 and rounded once.
+
+    They have H (C Q + R Q + C D) numbers: 583 million per layer in DeepSeek-V3, where all
+    projections of an attention have 187 million.
+    """
     c, f32 = attention.config, jnp.float32
     H, K, V = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
     w_uk, w_uv = attention.up_projections(dtype)
@@ -103,45 +181,31 @@ def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> Materi
     return MaterializedProjections(w_qk.astype(dtype), w_q_rope, w_vo.astype(dtype))
 
 
-def _copies(
-    config: ModelConfig, latent: Float[Array, "B S CR"]
-) -> tuple[Float[Array, "B S H CR"], Float[Array, "B S H C"]]:
-    """The cached tokens once a head, as its keys; the latent part is its values."""
-    shape = (*latent.shape[:2], config.num_attention_heads, config.latent_dim)
-    keys = jnp.broadcast_to(latent[:, :, None], shape)
-    return keys, keys[..., : config.kv_lora_rank]
+_CLASSES: dict[AttnImpl | None, type[MultiHeadLatentAttention]] = {
+    None: MultiHeadLatentAttention,
+    "CD": DecompressedAttention,
+    "CC": ExpandingAttention,
+    "A_CC": CopyingAttention,
+    "A_CC_ME": MultiHeadLatentAttention,
+    "AM_CC_ME": MaterializedAttention,
+}
 
 
-def _cut(
-    config: ModelConfig, cached: Float[Array, "B S HKHV"]
-) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H V"]]:
-    """Keys and values out of a decompressed cache."""
-    (B, S, _), H = cached.shape, config.num_attention_heads
-    keys, values = jnp.split(cached, [H * config.qk_head_dim], axis=-1)
-    return keys.reshape(B, S, H, -1), values.reshape(B, S, H, -1)
+def set_variant(attention: MultiHeadLatentAttention, attn_impl: AttnImpl | None) -> None:
+    """Makes an attention compute as ``attn_impl`` does. None stands for the default.
+
+    The subclasses add neither parameters nor settings, so the object changes its class only.
+    """
+    # Not an ordinary assignment, which nnx would record as an attribute of the module.
+    object.__setattr__(attention, "__class__", _CLASSES[attn_impl])
 
 
-def _absorbed_and_materialized(
-    attention: MultiHeadLatentAttention,
-    x: Float[Array, "B T D"],
-    latent: Float[Array, "B T CR"],
-    rotation: Rotation,
-    cache: LayerCache,
-    products: MaterializedProjections,
-) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"]]:
-    c, f32, dtype = attention.config, jnp.float32, x.dtype
-    cache, _ = attention.hold(latent, cache)
-    w_qk, w_q_rope, w_vo = products
-    query = x if c.q_lora_rank is None else attention.q_a_layernorm(attention.q_a_proj(x))
-    q_latent = jnp.einsum("btq,hcq->bthc", query, w_qk, preferred_element_type=f32)
-    q_rope = jnp.einsum("btq,hrq->bthr", query, w_q_rope, preferred_element_type=f32)
-    out, _ = mla_decode(
-        q_latent.astype(dtype),
-        rotate(q_rope.astype(dtype), rotation),
-        cache.pages,
-        cache.block_tables,
-        cache.starts + x.shape[1],
-        scale=c.softmax_scale,
-    )
-    out = jnp.einsum("bthc,dhc->btd", out, w_vo, preferred_element_type=f32)
-    return out.astype(dtype), cache.pages
+def check_variant(attn_impl: AttnImpl | None, layout: Layout | None) -> None:
+    """Raises ValueError unless ``attn_impl`` is a variant that runs on ``layout``."""
+    if attn_impl is None:
+        return
+    check_attn_impl(attn_impl)
+    if layout is not None and attn_impl != "A_CC_ME":
+        raise ValueError(
+            f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {attn_impl}"
+        )

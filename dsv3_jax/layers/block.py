@@ -12,17 +12,14 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.kv_cache import PAGES
-from dsv3_jax.layers import attention_variants
-from dsv3_jax.layers.attention import Form, LayerCache, MultiHeadLatentAttention
-from dsv3_jax.layers.attention_variants import MaterializedProjections, materialize
+from dsv3_jax.layers.attention import Attention, Form, MultiHeadLatentAttention
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
-from dsv3_jax.layers.on_mesh import by_rows, on_mesh
+from dsv3_jax.layers.on_mesh import batch_sharded, on_mesh
+from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.quantization import Quantization
 from sharding import Layout
@@ -42,8 +39,6 @@ class DecoderLayer(nnx.Module):
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.attn_impl: AttnImpl | None = None  # see DeepSeekV3.use_attn_impl
-        self._materialized: MaterializedProjections | None = None
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
         self.self_attn = MultiHeadLatentAttention(
             config, rngs=rngs, dtype=dtype, quantization=quantization
@@ -64,19 +59,20 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
-        """Whole sequences, no cache."""
+        """Runs whole sequences without a cache. Returns the output, and statistics of an MoE."""
         if self.layout is None:
-            return self._whole(x, rotation)
-        rows = self.layout.partition_spec(("batch",))
+            return self._forward(x, rotation)
+        layout = self.layout
 
-        def whole(layer: DecoderLayer, x: Array, rotation: Rotation):
-            parts = _micro_batches(layer.layout, (x, rotation))
-            return _joined([layer._whole(*part) for part in parts])
+        def body(layer: DecoderLayer, x: Array, rotation: Rotation):
+            micro_batches = _split_batch((x, rotation), layout.micro_batches)
+            return _join_batch([layer._forward(*inputs) for inputs in micro_batches])
 
-        body = on_mesh(self.layout, self, whole, (rows, rows), (rows, self._stats))
-        return body(x, rotation)
+        batch = layout.partition_spec(("batch",))
+        out_specs = batch, self._stats_specs(layout)
+        return on_mesh(layout, self, body, (batch, batch), out_specs)(x, rotation)
 
-    def _whole(
+    def _forward(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         attended, _ = self.self_attn(self.input_layernorm(x), rotation)
@@ -84,54 +80,41 @@ class DecoderLayer(nnx.Module):
 
     def extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], RoutingStats | None]:
-        """T new tokens a row behind those in the cache; also the extended cache."""
-        if self.layout is None:
-            return self._extended(x, rotation, cache, form)
-        rows = self.layout.partition_spec(("batch",))
+    ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
+        """Runs T new tokens per sequence after the cached ones.
 
-        def extended(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
-            cache, pages, found = _own_pages(layer.layout, cache), cache.pages, []
-            rows = (x, rotation, cache._replace(pages=None))
-            for x, rotation, part in _micro_batches(layer.layout, rows):
-                y, pages, stats = layer._extended(x, rotation, part._replace(pages=pages), form)
-                found.append((y, stats))
-            y, stats = _joined(found)
+        Returns the output, the page arrays with the new tokens, and statistics of an MoE.
+        """
+        if self.layout is None:
+            return self._extend(x, rotation, cache, form)
+        layout = self.layout
+
+        def body(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
+            cache, pages = _with_local_tables(cache, layout), cache.pages
+            outputs = []
+            # Each micro-batch has its own sequences; all write to the same page arrays.
+            inputs = x, rotation, cache._replace(pages={})
+            for x_part, rotation_part, cache_part in _split_batch(inputs, layout.micro_batches):
+                cache_part = cache_part._replace(pages=pages)
+                y, pages, stats = layer._extend(x_part, rotation_part, cache_part, form)
+                outputs.append((y, stats))
+            y, stats = _join_batch(outputs)
             return y, pages, stats
 
-        pages = self.layout.partition_spec(PAGES)
-        cached: Any = LayerCache(pages, rows, rows, rows)  # pyright: ignore
-        specs = rows, rows, cached
-        body = on_mesh(self.layout, self, extended, specs, (rows, pages, self._stats))
-        return body(x, rotation, cache)
+        batch = layout.partition_spec(("batch",))
+        pages_specs = {name: layout.partition_spec(PAGE_AXES) for name in cache.pages}
+        cache_specs: Any = LayerCache(pages_specs, batch, batch, batch)  # pyright: ignore
+        in_specs = batch, batch, cache_specs
+        out_specs = batch, pages_specs, self._stats_specs(layout)
+        return on_mesh(layout, self, body, in_specs, out_specs)(x, rotation, cache)
 
-    def _extended(
+    def _extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "P page width"], RoutingStats | None]:
-        step = self.input_layernorm(x), rotation, cache, form
-        if self.attn_impl is None:
-            attended, pages = self.self_attn.extend(*step)
-        else:
-            attended, pages = attention_variants.extend(
-                self.self_attn, *step, self.attn_impl, self._materialized
-            )
+    ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
+        attention: Attention = self.self_attn
+        attended, pages = attention.extend(self.input_layernorm(x), rotation, cache, form)
         y, stats = self._feed_forward(x, attended, cache.valid)
         return y, pages, stats
-
-    def ready_to_decode(self, dtype: DTypeLike) -> None:
-        """Makes what decode wants of the weights: see DeepSeekV3.ready_to_decode."""
-        if self.attn_impl == "AM_CC_ME":
-            self._materialized = nnx.data(materialize(self.self_attn, dtype))
-        elif self.attn_impl not in ("CD", "CC"):
-            self.self_attn.hold_up_projections(dtype)
-
-    @property
-    def _stats(self) -> RoutingStats | None:
-        """How statistics lie on the mesh."""
-        assert self.layout is not None
-        rows = self.layout.partition_spec(("batch",))
-        dense = isinstance(self.mlp, MLP)
-        return None if dense else RoutingStats(PartitionSpec(), rows, rows)  # pyright: ignore
 
     def _feed_forward(
         self,
@@ -139,29 +122,37 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "B T D"],
         valid: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
-        h, normed = self.post_attention_layernorm.of_sum(x, attended)
+        h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
         if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None
         out, stats = self.mlp(normed, valid)
         return _add(h, out), stats
 
+    def _stats_specs(self, layout: Layout) -> RoutingStats | None:
+        """Returns the PartitionSpecs of the layer's statistics."""
+        if isinstance(self.mlp, MLP):
+            return None
+        batch = layout.partition_spec(("batch",))
+        return RoutingStats(PartitionSpec(), batch, batch)  # pyright: ignore
 
-def _micro_batches(layout: Layout | None, rows: Any) -> list[Any]:
-    """Trees of a device's rows, cut into as many as ``layout`` says."""
-    assert layout is not None
-    parts = layout.micro_batches
-    cut = jax.tree.map(lambda x: jnp.split(x, parts), rows)
-    return [jax.tree.map(lambda _, x, i=i: x[i], rows, cut) for i in range(parts)]
+
+def _split_batch(tree: Any, parts: int) -> list[Any]:
+    """Splits the first dimension of every array into ``parts``. Returns as many trees."""
+    leaves, structure = jax.tree.flatten(tree)
+    split_leaves = [jnp.split(x, parts) for x in leaves]
+    return [
+        jax.tree.unflatten(structure, [split[i] for split in split_leaves]) for i in range(parts)
+    ]
 
 
-def _joined(
-    parts: list[tuple[Float[Array, "B T D"], RoutingStats | None]],
+def _join_batch(
+    outputs: list[tuple[Float[Array, "B T D"], RoutingStats | None]],
 ) -> tuple[Float[Array, "all T D"], RoutingStats | None]:
-    """What a layer gives of all rows, from what it gave of micro-batches."""
-    if len(parts) == 1:
-        return parts[0]
-    y = jnp.concatenate([y for y, _ in parts])
-    stats = [each for _, each in parts if each is not None]
+    """Returns a layer's output and statistics for a batch, from those of its micro-batches."""
+    if len(outputs) == 1:
+        return outputs[0]
+    y = jnp.concatenate([y for y, _ in outputs])
+    stats = [each for _, each in outputs if each is not None]
     if not stats:
         return y, None
     counts, scores, experts = zip(*stats, strict=True)
@@ -169,18 +160,20 @@ def _joined(
     return y, RoutingStats(total, jnp.concatenate(scores), jnp.concatenate(experts))
 
 
-def _own_pages(layout: Layout | None, cache: LayerCache) -> LayerCache:
-    """With the table of the device's own pages, as it counts them: of a row's pages every n-th one,
-    where n devices share its tokens."""
-    assert layout is not None
-    first = layout.shard_index(PAGES[0]) * cache.pages.shape[0]
+def _with_local_tables(cache: LayerCache, layout: Layout) -> LayerCache:
+    """Returns the cache with block tables of the pages on this device, numbered from 0.
+
+    Where n devices share a sequence's tokens, a device has every n-th page of the sequence.
+    """
+    num_local_pages = next(iter(cache.pages.values())).shape[0]
+    first = layout.shard_index(PAGE_AXES[0]) * num_local_pages
     B, n = len(cache.block_tables), layout.num_shards("cached_tokens")
-    own = cache.block_tables.reshape(B, -1, n)[..., layout.shard_index("cached_tokens")]
-    return cache._replace(block_tables=own - first)
+    tables = cache.block_tables.reshape(B, -1, n)[..., layout.shard_index("cached_tokens")]
+    return cache._replace(block_tables=tables - first)
 
 
 class SharedHead(nnx.Module):
-    """The norm before the LM head, which the MTP layer does not share with the model."""
+    """The norm before the LM head, which an MTP layer does not share with the model."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -211,10 +204,16 @@ class MTPLayer(DecoderLayer):
     def join(
         self, hidden: Float[Array, "B T D"], next_embedding: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The layer's input, from the hidden state of token i and the embedding of token i+1."""
+        """Returns the layer's input.
+
+        Args:
+          hidden: the hidden state of token i.
+          next_embedding: the embedding of token i+1.
+        """
         joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
-        return by_rows(self.layout, "eh_proj", self.eh_proj, joined)
+        return batch_sharded(self.layout, "eh_proj", self.eh_proj, joined)
 
 
 def _add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns ``x + y``, summed in float32 and rounded to x's dtype."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)

@@ -1,7 +1,7 @@
-"""Attention to cached tokens that several devices share: each attends to its own, and the parts are
-merged by their log-sum-exp (decode context parallelism).
+"""Decode context parallelism: attention to cached tokens that several devices share.
 
-All of them run the same queries, and have the latents of the new tokens, whoever caches them.
+Each device attends to its own tokens, and the partial results are merged by their log-sum-exp. All
+devices run the same queries and know the latents of all new tokens, whichever device caches them.
 """
 
 from __future__ import annotations
@@ -10,38 +10,39 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Array, Float, Float32, Int
 
-from dsv3_jax.kv_cache import TokenShare
+from dsv3_jax.layers.paged_cache import PageShard
 from pallas_kernels import merge_attention, mla_decode
 from sharding import Layout
 
-# Of everyone's outputs together, up to which they travel with their log-sum-exps in one collective.
-# More are summed, in a second one: 2 / n of the bytes, no array of n parts.
+# Up to this many bytes, of all devices together, outputs and log-sum-exps travel in one all-gather.
+# Larger outputs are summed in a second collective, with 2 / n of the bytes and no array of n parts.
 _GATHERED_BYTES = 4 << 20
 
 
-def attend_share(
+def attend_local(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
     latent: Float[Array, "B T CR"],
     pages: Float[Array, "P page width"],
     block_tables: Int[Array, "B max_pages"],
     starts: Int[Array, " B"],
-    share: TokenShare,
+    shard: PageShard,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Absorbed attention of T new tokens a row to those tokens that this device holds, and its
-    log-sum-exp: zeros and -inf where it holds none.
+    """Returns absorbed attention of T new tokens per sequence to the tokens on this device.
 
-    ``mla_decode`` shows each query one cached token more than the query before, but of T new tokens
-    a device may hold any. So all queries see the old tokens and the first new one: as heads of one
-    query, which the kernels take as they take T queries, reading the cache once. The later ones are
-    few, and not read from the cache.
+    The second result is its log-sum-exp. Without a token on this device, they are 0 and -inf.
+
+    ``mla_decode`` shows each query one cached token more than the query before, but any of the T
+    new tokens may be on this device. Therefore all queries see the old tokens and the first new
+    one, as T * H heads of one query, which reads the cache once like T queries. The other new
+    tokens are few and are not read from the cache.
 
     Args:
-      latent: of the new tokens, which are cached already.
-      pages, block_tables: this device's.
-      starts: tokens a row that all devices together held before.
+      latent: latents of the new tokens, which are cached already.
+      pages, block_tables: the pages on this device.
+      starts: number of tokens per sequence that all devices together had cached before.
     """
     B, T, H, _ = q_latent.shape
     out, lse = mla_decode(
@@ -49,13 +50,13 @@ def attend_share(
         q_rope.reshape(B, 1, T * H, -1),
         pages,
         block_tables,
-        share.lengths(starts + 1),
+        shard.local_lengths(starts + 1),
         scale=scale,
     )
     out, lse = out.reshape(q_latent.shape), lse.reshape(B, T, H)
     if T == 1:
         return out, lse
-    # A page a row, of T - 1 tokens: query t sees t of them.
+    # One page of T - 1 tokens per sequence: query t sees t of them.
     later, later_lse = mla_decode(
         q_latent,
         q_rope,
@@ -65,22 +66,24 @@ def attend_share(
         scale=scale,
         implementation="reference",
     )
-    return merge_attention(out, lse, later, counted_once(later_lse, share))
+    return merge_attention(out, lse, later, weigh_once(later_lse, shard))
 
 
-def counted_once(lse: Float32[Array, "B T H"], share: TokenShare) -> Float32[Array, "B T H"]:
-    """Of attention that all devices have computed: on the others than the first it is to weigh
-    nothing."""
-    return jnp.where(share.part == 0, lse, -jnp.inf)
+def weigh_once(lse: Float32[Array, "B T H"], shard: PageShard) -> Float32[Array, "B T H"]:
+    """Returns the log-sum-exp of attention that every device computed, so that it counts once.
+
+    On all devices but the first it becomes -inf.
+    """
+    return jnp.where(shard.shard == 0, lse, -jnp.inf)
 
 
-def merged(
+def merge_devices(
     out: Float[Array, "B T H V"], lse: Float32[Array, "B T H"], layout: Layout | None
 ) -> Float[Array, "B T H V"]:
-    """Attention to the tokens of all devices, from that of each to its own; the same on all, in
-    float32: ``sum_i exp(lse_i - logsumexp_j(lse_j)) out_i``.
+    """Returns attention to the tokens of all devices, from each device's attention to its own.
 
-    In one collective of (V + 1) H numbers a query, or for many queries two.
+    It is ``sum_i exp(lse_i - logsumexp_j(lse_j)) out_i`` in float32, and the same on all devices.
+    It takes one collective of (V + 1) H numbers per query, or two collectives for many queries.
     """
     axis = "cached_tokens"
     if layout is None or (parts := layout.num_shards(axis)) == 1:
@@ -89,8 +92,8 @@ def merged(
     if parts * 4 * out.size > _GATHERED_BYTES:
         total = logsumexp(layout.all_gather(lse, axis), axis=0)
         return layout.psum(_weighted(out, lse, total), axis)
-    everyones = layout.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
-    outs, lses = everyones[..., :-1], everyones[..., -1]
+    gathered = layout.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
+    outs, lses = gathered[..., :-1], gathered[..., -1]
     return jnp.sum(_weighted(outs, lses, logsumexp(lses, axis=0)), axis=0)
 
 
@@ -99,5 +102,5 @@ def _weighted(
     lse: Float32[Array, "*parts B T H"],
     total: Float32[Array, "B T H"],
 ) -> Float32[Array, "*parts B T H V"]:
-    # Padding may see no token at all: -inf less -inf is no number.
+    # Padding may see no token at all: -inf less -inf is NaN.
     return out * jnp.exp(lse - jnp.where(total == -jnp.inf, 0.0, total))[..., None]

@@ -21,16 +21,18 @@ from pallas_kernels import (
 )
 
 FEW_ROWS = 64
-"""Of a matrix, on average: to read it is then all the time there is, and float8 rows save none."""
+"""Input rows per matrix, on average, up to which activations are not rounded to float8.
+
+A matmul with so few rows takes the time to read the matrix, so float8 activations save nothing."""
 
 
 class Weight(nnx.Module):
     """One matrix, or a stack of them, of shape [..., out, in].
 
-    ``weight`` holds ``dtype``, or with ``quantization`` narrow numbers that are dequantised where
-    they are used: float8_e4m3fn beside float32 ``weight_scale_inv``, or int8, or int4 in pairs
-    (uint8 [..., out, in / 2]), beside ``weight_scale``. A scale stands for a block:
-    [..., ceil(out / rows), ceil(in / columns)].
+    ``weight`` is of ``dtype``. With ``quantization`` it is narrower and dequantised where it is
+    used: float8_e4m3fn with float32 scales ``weight_scale_inv``, or int8, or pairs of int4 (uint8
+    [..., out, in / 2]), with scales ``weight_scale``. One scale belongs to a block of the matrix:
+    the scales are [..., ceil(out / rows), ceil(in / columns)].
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Weight(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), shape, jnp.float32) * std
         self.quantization = quantization
-        self.float8_rows = False  # see DeepSeekV3.use_float8_activations
+        self.float8_activations = False  # see DeepSeekV3.use_float8_activations
         if quantization is None:
             self.weight = nnx.Param(weight.astype(dtype))
             return
@@ -59,25 +61,29 @@ class Weight(nnx.Module):
 
     @property
     def scale(self) -> Float32[Array, "*stack rows columns"]:
-        """One a block of ``block_shape``; quantized weights alone have it."""
+        """Scales of the blocks of ``block_shape``. Only quantised weights have them."""
         float8 = isinstance(self.quantization, BlockQuantization)
         return (self.weight_scale_inv if float8 else self.weight_scale)[...]
 
-    def takes_float8(self, rows: int) -> bool:
-        """Whether that many rows, all matrices together, are to be rounded to float8 first."""
-        matrices = math.prod(self.weight.shape[:-2])
-        return self.float8_rows and rows > FEW_ROWS * matrices
+    def uses_float8_activations(self, rows: int) -> bool:
+        """Returns whether activations of ``rows`` rows are rounded to float8 before the matmul.
 
-    def rounded(
-        self, rows: Float[Array, "M K"]
+        Args:
+          rows: number of rows of all matrices of the stack together.
+        """
+        matrices = math.prod(self.weight.shape[:-2])
+        return self.float8_activations and rows > FEW_ROWS * matrices
+
+    def quantize_activations(
+        self, x: Float[Array, "M K"]
     ) -> tuple[Float[Array, "M K"], Float32[Array, "M Kb"]]:
-        """Float8 rows, and a scale for each block of columns that has one in the matrix too."""
+        """Returns ``x`` in float8, and its scales for the same column blocks as the weight's."""
         assert isinstance(self.quantization, BlockQuantization)
         scale_fmt: Any = self.quantization.scale_fmt
-        return block_quant(rows, (1, self.block_shape[1]), scale_fmt=scale_fmt)
+        return block_quant(x, (1, self.block_shape[1]), scale_fmt=scale_fmt)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*stack out in"]:
-        """The weight's values in ``dtype``."""
+        """Returns the weight's values in ``dtype``."""
         if self.quantization is None:
             return self.weight[...].astype(dtype)
         return block_dequant(self.weight[...], self.scale, self.block_shape, dtype)
@@ -104,10 +110,10 @@ class Linear(Weight):
         self, x: Float[Array, "*batch in"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch out"]:
         out_dtype = out_dtype or x.dtype
-        if self.takes_float8(M := math.prod(x.shape[:-1])):
-            rows, row_scale = self.rounded(x.reshape(M, -1))
+        if self.uses_float8_activations(M := math.prod(x.shape[:-1])):
+            values, x_scale = self.quantize_activations(x.reshape(M, -1))
             sizes, matrix, scale = jnp.full((1,), M), self.weight[...][None], self.scale[None]
-            y = grouped_matmul(rows, matrix, sizes, row_scale, scale, block_shape=self.block_shape)
+            y = grouped_matmul(values, matrix, sizes, x_scale, scale, block_shape=self.block_shape)
             return y.reshape(*x.shape[:-1], -1).astype(out_dtype)
         if self.quantization is not None:
             weight, scale = self.weight[...], self.scale

@@ -11,41 +11,43 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv3_jax.layers.linear import Linear
-from dsv3_jax.layers.on_mesh import summed
+from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import swiglu
 from sharding import Layout
 
 
 class MLP(nnx.Module):
-    """``down(silu(gate x) * up x)``; the product of the two is taken in float32."""
+    """``down(silu(gate x) * up x)``; silu and the elementwise product are in float32."""
 
     def __init__(
         self,
         width: int,
-        inner: int,
+        hidden: int,
         *,
         std: float,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
         quantization: Quantization | None,
-        inner_axis: str = "ffn",
+        hidden_axis: str = "ffn",
     ):
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.inner_axis = inner_axis
+        self.hidden_axis = hidden_axis  # logical axis of the hidden width
         kwargs = {"std": std, "rngs": rngs, "dtype": dtype, "quantization": quantization}
-        self.gate_proj = Linear(width, inner, **kwargs)
-        self.up_proj = Linear(width, inner, **kwargs)
-        self.down_proj = Linear(inner, width, **kwargs)
+        self.gate_proj = Linear(width, hidden, **kwargs)
+        self.up_proj = Linear(width, hidden, **kwargs)
+        self.down_proj = Linear(hidden, width, **kwargs)
 
     def __call__(
         self, x: Float[Array, "*batch D"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch D"]:
-        return summed(self.down_proj, self._hidden(x), self.layout, self.inner_axis, out_dtype)
+        return sharded_linear(
+            self.down_proj, self._hidden(x), self.layout, self.hidden_axis, out_dtype
+        )
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
         gate, up = self.gate_proj, self.up_proj
-        if gate.takes_float8(math.prod(x.shape[:-1])):
+        if gate.uses_float8_activations(math.prod(x.shape[:-1])):
             return silu_and_multiply(gate(x), up(x))
         if gate.quantization is None:
             return swiglu(x, gate.dense(x.dtype), up.dense(x.dtype))
@@ -56,5 +58,6 @@ class MLP(nnx.Module):
 def silu_and_multiply(
     gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
 ) -> Float[Array, "*batch F"]:
+    """Returns ``silu(gate) * up``, computed in float32 and rounded to the dtype of ``gate``."""
     f32 = jnp.float32
     return (jax.nn.silu(gate.astype(f32)) * up.astype(f32)).astype(gate.dtype)

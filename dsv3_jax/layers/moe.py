@@ -1,4 +1,4 @@
-"""DeepSeekMoE: routed experts, of which a token visits a few, beside one that all visit."""
+"""DeepSeekMoE: each token passes through a few routed experts and one shared expert."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
 from dsv3_jax.quantization import Quantization
-from pallas_kernels import Routes, grouped_matmul, grouped_swiglu
+from pallas_kernels import Routes, grouped_matmul, grouped_swiglu, sort_pairs
 from sharding import Layout, choose_replicas, mix_experts, physical_experts
 
 
 class RoutingStats(NamedTuple):
-    """What one MoE layer did, for balancing and inspection; padding does not count."""
+    """Routing of one MoE layer, for balancing and inspection."""
 
     counts: Int[Array, " E"]
-    """Tokens that chose each expert."""
+    """Number of tokens that chose each expert, without padding."""
     scores: Float32[Array, "M E"]
-    """Every token's unbiased scores."""
+    """Unbiased scores of every token, padding included."""
     experts: Int[Array, "M K"]
-    """Every token's choice, padding's too."""
+    """Chosen experts of every token, padding included."""
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, one matrix an expert, stacked: [E, out, in]."""
+    """The routed experts: stacks of matrices [E, out, in], with one matrix per expert slot."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class Experts(nnx.Module):
     def __call__(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> Float[Array, "MK D"]:
-        """Each expert's MLP on its rows: ``tokens[rows]``, sorted by expert."""
-        if self.gate_proj.takes_float8(len(rows)):
+        """Applies each expert's MLP to its group of ``tokens[rows]``, sorted by expert."""
+        if self.gate_proj.uses_float8_activations(len(rows)):
             return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
         tokens = tokens[rows]
-        hidden = _product(grouped_swiglu, tokens, (self.gate_proj, self.up_proj), group_sizes)
-        return _product(grouped_matmul, hidden, (self.down_proj,), group_sizes)
+        hidden = _grouped(grouped_swiglu, tokens, (self.gate_proj, self.up_proj), group_sizes)
+        return _grouped(grouped_matmul, hidden, (self.down_proj,), group_sizes)
 
     def _float8(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> BFloat16[Array, "MK D"]:
-        """The same of rounded rows; a token is rounded once for all its experts."""
+        """Does the same with activations rounded to float8, each token once for all its experts."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        values, scale = gate.rounded(tokens)
+        values, scale = gate.quantize_activations(tokens)
         hidden: Any = grouped_swiglu(
             values[rows],
             gate.weight[...],
@@ -79,7 +79,7 @@ class Experts(nnx.Module):
             up.scale,
             block_shape=gate.block_shape,
         )
-        hidden, hidden_scale = down.rounded(hidden)
+        hidden, hidden_scale = down.quantize_activations(hidden)
         return grouped_matmul(
             hidden,
             down.weight[...],
@@ -90,13 +90,13 @@ class Experts(nnx.Module):
         )
 
 
-def _product(
+def _grouped(
     op: Callable[..., Any],
     rows: Float[Array, "M K"],
     stacks: tuple[Weight, ...],
     group_sizes: Int[Array, " E"],
 ) -> Float[Array, "M N"]:
-    """grouped_matmul or grouped_swiglu, of the weights as they are stored."""
+    """Calls grouped_matmul or grouped_swiglu with weights as they are stored."""
     if stacks[0].quantization is None:
         return op(rows, *(weight.dense(rows.dtype) for weight in stacks), group_sizes)
     matrices, scales = zip(*((w.weight[...], w.scale) for w in stacks), strict=True)
@@ -104,14 +104,20 @@ def _product(
 
 
 class Replicas(NamedTuple):
-    """Where copies of this layer's experts stand: a layer of :class:`sharding.Placement`."""
+    """The slots of each expert of one layer, from :class:`sharding.Placement`."""
 
     log2phy: Int32[Array, "E max_rep"]
+    """Slots of each logical expert, ascending, then -1."""
     logcnt: Int32[Array, " E"]
+    """Number of slots of each logical expert."""
 
 
 class MoE(nnx.Module):
-    """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32; no token is dropped."""
+    """``y = sum_k weight_k expert_k(x) + shared(x)``, summed in float32. No token is dropped.
+
+    The experts' weights are stored in slots. Slot p holds expert p unless experts are placed, see
+    :meth:`place`; then an expert may have several slots.
+    """
 
     def __init__(
         self,
@@ -123,7 +129,7 @@ class MoE(nnx.Module):
     ):
         self.config = config
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.replicas: Replicas | None = None  # see place
+        self.replicas: Replicas | None = None  # see place; None: slot p holds expert p
         self.gate = Router(config, rngs=rngs, dtype=dtype)
         self.experts = Experts(config, rngs=rngs, dtype=dtype, quantization=quantization)
         if config.n_shared_experts:
@@ -135,18 +141,24 @@ class MoE(nnx.Module):
                 rngs=rngs,
                 dtype=dtype,
                 quantization=quantization,
-                inner_axis="shared_ffn",
+                hidden_axis="shared_ffn",
             )
 
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], RoutingStats]:
-        """``valid`` marks tokens: padding goes to no expert, and its output is undefined."""
+        """Returns the layer's output and its routing.
+
+        Args:
+          valid: False for padding, which goes to no expert and whose output is undefined.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         routes = self.gate(tokens, valid)
-        alone = self.layout is None and self.replicas is None
-        mixed = (self._mix if alone else self._mix_placed)(tokens, routes, valid)
+        if self.layout is None:
+            mixed = self._mix(tokens, routes, valid)
+        else:
+            mixed = self._mix_on_mesh(self.layout, tokens, routes, valid)
         if self.config.n_shared_experts:
             mixed += self.shared_experts(tokens, jnp.float32)
         counts = routes.group_sizes
@@ -156,65 +168,82 @@ class MoE(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def place(self, phy2log: Int32[Array, " P"], replicas: Replicas) -> None:
-        """From now on, slot p of the stacks holds expert ``phy2log[p]``.
+        """Moves expert ``phy2log[p]`` to slot p of the stacks.
 
-        Sets this layer's Variables: :meth:`~dsv3_jax.model.DeepSeekV3.place_experts` calls it on
-        the layers of a copy.
+        This sets the layer's Variables: :meth:`~dsv3_jax.model.DeepSeekV3.place_experts` calls it
+        on the layers of a copy.
         """
-        now = self.replicas
-        # A copy of an expert is as good as any: the first.
-        source = phy2log if now is None else now.log2phy[phy2log, 0]
+        current = self.replicas
+        # All copies of an expert are equal: take the first.
+        source = phy2log if current is None else current.log2phy[phy2log, 0]
         for _, parameter in nnx.to_flat_state(nnx.state(self.experts)):
             value = parameter.get_value()
-            lies = None if self.layout is None else value.sharding
-            parameter.set_value(jax.jit(physical_experts, out_shardings=lies)(value, source))
+            sharding = None if self.layout is None else value.sharding
+            parameter.set_value(jax.jit(physical_experts, out_shardings=sharding)(value, source))
         self.replicas = nnx.data(replicas)
 
     @property
-    def places(self) -> int:
-        """For experts, on all devices: as many as there are without replicas."""
+    def num_slots(self) -> int:
+        """Number of expert slots on all devices. Without replicas, the number of experts."""
         return self.experts.gate_proj.weight.shape[0]
+
+    def _slots(self, routes: Routes) -> Int[Array, "M K"]:
+        """Returns the slot of each chosen expert."""
+        if self.replicas is None:
+            return routes.experts
+        return choose_replicas(routes.experts, *self.replicas)
 
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
     ) -> Float32[Array, "M D"]:
-        """Multiplies (token, expert) pairs, sorted by expert, and sums each token's K results."""
+        """Returns the weighted sum of each token's K experts, all on this device.
+
+        It runs the experts on (token, slot) pairs sorted by slot. The router has sorted the pairs
+        by expert, which is the same unless experts are placed.
+        """
         K = self.config.num_experts_per_tok
+        if self.replicas is not None:
+            routes = _sorted_by_slot(routes, self._slots(routes), valid, self.num_slots)
         out = self.experts(tokens, routes.order // K, routes.group_sizes)
         # Back in token order, so that every token sums its experts in the same order.
         out = out[routes.inverse].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
         if valid is not None:
             out = jnp.where(valid[:, None, None], out, 0.0)
-        # HIGHEST: a GPU may otherwise take both in TF32, with 10 bits after the point.
+        # HIGHEST: a GPU may otherwise use TF32 for both operands, with a mantissa of 10 bits.
         highest = jax.lax.Precision.HIGHEST
         return jnp.einsum("mkd,mk->md", out, routes.weights, precision=highest)
 
-    def _mix_placed(
-        self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
+    def _mix_on_mesh(
+        self,
+        layout: Layout,
+        tokens: Float[Array, "M D"],
+        routes: Routes,
+        valid: Bool[Array, " M"] | None,
     ) -> Float32[Array, "M D"]:
-        """The same of experts that lie on several devices or stand in several places, for this
-        device's tokens."""
-        layout = self.layout
-        count = self.experts.gate_proj.weight.shape[0]
-        exchange_axes, reduce_axes = (), ()
-        if layout is not None:
-            count *= layout.num_shards("expert")
-            exchange_axes, reduce_axes = layout.exchange_axes, layout.reduce_axes
-        experts = routes.experts
-        if self.replicas is not None:
-            experts = choose_replicas(experts, *self.replicas)
+        """Returns the same sum for this device's tokens, with experts on several devices."""
+        local_slots = self.experts.gate_proj.weight.shape[0]
+        num_slots = local_slots * layout.num_shards("expert")
+        slots = self._slots(routes)
         if valid is not None:
-            experts = jnp.where(valid[:, None], experts, count)
+            slots = jnp.where(valid[:, None], slots, num_slots)
         mixed = mix_experts(
             tokens,
-            experts,
+            slots,
             routes.weights,
             self.experts,
-            num_experts=count,
-            exchange_axes=exchange_axes,
-            reduce_axes=reduce_axes,
-            exchange="all_gather" if layout is None else layout.exchange,
-            float8=layout is not None and layout.float8_dispatch,
-            combine_dtype=layout.combine_dtype if layout else jnp.float32,
+            num_experts=num_slots,
+            exchange_axes=layout.exchange_axes,
+            reduce_axes=layout.reduce_axes,
+            exchange=layout.exchange,
+            float8=layout.float8_dispatch,
+            combine_dtype=layout.combine_dtype,
         )
-        return mixed if layout is None else layout.psum(mixed, "expert_ffn")
+        return layout.psum(mixed, "expert_ffn")
+
+
+def _sorted_by_slot(
+    routes: Routes, slots: Int[Array, "M K"], valid: Bool[Array, " M"] | None, num_slots: int
+) -> Routes:
+    """Returns the routes with pairs and group sizes by slot instead of by expert."""
+    order, inverse, group_sizes = sort_pairs(slots, valid, num_slots)
+    return routes._replace(order=order, inverse=inverse, group_sizes=group_sizes)

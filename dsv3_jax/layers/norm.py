@@ -20,8 +20,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return rms_norm(x, self.weight[...], eps=self.eps)
 
-    def of_sum(
+    def add_and_norm(
         self, x: Float[Array, "*batch D"], y: Float[Array, "*batch D"]
     ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
-        """``x + y``, summed in float32 and rounded to x's dtype, and its norm."""
+        """Returns ``x + y``, summed in float32 and rounded to x's dtype, and the norm of it."""
         return add_rms_norm(x, y, self.weight[...], eps=self.eps)

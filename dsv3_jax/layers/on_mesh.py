@@ -1,4 +1,4 @@
-"""A layer's code on every device of a mesh, of the parts of its arrays that lie there."""
+"""Runs a layer under shard_map: its code sees the local shard of every parameter and input."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3_jax.layers.linear import Linear, Weight
-from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.parameter_path import ParameterPath
 from dsv3_jax.quantization import Quantization
 from sharding import Layout
@@ -22,74 +22,96 @@ def on_mesh(
     layout: Layout,
     layer: nnx.Module,
     body: Callable[..., Any],
-    specs: Any,
+    in_specs: Any,
     out_specs: Any,
-    at: ParameterPath = (),
+    path: ParameterPath = (),
 ) -> Callable[..., Any]:
-    """``body(layer, *args)`` inside shard_map: heads, inner widths, experts and rows are those of
-    the device, and sums over what is cut are the body's affair. Of what is stored in parts, the
-    body sees the whole.
+    """Returns a function of ``args`` that calls ``body(layer, *args)`` on every device.
+
+    Inside ``body``, heads, hidden widths, experts and sequences are local to the device; ``body``
+    must reduce over dimensions that are sharded. Parameters that are only *stored* sharded (FSDP)
+    are gathered first.
 
     Args:
-      specs: a PartitionSpec for each of ``args``, or trees of them.
-      at: path of ``layer`` in the model, where its parameters' own names are not enough.
+      in_specs: a PartitionSpec, or a tree of them, for each of ``args``.
+      out_specs: the same for the results of ``body``.
+      path: path of ``layer`` in the model. Needed only where the names of the layer's own
+        parameters do not determine their logical axes.
     """
     graph, state = nnx.split(layer)
-    flat = list(nnx.to_flat_state(state))
-    how = layer, layout.mesh, layout.rules, _quantization(layer)
-    used, stored = (
-        [lies[path].spec for path, _ in flat]
-        for lies in (
-            parameter_shardings(*how, prefix=at),
-            parameter_shardings(*how, prefix=at, fsdp_axes=layout.fsdp_axes),
+    parameters = list(nnx.to_flat_state(state))
+    quantization = _quantization(layer)
+
+    def specs(fsdp_axes: tuple[str, ...]) -> list[PartitionSpec]:
+        shardings = parameter_shardings(
+            layer, layout.mesh, layout.rules, quantization, prefix=path, fsdp_axes=fsdp_axes
         )
+        return [shardings[name].spec for name, _ in parameters]
+
+    compute_specs, storage_specs = specs(()), specs(layout.fsdp_axes)
+
+    def local_body(values: list[jax.Array], *args: Any) -> Any:
+        local_state = [
+            (name, _with_value(variable, gather_parameter(value, compute_spec, storage_spec)))
+            for (name, variable), value, compute_spec, storage_spec in zip(
+                parameters, values, compute_specs, storage_specs, strict=True
+            )
+        ]
+        return body(nnx.merge(graph, nnx.from_flat_state(local_state)), *args)
+
+    sharded_body = layout.shard_map(local_body, (storage_specs, *in_specs), out_specs)
+    values = [_value(variable) for _, variable in parameters]
+    return lambda *args: sharded_body(values, *args)
+
+
+def stored_shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, NamedSharding]:
+    """Returns the sharding in which each parameter of a model or layer is stored, by its path."""
+    return parameter_shardings(
+        module, layout.mesh, layout.rules, _quantization(module), fsdp_axes=layout.fsdp_axes
     )
 
-    def local(values: list[jax.Array], *args: Any) -> Any:
-        values = [gather_parameter(*each) for each in zip(values, used, stored, strict=True)]
-        held = [
-            (path, value if isinstance(leaf, jax.Array) else leaf.replace(value))
-            for (path, leaf), value in zip(flat, values, strict=True)
-        ]
-        return body(nnx.merge(graph, nnx.from_flat_state(held)), *args)
 
-    spread = layout.shard_map(local, (stored, *specs), out_specs)
-    values = [leaf if isinstance(leaf, jax.Array) else leaf.get_value() for _, leaf in flat]
-    return lambda *args: spread(values, *args)
+def batch_sharded(
+    layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any
+) -> jax.Array:
+    """Returns ``module(x, *args)`` for ``x`` [B, ...], whose sequences may be sharded.
 
-
-def shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, NamedSharding]:
-    """How the parameters of a model, or of a layer, lie on ``layout``, by their paths."""
-    how = module, layout.mesh, layout.rules, _quantization(module)
-    return parameter_shardings(*how, fsdp_axes=layout.fsdp_axes)
-
-
-def by_rows(layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any) -> jax.Array:
-    """``module(x, *args)``, on each device of its rows where the weights are stored in parts;
-    elsewhere XLA divides it.
+    Where parameters are stored sharded, each device gathers them and computes its own sequences.
+    Otherwise XLA partitions the operation.
 
     Args:
-      name: of the module in the model.
-      x: [B, ...].
+      name: attribute of the module in the model.
     """
     if layout is None or not layout.fsdp_axes:
         return module(x, *args)
-    rows = layout.partition_spec(("batch",))
-    return on_mesh(layout, module, lambda module, x: module(x, *args), (rows,), rows, (name,))(x)
+    batch = layout.partition_spec(("batch",))
+    apply = on_mesh(layout, module, lambda module, x: module(x, *args), (batch,), batch, (name,))
+    return apply(x)
 
 
-def summed(
+def sharded_linear(
     linear: Linear, x: jax.Array, layout: Layout | None, axis: str, out_dtype: Any = None
 ) -> jax.Array:
-    """``linear(x)``, where devices may each have a part of the axis that it sums over: then in
-    float32, and rounded once."""
+    """Returns ``linear(x)`` where the input dimension of ``linear`` has the logical axis ``axis``.
+
+    If devices share that axis, the partial results are summed in float32 and rounded once.
+    """
     if layout is None or layout.num_shards(axis) == 1:
         return linear(x, out_dtype)
     return layout.psum(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)
 
 
+def _value(variable: Any) -> jax.Array:
+    """Returns the array of a Variable. Arrays beside the parameters are in no Variable."""
+    return variable if isinstance(variable, jax.Array) else variable.get_value()
+
+
+def _with_value(variable: Any, value: jax.Array) -> Any:
+    return value if isinstance(variable, jax.Array) else variable.replace(value)
+
+
 def _quantization(module: nnx.Module) -> Quantization | None:
-    """Of its weights: those that have one have the same."""
+    """Returns the quantization of a module's weights. All quantised weights have the same one."""
     for _, part in nnx.iter_modules(module):
         if isinstance(part, Weight) and part.quantization is not None:
             return part.quantization

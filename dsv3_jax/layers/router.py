@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight. All of it in float32."""
+"""The router: chooses the experts of each token and their weights, in float32."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pallas_kernels import Routes, route
 
 
 class Router(nnx.Module):
-    """The three published ways to choose (``topk_method``).
+    """Routes tokens by one of the three published methods (``topk_method``).
 
-    * ``noaux_tc`` (V3): sigmoid scores s; choice by ``s + e_score_correction_bias``. A group is as
-      good as its two best biased scores together; outside the ``topk_group`` best groups nothing is
-      chosen. Weights are the *unbiased* s (V3 report, equations 12 to 16).
+    * ``noaux_tc`` (V3): sigmoid scores s; experts are chosen by ``s + e_score_correction_bias``.
+      The score of a group is the sum of its two best biased scores, and experts are chosen from the
+      ``topk_group`` best groups. Weights are the *unbiased* s (V3 report, equations 12 to 16).
     * ``greedy``: softmax scores, plain top-k.
-    * ``group_limited_greedy`` (V2): softmax scores; a group is as good as its best expert.
+    * ``group_limited_greedy`` (V2): softmax scores; the score of a group is that of its best
+      expert.
 
-    Then, under ``norm_topk_prob``, weights are divided by their sum, and they are multiplied by
+    Then weights are divided by their sum if ``norm_topk_prob`` is set, and multiplied by
     ``routed_scaling_factor``.
     """
 
@@ -31,19 +32,23 @@ class Router(nnx.Module):
         weight = jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range
         self.weight = nnx.Param(weight.astype(dtype))
         if config.topk_method == "noaux_tc":
-            # Not a Param: training moves it by the load of its expert, not by a gradient.
+            # Not a Param: training adjusts it by the expert's load, not by a gradient.
             self.e_score_correction_bias = RouterBias(
                 jnp.zeros((config.n_routed_experts,), jnp.float32)
             )
 
     def __call__(self, x: Float[Array, "M D"], valid: Bool[Array, " M"] | None = None) -> Routes:
-        """``valid`` marks tokens: padding chooses, but its pairs are of no group."""
+        """Returns the experts of each token, and the (token, expert) pairs sorted by expert.
+
+        Args:
+          valid: False for padding, which chooses experts too, but whose pairs are in no group.
+        """
         c = self.config
         weight = self.weight[...]
         if x.dtype != weight.dtype:
             x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        # Products of bfloat16 are exact in float32, in which they are summed. HIGHEST: a float32
-        # matmul may otherwise run in TF32 on a GPU and flip a close choice.
+        # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
+        # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
         logits = jnp.einsum(
             "md,ed->me",
             x,

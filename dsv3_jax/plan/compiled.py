@@ -17,8 +17,8 @@ from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.generation.program import Program
 from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.kv_cache import PAGE_SIZE
-from dsv3_jax.layers.on_mesh import shardings
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.topology import topology
 from dsv3_jax.plan.weights import ModelShapes
@@ -106,7 +106,7 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
     if deployment.activations:
         model.use_float8_activations()
     model.lay_out(layout)
-    sharding_of = shardings(model, layout)
+    sharding_of = stored_shardings(model, layout)
     graph, state = nnx.split(model)
     leaves = [
         (
@@ -116,7 +116,7 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
         for path, leaf in nnx.to_flat_state(state)
     ]
     model = nnx.merge(graph, nnx.from_flat_state(leaves))
-    max_len = -(-(deployment.context + 1) // PAGE_SIZE) * PAGE_SIZE
+    max_len = -(-(deployment.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
     return Programs.of(
         model,
         max_len,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import PAGE_SIZE, LatentKVCache
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard, ParameterShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few
@@ -47,7 +47,7 @@ class MemoryUse:
     """Tokens, log-probabilities and counters of the sequences."""
     up_projections: int
     """bfloat16 up-projections that decode keeps in addition to the weights: see
-    ``DeepSeekV3.ready_to_decode``."""
+    ``DeepSeekV3.precompute_for_decode``."""
     dequantized: int
     """bfloat16 copies of quantized weights, made where there are too many tokens for the kernels
     that read weights as stored."""
@@ -136,19 +136,15 @@ def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
     """Returns the bytes of the device's cache pages, and of everything else in its DecodeState."""
     config, depth = shard.shapes.config, deployment.draft_depth
     batch = shard.local_batch(deployment.batch)
-    max_len = -(-(deployment.context + 1) // PAGE_SIZE) * PAGE_SIZE
+    max_len = -(-(deployment.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
     # Pages of a sequence on all devices that share its cached tokens, and on this one.
-    pages = -(-(max_len + depth) // PAGE_SIZE)
+    pages = -(-(max_len + depth) // DEFAULT_PAGE_SIZE)
     local_pages = -(-pages // shard.layout.num_shards("cached_tokens"))
 
     def empty_state() -> tuple[list[jax.Array], list[jax.Array]]:
+        spec = CacheSpec.of_config(config, jnp.bfloat16, mtp=deployment.mtp)
         cache = LatentKVCache.init(
-            config,
-            batch,
-            max_len + depth,
-            dtype=jnp.bfloat16,
-            mtp=deployment.mtp,
-            platform=deployment.target.platform,
+            spec, batch, max_len + depth, platform=deployment.target.platform
         )
         state = DecodeState.empty(
             cache,
@@ -159,7 +155,7 @@ def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
             dtype=jnp.bfloat16,
             num_top_logprobs=0,
         )
-        return jax.tree.leaves((cache.pages, cache.mtp_pages)), jax.tree.leaves(state)
+        return jax.tree.leaves(cache.pool), jax.tree.leaves(state)
 
     cache, everything = map(_nbytes, jax.eval_shape(empty_state))
     return cache // (batch * pages) * batch * local_pages, everything - cache

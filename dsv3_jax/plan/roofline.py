@@ -23,7 +23,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, flops_per_token
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import traffic
 from dsv3_jax.plan.weights import ModelShard
-from pallas_kernels.mla_decode.api import page_width
+from pallas_kernels import page_width
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
-from dsv3_jax.logical_axes import check_layout
+from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShapes, ModelShard
 

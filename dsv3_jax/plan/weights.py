@@ -17,9 +17,10 @@ from flax import nnx
 
 from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.on_mesh import shardings
-from dsv3_jax.logical_axes import check_layout
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.logical_axes import check_layout
+from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_path import ParameterPath
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import Layout, Placement
@@ -53,9 +54,9 @@ def parameter_shards(model: DeepSeekV3, layout: Layout | None) -> list[Parameter
     """Returns one device's shard of every parameter. ``model`` may be abstract.
 
     Raises:
-      ValueError: as :func:`dsv3_jax.logical_axes.parameter_shardings`.
+      ValueError: as :func:`dsv3_jax.layers.logical_axes.parameter_shardings`.
     """
-    sharding_of = {} if layout is None else shardings(model, layout)
+    sharding_of = {} if layout is None else stored_shardings(model, layout)
     return [
         ParameterShard(
             path,
@@ -121,7 +122,7 @@ class ModelShapes:
         """
         if not mtp:
             config = dataclasses.replace(config, num_nextn_predict_layers=0)
-        model = abstract(config, dtype=jnp.bfloat16, quantization=QUANTIZATIONS[quantization])
+        model = abstract_model(config, dtype=jnp.bfloat16, quantization=QUANTIZATIONS[quantization])
         placement_bytes, expert_slots = 0, config.n_routed_experts
         if redundant_experts:
             expert_slots += redundant_experts

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.model import LayerRunner
+from dsv3_jax.layers.runner import LayerRunner
 from sharding import Layout
 from sharding.fsdp import save_all_but_gathered
 
@@ -26,7 +26,7 @@ Apply = Callable[..., tuple[jax.Array, RoutingStats | None]]
 
 def layer_runner(*, remat: bool, scan: bool) -> LayerRunner:
     """Returns a function that runs layers in order. Its results are those of
-    :func:`dsv3_jax.model.one_by_one`.
+    :func:`dsv3_jax.model.run_in_order`.
 
     Args:
       remat: keep only each layer's input for the backward pass, which runs the layer again. This

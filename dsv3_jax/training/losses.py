@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
-from dsv3_jax.model import Aux
+from dsv3_jax.outputs import Aux
 from dsv3_jax.training.balance import sequence_balance
 
 

@@ -6,7 +6,7 @@ import jax
 import optax
 from flax import nnx
 
-from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.tree import Tree

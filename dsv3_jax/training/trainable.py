@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from dsv3_jax.logical_axes import parameter_shardings
+from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3
 
 

@@ -115,10 +115,25 @@ def route(
     choice = scores if bias is None else scores + bias
     _, experts = jax.lax.top_k(rule.mask_groups(choice), K)
     weights = rule.weights(scores, experts)
+    order, inverse, group_sizes = sort_pairs(experts, valid, E)
+    return Routes(scores, experts, weights, order, inverse, group_sizes)
+
+
+def sort_pairs(
+    experts: Int[Array, "M K"], valid: Bool[Array, " M"] | None, num_experts: int
+) -> tuple[Int[Array, " MK"], Int[Array, " MK"], Int[Array, " E"]]:
+    """Sorts the (token, expert) pairs by expert.
+
+    Returns ``order``, ``inverse`` and ``group_sizes`` of :class:`Routes`.
+
+    Args:
+      experts: experts of each token, from 0 to ``num_experts - 1``.
+      valid: False for tokens that go to no expert.
+    """
     # Expert number E sorts after every expert and is not counted.
-    counted = experts if valid is None else jnp.where(valid[:, None], experts, E)
+    counted = experts if valid is None else jnp.where(valid[:, None], experts, num_experts)
     flat = counted.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     # Comparing and summing is one kernel; a histogram needs another to clear its counts.
-    group_sizes = jnp.sum(jnp.arange(E)[:, None] == flat, axis=1, dtype=jnp.int32)
-    return Routes(scores, experts, weights, order, jnp.argsort(order), group_sizes)
+    group_sizes = jnp.sum(jnp.arange(num_experts)[:, None] == flat, axis=1, dtype=jnp.int32)
+    return order, jnp.argsort(order), group_sizes

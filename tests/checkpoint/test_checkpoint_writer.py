@@ -89,7 +89,7 @@ def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layo
         "logical": model,
         "balanced": model.place_experts(balanced),
         "turned": model.place_experts(balanced).place_experts(turned),
-        "ready": model.place_experts(turned).ready_to_decode(),
+        "ready": model.place_experts(turned).precompute_for_decode(),
     }
     assert len({parameter_count(each) for each in models.values()}) == 1
     written = {}

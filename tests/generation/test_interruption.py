@@ -160,7 +160,7 @@ class Clock:
 def test_one_cache_at_a_time(generator, monkeypatch):
     """When a batch is created, the previous one has been freed."""
     empty_state, num_caches = Programs.empty_state, []
-    shape = generator._programs.empty_state(4).cache.pages[0].shape
+    shape = generator._programs.empty_state(4).cache.pool.layers[0]["latent"].shape
 
     def watched(self, *args, **kwargs):
         num_caches.append(sum(x.shape == shape for x in jax.live_arrays()))
@@ -175,7 +175,7 @@ def test_one_cache_at_a_time(generator, monkeypatch):
 
 def test_an_interrupted_call_frees_its_cache(generator, monkeypatch, short_dispatches):
     """The exception and its traceback may exist for long, but the cache does not."""
-    shape = generator._programs.empty_state(4).cache.pages[0].shape
+    shape = generator._programs.empty_state(4).cache.pool.layers[0]["latent"].shape
     gc.collect()  # garbage of other tests
     before = sum(x.shape == shape for x in jax.live_arrays())
     signal_at(generator, monkeypatch, 2)

@@ -288,13 +288,14 @@ class TestFinishedSequences:
         rng = np.random.default_rng(0)
         B, S = len(self.LENGTHS), self.S
         lengths = jnp.array(np.array(self.LENGTHS, np.int32))
-        cache = LatentKVCache.init(model.config, B, S, dtype=model.dtype, page_size=8)
+        cache = LatentKVCache.init(model.cache_spec(), B, S, page_size=8)
         before = np.array(self.LENGTHS, np.int32) - 1
-        noise = [rng.standard_normal(p.shape, np.float32) for p in cache.pages]
+        pool = jax.tree.map(
+            lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32)), cache.pool
+        )
+        cache = dataclasses.replace(cache, pool=pool).with_lengths(jnp.array(before))
         return DecodeState(
-            cache=dataclasses.replace(
-                cache, pages=tuple(map(jnp.asarray, noise)), lengths=jnp.array(before)
-            ),
+            cache=cache,
             tokens=jnp.asarray(rng.integers(0, 160, (B, S)), jnp.int32),
             lengths=lengths,
             limits=jnp.array([30, 5, 30, 6]),
@@ -340,5 +341,6 @@ class TestFinishedSequences:
                 old, new = (np.asarray(getattr(state, name))[b] for state in (before, after))
                 np.testing.assert_array_equal(new, old, err_msg=f"{name} of sequence {b}")
         pages = np.asarray(before.cache.block_tables)[list(sequences)].ravel()
-        for old, new in zip(before.cache.pages, after.cache.pages, strict=True):
+        pools = (jax.tree.leaves(state.cache.pool) for state in (before, after))
+        for old, new in zip(*pools, strict=True):
             np.testing.assert_array_equal(np.asarray(new)[pages], np.asarray(old)[pages])

@@ -463,10 +463,10 @@ class TestRefusals:
 
 def test_only_mtp_drafts_have_an_mtp_cache(plain):
     cache = plain._programs.empty_state(2).cache
-    assert cache.mtp_pages == ()
+    assert cache.pool.mtp == ()
     cache = plain._programs.empty_state(2, depth=1, mtp=True).cache
-    assert len(cache.mtp_pages) == 1
-    assert jnp.shape(cache.mtp_pages[0]) == jnp.shape(cache.pages[0])
+    assert len(cache.pool.mtp) == 1
+    assert jnp.shape(cache.pool.mtp[0]["latent"]) == jnp.shape(cache.pool.layers[0]["latent"])
 
 
 def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypatch):

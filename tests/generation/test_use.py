@@ -59,7 +59,7 @@ def test_another_option_is_refused(tiny, bare, name, value):
 def test_other_module_options_are_refused(tiny, bare):
     """An option of a module, such as its quantization."""
     other = fresh(tiny)
-    other.lm_head.float8_rows = True
+    other.lm_head.float8_activations = True
     with pytest.raises(ValueError, match="model: expected the modules and options"):
         bare.use(other)
 

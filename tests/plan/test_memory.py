@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.decode import models
 from dsv3_jax import accounting, presets
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import estimate
@@ -93,8 +93,9 @@ def test_devices_share_a_long_requests_cache():
     )
     use = memory.decode(shapes.shard(plan.layout), plan)
     layout = make_layout("context_parallel", devices=jax.devices()[:8])
-    cache = LatentKVCache.init(config, 2, 5120, dtype=jnp.bfloat16, layout=layout, platform="gpu")
-    (pages,) = cache.pages
+    spec = CacheSpec.of_config(config, jnp.bfloat16)
+    cache = LatentKVCache.init(spec, 2, 5120, layout=layout, platform="gpu")
+    (pages,) = jax.tree.leaves(cache.pool)
     assert use.cache == pages.addressable_shards[0].data.nbytes == pages.nbytes // 8
     whole = dataclasses.replace(plan, layout_name="tp_attention_ep")
     assert memory.decode(shapes.shard(whole.layout), whole).cache == 8 * use.cache

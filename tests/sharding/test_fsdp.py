@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv3_jax import presets
-from dsv3_jax.logical_axes import parameter_shardings
-from dsv3_jax.model import abstract
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.quantization import BlockQuantization
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from sharding.fsdp import fsdp_sharding, gather_parameter
@@ -46,14 +46,14 @@ def test_what_cannot_be_stored_in_parts():
         Layout(MESH, fsdp_axes=("fsdp",))
     with pytest.raises(ValueError, match=r"^fsdp_axes: expected axis 'vocab' unsharded"):
         Layout(make_mesh(data=4, tensor=2), fsdp_axes=("data",))
-    model = abstract(presets.DEEPSEEK_V3, quantization=BlockQuantization())
+    model = abstract_model(presets.DEEPSEEK_V3, quantization=BlockQuantization())
     with pytest.raises(ValueError, match=r"^fsdp_axes: expected weights without quantization, "):
         parameter_shardings(model, MESH, DEFAULT_RULES, BlockQuantization(), fsdp_axes=BOTH)
 
 
 def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
     layout = make_layout("train", expert_devices=4)
-    model = abstract(presets.DEEPSEEK_V3)
+    model = abstract_model(presets.DEEPSEEK_V3)
     lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
     whole = {path for path, sharding in lies.items() if sharding.is_fully_replicated}
     assert {path[-1] for path in whole} == {"weight", "e_score_correction_bias"}

@@ -6,8 +6,9 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.logical_axes import parameter_shardings
-from dsv3_jax.model import DeepSeekV3, abstract
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.logical_axes import parameter_shardings
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
@@ -17,7 +18,7 @@ def filled_model(
 ) -> DeepSeekV3:
     """A float32 model; quantised weights are random bytes."""
     rng = np.random.default_rng(0)
-    model = abstract(config, quantization=quantization)
+    model = abstract_model(config, quantization=quantization)
     shardings = None
     if layout is not None:
         model.lay_out(layout)

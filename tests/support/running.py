@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from dsv3_jax.config import MTPHidden
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention import Form
-from dsv3_jax.model import Aux, DeepSeekV3, MTPHidden
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.outputs import Aux
 
 
 def forward(
@@ -58,7 +60,7 @@ def _extend(
 
 def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np.float32]:
     """Returns the latents [length, C+R] that the cache holds for one sequence."""
-    pages = np.asarray(cache.pages[layer])[np.asarray(cache.block_tables)[row]]
+    pages = np.asarray(cache.pool.layers[layer]["latent"])[np.asarray(cache.block_tables)[row]]
     return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[row])]
 
 

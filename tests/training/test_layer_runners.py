@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv3_jax.layers.rope import rotation
-from dsv3_jax.model import DeepSeekV3, LayerRunner, one_by_one
+from dsv3_jax.layers.rope import rotation_at
+from dsv3_jax.layers.runner import LayerRunner, run_in_order
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.trainer import Trainer
 from tests.support.oracle import relative_error
@@ -36,7 +37,7 @@ def loss_of(model: DeepSeekV3, run: LayerRunner):
     """A function of the layers' weights that sees all that a runner returns."""
     graph, params, rest = nnx.split(model.layers, nnx.Param, ...)
     positions = jnp.tile(jnp.arange(HIDDEN.shape[1]), (HIDDEN.shape[0], 1))
-    turn = rotation(model.config, positions)
+    turn = rotation_at(model.config, positions)
 
     def loss(params):
         x, stats = run(nnx.merge(graph, params, rest), HIDDEN, turn)
@@ -48,7 +49,7 @@ def loss_of(model: DeepSeekV3, run: LayerRunner):
 
 @pytest.fixture(scope="module")
 def plain(deep):
-    loss, params = loss_of(deep, one_by_one)
+    loss, params = loss_of(deep, run_in_order)
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.parameters import published_tensors
-from dsv3_jax.model import abstract
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.training.lora import is_updated
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.state import TrainingState
@@ -67,7 +67,7 @@ def test_names_of_the_updated_weights(tuner):
 
 def test_updates_of_published_models():
     """V2-Lite has whole queries, and a dense first layer whose MLP is not updated."""
-    params = nnx.state(abstract(presets.DEEPSEEK_V2_LITE), nnx.Param)
+    params = nnx.state(abstract_model(presets.DEEPSEEK_V2_LITE), nnx.Param)
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(params) if is_updated(path)}
     first = {name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")}
     attention = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")

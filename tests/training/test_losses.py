@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.model import Aux
+from dsv3_jax.outputs import Aux
 from dsv3_jax.training.losses import count_targets, cross_entropy, losses, target_mask
 from tests.support.running import forward
 from tests.training.tiny import TOKENS, evaluate

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import tokenizer as tokenizers
-from dsv3_jax.model import DeepSeekV3, random_model
+from dsv3_jax.initialization import random_model
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation

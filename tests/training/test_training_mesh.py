@@ -18,7 +18,8 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.model import DeepSeekV3, random_model
+from dsv3_jax.initialization import random_model
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.metrics_log import Entry, read_metrics

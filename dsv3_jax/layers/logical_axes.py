@@ -52,7 +52,7 @@ def logical_axes(path: ParameterPath) -> tuple[str, ...]:
     its weight's axes.
     """
     owner, module, leaf = (str(part) for part in ("", *path)[-3:])
-    if module == "_held":  # kv_b_proj's head by head, in attention
+    if module == "_absorbed":  # UpProjections of attention
         return "heads", "head_dim", "latent"
     if module == "replicas":  # log2phy, logcnt
         return ("expert_score", "replica")[: 2 if leaf == "log2phy" else 1]
