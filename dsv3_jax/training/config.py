@@ -112,7 +112,7 @@ class TrainingConfig:
             self.decay_end > self.decay_start,
             f"more than {self.decay_start}",
         )
-        decayed = self.at(self.decay_end)
+        decayed = self.step_at(self.decay_end)
         expect(
             "warmup_steps",
             self.warmup_steps < decayed,
@@ -123,6 +123,6 @@ class TrainingConfig:
         dtypes = ("bfloat16", "float32")
         expect("compute_dtype", self.compute_dtype in dtypes, " or ".join(dtypes))
 
-    def at(self, fraction: float) -> int:
+    def step_at(self, fraction: float) -> int:
         """Returns the step at a fraction of the run."""
         return round(fraction * self.steps)

@@ -14,10 +14,10 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
     The report trains the last 1.1% of its run at a third of the final learning rate. This schedule
     does not.
     """
-    decay_start = max(config.warmup_steps, config.at(config.decay_start))
+    decay_start = max(config.warmup_steps, config.step_at(config.decay_start))
     cosine = optax.cosine_decay_schedule(
         config.learning_rate,
-        max(config.at(config.decay_end) - decay_start, 1),
+        max(config.step_at(config.decay_end) - decay_start, 1),
         alpha=config.final_learning_rate / config.learning_rate,
     )
     constant = optax.constant_schedule(config.learning_rate)
@@ -29,7 +29,9 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 def mtp_weight(config: TrainingConfig) -> optax.Schedule:
     """Returns the factor of the MTP loss, lambda in equation 25 of the V3 report."""
-    return _switch(config.mtp_weight, config.final_mtp_weight, config.at(config.mtp_weight_switch))
+    return _switch(
+        config.mtp_weight, config.final_mtp_weight, config.step_at(config.mtp_weight_switch)
+    )
 
 
 def bias_update_speed(config: TrainingConfig) -> optax.Schedule:
@@ -41,7 +43,7 @@ def bias_update_speed(config: TrainingConfig) -> optax.Schedule:
     from the experts that were trained for them.
     """
     speed = 0.0 if config.lora_rank else config.bias_update_speed
-    return _switch(speed, 0.0, config.at(config.bias_update_end))
+    return _switch(speed, 0.0, config.step_at(config.bias_update_end))
 
 
 def _switch(before: float, after: float, step: int) -> optax.Schedule:

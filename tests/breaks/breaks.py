@@ -1,4 +1,4 @@
-"""Deliberate defects: each replaces one piece of source text, and some test must fail for it.
+"""Deliberate defects. Each replaces one piece of source text, and at least one test must fail.
 
 ``python -m tests.breaks.run`` applies them one at a time to a copy of the repository.
 """
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 
 class Break(NamedTuple):
-    """One defect.
+    """A deliberate defect.
 
     Attributes:
-      path: the file to change, relative to the repository.
+      path: source file, relative to the repository.
       before: text that occurs exactly once in that file.
-      after: the text that replaces it.
-      tests: test files that should notice, tried first and in this order.
+      after: replacement of that text.
+      tests: test files that should fail, in the order in which they run.
     """
 
     path: str
@@ -56,7 +56,7 @@ BREAKS: dict[str, Break] = {
         "jnp.where(mask[:, :, None], grouped, 0.0)",
         (_KERNELS + "test_route.py",),
     ),
-    "a group is judged by its best expert alone": Break(
+    "a group's score is that of its best expert alone": Break(
         "pallas_kernels/route/reference.py",
         "jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)",
         "jnp.max(grouped, axis=-1)",
@@ -92,7 +92,7 @@ BREAKS: dict[str, Break] = {
         "s <= last[..., None] + 1",
         (_KERNELS + "test_mla_prefill.py",),
     ),
-    "an attention over nothing gives NaN": Break(
+    "attention to no token gives NaN": Break(
         "pallas_kernels/softmax.py",
         "jnp.where(top == -jnp.inf, 0.0, top)",
         "top",
@@ -104,7 +104,7 @@ BREAKS: dict[str, Break] = {
         "out_b * jnp.exp(lse_a - finite)[..., None]",
         (_KERNELS + "test_merge_attention.py",),
     ),
-    "grouped matmul takes the wrong group at a border": Break(
+    "grouped matmul takes the wrong group at a boundary": Break(
         "pallas_kernels/grouped_matmul/reference.py",
         'jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="right")',
         'jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="left")',
@@ -116,7 +116,7 @@ BREAKS: dict[str, Break] = {
         "blocks = group_sizes // rows",
         (_KERNELS + "test_grouped_matmul.py",),
     ),
-    "rms_norm leaves eps out": Break(
+    "rms_norm ignores eps": Break(
         "pallas_kernels/rms_norm/reference.py",
         "jnp.mean(y * y, axis=-1, keepdims=True) + eps",
         "jnp.mean(y * y, axis=-1, keepdims=True)",
@@ -159,7 +159,7 @@ BREAKS: dict[str, Break] = {
         "            if size < shards:\n",
         ("tests/test_rules.py",),
     ),
-    "a block under one scale is cut": Break(
+    "a block with one scale is split between shards": Break(
         "sharding/rules.py",
         "if shards > 1 and size // shards % block_size:",
         "if shards > 1 and size % block_size:",
@@ -171,26 +171,26 @@ BREAKS: dict[str, Break] = {
         "owner < num_devices",
         (_SHARDING + "test_expert_parallel.py",),
     ),
-    "partial sums take what no device computed": Break(
+    "partial sums include rows that no device computed": Break(
         "sharding/expert_mixture.py",
         "jnp.where(keep[..., None], rows[jnp.where(keep, index, 0)].astype(jnp.float32), 0.0)",
         "rows[jnp.where(keep, index, 0)].astype(jnp.float32)",
         (_SHARDING + "test_expert_parallel.py",),
     ),
-    "the exchange has no room for bursts": Break(
+    "the exchange buffer has no room above the mean load": Break(
         "sharding/expert_parallel.py",
         "math.ceil(max(1.25 * expected, expected + 4 * deviation))",
         "math.ceil(expected)",
         (_SHARDING + "test_expert_parallel.py", "tests/plan/test_memory.py"),
     ),
     # ---- dsv3_jax: model -------------------------------------------------------------------------
-    "YaRN's ramp is turned round": Break(
+    "YaRN's ramp is reversed": Break(
         "dsv3_jax/layers/rope.py",
         "frequencies * (1 - stretched) + frequencies / yarn.factor * stretched",
         "frequencies * stretched + frequencies / yarn.factor * (1 - stretched)",
         ("tests/test_model_oracle.py",),
     ),
-    "rope pairs are taken by halves": Break(
+    "rope pairs are split halves, not neighbours": Break(
         "dsv3_jax/layers/rope.py",
         "x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)",
         "*jnp.split(x.astype(jnp.float32), 2, axis=-1),",
@@ -214,7 +214,7 @@ BREAKS: dict[str, Break] = {
         ".reshape(-1, K, tokens.shape[-1]).astype(jnp.bfloat16).astype(jnp.float32)",
         ("tests/test_model_oracle.py",),
     ),
-    "the MTP layer reads the token before": Break(
+    "the MTP layer reads the previous token": Break(
         "dsv3_jax/model.py",
         "upcoming = tokens[:, k + 1 :]",
         "upcoming = tokens[:, k : tokens.shape[1] - 1]",
@@ -257,19 +257,19 @@ BREAKS: dict[str, Break] = {
         "lengths=cached + jnp.where(is_running, 1 + drafts.counts, 0))",
         (_GENERATION + "test_speculation.py",),
     ),
-    "the MTP draft sees the token before": Break(
+    "the MTP draft sees the previous token": Break(
         "dsv3_jax/generation/drafters.py",
         "jnp.take_along_axis(context.tokens, positions + 1, axis=1",
         "jnp.take_along_axis(context.tokens, positions, axis=1",
         (_GENERATION + "test_demo_speculation.py", _GENERATION + "test_speculation.py"),
     ),
-    "prefill forgets the last chunk's rest": Break(
+    "prefill ends with the shortest prompt": Break(
         "dsv3_jax/generation/loop.py",
         "return (i < max_chunks) & jnp.any(num_uncached(state) > 0)",
         "return (i < max_chunks) & jnp.all(num_uncached(state) > 0)",
         (_GENERATION + "test_loop.py",),
     ),
-    "stop tokens are not looked for among drafts": Break(
+    "stop tokens among drafts are ignored": Break(
         "dsv3_jax/generation/loop.py",
         "is_stop &= jnp.arange(inputs.shape[1]) <= accepted[:, None]",
         "is_stop &= jnp.arange(inputs.shape[1]) == accepted[:, None]",
@@ -288,13 +288,13 @@ BREAKS: dict[str, Break] = {
         "    return exact.astype(np.float32).astype(dtype)\n",
         (_CHECKPOINT + "test_formats.py", _CHECKPOINT + "test_conversion.py"),
     ),
-    "a torn journal line counts": Break(
+    "an incomplete journal line counts": Break(
         "dsv3_jax/checkpoint/journal.py",
         'json.loads(line) if line.endswith(b"\\n") else None',
         "json.loads(line)",
         (_CHECKPOINT + "test_interrupted_conversion.py",),
     ),
-    "what is written is not read back": Break(
+    "written values are not verified": Break(
         "dsv3_jax/checkpoint/unit_conversion.py",
         "        if found[name] != wanted:\n",
         "        if found[name] != wanted and not wanted:\n",
@@ -312,7 +312,7 @@ BREAKS: dict[str, Break] = {
         "        if begin > end:\n",
         (_CHECKPOINT + "test_bad_checkpoints.py",),
     ),
-    "a part of a scaled matrix reads the wrong scales": Break(
+    "a shard of a scaled matrix reads the wrong scales": Break(
         "dsv3_jax/checkpoint/parameter_reader.py",
         "offset = (rows.start % N, first % K)",
         "offset = (0, 0)",
@@ -331,13 +331,13 @@ BREAKS: dict[str, Break] = {
         "jnp.sign(load - jnp.mean(load))",
         (_TRAINING + "test_balance.py",),
     ),
-    "accumulated gradients see other weights of parts": Break(
+    "microbatches are weighted by their own target counts": Break(
         "dsv3_jax/training/objective.py",
         "terms, load = self.losses(params, frozen, biases, microbatch, counts)",
         "terms, load = self.losses(params, frozen, biases, microbatch)",
         (_TRAINING + "test_steps.py",),
     ),
-    "LoRA's factor is left out": Break(
+    "LoRA's factor is missing": Break(
         "dsv3_jax/training/lora.py",
         "return weight.astype(jnp.float32) + factor * product",
         "return weight.astype(jnp.float32) + product",
@@ -350,16 +350,16 @@ BREAKS: dict[str, Break] = {
         (_TRAINING + "test_schedule.py",),
     ),
     # ---- dsv3_jax: planner, accounting -----------------------------------------------------------
-    "the roofline adds what overlaps": Break(
+    "the roofline adds times that overlap": Break(
         "dsv3_jax/plan/roofline.py",
         "return max(self.weights + self.cache, self.arithmetic, self.network)",
         "return self.weights + self.cache + self.arithmetic + self.network",
         ("tests/plan/test_roofline.py",),
     ),
-    "the planner forgets what the exchange holds": Break(
+    "the planner ignores the exchange buffers": Break(
         "dsv3_jax/plan/memory.py",
-        "return held, (sent + held) * row + unpacked + (held + returned) * total",
-        "return held, (sent + held) * row + unpacked",
+        "return received, (sent + received) * token + unpacked + (received + returned) * result",
+        "return received, (sent + received) * token + unpacked",
         ("tests/plan/test_memory.py", "tests/plan/test_compiled_table.py"),
     ),
     "scales at the edges are not counted": Break(

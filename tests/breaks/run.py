@@ -3,8 +3,8 @@
 Applies each deliberate defect to a copy of the repository, one at a time, and reports which test
 notices it first. The exit status is 1 if a defect goes unnoticed.
 
-The quick tests of the files that a defect names run first, then their slow tests. ``--whole`` goes
-on with the whole quick and the whole slow suite where neither fails.
+The quick tests of the defect's test files run first, then their slow tests. With ``--whole``, the
+whole quick suite and the whole slow suite follow if none of these fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.breaks.breaks import BREAKS, Break
 
-# A test that failed or whose fixture did; a file that cannot be imported is no test.
+# A test that failed, or whose fixture failed. A test file that cannot be imported does not match.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+)", re.MULTILINE)
 _NO_TESTS_RAN = 5
 
@@ -32,12 +32,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
     parser.add_argument("repository", nargs="?", type=Path, default=Path.cwd())
     parser.add_argument("--only", default="", help="defects whose name contains this text")
-    parser.add_argument("--out", type=Path, help="results, added to what the file holds")
-    parser.add_argument("--whole", action="store_true", help="go on with both whole suites")
+    parser.add_argument("--out", type=Path, help="JSON file to add the results to")
+    parser.add_argument("--whole", action="store_true", help="also run both whole suites")
     arguments = parser.parse_args()
     results = json.loads(arguments.out.read_text()) if _exists(arguments.out) else {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = _copied(arguments.repository, Path(folder) / "repository")
+        copy = _copy_tracked_files(arguments.repository, Path(folder) / "repository")
         for name, defect in BREAKS.items():
             if arguments.only not in name:
                 continue
@@ -49,32 +49,32 @@ def main() -> int:
 
 
 def noticed(repository: Path, defect: Break, *, whole: bool) -> dict[str, Any]:
-    """Returns the suite and the test that fail first for a defect, or None, and the seconds.
+    """Returns the suite and the test that fails first for a defect, or None, and the seconds.
 
     Raises:
-      ValueError: the text to replace is not there exactly once.
+      ValueError: the text to replace does not occur exactly once.
     """
     path = repository / defect.path
     source = path.read_text("utf-8")
     if (count := source.count(defect.before)) != 1:
-        raise ValueError(f"{defect.path}: expected {defect.before!r} once, found it {count} times")
-    began = time.perf_counter()
+        raise ValueError(f"{defect.path}: expected {defect.before!r} once, got it {count} times")
+    start = time.perf_counter()
     path.write_text(source.replace(defect.before, defect.after), "utf-8")
     try:
         for suite, marker, files in _runs(defect.tests, whole):
             test = _first_failure(repository, marker, files)
             if test is not None:
-                return {"suite": suite, "test": test, "seconds": _since(began)}
+                return {"suite": suite, "test": test, "seconds": _seconds_since(start)}
     finally:
         path.write_text(source, "utf-8")
-    return {"suite": None, "test": None, "seconds": _since(began)}
+    return {"suite": None, "test": None, "seconds": _seconds_since(start)}
 
 
 def _runs(files: Sequence[str], whole: bool) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yields the suite, marker expression and files of each run of pytest."""
-    for chosen in (files, ("tests",)) if whole else (files,):
-        yield "quick", "not slow", chosen
-        yield "slow", "slow", chosen
+    for paths in (files, ("tests",)) if whole else (files,):
+        yield "quick", "not slow", paths
+        yield "slow", "slow", paths
 
 
 def _first_failure(repository: Path, marker: str, files: Sequence[str]) -> str | None:
@@ -96,12 +96,12 @@ def _first_failure(repository: Path, marker: str, files: Sequence[str]) -> str |
     return failed.group(1)
 
 
-def _copied(repository: Path, folder: Path) -> Path:
-    """Copies the files that git tracks, as they are in the working tree, and returns the folder."""
-    listed = subprocess.run(
+def _copy_tracked_files(repository: Path, folder: Path) -> Path:
+    """Copies the tracked files of the working tree and returns the folder."""
+    files = subprocess.run(
         ["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=True
     )
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in filter(None, files.stdout.split("\0")):
         if (repository / name).is_file():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ def _exists(path: Path | None) -> bool:
     return path is not None and path.is_file()
 
 
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 1)
+def _seconds_since(start: float) -> float:
+    return round(time.perf_counter() - start, 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The deliberate defects can still be applied: the text that each replaces occurs exactly once."""
+"""Tests that the deliberate defects can be applied: the text to replace occurs exactly once."""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
-"""Our float32 logits and tokens against transformers', on checkpoints that transformers saved.
+"""Compares our float32 logits and tokens with transformers', on checkpoints that transformers
+saved.
 
-transformers' model is DeepSeek's computation by other hands: read by our loader from what
-`save_pretrained` wrote, our model must give the same numbers. torch and transformers come with the
+transformers has an independent implementation of DeepSeek's model. Our model, loaded from the files
+that `save_pretrained` wrote, must compute the same numbers. torch and transformers come with the
 `parity` extra and are imported inside functions, so that this file can be collected without them.
 """
 
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 BOUND = 1e-5
 VOCAB = 160
-LENGTH = 44  # past the 32 positions of the original context
+LENGTH = 44  # longer than the original context of 32 positions
 TOKENS = np.random.default_rng(21).integers(0, VOCAB, (2, LENGTH))
 
 YARN = {
@@ -40,7 +41,7 @@ YARN = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 50000.0}
 
-# What is varied, and its values. Every two values of different settings meet in some case below.
+# Settings and their values. Every pair of values of two settings occurs in a case below.
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "q_lora_rank": (40, None),
     "n_group": (4, 1),
@@ -63,12 +64,13 @@ CASES: tuple[tuple[Any, ...], ...] = (
 
 def test_cases_are_pairwise_complete():
     for (one, ones), (other, others) in itertools.combinations(enumerate(SETTINGS.values()), 2):
-        met = {(case[one], case[other]) for case in CASES}
-        assert met == set(itertools.product(ones, others))
+        pairs = {(case[one], case[other]) for case in CASES}
+        assert pairs == set(itertools.product(ones, others))
 
 
 def hugging_face_config(**settings: Any):
-    """A DeepseekV3Config of odd sizes: none is a multiple of 128, and few of 8."""
+    """Returns a DeepseekV3Config of odd sizes: none is a multiple of 128, and few are multiples of
+    8."""
     from transformers import DeepseekV3Config
 
     rope = YARN if settings.pop("rope") == "yarn" else PLAIN
@@ -91,18 +93,19 @@ def hugging_face_config(**settings: Any):
         qk_rope_head_dim=10,
         v_head_dim=14,
         max_position_embeddings=128,
-        rms_norm_eps=1e-3,  # which the norms of the latents do not take
+        rms_norm_eps=1e-3,  # which the norms of the latents do not use
         rope_parameters=dict(rope),
         attn_implementation="eager",
-        experts_implementation="eager",  # the default wants rows of whole 16 bytes
+        experts_implementation="eager",  # the default needs rows of a multiple of 16 bytes
         **settings,
     )
 
 
 def random_model(config, seed: int = 0):
-    """transformers' model with activations of order one and biased, decided routing.
+    """Returns transformers' model with activations of order one, router biases and unequal scores.
 
-    Its own initial weights are so small that all experts score alike, its biases zero.
+    With transformers' own initial weights all experts have nearly the same score, and the biases
+    are zero.
     """
     import torch
     from transformers import DeepseekV3ForCausalLM
@@ -136,7 +139,7 @@ def their_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 def saved(settings: dict[str, Any], directory: Path):
-    """transformers' model, and ours from the directory it was saved to."""
+    """Returns transformers' model, and ours loaded from the directory that it was saved to."""
     theirs = random_model(hugging_face_config(**settings))
     theirs.save_pretrained(directory)
     ours, tokenizer = dsv3_jax.load(directory, dtype=jnp.float32)
@@ -148,19 +151,20 @@ def saved(settings: dict[str, Any], directory: Path):
 def test_logits(case, tmp_path):
     settings = dict(zip(SETTINGS, case, strict=True))
     theirs, ours = saved(settings, tmp_path)
-    # transformers announces one MTP layer, and saves none.
+    # transformers' config has one MTP layer, but the checkpoint has none.
     assert theirs.config.num_nextn_predict_layers == 1
     assert len(ours.mtp) == 0
     logits, aux = forward(ours, TOKENS)
     assert relative_error(logits, their_logits(theirs, TOKENS)) < BOUND
     for counts in aux.routing_counts:
-        assert (counts > 0).sum() > 8, "expected tokens to go to most experts"
+        assert (counts > 0).sum() > 8, "expected tokens at most experts"
         assert counts.max() < TOKENS.size, "expected no expert that all tokens choose"
 
 
 @pytest.mark.slow
 def test_greedy_tokens(tmp_path):
-    """Cached decoding on both sides; no choice is so close that rounding could decide it."""
+    """Both sides decode with a cache. No two best logits are so close that rounding could swap
+    them."""
     import torch
 
     settings = dict(zip(SETTINGS, CASES[2], strict=True))
@@ -179,8 +183,8 @@ def test_greedy_tokens(tmp_path):
                 max_new_tokens=new,
                 pad_token_id=2,
             )
-        best = np.sort(their_logits(theirs, out.numpy()[:, :-1])[0, len(prompt) - 1 :], axis=-1)
-        assert (best[:, -1] - best[:, -2]).min() > 1e-4
+        logits = np.sort(their_logits(theirs, out.numpy()[:, :-1])[0, len(prompt) - 1 :], axis=-1)
+        assert (logits[:, -1] - logits[:, -2]).min() > 1e-4
         want.append(out[0, len(prompt) :].tolist())
     assert len({token for tokens in want for token in tokens}) > 10, "expected varied tokens"
 
@@ -190,13 +194,14 @@ def test_greedy_tokens(tmp_path):
 
 
 def test_mtp_logits(tmp_path):
-    """transformers' MtpModel, fed as it feeds itself: hidden states after the final norm."""
+    """Compares with transformers' MtpModel, whose input is the hidden states after the final
+    norm."""
     import torch
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
     class Tiny(DeepseekV3ForCausalLM):
-        # As published: all but the number, which transformers has fixed to DeepSeek-V3's 61.
+        # As in transformers, where the layer number is fixed to DeepSeek-V3's 61.
         _keys_to_ignore_on_load_unexpected = (r"model\.layers\.3\..*", r"model\.layers\.4\..*")
 
     config = tiny_config(num_nextn_predict_layers=2)
@@ -238,7 +243,8 @@ CHAT = (
     ],
 )
 def test_token_ids_of_conversations(contents, tmp_path):
-    """Their ids exactly, where no control token is spelled in text, or where both split them."""
+    """The ids are equal if no text contains a control token, or if both sides split control
+    tokens."""
     from transformers import PreTrainedTokenizerFast
 
     demo = Path(dsv3_jax.__file__).parent / "demo"

@@ -1,4 +1,4 @@
-"""One tiny model and one compiled trainer for all tests of training."""
+"""One tiny model and one compiled trainer, shared by all training tests."""
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +19,7 @@ def model(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="session")
 def trainer(model) -> Trainer:
-    """Compiled: that takes longer than all of the tests."""
+    """A trainer with compiled programs, because compiling takes longer than all of the tests."""
     made = Trainer(model, RUN)
     evaluate(made, made.init())
     step(made, made.init())

@@ -1,4 +1,4 @@
-"""Balancing of experts: the biases' steps, the sequence-wise loss, and what they achieve."""
+"""Tests of expert load balancing: bias updates, the sequence-wise loss, and their effect."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,15 @@ from tests.training.tiny import CONFIG, RUN, TOKENS, biases, evaluate, step, wei
 
 
 def test_update_of_the_bias_by_hand():
-    """Loads 0 4 2 2, mean 2: the idle expert's bias rises, the busy one's falls."""
+    """With loads 0 4 2 2, mean 2, the bias of the first expert rises and that of the second
+    falls."""
     old = jnp.array([0.5, 0.5, -0.25, 0.0])
     new = update_bias(old, jnp.array([0, 4, 2, 2]), 0.125)
     np.testing.assert_array_equal(new, [0.625, 0.375, -0.25, 0.0])
 
 
 def test_imbalance_by_hand():
-    """Largest over mean: 4 / 2 and 3 / 3."""
+    """Maximum divided by mean: 4 / 2 and 3 / 3."""
     assert float(imbalance(jnp.array([[0, 4, 2, 2], [3, 3, 3, 3]]))) == pytest.approx(1.5)
 
 
@@ -35,7 +36,7 @@ def test_step_moves_each_bias_by_the_loads_of_its_layer(trainer):
     np.testing.assert_array_equal(loads[0], aux.routing_counts[0])
     np.testing.assert_array_equal([load.sum() for load in loads], [6 * 12 * 3, 6 * 11 * 3])
     signs = [np.sign(load.mean() - load) for load in loads]
-    assert (signs[0] != signs[1]).any(), "expected layers that can be told apart"
+    assert (signs[0] != signs[1]).any(), "expected layers with different loads"
 
     stepped, metrics = step(trainer, start)
     for old, new, sign in zip(biases(start), biases(stepped), signs, strict=True):
@@ -48,15 +49,16 @@ def test_step_moves_each_bias_by_the_loads_of_its_layer(trainer):
 
 def test_biases_stay_once_their_speed_is_zero(trainer):
     start = trainer.init()
-    last = RUN.at(RUN.bias_update_end)
-    for at, moves in ((last - 1, True), (last, False), (last + 100, False)):
-        stepped, _ = step(trainer, start._replace(step=jnp.int32(at)))
+    last = RUN.step_at(RUN.bias_update_end)
+    for count, moves in ((last - 1, True), (last, False), (last + 100, False)):
+        stepped, _ = step(trainer, start._replace(step=jnp.int32(count)))
         pairs = zip(biases(start), biases(stepped), strict=True)
         assert [bool((old != new).any()) for old, new in pairs] == [moves, moves]
 
 
 def test_bias_has_no_gradient_and_no_optimiser(trainer):
-    """As long as it changes no choice, it changes nothing: the weights are unbiased."""
+    """A bias that is the same for all experts changes no choice, and routing weights are unbiased,
+    so the losses are equal."""
     start = trainer.init()
     assert not any(BIAS in path for path, _ in nnx.to_flat_state(start.params))
     raised = jax.tree.map(lambda bias: bias + 0.5, start.biases)
@@ -67,16 +69,16 @@ def test_bias_has_no_gradient_and_no_optimiser(trainer):
 
 @pytest.mark.slow
 def test_biases_balance_the_load(trainer):
-    """The same steps, with the biases kept and with them put back after each step."""
+    """Compares training with bias updates and with biases that are reset after each step."""
 
-    def imbalances(kept: bool) -> list[float]:
+    def imbalances(has_updates: bool) -> list[float]:
         state = trainer.init()
-        found = []
+        imbalances = []
         for _ in range(60):
             new, metrics = step(trainer, state._replace(step=jnp.int32(0)))
-            state = new if kept else new._replace(biases=state.biases)
-            found.append(float(metrics.expert_imbalance))
-        return found
+            state = new if has_updates else new._replace(biases=state.biases)
+            imbalances.append(float(metrics.expert_imbalance))
+        return imbalances
 
     balanced, unbalanced = imbalances(True), imbalances(False)
     assert balanced[0] == unbalanced[0] > 1.8
@@ -88,7 +90,7 @@ def test_biases_balance_the_load(trainer):
 
 
 def balance_by_hand(scores: np.ndarray, experts: np.ndarray) -> float:
-    """Equations 17 to 20 in loops; scores [B, T, E], experts [B, T, K]."""
+    """Computes equations 17 to 20 in loops, for scores [B, T, E] and experts [B, T, K]."""
     B, T, E = scores.shape
     K = experts.shape[-1]
     total = 0.0
@@ -101,7 +103,7 @@ def balance_by_hand(scores: np.ndarray, experts: np.ndarray) -> float:
 
 
 def routed() -> RoutingStats:
-    """Random choices that are not the best scores', as biases and groups make them."""
+    """Returns random choices that do not have the highest scores, as with biases and groups."""
     rng = np.random.default_rng(5)
     experts = np.stack([rng.permutation(8)[:3] for _ in range(12)])
     scores = rng.uniform(size=(12, 8)).astype(np.float32)
@@ -130,22 +132,22 @@ def test_even_choices_or_even_scores_give_one():
 
 
 def test_gradient_of_the_sequence_balance():
-    """Against central differences of the float64 loops, score by score."""
+    """Compares the gradient with central differences of the float64 loops, score by score."""
     stats = routed()
     got = jax.grad(lambda scores: sequence_balance(stats._replace(scores=scores), 2))(stats.scores)
     scores = np.asarray(stats.scores, np.float64)
     experts = np.asarray(stats.experts).reshape(2, 6, 3)
     want = np.zeros_like(scores)
-    for place in np.ndindex(scores.shape):
+    for index in np.ndindex(scores.shape):
         for sign in (1, -1):
             moved = scores.copy()
-            moved[place] += sign * 1e-5
-            want[place] += sign * balance_by_hand(moved.reshape(2, 6, 8), experts) / 2e-5
+            moved[index] += sign * 1e-5
+            want[index] += sign * balance_by_hand(moved.reshape(2, 6, 8), experts) / 2e-5
     assert relative_error(got, want) < 1e-5
 
 
 def test_scores_of_zero_have_a_gradient():
-    """All sigmoids of a token may underflow."""
+    """All sigmoids of a token may underflow to zero."""
     stats = routed()._replace(scores=jnp.zeros((12, 8)))
     value, slope = jax.value_and_grad(
         lambda scores: sequence_balance(stats._replace(scores=scores), 1)
@@ -155,7 +157,7 @@ def test_scores_of_zero_have_a_gradient():
 
 
 def test_balance_of_the_model_sums_its_layers(trainer):
-    """The choices go through groups: 2 of 4 are kept, and no token leaves them."""
+    """The loss uses the router's choices, which are limited to 2 of 4 groups per token."""
     start = trainer.init()
     _, aux = forward(trainer.model(start), TOKENS)
     want = 0.0

@@ -1,22 +1,22 @@
-"""Windows of the stream: what an epoch covers, and where an iterator goes on."""
+"""Tests of batches: the sequences of an epoch, and restoring the iterator."""
 
 import numpy as np
 import pytest
 
 from dsv3_jax.training.batches import TrainingBatches, held_out_batches, target_count
 
-STREAM = np.arange(1000, 1107).astype(np.uint16)  # a token tells its place
+STREAM = np.arange(1000, 1107).astype(np.uint16)  # each token is 1000 plus its position
 
 
 def take(batches: TrainingBatches, count: int) -> list[np.ndarray]:
     return [next(batches) for _ in range(count)]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 30])
-def test_batches_are_windows_of_the_stream(rows):
-    for batch in take(TrainingBatches(STREAM, batch=rows, length=10, seed=0), 20):
+@pytest.mark.parametrize("batch_size", [1, 4, 30])
+def test_batches_are_windows_of_the_stream(batch_size):
+    for batch in take(TrainingBatches(STREAM, batch=batch_size, length=10, seed=0), 20):
         assert batch.dtype == np.int32
-        assert batch.shape == (rows, 10)
+        assert batch.shape == (batch_size, 10)
         starts = batch[:, :1]
         np.testing.assert_array_equal(batch, starts + np.arange(10))
         assert starts.min() >= 1000
@@ -24,7 +24,7 @@ def test_batches_are_windows_of_the_stream(rows):
 
 
 def test_an_epoch_has_every_window_once_and_its_own_offset_and_order():
-    """107 tokens and 10 a window: 9 windows an epoch, 3 batches of 3."""
+    """107 tokens in sequences of 10 give 9 sequences per epoch, in 3 batches of 3."""
     batches = TrainingBatches(STREAM, batch=3, length=10, seed=0)
     offsets, orders = [], []
     for _ in range(6):
@@ -51,11 +51,11 @@ def test_seeds_decide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_restored_iterator_goes_on(at):
-    """In the middle of an epoch, while threads have read further than was asked for."""
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_restored_iterator_goes_on(count):
+    """The state is that of the consumer, although threads have read ahead."""
     first = TrainingBatches(STREAM, 4, 10, seed=3)
-    take(first, at)
+    take(first, count)
     state = first.state
     want = take(first, 9)
     second = TrainingBatches(STREAM, 4, 10, seed=3)
@@ -66,11 +66,12 @@ def test_a_restored_iterator_goes_on(at):
 
 def test_held_out_batches_cover_the_stream_once():
     batches = held_out_batches(STREAM, batch=4, length=10, bos=0)
-    rows = np.concatenate(batches)
+    sequences = np.concatenate(batches)
     assert [b.shape for b in batches] == [(4, 10)] * 3
-    np.testing.assert_array_equal(rows.reshape(-1)[:107], STREAM)
-    assert (rows.reshape(-1)[107:] == 0).all()
-    # Each row predicts all of its tokens but the first; the last one has 7 of 10, and fillings.
+    np.testing.assert_array_equal(sequences.reshape(-1)[:107], STREAM)
+    assert (sequences.reshape(-1)[107:] == 0).all()
+    # Each sequence has a target for every token but the first. The last sequence has 7 tokens and
+    # padding.
     assert [target_count(b, bos=0) for b in batches] == [36, 36, 2 * 9 + 6]
 
 

@@ -1,4 +1,4 @@
-"""From files to streams of tokens: framing, held-out documents, and what is refused."""
+"""Tests of the corpus: document boundaries, held-out documents, and refused data."""
 
 import dataclasses
 import zlib
@@ -22,9 +22,9 @@ def tokenizer() -> Tokenizer:
 
 
 def names(held_out: bool, count: int) -> list[str]:
-    """File names that the rule holds out, or that it does not."""
-    every = (f"{i}.txt" for i in range(10_000))
-    return [n for n in every if (zlib.crc32(n.encode()) % 25 == 0) == held_out][:count]
+    """Returns file names that are held out, or that are not."""
+    candidates = (f"{i}.txt" for i in range(10_000))
+    return [n for n in candidates if (zlib.crc32(n.encode()) % 25 == 0) == held_out][:count]
 
 
 def test_documents_are_framed_and_joined_in_order(tokenizer):
@@ -39,21 +39,21 @@ def test_documents_are_framed_and_joined_in_order(tokenizer):
 
 
 def test_masks_follow_the_framing(tokenizer):
-    """Two documents: all places count but EOS of the first, whose next token is the second's BOS;
-    and two ahead, its last token and its EOS."""
+    """In two documents every position has a next-token target, except EOS of the first document.
+    Two tokens ahead, the position before that EOS has none either."""
     kept = names(False, 2)
     text = "import os\n"
     length = len(tokenizer.encode(text, add_special_tokens=False)) + 2
     stream = pack([(name, text) for name in (*kept, *names(True, 1))], tokenizer, BOS, EOS).train
     assert len(stream) == 2 * length
     for ahead in (1, 2):
-        counted = np.asarray(target_mask(jnp.asarray(stream[None]), BOS, ahead))[0]
+        mask = np.asarray(target_mask(jnp.asarray(stream[None]), BOS, ahead))[0]
         crossing = list(range(length - ahead, length))
-        assert np.flatnonzero(~counted).tolist() == crossing
+        assert np.flatnonzero(~mask).tolist() == crossing
 
 
 def test_a_directory_gives_its_text_by_name(tmp_path, tokenizer):
-    """Subfolders too; not hidden files, not empty ones, and nothing that is not UTF-8."""
+    """Subdirectories are included. Hidden files, empty files and binary files are skipped."""
     kept, held = names(False, 2), names(True, 1)
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
@@ -95,7 +95,7 @@ def test_arrays(dtype, tmp_path):
     np.testing.assert_array_equal(both.held_out, tokens[900:])
     np.save(tmp_path / "one.npy", tokens)
     one = read_corpus([tmp_path / "one.npy"], CONFIG)
-    assert isinstance(one.train, np.memmap), "expected a file that is not read whole"
+    assert isinstance(one.train, np.memmap), "expected a memory-mapped file"
     np.testing.assert_array_equal(one.train, tokens[:960])
     np.testing.assert_array_equal(one.held_out, tokens[960:])
 
@@ -105,9 +105,9 @@ def test_fingerprint_is_of_the_values():
     one = Corpus(tokens.astype(np.uint16), tokens[:10].astype(np.uint16)).fingerprint()
     assert one == Corpus(tokens.astype(np.int64), tokens[:10]).fingerprint()
     assert one["train"].startswith("300000 tokens")
-    for place in (0, 150_000, 299_999):
+    for position in (0, 150_000, 299_999):
         changed = tokens.copy()
-        changed[place] += 1
+        changed[position] += 1
         assert Corpus(changed, tokens[:10]).fingerprint()["train"] != one["train"]
 
 

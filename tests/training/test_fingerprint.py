@@ -1,4 +1,4 @@
-"""The fingerprint of weights: one number for equal bits in any layout, another for any change."""
+"""Tests of the fingerprint: equal for equal bits with any sharding, different after any change."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,7 +28,7 @@ def local_sum(array: jax.Array) -> int:
     ids=str,
 )
 def test_layouts_do_not_matter(spec):
-    """Eight devices, on some of these with copies; and chunks of a few values."""
+    """The sum is the same on eight devices, with and without replicas."""
     mesh = make_mesh(data=2, expert=2, tensor=2)
     array = jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec(*spec)))
     assert local_sum(array) == local_sum(jnp.asarray(VALUES))
@@ -41,7 +41,7 @@ def test_chunks_do_not_matter(monkeypatch):
 
 
 def test_devices_do_not_matter(monkeypatch):
-    """Of accelerators a shard is copied before it is read."""
+    """On accelerators a shard is copied before it is read."""
     want = local_sum(jnp.asarray(VALUES))
     copies = []
     monkeypatch.setattr(module, "_on_host", lambda device: copies.append(device))
@@ -50,7 +50,7 @@ def test_devices_do_not_matter(monkeypatch):
 
 
 def test_by_hand():
-    """The definition, in Python's integers."""
+    """Compares the sum with its definition, in Python integers."""
     rows = module._factors(np.arange(2, dtype=np.uint64), 1).tolist()
     columns = module._factors(np.arange(3, dtype=np.uint64), 2).tolist()
     assert all(factor % 2 for factor in rows + columns)
@@ -60,8 +60,8 @@ def test_by_hand():
     assert local_sum(jnp.asarray(values)) == want % 2**64
 
 
-def test_every_accident_is_noticed():
-    found = {local_sum(jnp.asarray(VALUES))}
+def test_every_change_is_noticed():
+    sums = {local_sum(jnp.asarray(VALUES))}
     for change in (
         lambda v: v.at[1, 2, 3].set(np.nextafter(v[1, 2, 3], np.float32(9))),
         lambda v: v.at[0, 0, 0].multiply(-1),
@@ -71,16 +71,15 @@ def test_every_accident_is_noticed():
         lambda v: v * 0,
         lambda v: v.astype(jnp.bfloat16),
     ):
-        found.add(local_sum(change(jnp.asarray(VALUES))))
-    assert len(found) == 8
+        sums.add(local_sum(change(jnp.asarray(VALUES))))
+    assert len(sums) == 8
 
 
 def test_names_shapes_and_biases_count(model):
-    """Also where the numbers themselves are the same."""
-    found = {fingerprint(model), fingerprint(nnx.clone(model))}
-    assert len(found) == 1
-    assert len(found.pop()) == 32
-    found = {fingerprint(model)}
+    """They count although the values themselves may be the same."""
+    fingerprints = {fingerprint(model), fingerprint(nnx.clone(model))}
+    assert len(fingerprints) == 1
+    assert len(next(iter(fingerprints))) == 32
     attention = "self_attn"
     for change in ("bias", "shape", "dtype", "name"):
         other = nnx.clone(model)
@@ -91,21 +90,21 @@ def test_names_shapes_and_biases_count(model):
             bias.set_value(bias.get_value() + 1)
         elif change == "shape":
             weight.set_value(weight.get_value().reshape(1, *weight.get_value().shape))
-        elif change == "dtype":  # other bits of the same values: all zeros have the same
+        elif change == "dtype":  # zeros have the same bits in every dtype of this width
             weight.set_value(jnp.zeros_like(weight.get_value()))
-            found.add(fingerprint(other))
+            fingerprints.add(fingerprint(other))
             weight.set_value(weight.get_value().astype(jnp.bfloat16))
         else:
             norms = (layer.input_layernorm, layer.post_attention_layernorm)
             one, two = (norm.weight.get_value() for norm in norms)
             norms[0].weight.set_value(two)
             norms[1].weight.set_value(one)
-        found.add(fingerprint(other))
-    assert len(found) == 6
+        fingerprints.add(fingerprint(other))
+    assert len(fingerprints) == 6
 
 
-def test_processes_add_what_they_hold(monkeypatch):
-    """Carries included: the sums are of 64 bits, what is exchanged of 32."""
+def test_sums_of_processes_are_added(monkeypatch):
+    """Carries are included: sums have 64 bits, but processes exchange halves of 32 bits."""
     other = np.array([2**64 - 1, 5, 2**33], np.uint64)
 
     def gather(halves: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Gradients of the training loss against slopes of the independent float64 oracle's loss.
+"""Compares gradients of the training loss with slopes of an independent float64 oracle's loss.
 
-The oracle shares no code with the model and knows no gradient: central differences of its loss
-along random directions, in every published tensor, are what the model's gradient is held to. Of n
-random normal directions d, the mean of ``(slope - g.d)^2`` is ``|error of g|^2``, so the figure
-bounded here estimates the relative error of the whole gradient of a tensor.
+The oracle shares no code with the model and has no gradient. Its slopes are central differences of
+its loss along random directions, in every published tensor. Over random normal directions d, the
+mean of ``(slope - g.d)^2`` is ``|error of g|^2``. The tests therefore bound an estimate of the
+relative error of the whole gradient of a tensor.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from tests.support.oracle import Oracle, relative_error, route, sigmoid
 from tests.training.tiny import CONFIG, RUN, TOKENS, as_model, evaluate, gradients, weighted
 
 DIRECTIONS = 4
-BOUND = 1e-4  # float32 leaves up to 1e-5
+BOUND = 1e-4  # rounding in float32 causes up to 1e-5
 
-# Endings of published names; together they name every tensor of the tiny model.
+# Suffixes of published names, which cover every tensor of the tiny model.
 KINDS = {
     "embedding": "embed_tokens.weight",
     "head": "lm_head.weight",
@@ -52,7 +52,7 @@ KINDS = {
 
 
 class Recording(Oracle):
-    """The oracle, which also keeps each MoE layer's scores [B, T, E] and choices [B, T, K]."""
+    """An oracle that records each MoE layer's scores [B, T, E] and chosen experts [B, T, K]."""
 
     def forward(self, tokens, **kwargs):
         self.routed = []
@@ -65,13 +65,13 @@ class Recording(Oracle):
 
 
 def mean_loss(logits: npt.NDArray[np.float64], ahead: int) -> float:
-    """Mean of -log p over the places whose prediction stays within a document."""
+    """Returns the mean of -log p over the positions whose target is in the same document."""
     total, count = 0.0, 0
-    for row, scores in zip(TOKENS, logits, strict=True):
-        for place in range(len(row) - ahead):
-            if 0 not in row[place + 1 : place + 1 + ahead]:
-                at = scores[place]
-                total += np.log(np.exp(at - at.max()).sum()) + at.max() - at[row[place + ahead]]
+    for sequence, scores in zip(TOKENS, logits, strict=True):
+        for i in range(len(sequence) - ahead):
+            if 0 not in sequence[i + 1 : i + 1 + ahead]:
+                x = scores[i]
+                total += np.log(np.exp(x - x.max()).sum()) + x.max() - x[sequence[i + ahead]]
                 count += 1
     return total / count
 
@@ -89,7 +89,8 @@ def oracle_loss(oracle: Recording) -> float:
 
 
 def is_copy(name: str) -> bool:
-    """The MTP layer's copies of embedding and head, which are not parameters of their own."""
+    """Returns whether a tensor is the MTP layer's copy of the embedding or the head, which is not a
+    parameter of its own."""
     return ".layers." in name and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
 
 
@@ -101,19 +102,19 @@ def oracle(model) -> Recording:
 
 @pytest.fixture(scope="module")
 def errors(trainer, oracle) -> dict[str, float]:
-    """Relative error of each published tensor's gradient."""
+    """Estimated relative error of each published tensor's gradient."""
     start = trainer.init()
-    found = published_tensors(as_model(trainer, start, gradients(trainer, start)))
+    gradient_tensors = published_tensors(as_model(trainer, start, gradients(trainer, start)))
     rng = np.random.default_rng(9)
     errors = {}
     for name, weight in oracle.tensors.items():
         if name.endswith(BIAS):
             continue
-        gradient = np.asarray(found[name], np.float64)
+        gradient = np.asarray(gradient_tensors[name], np.float64)
         squares = []
         for _ in range(DIRECTIONS):
             direction = rng.normal(size=weight.shape)
-            # Short enough for no token to change its experts on the way.
+            # So short that no token changes its experts along the way.
             distance = 1e-5 * np.linalg.norm(weight) / np.linalg.norm(direction)
             slope = 0.0
             for sign in (1, -1):
@@ -127,16 +128,16 @@ def errors(trainer, oracle) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_loss_is_the_oracles(trainer, oracle):
-    found = evaluate(trainer, trainer.init())
-    assert weighted(found) == pytest.approx(oracle_loss(oracle), rel=1e-6)
+    losses = evaluate(trainer, trainer.init())
+    assert weighted(losses) == pytest.approx(oracle_loss(oracle), rel=1e-6)
 
 
 @pytest.mark.slow
-def test_loss_of_mtp_layers_fed_before_the_norm(model, trainer, oracle):
+def test_loss_of_mtp_layers_with_pre_norm_input(model, trainer, oracle):
     before = Trainer(model, dataclasses.replace(RUN, mtp_hidden="pre_norm"))
-    found = evaluate(before, before.init())
+    losses = evaluate(before, before.init())
     want = mean_loss(oracle.forward(TOKENS, mtp_hidden="pre_norm").mtp_logits[0], 2)
-    assert float(found.mtp) == pytest.approx(want, rel=1e-6)
+    assert float(losses.mtp) == pytest.approx(want, rel=1e-6)
     assert float(evaluate(trainer, trainer.init()).mtp) != pytest.approx(want, rel=1e-3)
 
 
@@ -148,13 +149,14 @@ def test_gradient(kind, errors):
 
 
 @pytest.mark.slow
-def test_every_tensor_is_of_a_kind(errors):
+def test_every_tensor_belongs_to_a_kind(errors):
     endings = tuple(
         e for kind in KINDS.values() for e in ([kind] if isinstance(kind, str) else kind)
     )
     assert [name for name in errors if not name.endswith(endings)] == []
     assert {e for e in endings if not any(name.endswith(e) for name in errors)} == set()
-    # A layer has 10 outside its experts, and 3 in each of 8 + 1; MTP 4 of its own, the model 3.
+    # A layer has 10 tensors outside its experts and 3 in each of 8 + 1 experts. The MTP layer has 4
+    # more, and the model 3.
     assert len(errors) == 2 * (10 + 27) + 4 + 3
 
 
@@ -172,7 +174,8 @@ SOFTMAX = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_pr
     ids=["v3", "v3 without norm", "v2 greedy", "v2 groups"],
 )
 def test_gradient_of_the_router_element_by_element(settings, tmp_path):
-    """Of ``sum_mk c_m,e(k) weight_mk``, c random: every element of the router's weight."""
+    """Checks the gradient of ``sum_mk c_m,e(k) weight_mk`` with random c for every element of the
+    router's weight."""
     config = tiny_config(hidden_size=6, **settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(2)
@@ -197,9 +200,9 @@ def test_gradient_of_the_router_element_by_element(settings, tmp_path):
     params = jax.tree.map(lambda _: jnp.asarray(weight, jnp.float32), params)
     weight = weight.astype(np.float32).astype(np.float64)
     slopes = np.zeros_like(weight)
-    for place in np.ndindex(weight.shape):
+    for index in np.ndindex(weight.shape):
         moved = np.zeros_like(weight)
-        moved[place] = 1e-5
-        slopes[place] = (theirs(weight + moved) - theirs(weight - moved)) / 2e-5
+        moved[index] = 1e-5
+        slopes[index] = (theirs(weight + moved) - theirs(weight - moved)) / 2e-5
     assert float(ours(params)) == pytest.approx(theirs(weight), rel=1e-5)
     assert relative_error(jax.tree.leaves(jax.grad(ours)(params))[0], slopes) < 1e-5

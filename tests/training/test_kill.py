@@ -1,4 +1,4 @@
-"""Runs that are killed: real processes, SIGKILL, and the losses of a run that was left alone."""
+"""Tests that runs killed by SIGKILL and resumed have the losses of an uninterrupted run."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def begin(files: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def kill_at(process: subprocess.Popen[str], step: int) -> None:
-    """Kills the process as soon as it says that it has taken so many steps."""
+    """Kills the process as soon as it reports this step."""
     assert process.stderr is not None
     with process:
         for line in process.stderr:
@@ -61,23 +61,23 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def losses(out: Path) -> dict[int, Entry]:
-    """What the steps computed, without what the clock says."""
+    """Returns the log entries by step, without their times."""
     clock = ("seconds", "tokens_per_second", "mfu")
-    rows = read_metrics(out / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    return {row["step"]: {n: row[n] for n in row if n not in clock} for row in rows}
+    entries = read_metrics(out / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == list(range(STEPS + 1))
+    return {entry["step"]: {n: entry[n] for n in entry if n not in clock} for entry in entries}
 
 
 def test_a_run_killed_three_times_has_the_same_losses(files, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(begin(files, whole))
-    at = sorted(random.Random(20).sample(range(1, STEPS - 1), 3))
-    kill_at(begin(files, killed), at[0])
-    for step in at[1:]:
+    steps = sorted(random.Random(20).sample(range(1, STEPS - 1), 3))
+    kill_at(begin(files, killed), steps[0])
+    for step in steps[1:]:
         kill_at(start(files, killed, "--resume"), step)
     finish(start(files, killed, "--resume"))
     want = losses(whole)
-    for step, row in losses(killed).items():
-        assert row == want[step]
+    for step, entry in losses(killed).items():
+        assert entry == want[step]
     for name in ("config.json", "model-00001-of-00001.safetensors"):
         assert (killed / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()

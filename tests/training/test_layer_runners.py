@@ -1,4 +1,4 @@
-"""Layers computed again and layers in a loop: the same numbers from another program."""
+"""Tests that remat and scan change the program, but not its results."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ HIDDEN = jnp.asarray(np.random.default_rng(4).normal(size=(2, 6, 16)), jnp.float
 
 @pytest.fixture(scope="module")
 def deep(model) -> DeepSeekV3:
-    """One dense layer and two with experts, of other weights each."""
+    """A model with one dense layer and two MoE layers, each with different weights."""
     config = dataclasses.replace(
         model.config,
         num_hidden_layers=3,
@@ -34,13 +34,13 @@ def deep(model) -> DeepSeekV3:
 
 
 def loss_of(model: DeepSeekV3, run: LayerRunner):
-    """A function of the layers' weights that sees all that a runner returns."""
+    """Returns a function of the layers' weights that depends on everything a runner returns."""
     graph, params, rest = nnx.split(model.layers, nnx.Param, ...)
     positions = jnp.tile(jnp.arange(HIDDEN.shape[1]), (HIDDEN.shape[0], 1))
-    turn = rotation_at(model.config, positions)
+    angles = rotation_at(model.config, positions)
 
     def loss(params):
-        x, stats = run(nnx.merge(graph, params, rest), HIDDEN, turn)
+        x, stats = run(nnx.merge(graph, params, rest), HIDDEN, angles)
         scores = [jnp.sum(jnp.cos(one.scores * (i + 1))) for i, one in enumerate(stats)]
         return jnp.sum(jnp.sin(x)) + sum(scores), (x, stats)
 
@@ -56,7 +56,7 @@ def plain(deep):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat and scan"])
 def test_same_values_and_gradients(remat, deep, plain):
-    """Without a loop, layers that are computed again are in the tests of accumulation."""
+    """The tests of accumulation cover remat without scan."""
     loss, params = loss_of(deep, layer_runner(remat=remat, scan=True))
     grads, (x, stats) = jax.jit(jax.grad(loss, has_aux=True))(params)
     want_grads, (want_x, want_stats) = plain
@@ -75,7 +75,7 @@ def test_same_values_and_gradients(remat, deep, plain):
 
 @pytest.mark.parametrize(("remat", "scan"), [(False, False), (True, False), (False, True)])
 def test_the_program_is_as_asked(remat, scan, deep):
-    """The trainer's whole step, traced: each of three layers checkpointed, or two in a loop."""
+    """The traced step of the trainer has three checkpoints, or a scan over two layers."""
     trainer = Trainer(deep, dataclasses.replace(RUN, remat=remat, scan_layers=scan))
     traced = jax.jit(trainer.step).trace(trainer.init(), jnp.asarray(TOKENS))
     program = str(traced.jaxpr)

@@ -1,4 +1,4 @@
-"""Low-rank updates: what they train, what they leave alone, and what they cost."""
+"""Tests of low-rank updates: trained weights, frozen weights, and the size of the state."""
 
 import dataclasses
 from typing import NamedTuple
@@ -34,10 +34,11 @@ def tuner(model) -> Trainer:
 
 
 class Tuned(NamedTuple):
-    """After 15 steps on one batch: the state, and the losses before each step and after them."""
+    """A state after 15 steps on one batch."""
 
     state: TrainingState
     losses: list[Losses]
+    """Losses before each step, and after the last."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def tuned(tuner) -> Tuned:
 
 
 def named(name: str) -> str:
-    """The published name of an updated weight of the tiny model."""
+    """Returns the published name of an updated weight of the tiny model."""
     return "model." + name.replace("mtp.0", "layers.1")
 
 
@@ -66,7 +67,8 @@ def test_names_of_the_updated_weights(tuner):
 
 
 def test_updates_of_published_models():
-    """V2-Lite has whole queries, and a dense first layer whose MLP is not updated."""
+    """V2-Lite has no low-rank queries. The MLP of its first layer, which is dense, is not
+    updated."""
     params = nnx.state(abstract_model(presets.DEEPSEEK_V2_LITE), nnx.Param)
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(params) if is_updated(path)}
     first = {name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")}
@@ -89,7 +91,7 @@ def test_loss_goes_down(tuned):
 
 @pytest.mark.slow
 def test_only_the_named_weights_change(model, tuner, tuned):
-    """By ``alpha / r B A``, in float64."""
+    """They change by ``alpha / r B A``, computed in float64."""
     before = published_tensors(model)
     after = published_tensors(tuner.model(tuned.state))
     updates = {named(name): update for name, update in tuned.state.params.items()}
@@ -109,7 +111,8 @@ def test_only_the_named_weights_change(model, tuner, tuned):
 
 @pytest.mark.slow
 def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
-    """Against the oracle, with ``W + alpha / r B A`` in float64; the loss is the tuner's."""
+    """Compares the merged model with the oracle, whose weights are ``W + alpha / r B A`` in
+    float64. Its loss is the loss of the low-rank trainer."""
     tensors = {name: np.asarray(t, np.float64) for name, t in published_tensors(model).items()}
     for name, (a, b) in tuned.state.params.items():
         tensors[named(name)] += ALPHA / RANK * np.asarray(b, np.float64) @ np.asarray(a, np.float64)
@@ -123,7 +126,7 @@ def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
     assert got == pytest.approx(weighted(tuned.losses[-1]), rel=1e-6)
 
 
-def test_model_is_left_alone(model, tuner):
+def test_model_is_not_modified(model, tuner):
     before = jax.tree.map(jnp.copy, nnx.state(model))
     state, _ = tuner.step(tuner.init(), jnp.asarray(TOKENS))
     tuner.step(state, jnp.asarray(TOKENS))
@@ -133,7 +136,8 @@ def test_model_is_left_alone(model, tuner):
 
 
 def test_state_is_small(model, tuner):
-    """r (in + out) numbers a weight, thrice: the updates, and the optimiser's two moments."""
+    """The state has r (in + out) numbers per updated weight three times: the updates and two
+    moments."""
     updated = [
         weight
         for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -142,7 +146,9 @@ def test_state_is_small(model, tuner):
     numbers = sum(RANK * sum(weight.shape) for weight in updated)
     state = tuner.init()
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == numbers
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) - 2 * numbers <= 2  # counts
+    assert (
+        sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) - 2 * numbers <= 2
+    )  # step counters
 
 
 @pytest.mark.slow
@@ -161,6 +167,6 @@ def test_weights_keep_the_dtype_of_the_model(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_rank_beyond_a_weights_own_is_refused(model):
+def test_rank_above_that_of_a_weight_is_refused(model):
     with pytest.raises(ValueError, match=r"lora_rank: expected at most 16, the rank of .* got 17$"):
         Trainer(model, dataclasses.replace(TUNING, lora_rank=17)).init()

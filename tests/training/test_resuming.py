@@ -1,5 +1,7 @@
-"""What a run's directory remembers: the weights it began with, its length, and how a start ends
-that was killed. No step is computed, but for the test of an extended run."""
+"""Tests of a run's directory: initial weights, length, killed starts, divergence and memory.
+
+Only the test of an extended run computes training steps.
+"""
 
 import dataclasses
 import gc
@@ -42,7 +44,7 @@ class StopError(Exception):
     pass
 
 
-def stop_at_once(row: Entry) -> None:
+def stop_at_once(entry: Entry) -> None:
     raise StopError
 
 
@@ -55,7 +57,7 @@ def refused(*arguments, **settings) -> str:
 
 @pytest.fixture(scope="module")
 def other(model) -> DeepSeekV3:
-    """The model with another value in one of its frozen weights."""
+    """The model with a different value in one of its frozen weights."""
     changed = nnx.clone(model)
     weight = changed.lm_head.weight
     weight.set_value(weight.get_value().at[5, 7].multiply(1.001))
@@ -67,7 +69,7 @@ def other(model) -> DeepSeekV3:
 
 @pytest.mark.parametrize("config", [LORA, RUN], ids=["low-rank updates", "all weights"])
 @pytest.mark.usefixtures("no_evaluation")
-def test_a_run_goes_on_with_the_weights_it_began_with(config, model, other, tmp_path):
+def test_a_run_resumes_only_with_its_initial_weights(config, model, other, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(StopError):
         train(model, CORPUS, out, config, SETTINGS, report=stop_at_once)
@@ -110,16 +112,18 @@ def tokenizer(tmp_path) -> Path:
 IDENTITY = {"training": {"steps": 3}, "weights": {"fingerprint": "f"}}
 
 
-def killed(*given, **named):
+def killed(*args, **kwargs):
     raise KilledError
 
 
-@pytest.mark.parametrize("at", ["copy", "publish"])
-def test_a_start_killed_behind_its_record_can_be_resumed(at, tokenizer, tmp_path, monkeypatch):
-    """While the tokenizer is copied, and before the copy is in its place."""
+@pytest.mark.parametrize("operation", ["copy", "publish"])
+def test_a_start_killed_after_its_record_can_be_resumed(
+    operation, tokenizer, tmp_path, monkeypatch
+):
+    """It is killed while it copies the tokenizer's files, and before it renames the copy."""
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        if at == "copy":
+        if operation == "copy":
             patch.setattr(tokenizers.shutil, "copyfile", killed)
         else:
             patch.setattr(record, "publish_directory", killed)
@@ -138,23 +142,23 @@ def test_a_start_killed_before_its_record_can_be_repeated(tokenizer, tmp_path, m
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        patch.setattr(Path, "unlink", killed)  # a killed process cleans nothing up
+        patch.setattr(Path, "unlink", killed)  # a killed process does not clean up
         with pytest.raises(KilledError):
             record.begin(out, IDENTITY, {}, tokenizer)
-    (left,) = out.iterdir()
-    assert left.suffix == ".partial"
+    (leftover,) = out.iterdir()
+    assert leftover.suffix == ".partial"
     record.begin(out, IDENTITY, {}, tokenizer)
     assert {path.name for path in out.iterdir()} == {"run.json", "tokenizer"}
 
 
-def test_a_record_that_is_no_record(tmp_path):
-    for content, wrong in (("{", "expected JSON"), ("[1]", "expected a JSON object, got list")):
+def test_a_damaged_record_is_refused(tmp_path):
+    for content, message in (("{", "expected JSON"), ("[1]", "expected a JSON object, got list")):
         (tmp_path / "run.json").write_text(content)
-        with pytest.raises(ValueError, match=wrong):
+        with pytest.raises(ValueError, match=message):
             record.read(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_to_is_found_first(model, tmp_path):
+def test_a_directory_that_cannot_be_written_is_refused_first(model, tmp_path):
     (tmp_path / "file").write_text("precious")
     for out in (tmp_path / "file" / "run", Path("/proc/run")):
         line = refused(model, CORPUS, out, RUN, SETTINGS)
@@ -175,7 +179,7 @@ CONSTANT = dataclasses.replace(
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_evaluation")
 def test_a_finished_run_can_be_extended(model, tmp_path):
-    """With constant schedules it is the run that was as long from the start."""
+    """With constant schedules it equals a run that had the final length from the start."""
     dense = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}  # compiles sooner
     model = random_model(dataclasses.replace(model.config, **dense), 0)
     want = train(model, CORPUS, tmp_path / "straight", CONSTANT, SETTINGS)
@@ -183,13 +187,13 @@ def test_a_finished_run_can_be_extended(model, tmp_path):
     assert train(model, CORPUS, out, short, SETTINGS).step == 3
     got = train(model, CORPUS, out, CONSTANT, SETTINGS, resume=True)
     assert (got.step, got.finished) == (6, True)
-    assert [row["step"] for row in got.metrics] == [0, 1, 3, 4, 6]
+    assert [entry["step"] for entry in got.metrics] == [0, 1, 3, 4, 6]
     assert got.metrics[-1]["losses"] == want.metrics[-1]["losses"]
     pairs = zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (got, want)), strict=True)
     for one, other in pairs:
         np.testing.assert_array_equal(one, other)
-    found = json.loads((out / "run.json").read_text())
-    assert (found["training"]["steps"], found["extended"]) == (6, [3])
+    recorded = json.loads((out / "run.json").read_text())
+    assert (recorded["training"]["steps"], recorded["extended"]) == (6, [3])
     line = refused(model, CORPUS, out, short, SETTINGS, resume=True)
     assert line.endswith("began with 6, got 3; expected at least as many")
 
@@ -197,13 +201,14 @@ def test_a_finished_run_can_be_extended(model, tmp_path):
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def fake_step(wrong_at: int | None = None):
-    """A step that computes nothing, and whose gradient is NaN in one of them."""
+def fake_step(nan_step: int | None = None):
+    """Returns a replacement of `Trainer.step` that computes nothing. The norm of its gradient is
+    NaN in step ``nan_step``."""
 
     def step(self: Trainer, state: TrainingState, tokens) -> tuple[TrainingState, Metrics]:
         number = int(state.step) + 1
         one = jnp.float32(1)
-        norm = jnp.float32(np.nan if number == wrong_at else 1)
+        norm = jnp.float32(np.nan if number == nan_step else 1)
         metrics = Metrics(Losses(one, one, one, one), norm, one, one, one, jnp.ones((2, 8), int))
         return state._replace(step=jnp.int32(number)), metrics
 
@@ -215,8 +220,9 @@ def fake_step(wrong_at: int | None = None):
 def test_divergence_names_its_first_step_and_overwrites_nothing(
     log_every, model, tmp_path, monkeypatch
 ):
-    """Whenever rows are due; a row of the steps before it is whole."""
-    monkeypatch.setattr(Trainer, "step", fake_step(wrong_at=5))
+    """This does not depend on the logging interval, and the entries before that step are
+    complete."""
+    monkeypatch.setattr(Trainer, "step", fake_step(nan_step=5))
     settings = dataclasses.replace(SETTINGS, log_every=log_every, save_every=4)
     line = refused(model, CORPUS, tmp_path, RUN, settings)
     assert line == (
@@ -228,8 +234,8 @@ def test_divergence_names_its_first_step_and_overwrites_nothing(
 
 
 @pytest.mark.usefixtures("no_evaluation")
-def test_divergence_is_noticed_in_a_run_without_rows(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "step", fake_step(wrong_at=5))
+def test_divergence_is_noticed_between_log_entries(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", fake_step(nan_step=5))
     settings = dataclasses.replace(SETTINGS, log_every=0)
     config = dataclasses.replace(RUN, steps=1000)
     steps = []
@@ -244,7 +250,7 @@ def test_a_request_to_stop_saves_the_step(model, tmp_path, monkeypatch):
     answers = iter([False, False, True])
     stopped = train(model, CORPUS, tmp_path, RUN, SETTINGS, should_stop=lambda: next(answers))
     assert (stopped.step, stopped.finished) == (3, False)
-    assert "held_out" not in stopped.metrics[-1], "expected no evaluation of who is in a hurry"
+    assert "held_out" not in stopped.metrics[-1], "expected no evaluation after a request to stop"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
     resumed = train(model, CORPUS, tmp_path, RUN, SETTINGS, resume=True)
     assert (resumed.step, resumed.finished) == (RUN.steps, True)
@@ -253,15 +259,17 @@ def test_a_request_to_stop_saves_the_step(model, tmp_path, monkeypatch):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def live_bytes(but: set[int]) -> int:
+def live_bytes(excluded: set[int]) -> int:
+    """Returns the size of all live arrays except those with these ids."""
     gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in but)
+    return sum(array.nbytes for array in jax.live_arrays() if id(array) not in excluded)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_evaluation")
-def test_three_times_the_weights_live(model, tmp_path):
-    """Weights and two moments; the initial weights go, also in a run that is resumed."""
+def test_three_times_the_weights_are_in_memory(model, tmp_path):
+    """They are the weights and two moments. The initial weights are released, in a resumed run
+    too."""
     graph, state = nnx.split(model)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -269,23 +277,23 @@ def test_three_times_the_weights_live(model, tmp_path):
         return nnx.merge(graph, jax.tree.map(jnp.copy, state))
 
     gc.collect()
-    there = jax.live_arrays()  # kept, so that no new array has the identity of one of these
-    before = set(map(id, there))
-    found = []
+    earlier = jax.live_arrays()  # kept alive, so that no new array has the id of one of them
+    earlier_ids = set(map(id, earlier))
+    ratios = []
 
-    def weigh(row: Entry) -> None:
-        found.append(live_bytes(before) / size)
+    def measure(entry: Entry) -> None:
+        ratios.append(live_bytes(earlier_ids) / size)
         raise StopError
 
     out = tmp_path / "run"
     for resume in (False, True):
         with pytest.raises(StopError):
-            train(make, CORPUS, out, RUN, SETTINGS, report=weigh, resume=resume)
-    assert found == pytest.approx([3, 3], abs=0.05)
+            train(make, CORPUS, out, RUN, SETTINGS, report=measure, resume=resume)
+    assert ratios == pytest.approx([3, 3], abs=0.05)
 
 
 @pytest.mark.slow
-def test_a_trainer_begins_again_only_while_its_model_is_there(model):
+def test_init_can_be_repeated_while_the_model_exists(model):
     model = nnx.clone(model)
     trainer = Trainer(model, RUN)
     jax.eval_shape(trainer.init)

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they write, and that a resumed one is the same run."""
+"""Tests of whole runs of a tiny model: their files, resuming, and refused settings."""
 
 import dataclasses
 import json
@@ -34,8 +34,9 @@ CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
 CLOCK = ("seconds", "tokens_per_second", "mfu")
 
 
-def timeless(rows: list[Entry]) -> list[Entry]:
-    return [{name: row[name] for name in row if name not in CLOCK} for row in rows]
+def timeless(entries: list[Entry]) -> list[Entry]:
+    """Returns the entries without their times."""
+    return [{name: e[name] for name in e if name not in CLOCK} for e in entries]
 
 
 def weights(trained: TrainingResult) -> list[np.ndarray]:
@@ -53,10 +54,10 @@ class StopError(Exception):
 
 
 def stop_after(step: int):
-    """A report that ends a run as its death would: with nothing done behind it."""
+    """Returns a report callback that ends the run as abruptly as a crash, at an entry."""
 
-    def report(row: Entry) -> None:
-        if row["step"] >= step:
+    def report(entry: Entry) -> None:
+        if entry["step"] >= step:
             raise StopError
 
     return report
@@ -65,61 +66,61 @@ def stop_after(step: int):
 # ---- what a run writes ---------------------------------------------------------------------------
 
 
-def test_rows_come_when_they_are_due(whole):
-    """Step 0 evaluates; 1 is logged for what compiled; 3 and 6 for a save; 8 is the end."""
+def test_entries_are_written_when_they_are_due(whole):
+    """Step 0 has an evaluation, step 1 is the first after compilation, steps 3 and 6 are saved, and
+    step 8 is the last."""
     out, trained = whole
-    rows = read_metrics(out / "metrics.jsonl")
-    assert rows == trained.metrics
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 6, 8]
-    assert [row["step"] for row in rows if "held_out" in row] == [0, 4, 8]
+    entries = read_metrics(out / "metrics.jsonl")
+    assert entries == trained.metrics
+    assert [entry["step"] for entry in entries] == [0, 1, 2, 3, 4, 6, 8]
+    assert [entry["step"] for entry in entries if "held_out" in entry] == [0, 4, 8]
     assert trained.finished
     assert trained.step == 8
 
 
-def test_every_row_has_every_number(whole):
-    rows = whole[1].metrics
+def test_every_entry_is_complete(whole):
+    first, *entries = whole[1].metrics
     names = {*Metrics._fields, *CLOCK, "step"}
-    assert rows[0].keys() == {"step", "seconds", "held_out"}
-    for row in rows[1:]:
-        assert row.keys() - {"held_out"} == names
-        assert row["losses"].keys() == set(Losses._fields)
-        assert len(row["expert_load"]) == 2  # the MoE layer, and the MTP layer's
-        assert all(1 <= load <= 8 for load in row["expert_load"])
-        assert row["mfu"] is None  # of a CPU
-    assert rows[1]["tokens_per_second"] is None
-    assert all(row["tokens_per_second"] > 0 for row in rows[2:])
-    assert all(row["held_out"].keys() == set(Losses._fields) for row in rows if "held_out" in row)
-    seconds = [row["seconds"] for row in rows]
+    assert first.keys() == {"step", "seconds", "held_out"}
+    for entry in entries:
+        assert entry.keys() - {"held_out"} == names
+        assert entry["losses"].keys() == set(Losses._fields)
+        assert len(entry["expert_load"]) == 2  # the MoE layer and the MTP layer
+        assert all(1 <= load <= 8 for load in entry["expert_load"])
+        assert entry["mfu"] is None  # unknown for a CPU
+    assert entries[0]["tokens_per_second"] is None
+    assert all(entry["tokens_per_second"] > 0 for entry in entries[1:])
+    held_out = [entry["held_out"] for entry in (first, *entries) if "held_out" in entry]
+    assert all(losses.keys() == set(Losses._fields) for losses in held_out)
+    seconds = [entry["seconds"] for entry in (first, *entries)]
     assert seconds == sorted(seconds)
 
 
 def test_numbers_are_the_trainers(model, whole):
-    """The same steps by hand, and a float that JSON gives back as it was."""
+    """Repeats the steps with a Trainer. JSON preserves each float exactly."""
     trainer = Trainer(model, CONFIG)
     batches = TrainingBatches(CORPUS.train, 2, 12, seed=5)
-    state, rows = (
-        trainer.init(),
-        {row["step"]: row for row in read_metrics(whole[0] / "metrics.jsonl")},
-    )
+    state = trainer.init()
+    entries = {entry["step"]: entry for entry in read_metrics(whole[0] / "metrics.jsonl")}
     for step in (1, 2):
         state, metrics = trainer.step(state, jnp.asarray(next(batches)))
-        row = rows[step]
+        entry = entries[step]
         for name, loss in metrics.losses._asdict().items():
-            assert np.float32(row["losses"][name]) == loss
-        assert np.float32(row["gradient_norm"]) == metrics.gradient_norm
-        assert np.float32(row["learning_rate"]) == metrics.learning_rate
+            assert np.float32(entry["losses"][name]) == loss
+        assert np.float32(entry["gradient_norm"]) == metrics.gradient_norm
+        assert np.float32(entry["learning_rate"]) == metrics.learning_rate
         load = np.asarray(metrics.expert_load)
-        np.testing.assert_allclose(row["expert_load"], load.max(1) / load.mean(1))
+        np.testing.assert_allclose(entry["expert_load"], load.max(1) / load.mean(1))
 
 
 def test_held_out_losses_are_the_models(model, whole):
     _, trained = whole
-    for one, row in ((model, trained.metrics[0]), (trained.model, trained.metrics[-1])):
-        assert evaluate(one, CORPUS, CONFIG, SETTINGS) == row["held_out"]
+    for one, entry in ((model, trained.metrics[0]), (trained.model, trained.metrics[-1])):
+        assert evaluate(one, CORPUS, CONFIG, SETTINGS) == entry["held_out"]
     assert trained.metrics[0]["held_out"] != trained.metrics[-1]["held_out"]
 
 
-def test_the_last_checkpoints_are_there(whole):
+def test_the_last_checkpoints_are_kept(whole):
     assert sorted(path.name for path in (whole[0] / "checkpoints").iterdir()) == ["6", "8"]
 
 
@@ -152,27 +153,27 @@ def test_pictures(whole, tmp_path):
 
 @pytest.mark.parametrize("stopped_at", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
-    """Stopped before its first checkpoint, and between two."""
+    """It was stopped before its first checkpoint, or between two checkpoints."""
     out = tmp_path / "run"
     with pytest.raises(StopError):
         train(model, CORPUS, out, CONFIG, SETTINGS, report=stop_after(stopped_at))
     with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "los')  # as a death in the middle of a line would leave it
+        file.write('{"step": 5, "los')  # as after a crash in the middle of a line
     resumed = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
-    again = {row["step"]: row for row in timeless(resumed.metrics)}
+    got = {entry["step"]: entry for entry in timeless(resumed.metrics)}
     assert read_metrics(out / "metrics.jsonl") == resumed.metrics
-    assert [row["step"] for row in resumed.metrics] == sorted(again), "expected no step twice"
-    want = {row["step"]: row for row in timeless(whole[1].metrics)}
-    for step, row in want.items():
-        assert again[step] == row
-    # A session logs its first step besides.
-    assert again.keys() - want.keys() <= {4}
+    assert [entry["step"] for entry in resumed.metrics] == sorted(got), "expected no step twice"
+    want = {entry["step"]: entry for entry in timeless(whole[1].metrics)}
+    for step, entry in want.items():
+        assert got[step] == entry
+    # A session also logs its first step.
+    assert got.keys() - want.keys() <= {4}
     for one, other in zip(weights(resumed), weights(whole[1]), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.slow
-def test_a_time_limit_ends_a_run_that_can_go_on(model, whole, tmp_path):
+def test_a_run_that_ends_at_its_time_limit_can_be_resumed(model, whole, tmp_path):
     out = tmp_path / "run"
     brief = dataclasses.replace(SETTINGS, max_minutes=1e-9)
     stopped = train(model, CORPUS, out, CONFIG, brief)
@@ -185,7 +186,7 @@ def test_a_time_limit_ends_a_run_that_can_go_on(model, whole, tmp_path):
     assert last == want
 
 
-def test_a_finished_run_is_read_again(model, whole):
+def test_resuming_a_finished_run_returns_its_result(model, whole):
     out, trained = whole
     again = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
     assert again.metrics == trained.metrics
@@ -203,18 +204,18 @@ def refused(model, out: Path, corpus=CORPUS, config=CONFIG, settings=SETTINGS, *
 def test_another_run_is_not_resumed(model, whole):
     out = whole[0]
 
-    def resumed(**changed) -> str:
+    def refused_change(**changed) -> str:
         return refused(model, out, resume=True, **changed)
 
     hotter = dataclasses.replace(CONFIG, learning_rate=0.05)
-    assert "training.learning_rate differs: " in resumed(config=hotter)
-    assert "began with 0.02, got 0.05" in resumed(config=hotter)
+    assert "training.learning_rate differs: " in refused_change(config=hotter)
+    assert "began with 0.02, got 0.05" in refused_change(config=hotter)
     for name, value in {"batch": 4, "length": 10, "seed": 6}.items():
         settings = dataclasses.replace(SETTINGS, **{name: value})
-        assert f"data.{name} differs" in resumed(settings=settings)
+        assert f"data.{name} differs" in refused_change(settings=settings)
     other = Corpus(CORPUS.train[::-1], CORPUS.held_out)
-    assert "data.train differs: " in resumed(corpus=other)
-    assert "600 tokens, CRC-32" in resumed(corpus=other)
+    assert "data.train differs: " in refused_change(corpus=other)
+    assert "600 tokens, CRC-32" in refused_change(corpus=other)
     model = nnx.clone(model)
     model.config = dataclasses.replace(model.config, routed_scaling_factor=1.5)
     assert "model.routed_scaling_factor differs" in refused(model, out, resume=True)
@@ -264,21 +265,21 @@ def test_bad_settings(name, value):
         RunSettings(**{name: value})
 
 
-def test_a_run_that_diverges_says_so(tmp_path):
-    journal = MetricsLog(tmp_path / "metrics.jsonl")
-    journal.append({"step": 1, "losses": {"main": 2.0}, "gradient_norm": 1.0})
-    for wrong in (
+def test_divergence_is_refused(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1, "losses": {"main": 2.0}, "gradient_norm": 1.0})
+    for diverged in (
         {"losses": {"main": float("nan")}, "gradient_norm": 1.0},
         {"losses": {"main": 2.0}, "gradient_norm": float("inf")},
         {"held_out": {"main": float("nan")}},
     ):
         with pytest.raises(ValueError, match=r"step 2: .*the run has diverged"):
-            journal.append({"step": 2, **wrong})
-    journal.close()
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+            log.append({"step": 2, **diverged})
+    log.close()
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
-def test_a_row_that_is_damaged_is_named(tmp_path):
+def test_the_message_about_a_damaged_line_has_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for damaged in ("\0\0\0", "[1]", '{"losses": 1}'):
         path.write_text('{"step": 1}\n' + damaged + '\n{"step": 3}\n')

@@ -1,4 +1,4 @@
-"""What changes with the step, by hand, and the constants that no run can have."""
+"""Tests of the schedules, against values computed by hand, and of refused hyperparameters."""
 
 import dataclasses
 import re
@@ -26,40 +26,42 @@ LONG = TrainingConfig(
 
 
 def test_learning_rate():
-    """Up to 0.5 at 100, down from 400 to 0.1 at 800: a quarter of the way, cos is 1/sqrt(2)."""
+    """The rate rises to 0.5 at step 100 and falls to 0.1 from step 400 to step 800. After a quarter
+    of the decay the cosine is 1/sqrt(2)."""
     rate = schedule.learning_rate(LONG)
     quarter = 0.1 + 0.4 * (1 + 0.5**0.5) / 2
     values = {0: 0, 1: 0.005, 50: 0.25, 99: 0.495, 100: 0.5, 250: 0.5, 400: 0.5}
     values |= {500: quarter, 600: 0.3, 700: 0.6 - quarter, 800: 0.1, 999: 0.1, 5000: 0.1}
-    for at, want in values.items():
-        assert float(rate(at)) == pytest.approx(want, rel=1e-5, abs=1e-9), at
+    for count, want in values.items():
+        assert float(rate(count)) == pytest.approx(want, rel=1e-5, abs=1e-9), count
 
 
 def test_learning_rate_without_warm_up_or_constant():
     rate = schedule.learning_rate(dataclasses.replace(LONG, warmup_steps=0))
-    assert [float(rate(at)) for at in (0, 399)] == [0.5, 0.5]
+    assert [float(rate(n)) for n in (0, 399)] == [0.5, 0.5]
     rate = schedule.learning_rate(dataclasses.replace(LONG, decay_start=0.0, decay_end=1.0))
-    assert [float(rate(at)) for at in (100, 550)] == pytest.approx([0.5, 0.3])
+    assert [float(rate(n)) for n in (100, 550)] == pytest.approx([0.5, 0.3])
     assert float(rate(101)) < 0.5
 
 
 def test_switches():
     weight, speed = schedule.mtp_weight(LONG), schedule.bias_update_speed(LONG)
-    assert [float(weight(at)) for at in (0, 299, 300, 5000)] == [0.25, 0.25, 0.125, 0.125]
-    assert [float(speed(at)) for at in (0, 899)] == pytest.approx([0.01, 0.01])
-    assert [float(speed(at)) for at in (900, 5000)] == [0, 0]
+    assert [float(weight(n)) for n in (0, 299, 300, 5000)] == [0.25, 0.25, 0.125, 0.125]
+    assert [float(speed(n)) for n in (0, 899)] == pytest.approx([0.01, 0.01])
+    assert [float(speed(n)) for n in (900, 5000)] == [0, 0]
 
 
-def test_no_bias_moves_beside_low_rank_updates():
+def test_biases_are_constant_with_low_rank_updates():
     speed = schedule.bias_update_speed(dataclasses.replace(LONG, lora_rank=4))
     assert float(speed(0)) == 0
 
 
 def test_the_reports_run():
-    """14.8T tokens in steps of a billion: constant to 10T, down over 4.3T, the last 500B low."""
+    """In 14.8T tokens, at a billion per step, the rate is constant up to 10T, decays over 4.3T, and
+    is constant for the last 500B."""
     run = TrainingConfig(steps=14800, learning_rate=2.2e-4, final_learning_rate=2.2e-5)
-    assert [run.at(f) for f in (run.decay_start, run.decay_end)] == [10000, 14300]
-    assert [run.at(f) for f in (run.mtp_weight_switch, run.bias_update_end)] == [10000, 14300]
+    assert [run.step_at(f) for f in (run.decay_start, run.decay_end)] == [10000, 14300]
+    assert [run.step_at(f) for f in (run.mtp_weight_switch, run.bias_update_end)] == [10000, 14300]
     assert (run.mtp_weight, run.final_mtp_weight) == (0.3, 0.1)
     assert (run.bias_update_speed, run.balance_weight) == (0.001, 1e-4)
     assert (run.betas, run.weight_decay, run.clip_norm) == ((0.9, 0.95), 0.1, 1.0)
@@ -68,12 +70,12 @@ def test_the_reports_run():
 @pytest.mark.slow
 def test_a_step_follows_the_schedules(trainer: Trainer):
     state = trainer.init()
-    for at in range(20):
+    for count in range(20):
         state, metrics = step(trainer, state)
-        rate = float(schedule.learning_rate(RUN)(at))
+        rate = float(schedule.learning_rate(RUN)(count))
         assert float(metrics.learning_rate) == pytest.approx(rate, rel=1e-6)
-        assert float(metrics.mtp_weight) == pytest.approx(0.3 if at < 16 else 0.1)
-    assert RUN.at(RUN.mtp_weight_switch) == 16
+        assert float(metrics.mtp_weight) == pytest.approx(0.3 if count < 16 else 0.1)
+    assert RUN.step_at(RUN.mtp_weight_switch) == 16
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_step_follows_the_schedules(trainer: Trainer):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_refused_constants(change, message):
+def test_refused_hyperparameters(change, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as refused:
         dataclasses.replace(LONG, **change)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Steps of a tiny run: what they change, what they leave alone, and what they refuse."""
+"""Tests of training steps: updates, accumulation, dtypes, donation and refused batches."""
 
 import dataclasses
 
@@ -50,14 +50,15 @@ def test_metrics_are_of_the_weights_before_the_step(trainer):
 
 
 def test_adamw_by_hand(trainer):
-    """Two steps on, from the gradients in the first moments; vectors do not decay."""
+    """Recomputes three steps from the gradients in the first moments. Vectors have no weight
+    decay."""
     (b1, b2), eps = RUN.betas, 1e-8
     states = [trainer.init()]
     for _ in range(3):
         states.append(step(trainer, states[-1])[0])
-    found = [arrays(state.params) for state in states]
+    params = [arrays(state.params) for state in states]
     moments = [arrays(state.optimizer[1][0].mu) for state in states]
-    for name, param in found[0].items():
+    for name, param in params[0].items():
         mean = np.zeros(param.shape)
         square = np.zeros(param.shape)
         param = param.astype(np.float64)
@@ -68,7 +69,7 @@ def test_adamw_by_hand(trainer):
             moved = mean / (1 - b1**t) / (np.sqrt(square / (1 - b2**t)) + eps)
             decay = RUN.weight_decay * param if param.ndim > 1 else 0
             param = param - float(schedule.learning_rate(RUN)(t - 1)) * (moved + decay)
-        assert relative_error(found[3][name], param) < 1e-4, name
+        assert relative_error(params[3][name], param) < 1e-4, name
 
 
 def test_equal_states_give_equal_steps(trainer):
@@ -83,7 +84,7 @@ def test_equal_states_give_equal_steps(trainer):
 
 
 def test_every_parameter_moves(trainer):
-    """From the second step on: the warm-up begins at a learning rate of 0."""
+    """They move from the second step on, because the warm-up begins at a learning rate of 0."""
     start = trainer.init()
     first, _ = step(trainer, start)
     second, _ = step(trainer, first)
@@ -93,9 +94,9 @@ def test_every_parameter_moves(trainer):
         assert moved == [before is first] * len(moved)
 
 
-def test_training_leaves_the_model_it_began_from_alone(model, trainer):
-    """Steps donate their state, which must not be the model's own arrays; nor are those of the
-    models that come from a state."""
+def test_training_does_not_modify_the_initial_model(model, trainer):
+    """Steps donate their state, so it must not share arrays with the model. Neither must the models
+    that are made from a state."""
     before, trained = Snapshot(model), []
     for _ in range(2):
         state, _ = trainer.step(trainer.init(), jnp.asarray(TOKENS))
@@ -107,12 +108,12 @@ def test_training_leaves_the_model_it_began_from_alone(model, trainer):
 
 
 def test_a_model_of_a_state_outlives_the_next_step(trainer):
-    """Which destroys the state, and a model that shares its arrays."""
+    """The step deletes the state and a model that shares its arrays."""
     state = trainer.init()
-    kept, shared = trainer.model(state), trainer.model(state, copy=False)
-    before = [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(kept))]
+    copied, shared = trainer.model(state), trainer.model(state, copy=False)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(copied))]
     trainer.step(state, jnp.asarray(TOKENS))
-    for leaf, value in zip(jax.tree.leaves(nnx.state(kept)), before, strict=True):
+    for leaf, value in zip(jax.tree.leaves(nnx.state(copied)), before, strict=True):
         np.testing.assert_array_equal(leaf, value)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(shared)))
 
@@ -122,14 +123,14 @@ def test_a_model_of_a_state_outlives_the_next_step(trainer):
 
 @pytest.fixture(scope="module")
 def thirds(model) -> Trainer:
-    """Three parts a batch, layers computed again, equal layers in a loop."""
+    """A trainer with three microbatches, remat and scan."""
     return Trainer(model, dataclasses.replace(RUN, accumulate=3, remat=True, scan_layers=True))
 
 
-def test_parts_are_uneven():
-    """So that the mean of the parts' means is not the batch's mean."""
-    counted = (TOKENS[:, 1:] != 0).sum(axis=1)
-    assert [counted[part::3].sum() for part in range(3)] == [15, 21, 21]
+def test_microbatches_have_unequal_numbers_of_targets():
+    """The mean of the microbatches' means is therefore not the batch's mean."""
+    targets = (TOKENS[:, 1:] != 0).sum(axis=1)
+    assert [targets[i::3].sum() for i in range(3)] == [15, 21, 21]
 
 
 @pytest.mark.slow
@@ -187,10 +188,10 @@ def test_shapes_of_other_models(settings, layers, routers, model):
 def test_bfloat16_computes_nearly_the_same(model, trainer):
     rounded = Trainer(model, dataclasses.replace(RUN, compute_dtype="bfloat16"))
     start = trainer.init()
-    exact, found = evaluate(trainer, start), evaluate(rounded, start)
-    assert found.main.dtype == jnp.float32
-    assert float(found.main) != float(exact.main)
-    assert float(found.main) == pytest.approx(float(exact.main), rel=0.02)
+    exact, losses = evaluate(trainer, start), evaluate(rounded, start)
+    assert losses.main.dtype == jnp.float32
+    assert float(losses.main) != float(exact.main)
+    assert float(losses.main) == pytest.approx(float(exact.main), rel=0.02)
 
 
 def test_master_weights_are_float32_whatever_was_loaded(tmp_path):
@@ -200,11 +201,11 @@ def test_master_weights_are_float32_whatever_was_loaded(tmp_path):
     state = trainer.init()
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
     assert trainer.model(state).dtype == jnp.float32
-    for held, given in zip(
+    for param, loaded_weight in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(nnx.state(loaded, nnx.Param)), strict=True
     ):
-        assert given.dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(held, np.asarray(given, np.float32))
+        assert loaded_weight.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(param, np.asarray(loaded_weight, np.float32))
 
 
 def test_float8_weights_do_not_train(tmp_path):

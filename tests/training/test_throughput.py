@@ -1,4 +1,4 @@
-"""Training FLOPs, counted a second time from the shapes of a published table of tensors."""
+"""Compares training FLOPs with a count from the shapes of the published tensors."""
 
 import dataclasses
 
@@ -12,24 +12,25 @@ from tests.support.checkpoints import tiny_config
 TINY = ModelConfig.from_hf(tiny_config())
 
 
-def multiplied(config: ModelConfig) -> float:
-    """Elements of every matrix that a token meets, MTP layers and their heads included."""
-    share = config.num_experts_per_tok / config.n_routed_experts
+def active_elements(config: ModelConfig) -> float:
+    """Returns the number of matrix elements that a token uses, with MTP layers and their heads."""
+    active_fraction = config.num_experts_per_tok / config.n_routed_experts
     total = 0.0
     for name, spec in tensor_table(dataclasses.replace(config, quantization=None)).items():
         if len(spec.shape) == 2 and "embed_tokens" not in name:
-            total += spec.shape[0] * spec.shape[1] * (share if ".experts." in name else 1)
+            total += spec.shape[0] * spec.shape[1] * (active_fraction if ".experts." in name else 1)
     return total
 
 
 @pytest.mark.parametrize("config", [TINY, presets.DEEPSEEK_V3], ids=["tiny", "V3"])
 def test_flops_of_a_token(config):
-    """Norms and biases count as active parameters of an MTP layer: less than 1 %, 0.01 % in V3."""
+    """Norms and biases count as active parameters of an MTP layer: less than 1%, and 0.01% in
+    V3."""
     length = 48
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     width = config.qk_head_dim + config.v_head_dim
     attention = 2 * config.num_attention_heads * width * layers * length / 2
-    want = 3 * (2 * multiplied(config) + attention)
+    want = 3 * (2 * active_elements(config) + attention)
     bound = 0.01 if config is TINY else 1e-4
     assert training_flops_per_token(config, length) == pytest.approx(want, rel=bound)
 
@@ -38,19 +39,19 @@ def test_without_mtp_layers():
     bare = dataclasses.replace(TINY, num_nextn_predict_layers=0)
     width = bare.qk_head_dim + bare.v_head_dim
     attention = 2 * bare.num_attention_heads * width * bare.num_hidden_layers * 24
-    want = 3 * (2 * multiplied(bare) + attention)
+    want = 3 * (2 * active_elements(bare) + attention)
     assert training_flops_per_token(bare, 48) == pytest.approx(want, rel=1e-9)
 
 
 def test_utilisation_by_hand():
-    """Half of the peak's operations a second."""
+    """The rate is half of the peak FLOP/s."""
     rate = 0.5 * 989.4e12 / training_flops_per_token(TINY, 64)
     assert utilisation(TINY, 64, rate, "NVIDIA H200", "bfloat16") == pytest.approx(0.5)
     assert utilisation(TINY, 64, rate, "NVIDIA H200", "float32") is None
     assert utilisation(TINY, 64, rate, "cpu", "bfloat16") is None
 
 
-def test_devices_go_by_the_beginning_of_their_names():
+def test_devices_are_identified_by_prefix():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12

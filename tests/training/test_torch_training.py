@@ -1,8 +1,8 @@
-"""Fifty steps beside torch: transformers' model, torch's AdamW and clipping, the rest by hand.
+"""Compares fifty training steps with torch: transformers' model, torch's AdamW and clipping.
 
-Both sides begin with the weights of one checkpoint and see the same batches in float32. The torch
-side is written from the V3 report: its losses and masks, the schedules, the balance loss and the
-steps of the biases share nothing with ours.
+Both sides begin with the weights of one checkpoint and train on the same batches in float32.
+Losses, masks, schedules, balance loss and bias updates of the torch side are written from the V3
+report and share no code with ours.
 """
 
 import math
@@ -38,11 +38,11 @@ RUN = TrainingConfig(
     balance_weight=0.01,
     compute_dtype="float32",
 )
-BOUND = 1e-4  # relative, of every step's figures; rounding leaves 4e-7
+BOUND = 1e-4  # relative error of every step's metrics; rounding causes 4e-7
 
 
 class Record(NamedTuple):
-    """Of each step."""
+    """Metrics of each step."""
 
     main: list[float]
     mtp: list[float]
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
 
 def batches() -> np.ndarray:
-    """[steps, B, T], five batches again and again, with documents that end anywhere."""
+    """Returns tokens [steps, B, T]: five batches, repeated, with documents that end anywhere."""
     rng = np.random.default_rng(7)
     tokens = rng.integers(1, VOCAB, (5, BATCH, LENGTH))
     tokens[rng.uniform(size=tokens.shape) < 0.08] = 0
@@ -60,21 +60,23 @@ def batches() -> np.ndarray:
 
 
 def learning_rate(step: int) -> float:
-    """Up in 5 steps, constant to 25, half a cosine to 45."""
+    """Returns the learning rate: 5 steps of warm-up, constant to step 25, cosine decay to step
+    45."""
     if step < 5:
         return 0.004 * step / 5
-    along = min(max(step - 25, 0) / 20, 1.0)
-    return 0.0004 + (0.004 - 0.0004) * (1 + math.cos(math.pi * along)) / 2
+    progress = min(max(step - 25, 0) / 20, 1.0)
+    return 0.0004 + (0.004 - 0.0004) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
-    """Record, and the routers' biases at the end: the model's layer, then the MTP layer."""
+    """Returns the metrics, and the final router biases of the main model's layer and the MTP
+    layer."""
     import torch
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
     class Tiny(DeepseekV3ForCausalLM):
-        # As published: all but the number, which transformers has fixed to DeepSeek-V3's 61.
+        # As in transformers, where the layer number is fixed to DeepSeek-V3's 61.
         _keys_to_ignore_on_load_unexpected = (r"model\.layers\.2\..*",)
 
     model = Tiny.from_pretrained(
@@ -86,8 +88,8 @@ def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
     mtp = MtpModel.from_pretrained(model).train()
     gates = [model.model.layers[1].mlp.gate, mtp.layers[0].mtp_block.mlp.gate]
     routed: dict[int, tuple] = {}
-    for place, gate in enumerate(gates):
-        gate.register_forward_hook(lambda _, __, out, place=place: routed.update({place: out}))
+    for i, gate in enumerate(gates):
+        gate.register_forward_hook(lambda _, __, out, i=i: routed.update({i: out}))
     parameters = {id(p): p for p in [*model.parameters(), *mtp.parameters()]}.values()
     optimizer = torch.optim.AdamW(
         [
@@ -100,10 +102,10 @@ def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
 
     def cross_entropy(logits, tokens: np.ndarray, ahead: int):
         targets = torch.tensor(tokens[:, ahead:].copy())
-        for row in range(BATCH):
-            for place in range(LENGTH - ahead):
-                if (tokens[row, place + 1 : place + 1 + ahead] == 0).any():
-                    targets[row, place] = -100
+        for b in range(BATCH):
+            for t in range(LENGTH - ahead):
+                if (tokens[b, t + 1 : t + 1 + ahead] == 0).any():
+                    targets[b, t] = -100
         return torch.nn.functional.cross_entropy(
             logits[:, : LENGTH - ahead].reshape(-1, VOCAB), targets.reshape(-1), ignore_index=-100
         )
@@ -113,13 +115,13 @@ def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
         ids = torch.from_numpy(tokens)
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         main = cross_entropy(model.lm_head(hidden), tokens, 1)
-        places = torch.arange(LENGTH - 1)[None]
-        ahead = mtp.forward_layer(0, hidden[:, :-1], places, None, input_ids=ids[:, 1:])
-        further = cross_entropy(model.lm_head(ahead), tokens, 2)
+        positions = torch.arange(LENGTH - 1)[None]
+        mtp_hidden = mtp.forward_layer(0, hidden[:, :-1], positions, None, input_ids=ids[:, 1:])
+        mtp_loss = cross_entropy(model.lm_head(mtp_hidden), tokens, 2)
 
         balance, loads = torch.zeros(()), []
-        for place, length in enumerate((LENGTH, LENGTH - 1)):
-            logits, _, chosen = routed[place]
+        for i, length in enumerate((LENGTH, LENGTH - 1)):
+            logits, _, chosen = routed[i]
             E, K = logits.shape[-1], chosen.shape[-1]
             scores = logits.sigmoid().reshape(BATCH, length, E)
             one_hot = torch.nn.functional.one_hot(chosen, E).reshape(BATCH, length, K, E)
@@ -130,7 +132,7 @@ def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
 
         weight = 0.3 if step < 30 else 0.1
         optimizer.zero_grad()
-        (main + weight * further + 0.01 * balance).backward()
+        (main + weight * mtp_loss + 0.01 * balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
@@ -139,7 +141,7 @@ def their_training(directory: Path) -> tuple[Record, list[np.ndarray]]:
             for gate, load in zip(gates, loads, strict=True):
                 gate.e_score_correction_bias += 0.01 * (load.float().mean() - load).sign()
         record.main.append(main.item())
-        record.mtp.append(further.item())
+        record.mtp.append(mtp_loss.item())
         record.norm.append(norm.item())
         record.loads.append(np.stack([load.numpy() for load in loads]))
     return record, [gate.e_score_correction_bias.numpy() for gate in gates]
@@ -160,7 +162,7 @@ def test_fifty_steps(tmp_path):
         our.norm.append(float(metrics.gradient_norm))
         our.loads.append(np.asarray(metrics.expert_load))
 
-    assert their.main[-1] < 0.7 * their.main[0], "expected training to get somewhere"
+    assert their.main[-1] < 0.7 * their.main[0], "expected the loss to decrease"
     assert min(their.norm) < 1 < max(their.norm), "expected some gradients to be clipped"
     for name in ("main", "mtp", "norm"):
         got, want = (np.array(getattr(record, name)) for record in (our, their))

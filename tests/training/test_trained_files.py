@@ -1,4 +1,4 @@
-"""What a run leaves on disk: weights in bfloat16 and float8, through a checkpoint and back."""
+"""Tests that trained weights survive a checkpoint in bfloat16 and in float8."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.support.oracle import dequantize, relative_error
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> DeepSeekV3:
-    """float32 weights, with dense, MoE and MTP layers."""
+    """A float32 model with dense, MoE and MTP layers."""
     directory = tmp_path_factory.mktemp("trained")
     config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=2)
     write_published(directory, config, random_tensors(config))
@@ -40,13 +40,13 @@ def test_bfloat16_round_trip(trained, tmp_path):
         trained.config, dtype="bfloat16"
     )
     loaded, _ = dsv3_jax.load(tmp_path / "one", dtype=jnp.bfloat16)
-    held = published_tensors(loaded)
+    tensors = published_tensors(loaded)
     originals = published_tensors(trained)
-    assert held.keys() == originals.keys()
+    assert tensors.keys() == originals.keys()
     for name, original in originals.items():
         dtype = np.float32 if name.endswith(BIAS) else ml_dtypes.bfloat16
-        assert held[name].dtype == dtype
-        np.testing.assert_array_equal(held[name], original.astype(dtype))
+        assert tensors[name].dtype == dtype
+        np.testing.assert_array_equal(tensors[name], original.astype(dtype))
     write_checkpoint(loaded, tmp_path / "two")
     assert bits(tmp_path / "two") == bits(tmp_path / "one")
 
@@ -73,5 +73,5 @@ def test_float8_round_trip(quantization, trained, tmp_path):
         scale = stored[f"{name}_scale_inv"][...]
         values = dequantize(stored[name][...], scale, quantization.weight_block_size)
         np.testing.assert_array_equal(cast[name], values.astype(np.float32))
-        # e4m3 keeps three bits behind the leading one: at most 1/16 off, 2.7 % over many.
+        # e4m3 has three mantissa bits: an error of at most 1/16, and 2.7% over many values.
         assert relative_error(values, original) < 0.04

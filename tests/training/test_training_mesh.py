@@ -1,4 +1,4 @@
-"""Training on eight devices: the steps of one, whatever is split and wherever it is stored."""
+"""Tests that training on eight devices equals training on one, with every layout."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ from tests.training.tiny import RUN, arrays
 pytestmark = pytest.mark.usefixtures("own_compile_cache")
 ROOT = Path(__file__).parents[2]
 
-# One dense layer, one of experts, one of MTP.
+# One dense layer, one MoE layer and one MTP layer.
 CONFIG = tiny_config(
     vocab_size=64,
     hidden_size=32,
@@ -47,7 +47,7 @@ CONFIG = tiny_config(
     num_attention_heads=8,
     num_key_value_heads=8,
 )
-# Clipped, so that a norm of parts in place of the whole would be seen.
+# Clipping is on, so that a norm over one shard instead of the whole gradient would be noticed.
 RUN = dataclasses.replace(RUN, clip_norm=0.5, warmup_steps=0)
 TOKENS = np.random.default_rng(1).integers(1, 64, (16, 12))
 TOKENS[:, 0] = 0
@@ -61,7 +61,7 @@ LAYOUTS = {
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
-    "the same, stored in parts": lambda: Layout(
+    "data 2, expert 2, tensor 2 with FSDP": lambda: Layout(
         make_mesh(data=2, expert=2, tensor=2),
         Rules({**DEFAULT_RULES.table, "vocab": None}),
         fsdp_axes=("data", "expert"),
@@ -88,16 +88,16 @@ class Stepped(NamedTuple):
     state: TrainingState
     metrics: list[Metrics]
     gradients: dict[str, np.ndarray]
-    """Clipped, of the first step."""
+    """Gradients of the first step after clipping, by parameter."""
 
 
 def steps(model: DeepSeekV3, count: int = 2, **settings: Any) -> Stepped:
-    """Some steps on one batch."""
+    """Performs ``count`` steps on one batch."""
     trainer = Trainer(model, dataclasses.replace(RUN, **settings))
     state, metrics, gradients = trainer.init(), [], {}
     for i in range(count):
-        state, found = trainer.step(state, trainer.shard_batch(TOKENS))
-        metrics.append(jax.device_get(found))
+        state, step_metrics = trainer.step(state, trainer.shard_batch(TOKENS))
+        metrics.append(jax.device_get(step_metrics))
         if i == 0:
             moments = arrays(state.optimizer[1][0].mu)
             gradients = {name: mu / (1 - RUN.betas[0]) for name, mu in moments.items()}
@@ -112,7 +112,7 @@ def alone(directory):
 @pytest.fixture(scope="module")
 def spread(directory):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of arrays that could not be donated
+        warnings.simplefilter("error")  # JAX warns about arrays that could not be donated
         return steps(load(directory, QUICK))
 
 
@@ -138,19 +138,19 @@ def assert_same(got: Stepped, want: Stepped):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, *SLOW])
 def test_gradients(directory, alone, spread, name):
-    """Of every parameter: of the losses of next tokens, of MTP and of balance. Also what the second
-    step finds, behind the first's update of weights and biases."""
+    """Compares the gradient of every parameter, and the metrics of a second step, which depend on
+    the first step's updates of weights and biases."""
     assert_same(spread if name == QUICK else steps(load(directory, name)), alone)
 
 
 @pytest.mark.slow
-def test_in_parts_and_computed_again(directory, alone):
-    """Two parts of a batch, layers computed again in the backward pass."""
+def test_accumulation_and_remat(directory, alone):
+    """Uses two microbatches, and recomputes layers in the backward pass."""
     assert_same(steps(load(directory, QUICK), accumulate=2, remat=True), alone)
 
 
 @pytest.mark.slow
-def test_layers_in_a_loop():
+def test_scanned_layers():
     changes = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     config = ModelConfig.from_hf(CONFIG | changes)
     want = steps(random_model(config, 0))
@@ -160,7 +160,7 @@ def test_layers_in_a_loop():
 @pytest.mark.slow
 def test_low_rank_updates(directory):
     settings = {"lora_rank": 2, "count": 3}
-    want, got = (steps(load(directory, at), **settings) for at in (None, QUICK))
+    want, got = (steps(load(directory, name), **settings) for name in (None, QUICK))
     for one, other in zip(got.metrics, want.metrics, strict=True):
         assert relative_error(one.losses, other.losses) < 1e-5
         assert relative_error(one.gradient_norm, other.gradient_norm) < 1e-5
@@ -170,29 +170,28 @@ def test_low_rank_updates(directory):
 
 @pytest.mark.slow
 def test_bfloat16(directory):
-    """Sums over devices are of rounded parts, but not rounded themselves."""
-    want, got = (steps(load(directory, at), compute_dtype="bfloat16") for at in (None, QUICK))
+    """Sums over devices have rounded terms, but are not rounded themselves."""
+    models = (load(directory, name) for name in (None, QUICK))
+    want, got = (steps(model, compute_dtype="bfloat16") for model in models)
     for name, gradient in want.gradients.items():
         assert relative_error(got.gradients[name], gradient) < 0.05, name
 
 
-# ---- where things lie ----------------------------------------------------------------------------
+# ---- shardings -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_no_copies_of_matrices(spread):
-    """Each device has an eighth of every matrix, in float32, and of its moments."""
-    for part in (spread.state.params, spread.state.optimizer):
-        for name, leaf in (
-            (jax.tree_util.keystr(p), a) for p, a in jax.tree.leaves_with_path(part)
-        ):
-            held = leaf.sharding.shard_shape(leaf.shape)
-            copies = 8 if leaf.ndim < 2 else 1
-            assert np.prod(held) * 8 == leaf.size * copies, name
+def test_matrices_are_not_replicated(spread):
+    """Each device has an eighth of every float32 matrix and of its moments."""
+    for tree in (spread.state.params, spread.state.optimizer):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            replicas = 8 if leaf.ndim < 2 else 1
+            assert np.prod(shard) * 8 == leaf.size * replicas, jax.tree_util.keystr(path)
 
 
 @pytest.mark.slow
-def test_one_program_that_takes_its_state_for_itself(spread):
+def test_one_program_that_donates_its_state(spread):
     assert spread.trainer.programs.step._cache_size() == 1
     state = jax.tree.map(jnp.copy, spread.state)
     spread.trainer.step(state, spread.trainer.shard_batch(TOKENS))
@@ -200,7 +199,7 @@ def test_one_program_that_takes_its_state_for_itself(spread):
 
 
 @pytest.mark.slow
-def test_the_model_that_training_began_from_stays(directory):
+def test_the_initial_model_is_not_modified(directory):
     model = load(directory, QUICK)
     trainer = Trainer(model, RUN)
     state = trainer.init()
@@ -225,14 +224,14 @@ def test_random_weights_do_not_depend_on_devices():
     one, eight = (random_model(config, 3, layout) for layout in (None, LAYOUTS[QUICK]()))
     for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, eight)), strict=True):
         np.testing.assert_array_equal(a, b)
-    Trainer(eight, RUN)  # refuses what does not lie as it should
+    Trainer(eight, RUN)  # which checks the shardings
 
 
 # ---- collectives ---------------------------------------------------------------------------------
 
 
 def collectives(trainer: Trainer) -> dict[str, int]:
-    """Of a step, as XLA compiles it; those of one device with itself do not count."""
+    """Counts the collectives of a compiled step, except those of one device with itself."""
     batch = trainer.shard_batch(TOKENS)
     text = trainer.programs.step.lower(trainer.abstract_state, None, batch).compile().as_text()
     lines = [line for line in text.splitlines() if "replica_groups={{0},{1}" not in line]
@@ -244,11 +243,11 @@ def collectives(trainer: Trainer) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QUICK, *SLOW[:-2]])
 def test_collectives(directory, spread, name):
-    """Each matrix is gathered where it is used, and its gradient reduced and scattered. Experts are
-    where there is a data axis; each of two layers exchanges tokens forward and back, and so do
-    their gradients. MTP uses embedding and head a second time; XLA sees that it need not gather
-    them again. What layers gathered is gathered once more for the backward pass, unless XLA merges
-    the two, as it does for CPUs with jax 0.10.
+    """Each matrix is all-gathered where it is used, and its gradient is reduce-scattered. This
+    includes the experts if there is a data axis. Each of the two MoE layers exchanges tokens in
+    both directions, and so do their gradients. MTP uses embedding and head a second time, but XLA
+    does not gather them again. Matrices are gathered once more for the backward pass, unless XLA
+    merges the two, as it does on CPUs with jax 0.10.
     """
     trainer = spread.trainer if name == QUICK else Trainer(load(directory, name), RUN)
     dense, moe, experts = 5 + 3, 5 + 1 + 3, 3
@@ -259,15 +258,15 @@ def test_collectives(directory, spread, name):
         "train, expert 8": (layers, 2, exchanges),
         "dp_attention_ep": (0, 0, exchanges),
     }
-    found = collectives(trainer)
+    counts = collectives(trainer)
     if name in want:
         matrices, shared, exchanged = want[name]
         once = matrices + shared + exchanged
-        assert found.pop("all-gather", 0) in (once, once + max(matrices - 1, 0))  # eh_proj is kept
-        assert found.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged
+        assert counts.pop("all-gather", 0) in (once, once + max(matrices - 1, 0))  # eh_proj is kept
+        assert counts.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged
     else:
-        assert found.pop("all-gather", 0) <= 4  # of words
-    assert found.keys() == {"all-reduce"}  # vectors, losses, norms, loads; heads and columns
+        assert counts.pop("all-gather", 0) <= 4  # of the embedding and the head
+    assert counts.keys() == {"all-reduce"}  # vectors, losses, norms, loads, sharded sums
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -309,8 +308,8 @@ def assert_same_losses(got: list[Entry], want: list[Entry]):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_elsewhere(directory, corpus, tmp_path):
-    """Four steps on one device, four more on eight: the losses of a run on one."""
+def test_a_run_resumes_on_other_devices(directory, corpus, tmp_path):
+    """Four steps on one device and four on eight give the losses of eight steps on one device."""
     config = dataclasses.replace(RUN, steps=8, accumulate=2)
     settings = RunSettings(batch=16, length=12, log_every=1, eval_batches=1, save_every=4)
     want = train(load(directory, None), corpus, tmp_path / "alone", config, settings)
@@ -318,8 +317,8 @@ def test_a_run_goes_on_elsewhere(directory, corpus, tmp_path):
     class StopError(Exception):
         pass
 
-    def stop(row):
-        if row["step"] == 5:
+    def stop(entry):
+        if entry["step"] == 5:
             raise StopError
 
     with pytest.raises(StopError):
@@ -337,36 +336,36 @@ COMMAND = "import sys; from dsv3_jax.cli.main import main; sys.exit(main())"
 
 @pytest.mark.slow
 def test_two_processes(directory, corpus, tmp_path):
-    """The command, twice at once: the rows and the model of one process with one device."""
+    """Two processes write the metrics and the model that one process with one device writes."""
     np.savez(tmp_path / "data.npz", **corpus._asdict())
-    words = ("--data", tmp_path / "data.npz", "--steps", 3, "--save-every", 2, "--log-every", 1)
-    words += ("--batch", 16, "--length", 12, "--eval-batches", 1, "--compute-dtype", "float32")
-    words += ("--to", "float32", "--from", directory)
-    launched = [sys.executable, "scripts/launch_local.py", "-n", 2, "--devices-per-process", 2]
-    launched += ["--", sys.executable, "-c", COMMAND, "train", *words, "--out", tmp_path / "two"]
-    launched += ["--distributed", "--layout", "train", "--expert-devices", 2]
-    ran = subprocess.run(
-        list(map(str, launched)),
+    arguments = ("--data", tmp_path / "data.npz", "--steps", 3, "--save-every", 2, "--log-every", 1)
+    arguments += ("--batch", 16, "--length", 12, "--eval-batches", 1, "--compute-dtype", "float32")
+    arguments += ("--to", "float32", "--from", directory)
+    command = [sys.executable, "scripts/launch_local.py", "-n", 2, "--devices-per-process", 2]
+    command += ["--", sys.executable, "-c", COMMAND, "train", *arguments, "--out", tmp_path / "two"]
+    command += ["--distributed", "--layout", "train", "--expert-devices", 2]
+    process = subprocess.run(
+        list(map(str, command)),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         timeout=400,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr.count("step 3/3") == 1  # of the first process alone
-    assert run("train", *words, "--out", tmp_path / "one") == 0
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stderr.count("step 3/3") == 1  # only the first process reports progress
+    assert run("train", *arguments, "--out", tmp_path / "one") == 0
     got, want = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     assert_same_losses(got, want)
-    prints = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("two", "one"))
-    assert len({found["weights"]["fingerprint"] for found in prints}) == 1
+    records = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("two", "one"))
+    assert len({r["weights"]["fingerprint"] for r in records}) == 1
     models = (
         dsv3_jax.load(tmp_path / name / "model", dtype="float32")[0] for name in ("two", "one")
     )
     for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in models), strict=True):
         assert relative_error(a, b) < 1e-4
     status = run("train", "--resume", "--out", tmp_path / "two", "--layout", "single")
-    assert status == 0  # there is nothing left to do, and the checkpoint is read
+    assert status == 0  # the run is complete, and its checkpoint is read
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -378,7 +377,7 @@ def refused(pattern: str, run: Any):
     assert "\n" not in str(caught.value)
 
 
-def test_what_does_not_train(directory):
+def test_models_that_cannot_be_trained(directory):
     layout = make_layout("dp_attention_ep", exchange="all_to_all")
     exchanged = dsv3_jax.load(directory, layout=layout)[0]
     refused(
@@ -387,11 +386,11 @@ def test_what_does_not_train(directory):
     )
     placed = load(directory, "dp_attention_ep").place_experts(Placement.identity(2, 8))
     refused("^placement: expected none for training", lambda: Trainer(placed, RUN))
-    elsewhere = load(directory, None)
-    elsewhere.lay_out(LAYOUTS[QUICK]())
+    unsharded = load(directory, None)
+    unsharded.lay_out(LAYOUTS[QUICK]())
     refused(
         r"^embed_tokens\.weight: expected the sharding of the model's layout",
-        lambda: Trainer(elsewhere, RUN),
+        lambda: Trainer(unsharded, RUN),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny run's constants and data, and reading its state."""
+"""Configuration and data of a tiny run, and helpers that read its state."""
 
 from typing import Any
 
@@ -30,22 +30,32 @@ RUN = TrainingConfig(
     learning_rate=0.02,
     final_learning_rate=0.002,
     warmup_steps=2,
-    clip_norm=1e9,  # so that the optimiser's first moments are the gradients, times 1 - beta
+    clip_norm=1e9,  # so that the first moments of the optimizer are the gradients times 1 - beta
     bias_update_speed=0.01,
-    balance_weight=0.1,  # enough to be seen beside the other losses
+    balance_weight=0.1,  # large enough to matter beside the other losses
     compute_dtype="float32",
 )
-# Documents of uneven lengths, so that neither rows nor parts of the batch count equally.
+# Documents of uneven lengths, so that sequences and microbatches have unequal numbers of targets.
 TOKENS = np.random.default_rng(1).integers(1, 32, (6, 12))
 TOKENS[:, 0] = 0
-for _row, _place in ((0, 2), (0, 3), (0, 5), (0, 6), (1, 8), (3, 5), (3, 7), (3, 9), (5, 11)):
-    TOKENS[_row, _place] = 0
+for _sequence, _position in (
+    (0, 2),
+    (0, 3),
+    (0, 5),
+    (0, 6),
+    (1, 8),
+    (3, 5),
+    (3, 7),
+    (3, 9),
+    (5, 11),
+):
+    TOKENS[_sequence, _position] = 0
 
 
 def step(
     trainer: Trainer, state: TrainingState, tokens: np.ndarray = TOKENS
 ) -> tuple[TrainingState, Metrics]:
-    """One step; `Trainer.step` takes its state for itself, so it is given a copy."""
+    """Performs one step on a copy of the state, because `Trainer.step` donates its argument."""
     return trainer.step(jax.tree.map(jnp.copy, state), jnp.asarray(tokens))
 
 
@@ -53,32 +63,38 @@ def evaluate(trainer: Trainer, state: TrainingState) -> Losses:
     return trainer.evaluate(state, jnp.asarray(TOKENS))
 
 
-def weighted(found: Losses, config: TrainingConfig = RUN) -> float:
-    """What the first steps of a run minimise, summed in float64."""
-    main, mtp, balance = (float(each) for each in (found.main, found.mtp, found.balance))
+def weighted(losses: Losses, config: TrainingConfig = RUN) -> float:
+    """Returns the objective of the first steps of a run, summed in float64."""
+    main, mtp, balance = float(losses.main), float(losses.mtp), float(losses.balance)
     return main + config.mtp_weight * mtp + config.balance_weight * balance
 
 
 def biases(state: TrainingState, layer: int = 0) -> list[np.ndarray]:
-    """Of the main model's only router, which is in ``layer``, then the MTP layer's."""
+    """Returns the biases of the main model's only router, which is in ``layer``, and of the MTP
+    layer's router."""
     flat = dict(nnx.to_flat_state(state.biases))
     assert len(flat) == 2
-    ends = ("mlp", "gate", BIAS)
-    return [np.asarray(flat[*at, *ends].get_value()) for at in (("layers", layer), ("mtp", 0))]
+    router = ("mlp", "gate", BIAS)
+    layers = (("layers", layer), ("mtp", 0))
+    return [np.asarray(flat[*path, *router].get_value()) for path in layers]
 
 
 def gradients(trainer: Trainer, start: TrainingState, config: TrainingConfig = RUN) -> Any:
-    """Of the first step, as the optimiser saw them: `start` must have moments of zero."""
+    """Returns the gradients of the first step, from the optimizer's moments.
+
+    Args:
+      start: state with moments of zero.
+    """
     stepped, _ = step(trainer, start)
     moments = stepped.optimizer[1][0].mu
     return jax.tree.map(lambda moment: moment / (1 - config.betas[0]), moments)
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    """Leaves by path."""
+    """Returns the leaves of a pytree by path."""
     return {jax.tree_util.keystr(p): np.asarray(a) for p, a in jax.tree.leaves_with_path(tree)}
 
 
 def as_model(trainer: Trainer, state: TrainingState, params: Any) -> DeepSeekV3:
-    """The model with other values, such as gradients, in the places of its weights."""
+    """Returns the model with other values, such as gradients, as its weights."""
     return trainer.model(state._replace(params=params))

@@ -1,4 +1,4 @@
-"""Checkpoints of a training state: bit for bit, the last ones kept, half of one never seen."""
+"""Tests of checkpoints: exact restoring, removal of old ones, and interrupted saves."""
 
 import signal
 import subprocess
@@ -20,7 +20,7 @@ def state(model):
     return Trainer(model, RUN).init()
 
 
-def at(state, step: int):
+def with_step(state, step: int):
     return state._replace(step=jnp.int32(step))
 
 
@@ -28,38 +28,38 @@ def test_round_trip(state, tmp_path):
     noise = np.random.default_rng(0)
     filled = jax.tree.map(lambda a: jnp.asarray(noise.normal(size=a.shape), a.dtype), state)
     store = CheckpointStore(tmp_path, 2)
-    store.save(at(filled, 7), {"next_index": 7})
-    found, batches = CheckpointStore(tmp_path, 2).restore(7, jax.eval_shape(lambda: filled))
+    store.save(with_step(filled, 7), {"next_index": 7})
+    restored, batches = CheckpointStore(tmp_path, 2).restore(7, jax.eval_shape(lambda: filled))
     assert batches == {"next_index": 7}
-    assert jax.tree.structure(found) == jax.tree.structure(filled)
-    want = arrays(at(filled, 7))
-    for name, got in arrays(found).items():
+    assert jax.tree.structure(restored) == jax.tree.structure(filled)
+    want = arrays(with_step(filled, 7))
+    for name, got in arrays(restored).items():
         assert got.dtype == want[name].dtype
         np.testing.assert_array_equal(got, want[name])
 
 
-def test_parts_that_are_not_asked_for_are_not_read(state, tmp_path):
+def test_empty_fields_are_not_restored(state, tmp_path):
     store = CheckpointStore(tmp_path, 2)
-    store.save(at(state, 1), {})
-    found, _ = store.restore(1, jax.eval_shape(lambda: state)._replace(optimizer=()))
-    assert found.optimizer == ()
+    store.save(with_step(state, 1), {})
+    restored, _ = store.restore(1, jax.eval_shape(lambda: state)._replace(optimizer=()))
+    assert restored.optimizer == ()
     np.testing.assert_array_equal(
-        jax.tree.leaves(found.params)[0], jax.tree.leaves(state.params)[0]
+        jax.tree.leaves(restored.params)[0], jax.tree.leaves(state.params)[0]
     )
 
 
 def test_a_model_without_biases(state, tmp_path):
-    bare = at(state._replace(biases={}), 3)
+    bare = with_step(state._replace(biases={}), 3)
     store = CheckpointStore(tmp_path, 1)
     store.save(bare, {})
-    found, _ = store.restore(3, jax.eval_shape(lambda: bare))
-    assert found.biases == {}
+    restored, _ = store.restore(3, jax.eval_shape(lambda: bare))
+    assert restored.biases == {}
 
 
-def test_the_last_ones_are_kept(state, tmp_path):
+def test_the_last_checkpoints_are_kept(state, tmp_path):
     store = CheckpointStore(tmp_path, 2)
     for step in (2, 4, 6, 8):
-        store.save(at(state, step), {"next_index": step})
+        store.save(with_step(state, step), {"next_index": step})
     assert store.steps() == [6, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
     assert CheckpointStore(tmp_path, None).steps() == [6, 8]
@@ -84,15 +84,15 @@ store.save(state._replace(step=jnp.int32(2)), Deadly(next_index=2))
 
 
 @pytest.mark.slow
-def test_a_save_that_was_cut_short_is_not_seen(tmp_path):
-    """The process dies when the state of the batches is to be written, its arrays half on disk."""
+def test_an_interrupted_save_leaves_no_checkpoint(tmp_path):
+    """The process is killed before it writes the state of the batches, after some of its arrays."""
     died = subprocess.run([sys.executable, "-c", SAVES_AND_DIES, tmp_path], check=False)
     assert died.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2, "expected the second save to have begun"
-    like = TrainingState({"w": jnp.ones(3)}, {}, {"m": jnp.ones(3)}, jnp.int32(0))
+    example = TrainingState({"w": jnp.ones(3)}, {}, {"m": jnp.ones(3)}, jnp.int32(0))
     store = CheckpointStore(tmp_path, 2)
     assert store.steps() == [1]
-    assert store.restore(1, jax.eval_shape(lambda: like))[1] == {"next_index": 1}
-    store.save(at(like, 2), {"next_index": 2})
+    assert store.restore(1, jax.eval_shape(lambda: example))[1] == {"next_index": 1}
+    store.save(with_step(example, 2), {"next_index": 2})
     assert store.steps() == [1, 2]
-    assert store.restore(2, jax.eval_shape(lambda: like))[1] == {"next_index": 2}
+    assert store.restore(2, jax.eval_shape(lambda: example))[1] == {"next_index": 2}
