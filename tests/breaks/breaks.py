@@ -70,7 +70,7 @@ BREAKS: dict[str, Break] = {
     ),
     "padding counts as routed": Break(
         "pallas_kernels/route/reference.py",
-        "counted = experts if valid is None else jnp.where(valid[:, None], experts, E)",
+        "counted = experts if valid is None else jnp.where(valid[:, None], experts, num_experts)",
         "counted = experts",
         (_KERNELS + "test_route.py",),
     ),
@@ -253,8 +253,8 @@ BREAKS: dict[str, Break] = {
     ),
     "rejected drafts stay in the cache": Break(
         "dsv3_jax/generation/loop.py",
-        "lengths=cached + num_new)",
-        "lengths=cached + jnp.where(is_running, 1 + drafts.counts, 0))",
+        "cache.with_lengths(cached + num_new)",
+        "cache.with_lengths(cached + jnp.where(is_running, 1 + drafts.counts, 0))",
         (_GENERATION + "test_speculation.py",),
     ),
     "the MTP draft sees the previous token": Break(
