@@ -1,8 +1,8 @@
-"""Array operations of the DeepSeek family. Each knows arrays, and neither a model nor a mesh.
+"""Array operations of DeepSeek models. They know neither a model nor a mesh.
 
-Every op is a folder with the same rooms: ``api.py`` (the public function and its dispatch),
-``reference.py`` (plain jax.numpy: the specification, which runs everywhere), and a file for each
-platform that has a faster way.
+Each operation is a package with the same files: ``api.py`` has the public function and its
+dispatch, ``reference.py`` is the specification in plain jax.numpy and runs everywhere, and each
+platform with a faster implementation has a file of its own.
 """
 
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant

@@ -1,13 +1,13 @@
-"""The one rule that picks a back-end for an operation.
+"""Selects the back-end of an operation.
 
-``implementation=None`` tries an op's back-ends in their order and takes the first that accepts the
-arguments; a name takes that back-end or fails; a sequence of names is tried in its own order. A
-back-end refuses by raising NotImplementedError, so one that the caller named is never replaced
-silently.
+``implementation=None`` tries the operation's back-ends in their order and uses the first that
+accepts the arguments. A name selects that back-end or fails. A sequence of names is tried in its
+own order. A back-end refuses arguments by raising NotImplementedError, and one that the caller
+named is never replaced.
 
-A Pallas kernel is one call to XLA, which cannot divide it: given arrays spread over a mesh, it
-gathers them first. So where several devices are visible, ``None`` passes over kernels, except
-inside ``shard_map``, where every array lies on one device.
+XLA cannot partition a Pallas kernel: if its arrays are sharded over a mesh, XLA gathers them first.
+So if several devices are visible, ``None`` skips kernels, except inside ``shard_map``, where every
+array is local to one device.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ def dispatch(
     """Calls the back-end of ``op`` that ``implementation`` selects.
 
     Args:
-      op: the operation's name, for messages.
-      backends: name -> function, in the order that ``None`` tries; all take the same arguments.
+      op: name of the operation, for messages.
+      backends: functions by name, in the order in which ``None`` tries them. All take the same
+        arguments.
       implementation: ``None``, a name, or a sequence of names.
 
     Raises:
       ValueError: a name is not among ``backends``.
-      NotImplementedError: no selected back-end takes the arguments; says why for each.
+      NotImplementedError: no selected back-end accepts the arguments. The message has the reason of
+        each.
     """
     refusals: list[str] = []
     if implementation is None:
         names = tuple(backends)
-        if set(names) & set(_KERNELS) and (devices := _spread_over()) > 1:
+        if set(names) & set(_KERNELS) and (devices := _auto_devices()) > 1:
             names = tuple(name for name in names if name not in _KERNELS)
             refusals.append(
-                f"kernels: XLA may spread the arrays over {devices} devices, which a"
-                " kernel does not survive; name one, call it in shard_map, or hide the others"
+                f"kernels: XLA may shard the arrays over {devices} devices, but cannot partition a"
+                " kernel; name one, call it in shard_map, or make only one device visible"
             )
     elif isinstance(implementation, str):
         names = (implementation,)
@@ -68,16 +70,18 @@ def dispatch(
             refusals.append(f"{name}: {refusal}")
             continue
         if refusals:
-            _say_once(op, name, "; ".join(refusals))
+            _log_once(op, name, "; ".join(refusals))
         return result
     raise NotImplementedError(
-        f"{op}: no implementation takes these arguments ({'; '.join(refusals)})"
+        f"{op}: no implementation accepts these arguments ({'; '.join(refusals)})"
     )
 
 
-def _spread_over() -> int:
-    """Devices among which XLA decides here where the parts of an array lie: of the mesh in use, or
-    all there are; 1 inside shard_map."""
+def _auto_devices() -> int:
+    """Returns the number of devices over which XLA may shard an array at this point.
+
+    It is the size of the mesh in use, or the number of all devices. Inside shard_map it is 1.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count()
@@ -85,5 +89,5 @@ def _spread_over() -> int:
 
 
 @functools.cache
-def _say_once(op: str, chosen: str, refusals: str) -> None:
+def _log_once(op: str, chosen: str, refusals: str) -> None:
     _log.info("%s runs on %s (%s)", op, chosen, refusals)

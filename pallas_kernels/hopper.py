@@ -1,4 +1,4 @@
-"""What the Hopper kernels (Pallas Mosaic GPU) share: where they run, how wide the machine is."""
+"""Shared by the Hopper kernels (Pallas Mosaic GPU): the check of the device, and its size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import jax
 from pallas_kernels.target import compute_capability, device_kind, platform
 
 H200_SMS = 132
-"""Multiprocessors of an H100 or H200 (SXM): what programs compiled without a GPU assume."""
+"""Multiprocessors of an H100 or H200 (SXM). Programs that are compiled without a GPU assume it."""
 
 
 def require_hopper(interpret: Any = None) -> None:
-    """Refuses every machine but a Hopper GPU, unless the kernel is to be interpreted.
+    """Raises unless the program is for a Hopper GPU, or the kernel runs in the interpreter.
+
+    Args:
+      interpret: parameters of the interpreter, or None.
 
     Raises:
-      NotImplementedError: no GPU of compute capability 9.0: :mod:`pallas_kernels.target`.
+      NotImplementedError: :mod:`pallas_kernels.target` is not a GPU of compute capability 9.0.
     """
     if interpret is not None:
         return
@@ -30,5 +33,5 @@ def require_hopper(interpret: Any = None) -> None:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the default device; an H200's where it is no GPU."""
+    """Returns the number of multiprocessors of the default device, or H200_SMS if it is no GPU."""
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS

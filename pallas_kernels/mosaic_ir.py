@@ -1,7 +1,7 @@
-"""What kernels say to Mosaic GPU below Pallas: constants, registers, instructions.
+"""Registers and instructions below Pallas, for functions inlined with ``plgpu.inline_mgpu``.
 
-For functions that :func:`plgpu.inline_mgpu` inlines: to them a scalar or an array is the registers
-of one thread that hold it.
+Such a function is code of a single thread. A scalar or array argument is the registers of that
+thread which hold it, in the order that its layout defines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-"""The layout of a number that all threads hold."""
+"""Layout of a scalar, which every thread has."""
 
 REF = plgpu.RefType()
+"""Type of a reference to memory, without transforms."""
 
-_FIRST_VOTE = 8  # of the sixteen hardware barriers; Mosaic uses one, and one a warpgroup
+# One hardware barrier per warpgroup. Of the sixteen, Mosaic uses barrier 0 and one per warpgroup.
+_FIRST_VOTE_BARRIER = 8
 _VOTE = """{
     .reg .pred p, any;
     setp.ne.b32 p, $2, 0;
@@ -33,7 +35,12 @@ _VOTE = """{
 
 
 def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """plgpu.inline_mgpu for functions that ask nothing of the launch context."""
+    """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
+
+    Args:
+      arguments: types or layouts of the function's arguments.
+      returns: type of its result, or a tuple of types.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
@@ -51,69 +58,85 @@ def i64() -> Any:
 
 
 def const(number: int) -> Any:
+    """Returns an i32 constant."""
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), number))
 
 
 def word(scalar: Any) -> Any:
-    """The register of a scalar."""
+    """Returns the register of a scalar."""
     return scalar.registers.flat[0]
 
 
 def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
-    """PTX that gives ``result``; ``effects`` keeps it where it stands."""
+    """Emits inline PTX and returns its result.
+
+    Args:
+      text: PTX with operands $0, $1, ...
+      constraints: LLVM's operand constraints, such as ``"=r,r"``.
+      result: MLIR type of the result, or None.
+      effects: whether the compiler must neither move nor remove it.
+    """
     return llvm.inline_asm(
         result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
     )
 
 
 def instruction(text: str, *args: Any) -> None:
-    """PTX that gives nothing, and before which all of memory is written."""
+    """Emits inline PTX without a result, which is also a compiler fence for memory."""
     constraints = ",".join(["r"] * len(args) + ["~{memory}"])
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, list(args), text, constraints, has_side_effects=True)
 
 
 def warp_and_lane() -> tuple[Any, Any]:
-    """The thread's warp in its warpgroup, and its place in the warp."""
+    """Returns the index of the thread's warp in its warpgroup, and of its lane in the warp."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
 
 
 def wgmma_row() -> Any:
-    """The first of the two rows of a WGMMA tile that the thread holds; the other is 8 below."""
+    """Returns the first of the thread's two rows of a wgmma tile. The second is 8 further on."""
     warp, lane = warp_and_lane()
     return arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
 
 
 def first_warp(on_gpu: bool) -> jax.Array | bool:
-    """Whether the thread is of its warpgroup's first warp; the interpreter has no warps."""
+    """Returns whether the thread is in its warpgroup's first warp.
+
+    The interpreter has no warps. There the result is True.
+    """
     return warp_is(0) if on_gpu else True
 
 
 def warp_is(number: int) -> jax.Array:
-    """Whether the thread is of its warpgroup's warp of that number."""
+    """Returns whether the thread is in warp ``number`` of its warpgroup."""
 
     @inline(returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
     def compare() -> Any:
         warp = arith.remui(mgpu.utils.warp_idx(), const(4))
-        found = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
-        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
+        equal = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
+        return mgpu.FragmentedArray.splat(equal, (), is_signed=False)
 
     return compare()
 
 
 def any_thread(flag: Any) -> Any:
-    """Whether any thread of a warpgroup, which meets, has the flag: a barrier with a reduction."""
+    """Returns whether ``flag`` is set in any thread of the warpgroup. All its threads must call it.
+
+    It is a barrier with a reduction.
+    """
     warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
-    barrier = arith.addi(warpgroup, const(_FIRST_VOTE))
+    barrier = arith.addi(warpgroup, const(_FIRST_VOTE_BARRIER))
     flag = arith.extui(i32(), flag)
     voted = asm(_VOTE, "=r,r,r,~{memory}", barrier, flag, result=i32(), effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, voted, const(0))
 
 
 def meet(interpret: Any = None) -> None:
-    """The threads of a warpgroup wait for each other, and for nothing else: what they write in
-    shared memory may still be under way to the tensor cores' and the copies' eyes."""
+    """Synchronises the threads of a warpgroup, without a fence for the asynchronous proxy.
+
+    So wgmma and TMA may not see yet what the threads have written to shared memory.
+    """
     if interpret is not None:
         plgpu.commit_smem()
         return
@@ -123,26 +146,32 @@ def meet(interpret: Any = None) -> None:
 def array(
     registers: list[Any], shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-    """Of a thread's registers, in the layout's order."""
+    """Makes an array of a thread's registers, which are in the layout's order."""
     layout = layout.to_mgpu()
-    found = np.empty(len(registers), dtype=object)
-    found[:] = registers
+    flat = np.empty(len(registers), dtype=object)
+    flat[:] = registers
     return mgpu.FragmentedArray(
-        _registers=found.reshape(layout.registers_shape(shape)),
+        _registers=flat.reshape(layout.registers_shape(shape)),
         _layout=layout,
         _is_signed=is_signed,
     )
 
 
 def barrier_at(words: Any, i: Any) -> mgpu.BarrierRef:
-    """The i-th of barriers of two words each in shared memory; who waits knows their phases."""
+    """Returns the i-th mbarrier of an array in shared memory, of two words each.
+
+    It does not track phases: the caller passes the parity to each wait.
+    """
     phases: Any = None
     return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)
 
 
-def parts_of(window: Sequence[Any]) -> tuple[list[jax.Array], list[int | None]]:
-    """Where a window begins along each axis, and its size there: none for an index, else a
-    ``pl.ds``'s."""
+def starts_and_sizes(window: Sequence[Any]) -> tuple[list[jax.Array], list[int | None]]:
+    """Returns a window's start and size along each dimension. The size of an index is None.
+
+    Args:
+      window: an index or a ``pl.ds`` for each dimension.
+    """
     slices = [each if isinstance(each, pl.Slice) else None for each in window]
     starts = [each if cut is None else cut.start for each, cut in zip(window, slices, strict=True)]
     sizes: Any = [None if cut is None else cut.size for cut in slices]
@@ -153,11 +182,18 @@ def copy_window(
     context: Any, source: Any, starts: Sequence[Any], sizes: Sequence[int | None], target: Any,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Starts TMA's copy to shared memory, whose bytes the barrier has been told of."""
-    places = [arith.index_cast(ir.IndexType.get(), word(start)) for start in starts]
+    """Starts a TMA copy of a window of ``source`` to shared memory.
+
+    The caller has already announced its bytes to the barrier.
+
+    Args:
+      starts, sizes: the window, as from :func:`starts_and_sizes`.
+      options: further arguments of ``LaunchContext.async_copy``, such as the barrier.
+    """
+    indices = [arith.index_cast(ir.IndexType.get(), word(start)) for start in starts]
     window = [
-        place if size is None else mgpu.ds(place, size)
-        for place, size in zip(places, sizes, strict=True)
+        index if size is None else mgpu.ds(index, size)
+        for index, size in zip(indices, sizes, strict=True)
     ]
     context.async_copy(
         src_ref=source, dst_ref=target, gmem_slice=tuple(window), arrive=False, **options

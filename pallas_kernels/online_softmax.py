@@ -1,10 +1,11 @@
-"""Softmax attention chunk by chunk of the keys, inside a TPU kernel (Milakov and Gimelshein, 2018).
+"""Online softmax (Milakov and Gimelshein, 2018) for TPU kernels that read the keys in chunks.
 
-A query row has the largest score so far, the sum of exponentials against it, and their weighted sum
-of the values, in float32::
+For each query row the state is the largest score so far, the sum of exponentials relative to it,
+and the sum of the values weighted by them, in float32. A chunk with scores S and values V updates
+it by::
 
-    top' = max(top, rowmax S)       P = exp(S - top')       keep = exp(top - top')
-    total = keep total + rowsum P   acc = keep acc + P V
+    top' = max(top, rowmax S)       P = exp(S - top')       decay = exp(top - top')
+    total' = decay total + rowsum P     acc' = decay acc + P V
 """
 
 from __future__ import annotations
@@ -19,47 +20,55 @@ from pallas_kernels.tpu import dot, tiled_bytes
 
 
 class OnlineSoftmax(NamedTuple):
-    """References to VMEM."""
+    """The state of a tile of query rows, in VMEM. All fields are float32 references."""
 
     top: Any
-    """[rows, 1]"""
+    """Largest score of each row, [rows, 1]."""
     total: Any
-    """[rows, 1]"""
+    """Sum of the exponentials of each row, [rows, 1]."""
     acc: Any
-    """[rows, V]"""
+    """Weighted sum of the values, [rows, V]."""
 
     @staticmethod
     def scratch(rows: int, columns: int) -> list[Any]:
-        """What pallas_call allocates for the three."""
+        """Returns the scratch types of the three fields, where ``columns`` is V."""
         return [pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, columns)]
 
     def clear(self) -> None:
+        """Initialises the state for no keys."""
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
         self.total[...] = jnp.zeros_like(self.total)
         self.acc[...] = jnp.zeros_like(self.acc)
 
     def add(self, scores: Float32[Array, "rows S"], values: Float[Array, "S V"]) -> None:
-        """Some more keys; a masked score is -inf, its value a number."""
+        """Adds a chunk of keys. The score of a masked key is -inf, and its value must be finite."""
         top = jnp.maximum(self.top[...], jnp.max(scores, axis=1, keepdims=True))
-        # exp(-inf - -inf) would be NaN where nothing is seen yet.
+        # Without this, rows that have seen no key would compute exp(-inf - -inf), which is NaN.
         finite = jnp.where(top == -jnp.inf, 0.0, top)
-        weights, keep = jnp.exp(scores - finite), jnp.exp(self.top[...] - finite)
+        weights, decay = jnp.exp(scores - finite), jnp.exp(self.top[...] - finite)
         self.top[...] = top
-        self.total[...] = keep * self.total[...] + jnp.sum(weights, axis=1, keepdims=True)
-        self.acc[...] = keep * self.acc[...] + dot(weights.astype(values.dtype), values)
+        self.total[...] = decay * self.total[...] + jnp.sum(weights, axis=1, keepdims=True)
+        self.acc[...] = decay * self.acc[...] + dot(weights.astype(values.dtype), values)
 
     def result(self) -> tuple[Float32[Array, "rows V"], Float32[Array, "1 rows"]]:
-        """Attention and log-sum-exp; zeros and -inf of a row that saw nothing."""
+        """Returns the attention and its log-sum-exp. A row without keys has zeros and -inf."""
         total = self.total[...]
         out = self.acc[...] / jnp.where(total == 0.0, 1.0, total)
         return out, (self.top[...] + jnp.log(total)).reshape(1, -1)
 
 
 def softmax_bytes(rows: int, columns: int, chunk: int, width: int) -> dict[str, int]:
-    """VMEM that it takes, and the scores of a chunk, whose keys and values are ``width`` wide."""
+    """Returns bytes of VMEM, by name, of the state and of one chunk's scores.
+
+    Args:
+      rows: query rows.
+      columns: V, the width of a value.
+      chunk: keys per chunk.
+      width: largest width of a key or value.
+    """
     f32 = jnp.float32
     return {
         "sums": tiled_bytes((rows, columns), f32) + 2 * tiled_bytes((rows, 1), f32),
-        # Scores, weights, and what the matrix units take: float32 goes in as three bfloat16.
+        # Scores, weights, and operands of the matrix unit: float32 is passed as three bfloat16.
         "scores": 4 * tiled_bytes((rows, chunk), f32) + 2 * tiled_bytes((chunk, width), f32),
     }

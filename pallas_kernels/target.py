@@ -1,7 +1,8 @@
-"""The device that a program is traced for, which need not be one of this machine.
+"""The device for which a program is traced. It need not be present on this machine.
 
-Inside shard_map, and where a mesh is in use, it is the mesh's: a topology's devices compile for
-TPUs or GPUs that are not there. Elsewhere it is the default device.
+Inside shard_map, and if a mesh is in use, it is the mesh's device: the mesh may be of a topology
+description, for which programs are compiled without the hardware. Otherwise it is the default
+device.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ import jax
 
 
 def platform() -> str:
-    """``cpu``, ``gpu`` or ``tpu``."""
+    """Returns ``cpu``, ``gpu`` or ``tpu``."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def device_kind() -> str:
-    """As its maker names it, such as ``TPU v5 lite``."""
+    """Returns the vendor's name of the device, such as ``TPU v5 lite``."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.devices()[0] if device is None else device).device_kind
 
 
 def compute_capability() -> str:
-    """Of a GPU, such as ``9.0``; ``unknown`` of other devices, and of a GPU that is not here and is
-    none of the Hopper generation's."""
+    """Returns the compute capability of a GPU, such as ``9.0``.
+
+    It is ``unknown`` for other devices, and for GPUs of a topology description that are not of the
+    Hopper generation.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return getattr(jax.devices()[0], "compute_capability", "unknown")
-    # A mesh tells no more of its devices than their names.
+    # A mesh has only the names of its devices.
     return "9.0" if re.search(r"\bG?H(20|100|200|800)\b", device.device_kind) else "unknown"

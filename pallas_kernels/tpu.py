@@ -1,8 +1,8 @@
-"""What the TPU kernels (Pallas Mosaic TPU) share: where they run, and what fits into VMEM there.
+"""Shared by the TPU kernels (Pallas Mosaic TPU): the chips, the size of their VMEM, and a matmul.
 
-A TensorCore computes on what lies in its VMEM. Pallas copies blocks of the operands there from HBM
-and results back, each block twice over: one is copied while the other is computed with. So the sum
-of a kernel's blocks decides what sizes it can take, and is compared here before the compiler does.
+A TensorCore computes on data in its VMEM. Pallas copies blocks of the operands there from HBM and
+blocks of the results back, with double buffering: one block is copied while another is used. So the
+sum of a kernel's blocks limits their sizes. It is checked here, before the compiler would fail.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.target import device_kind, platform
 
 LANES, SUBLANES = 128, 8
-"""Columns and rows of a vector register, of 32 bits each."""
+"""Columns and rows of a vector register of 32-bit elements."""
 
 SMEM = 2**20
-"""Bytes of a core's memory of scalars."""
+"""Bytes of scalar memory per core."""
 
 _MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
+    """A TPU generation."""
+
     name: str
     vmem: int
-    """Bytes of a TensorCore."""
+    """Bytes of VMEM per TensorCore."""
     cores: int
-    """TensorCores of a JAX device: they share out the "parallel" dimensions of a kernel's grid."""
+    """TensorCores per JAX device. They divide the "parallel" dimensions of a kernel's grid."""
     float8: bool
-    """Whether its registers know float8_e4m3fn; older ones know a float8 of another bias."""
+    """Whether registers support float8_e4m3fn. Older chips have float8_e4m3b11fnuz instead."""
 
     @property
     def budget(self) -> int:
-        """Bytes of VMEM for a kernel; the rest is the compiler's, for what registers spill."""
+        """Bytes of VMEM for the blocks of a kernel. The compiler needs the rest for spills."""
         return self.vmem * 7 // 8
 
 
-# jax.experimental.pallas.tpu.get_tpu_info_for_chip, whose figures a test compares; the compiler
-# refuses what is above the same bytes of VMEM.
+# A test compares these with jax.experimental.pallas.tpu.get_tpu_info_for_chip. The compiler refuses
+# kernels that need more VMEM.
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip("v5e", vmem=128 * _MIB, cores=1, float8=False),
         Chip("v5p", vmem=64 * _MIB, cores=2, float8=False),
         Chip("v6e", vmem=128 * _MIB, cores=1, float8=False),
-        # A half of a chip, as its own device.
+        # Each half of the chip is a device of its own.
         Chip("tpu7x", vmem=64 * _MIB, cores=1, float8=True),
     )
 }
@@ -67,17 +69,17 @@ _KINDS = {
     "TPU7x": "tpu7x",
 }
 
-_INTERPRETED = CHIPS["v5p"]  # of the least VMEM
+_INTERPRETED = CHIPS["v5p"]  # has the least VMEM
 
 
 def require_tpu(interpret: Any = None) -> Chip:
-    """The chip that a kernel is to be made for: :mod:`pallas_kernels.target`.
+    """Returns the chip that the program is traced for; see :mod:`pallas_kernels.target`.
 
     Args:
-      interpret: as pallas_call takes it. An interpreted kernel runs anywhere, made for a v5p.
+      interpret: the argument of pallas_call. An interpreted kernel runs anywhere, as for a v5p.
 
     Raises:
-      NotImplementedError: no TPU, or one that is not in CHIPS.
+      NotImplementedError: it is no TPU, or one that is not in CHIPS.
     """
     if interpret:
         return _INTERPRETED
@@ -89,15 +91,18 @@ def require_tpu(interpret: Any = None) -> Chip:
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Bytes of a block in VMEM, at most: its last two dimensions fill whole tiles of 8 x 128 words
-    of 32 bits, of which narrower numbers share one, rows of a column together."""
+    """Returns an upper bound of the bytes of a block in VMEM.
+
+    The last two dimensions are padded to whole tiles of 8 x 128 words of 32 bits. Narrower elements
+    share a word with those of neighbouring rows.
+    """
     *batch, rows, columns = (1, 1, *shape)
     tiles = math.prod(batch) * -(-rows // tile_rows(dtype)) * -(-columns // LANES)
     return tiles * SUBLANES * LANES * 4
 
 
 def tile_rows(dtype: DTypeLike) -> int:
-    """8 of float32, 16 of bfloat16, 32 of float8."""
+    """Returns the rows of a tile: 8 for float32, 16 for bfloat16, 32 for float8."""
     return SUBLANES * (32 // _bits(dtype))
 
 
@@ -106,13 +111,13 @@ def _bits(dtype: DTypeLike) -> int:
 
 
 def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
-    """Refuses blocks that do not fit into VMEM together.
+    """Raises if the blocks of a kernel do not fit in VMEM together.
 
     Args:
-      blocks: name -> bytes, twice those of a block where it is double-buffered.
+      blocks: bytes by name. A double-buffered block counts twice.
 
     Raises:
-      NotImplementedError: the sum is above ``chip.budget``; names each in MiB.
+      NotImplementedError: the sum exceeds ``chip.budget``. The message lists the blocks in MiB.
     """
     if (total := sum(blocks.values())) > chip.budget:
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in blocks.items())
@@ -125,10 +130,10 @@ def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
 def dot(
     a: Float[Array, "M K"], b: Float[Array, "rows columns"], *, transposed: bool = False
 ) -> Float32[Array, "M N"]:
-    """``a b``, or ``a b^T``, inside a kernel; float32 numbers are not rounded to bfloat16 first.
+    """Multiplies inside a kernel, in full precision: float32 is not rounded to bfloat16 first.
 
     Args:
-      b: [K, N], transposed [N, K].
+      b: [K, N], or [N, K] if ``transposed``.
     """
     return jax.lax.dot_general(
         a,

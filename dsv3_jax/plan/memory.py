@@ -21,7 +21,7 @@ from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard, ParameterShard
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_few
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
 from sharding import Layout, default_capacity, default_pairs_per_call
 from sharding.token_packer import FLOAT8_BLOCK
 
@@ -342,7 +342,7 @@ def _tiled_bytes(shard: ModelShard, deployment: Deployment, except_for: str) -> 
 def _exceeds_kernel(parameter: ParameterShard, rows: int) -> bool:
     """Returns whether the kernel that reads weights as stored refuses this number of rows."""
     try:
-        check_few(rows, math.prod(parameter.shape[:-2]), parameter.dtype)
+        check_few_tokens(rows, math.prod(parameter.shape[:-2]), parameter.dtype)
     except NotImplementedError:
         return True
     return False

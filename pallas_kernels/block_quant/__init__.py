@@ -1,1 +1,1 @@
-"""Block-scaled float8, int8 and int4."""
+"""Quantization to block-scaled float8, int8 and int4, and back."""

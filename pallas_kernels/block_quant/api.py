@@ -1,4 +1,4 @@
-"""Quantisation to float8_e4m3fn, int8 and int4 with one scale a block."""
+"""Public functions that quantize to float8_e4m3fn, int8 and int4 with block scales, and back."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def block_quant(
     scale_fmt: Literal["float32", "ue8m0"] = "float32",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch N K"], Float32[Array, "*batch Nb Kb"]]:
-    """``x = values * scale``, block by block, the last block of an edge may be partial.
+    """Quantizes to float8_e4m3fn so that ``x`` is about ``values * scale``, block by block.
 
-    ``scale = max(amax, 1e-4) / 448`` over a block, rounded up to a power of two under ``ue8m0``;
-    values are ``x / scale`` rounded to float8_e4m3fn (kernel.py, act_quant). Activations use blocks
-    of (1, 128), weights (128, 128).
+    ``scale = max(amax, 1e-4) / 448``, where amax is the largest absolute value of a block. With
+    ``ue8m0`` it is rounded up to a power of two. The values are ``x / scale`` rounded to
+    float8_e4m3fn. This is act_quant in DeepSeek-V3's kernel.py. Activations have blocks of
+    (1, 128), weights of (128, 128). The last blocks along N and K may be partial.
 
     Returns:
-      values float8_e4m3fn, shaped as x; scale float32 [..., ceil(N / block), ceil(K / block)].
+      values float8_e4m3fn of x's shape, and scale float32 [..., ceil(N / block), ceil(K / block)].
     """
     return dispatch("block_quant", BACKENDS, implementation, x, block_shape, scale_fmt=scale_fmt)
 
@@ -42,18 +43,19 @@ def integer_quant(
     *,
     implementation: Implementation = None,
 ) -> tuple[Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"], Float32[Array, "*batch N Kb"]]:
-    """``x = values * scale``, ``group_size`` columns of a row under one scale; None: the whole row.
+    """Quantizes to int8 or int4 so that ``x`` is about ``values * scale``.
 
-    ``scale = amax / 127`` over a group for 8 bits and ``max(max / 7, -min / 8)`` for 4, so that a
-    group reaches one end of -8 .. 7 and passes neither; 1 for a group of zeros. Values are
-    ``x / scale`` rounded to the nearest integer, to even between two.
+    ``group_size`` columns of a row share a scale, or the whole row if it is None. For 8 bits
+    ``scale = amax / 127`` over a group. For 4 bits it is ``max(max / 7, -min / 8)``, so that a
+    group reaches one end of -8 .. 7 and exceeds neither. A group of zeros has scale 1. The values
+    are ``x / scale`` rounded to the nearest integer, ties to even.
 
     Returns:
-      values int8, shaped as x, or uint8 [..., N, K / 2]: int4 columns in pairs, two's complement,
-      the even one in the low half; scale float32 [..., N, ceil(K / group_size)].
+      values int8 of x's shape, or uint8 [..., N, K / 2] with two int4 columns per byte in two's
+      complement, the even one in the low half; and scale float32 [..., N, ceil(K / group_size)].
 
     Raises:
-      ValueError: ``bits`` is neither 8 nor 4, or K is odd under int4.
+      ValueError: ``bits`` is neither 8 nor 4, or K is odd for int4.
     """
     return dispatch("integer_quant", INTEGER_BACKENDS, implementation, x, bits, group_size)
 
@@ -66,11 +68,13 @@ def block_dequant(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch N K"]:
-    """``values * scale``, each scale over its block; exact in float32, then cast to ``dtype``.
+    """Returns ``values * scale``, where each scale multiplies its block.
+
+    The product is exact in float32, and then cast to ``dtype``.
 
     Args:
-      values: float8 or int8 [..., N, K]; or uint8 [..., N, K / 2], which is int4 in pairs as
-        :func:`integer_quant` packs them.
+      values: float8 or int8 [..., N, K], or int4 as uint8 [..., N, K / 2], packed as by
+        :func:`integer_quant`.
 
     Raises:
       ValueError: the scale's shape is not ceil(shape / block).

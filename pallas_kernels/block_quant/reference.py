@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
-# float8, int8, or int4: two columns a byte, the even one in the low half.
+# float8, int8, or int4 as uint8: two columns per byte, the even one in the low half.
 Values = Float[Array, "*batch N K"] | Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"]
 
 FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
-SMALLEST_AMAX = 1e-4  # act_quant's floor: a block of zeros must not divide by zero
+SMALLEST_AMAX = 1e-4  # as in act_quant, so that a block of zeros does not divide by zero
 
 
 def scale_shape(shape: tuple[int, ...], block_shape: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scales of a [..., N, K] array: ceil, for the last block may be partial."""
+    """Returns the shape of the scales of a [..., N, K] array. The last blocks may be partial."""
     *batch, N, K = shape
     return (*batch, -(-N // block_shape[0]), -(-K // block_shape[1]))
 
@@ -29,15 +29,16 @@ def block_quant(
     *,
     scale_fmt: Literal["float32", "ue8m0"] = "float32",
 ) -> tuple[Float[Array, "*batch N K"], Float32[Array, "*batch Nb Kb"]]:
+    """As :func:`pallas_kernels.block_quant`."""
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(_blocks(x, block_shape)), axis=(-3, -1))
     scale = jnp.maximum(amax, SMALLEST_AMAX) / FLOAT8_MAX
     if scale_fmt == "ue8m0":
-        # frexp is exact where log2 may round: scale = m 2^e with m in [0.5, 1), and 2^(e-1) = scale
-        # when m is 0.5.
+        # Unlike log2, frexp is exact: scale = m 2^e with 0.5 <= m < 1. If m is 0.5, the scale is
+        # already a power of two, 2^(e - 1).
         mantissa, exponent = jnp.frexp(scale)
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
-    # Clipped because float8_e4m3fn has no infinity: a value past 448 would become NaN.
+    # float8_e4m3fn has no infinity: without clipping, a value above 448 would become NaN.
     values = jnp.clip(x / _spread(scale, block_shape, x.shape[-2:]), -FLOAT8_MAX, FLOAT8_MAX)
     return values.astype(FLOAT8), scale
 
@@ -45,6 +46,7 @@ def block_quant(
 def integer_quant(
     x: Float[Array, "*batch N K"], bits: int, group_size: int | None = None
 ) -> tuple[Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"], Float32[Array, "*batch N Kb"]]:
+    """As :func:`pallas_kernels.integer_quant`."""
     if bits not in (8, 4):
         raise ValueError(f"bits: expected 8 or 4, got {bits}")
     K = x.shape[-1]
@@ -54,10 +56,11 @@ def integer_quant(
     block_shape = (1, group_size or K)
     groups = _blocks(x, block_shape)
     high, low = jnp.max(groups, axis=(-3, -1)), jnp.min(groups, axis=(-3, -1))
-    # int8 leaves -128 out, for it would only ever save one side; of int4 it is a sixteenth.
+    # int8 does not use -128, which would help only one sign. For int4, -8 is a sixteenth of the
+    # range.
     most, least = (127, -127) if bits == 8 else (7, -8)
     scale = jnp.maximum(high / most, low / least)
-    # Not 0 alone: what compilers flush to 0 must not divide either.
+    # Compilers may flush subnormal scales to 0, so they are replaced too.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     integers = jnp.rint(x / _spread(scale, block_shape, x.shape[-2:]))
     values = jnp.clip(integers, least, most).astype(jnp.int8)
@@ -70,6 +73,7 @@ def block_dequant(
     block_shape: tuple[int, int],
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*batch N K"]:
+    """As :func:`pallas_kernels.block_dequant`."""
     if values.dtype == jnp.uint8:
         values = _unpack(values)
     if scale.shape != (expected := scale_shape(values.shape, block_shape)):
@@ -85,7 +89,7 @@ def _pack(values: Int8[Array, "*batch N K"]) -> UInt8[Array, "*batch N K2"]:
 
 def _unpack(values: UInt8[Array, "*batch N K2"]) -> Int8[Array, "*batch N K"]:
     signed = jax.lax.bitcast_convert_type(values, jnp.int8)
-    # The lower half goes up first, so that shifting down repeats its own sign.
+    # Shifting left first and then right extends the sign of the low half.
     pairs = (signed[..., None] << jnp.array([4, 0], jnp.int8)) >> 4
     return pairs.reshape(*values.shape[:-1], -1)
 
@@ -93,7 +97,7 @@ def _unpack(values: UInt8[Array, "*batch N K2"]) -> Int8[Array, "*batch N K"]:
 def _blocks(
     x: Float32[Array, "*batch N K"], block_shape: tuple[int, int]
 ) -> Float32[Array, "*batch Nb rows Kb columns"]:
-    """Block by block, the last ones filled up with zeros."""
+    """Divides x into blocks. The last ones are padded with zeros."""
     *batch, Nb, Kb = scale_shape(x.shape, block_shape)
     bn, bk = block_shape
     N, K = x.shape[-2:]
@@ -104,7 +108,7 @@ def _blocks(
 def _spread(
     scale: Float32[Array, "*batch Nb Kb"], block_shape: tuple[int, int], shape: tuple[int, ...]
 ) -> Float32[Array, "*batch N K"]:
-    """Repeats each scale over its block, cut to [N, K]."""
+    """Repeats each scale over its block, and truncates to [N, K]."""
     N, K = shape
     rows = jnp.repeat(scale, block_shape[0], axis=-2)[..., :N, :]
     return jnp.repeat(rows, block_shape[1], axis=-1)[..., :K]

@@ -1,1 +1,1 @@
-"""Matmul of rows sorted by group with one matrix a group."""
+"""Grouped matmul: rows sorted by group, each multiplied with its group's matrix."""

@@ -1,8 +1,9 @@
-"""grouped_matmul for CPUs: one matrix at a time.
+"""grouped_matmul for CPUs: a loop over blocks of rows, each of one group.
 
-XLA's CPU compiler expands ``ragged_dot`` to every group's product with every row. Here a loop takes
-the rows in blocks of one group each: few rows in small blocks, as matrix times vector, many in
-large ones. Gradients come from the reference.
+XLA's CPU compiler expands ``ragged_dot`` to the matmul of every row with every group's matrix. Here
+the rows of each group are divided into blocks, and a loop multiplies one block after another: with
+few rows per group in blocks of one or two rows, as matrix-vector products, otherwise in blocks of
+32. Gradients come from the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.target import platform
 
 _BLOCK_ROWS = 32
-_FEW_ROWS = 2
+_FEW_BLOCK_ROWS = 2  # with up to four rows per group
 
 
 def grouped_matmul(
@@ -31,6 +32,11 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
+    """As :func:`pallas_kernels.grouped_matmul`.
+
+    Raises:
+      NotImplementedError: not on a CPU.
+    """
     if platform() != "cpu":
         raise NotImplementedError(f"runs on CPUs, this is {platform()}")
     return _grouped_matmul(block_shape, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
@@ -50,36 +56,36 @@ def _grouped_matmul(
         lhs = block_dequant(lhs, lhs_scale, (1, block_shape[1]))
     M, G = lhs.shape[0], rhs.shape[0]
     if rhs_scale is not None and rhs.dtype == FLOAT8 and M > G:
-        # Float8 is slow to convert, once a block of rows too slow. Integers are converted faster
-        # than a dense copy of all of them is written and read.
+        # Converting float8 is slow, too slow to repeat for each block of rows. Converting integers
+        # is faster than writing and reading a dense copy of all matrices.
         rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, lhs.dtype), None
-    rows = 1 if M <= G else _FEW_ROWS if M <= 4 * G else _BLOCK_ROWS
+    rows = 1 if M <= G else _FEW_BLOCK_ROWS if M <= 4 * G else _BLOCK_ROWS
     blocks = -(-group_sizes // rows)
     ends = jnp.cumsum(blocks)
     first_row = jnp.cumsum(group_sizes) - group_sizes
-    lhs = jnp.pad(lhs, ((0, rows), (0, 0)))  # the last block may reach past the end
+    lhs = jnp.pad(lhs, ((0, rows), (0, 0)))  # the last block may extend past the end
 
-    def add_block(i: jax.Array, out: jax.Array) -> jax.Array:
-        g = jnp.searchsorted(ends, i, side="right")
-        at = first_row[g] + (i - ends[g] + blocks[g]) * rows
-        matrix = rhs[g]
+    def compute_block(i: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(ends, i, side="right")
+        row = first_row[group] + (i - ends[group] + blocks[group]) * rows
+        matrix = rhs[group]
         if rhs_scale is not None:
-            matrix = block_dequant(matrix, rhs_scale[g], block_shape, lhs.dtype)
-        block = jax.lax.dynamic_slice_in_dim(lhs, at, rows)
-        product = _product(block, matrix.astype(lhs.dtype))
-        # A block may run into the next group's rows, which that group's own blocks then overwrite.
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(dtype), at, axis=0)
+            matrix = block_dequant(matrix, rhs_scale[group], block_shape, lhs.dtype)
+        block = jax.lax.dynamic_slice_in_dim(lhs, row, rows)
+        result = _multiply(block, matrix.astype(lhs.dtype))
+        # A block may extend into the next group's rows, which that group's own blocks overwrite.
+        return jax.lax.dynamic_update_slice_in_dim(out, result.astype(dtype), row, axis=0)
 
-    # As many blocks as there are: rows past the sum, a prefill chunk's padding, cost nothing.
-    out = jax.lax.fori_loop(0, ends[-1], add_block, jnp.zeros((M + rows, rhs.shape[1]), dtype))
+    # The trip count is dynamic, so rows past the groups' sum (a chunk's padding) cost nothing.
+    out = jax.lax.fori_loop(0, ends[-1], compute_block, jnp.zeros((M + rows, rhs.shape[1]), dtype))
     return out[:M]
 
 
-def _product(rows: Float[Array, "R K"], matrix: Float[Array, "N K"]) -> Float32[Array, "R N"]:
+def _multiply(rows: Float[Array, "R K"], matrix: Float[Array, "N K"]) -> Float32[Array, "R N"]:
     f32 = jnp.float32
     if rows.shape[0] == _BLOCK_ROWS:
         return jnp.einsum("rk,nk->rn", rows, matrix, preferred_element_type=f32)
-    # Few rows go one by one: for them XLA's matrix product costs more than it saves.
+    # One or two rows are multiplied one by one: XLA's matmul is slower for them.
     return jnp.stack([jnp.dot(matrix, row, preferred_element_type=f32) for row in rows])
 
 

@@ -1,4 +1,9 @@
-"""grouped_matmul for Hopper GPUs: which kernel, how it is set, and its gradients."""
+"""grouped_matmul for Hopper GPUs: chooses a kernel and its configuration, and defines gradients.
+
+There are two kernels. ``mosaic_gpu_kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
+``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
+group on average.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +16,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul import blocked, few_rows, few_rows_plan, reference
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
+from pallas_kernels.grouped_matmul import (
+    batched,
+    few_tokens,
+    few_tokens_plan,
+    mosaic_gpu_kernel,
+    reference,
+)
+from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes
-from pallas_kernels.grouped_matmul.waves import best_width
 from pallas_kernels.hopper import require_hopper
 
-# Widest first: the widest that N and K take is chosen.
-MANY_ROWS_FLOAT8 = (
-    Config(128, 192, 4, "rows", slots=3, copied_scales=True),
-    Config(128, 128, 5, "rows", slots=2, copied_scales=True),
-    Config(128, 64, 6, "rows", copied_scales=True),
+# Ordered by descending width: the first that N and K allow is chosen.
+MANY_TOKENS_FLOAT8 = (
+    Config(128, 192, 4, "m", staging_buffers=3, tma_scales=True),
+    Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
+    Config(128, 64, 6, "m", tma_scales=True),
 )
-MANY_ROWS_BFLOAT16 = (
-    Config(128, 256, 4, "rows"),
-    Config(128, 128, 6, "rows"),
-    Config(128, 64, 6, "rows"),
+MANY_TOKENS_BFLOAT16 = (
+    Config(128, 256, 4, "m"),
+    Config(128, 128, 6, "m"),
+    Config(128, 64, 6, "m"),
 )
-FEW_ROWS = (
-    Config(64, 256, 4, "columns", slots=2, panel=1, classes=(16, 32), early=True),
-    Config(64, 128, 8, "columns", panel=1, classes=(16, 32), early=True),
-    Config(128, 64, 6, "rows", panel=1, classes=(16, 32), early=True),
+FEW_TOKENS = (
+    Config(64, 256, 4, "n", staging_buffers=2, panel=1, copy_heights=(16, 32), early=True),
+    Config(64, 128, 8, "n", panel=1, copy_heights=(16, 32), early=True),
+    Config(128, 64, 6, "m", panel=1, copy_heights=(16, 32), early=True),
 )
-_MANY = 128  # rows a group, on average
-_QUANTIZED_ROWS = 64  # a group, on average: few_rows is for no more
+_MANY_TOKENS = 128  # rows per group, on average
+_MAX_FEW_TOKENS = 64  # rows per group, on average, that the few-token kernel accepts
 
 
 def grouped_matmul(
@@ -45,26 +55,30 @@ def grouped_matmul(
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    config: Config | few_rows_plan.Config | None = None,
+    config: Config | few_tokens_plan.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, and few rows of
-    bfloat16 by int8, int4 or float8.
+    """grouped_matmul on a Hopper GPU.
 
-    Gradients are those of the other back-ends.
+    It supports bfloat16 by bfloat16, float8 by float8, and few bfloat16 rows by int8, int4 or
+    float8 matrices. Gradients are computed by other back-ends.
+
+    Args:
+      config: tuning parameters of the kernel, by default chosen from the shapes.
+      interpret: parameters of Pallas' interpreter, or None to run on a GPU.
 
     Raises:
-      NotImplementedError: no Hopper GPU, other dtypes, or N no multiple of 64. Without quantized
-        matrices: K no multiple of 64 (bfloat16) or 128 (float8), other blocks of scales than
-        128 x 128. With them: more than 64 rows a group on average, and what
-        :func:`few_rows.grouped_matmul` refuses.
+      NotImplementedError: no Hopper GPU, other dtypes, or N not a multiple of 64. Without quantized
+        matrices: K not a multiple of 64 (bfloat16) or 128 (float8), or scale blocks other than
+        128 x 128. With them: more than 64 rows per group on average, or what
+        :func:`few_tokens.grouped_matmul` refuses.
     """
     require_hopper(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     if lhs.dtype == jnp.bfloat16 and rhs_scale is not None:
-        check_few(M, G, rhs.dtype)
+        check_few_tokens(M, G, rhs.dtype)
     else:
         check_dtypes(lhs, rhs, block_shape)
         config = config or choose_config(M, G, N, K, lhs_scale is not None)
@@ -74,17 +88,17 @@ def grouped_matmul(
     return _grouped_matmul(settings, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
 
 
-def check_few(M: int, G: int, dtype: Any) -> None:
-    """Raises NotImplementedError for more bfloat16 rows than quantized matrices are read for."""
-    if M > _QUANTIZED_ROWS * G:
+def check_few_tokens(M: int, G: int, dtype: Any) -> None:
+    """Raises NotImplementedError if M rows are too many for the few-token kernel."""
+    if M > _MAX_FEW_TOKENS * G:
         raise NotImplementedError(
-            f"takes {_QUANTIZED_ROWS} rows a group at most, on average, by {dtype} matrices, got"
+            f"takes {_MAX_FEW_TOKENS} rows a group at most, on average, by {dtype} matrices, got"
             f" {M} rows for {G} groups"
         )
 
 
 def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]) -> None:
-    """Raises NotImplementedError for all but bfloat16 by bfloat16 and float8 by float8."""
+    """Raises NotImplementedError unless the dtypes are bfloat16 by bfloat16 or float8 by float8."""
     if lhs.dtype not in (jnp.bfloat16, FLOAT8) or matrix.dtype != lhs.dtype:
         raise NotImplementedError(
             f"takes bfloat16 by bfloat16 and {FLOAT8} by {FLOAT8}, got {lhs.dtype} by"
@@ -95,37 +109,44 @@ def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]
 
 
 def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
-    """What was measured best on an H200 for that many rows a group, of what takes N and K."""
-    if M < _MANY * G:
-        return choose_few(FEW_ROWS, M, G, N, K, float8)
-    return fitting(MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16, N, K, float8)[0]
+    """Returns the configuration that N and K allow and that was the fastest on an H200 for the
+    average number of rows per group."""
+    if M < _MANY_TOKENS * G:
+        return choose_few_tokens_config(FEW_TOKENS, M, G, N, K, float8)
+    candidates = MANY_TOKENS_FLOAT8 if float8 else MANY_TOKENS_BFLOAT16
+    return supported_configs(candidates, N, K, float8)[0]
 
 
-def choose_few(
+def choose_few_tokens_config(
     candidates: Sequence[Config], M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1
 ) -> Config:
-    """For few rows a group: the widest tiles, or narrower ones if multiprocessors idle."""
-    by_width = {c.columns // matrices: c for c in fitting(candidates, N, K, float8, matrices)}
-    return by_width[best_width(tuple(by_width), M, G, N)]
+    """Returns the widest tile, or a narrower one if multiprocessors would be idle."""
+    supported = supported_configs(candidates, N, K, float8, matrices)
+    by_width = {config.tile_n // matrices: config for config in supported}
+    return by_width[choose_tile_width(tuple(by_width), M, G, N)]
 
 
-def fitting(
+def supported_configs(
     candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int = 1
 ) -> list[Config]:
-    """Raises NotImplementedError, the last one's, if none does."""
-    found, refusals = [], []
+    """Returns the candidates that N and K allow, in their order.
+
+    Raises:
+      NotImplementedError: there is none; the message is that of the last one.
+    """
+    supported, refusals = [], []
     for config in candidates:
         try:
             check_shapes(config, N, K, float8, matrices)
-            found.append(config)
+            supported.append(config)
         except NotImplementedError as refusal:
             refusals.append(str(refusal))
-    if not found:
+    if not supported:
         raise NotImplementedError(refusals[-1])
-    return found
+    return supported
 
 
-# (the kernel's Config, how to interpret it, the blocks of scales)
+# (Config of either kernel, interpreter parameters, block_shape)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
 
@@ -140,7 +161,7 @@ def _grouped_matmul(
 ) -> jax.Array:
     config, interpret, block_shape = settings
     if lhs_scale is None and rhs_scale is not None:
-        return few_rows.grouped_matmul(
+        return few_tokens.grouped_matmul(
             lhs,
             rhs,
             group_sizes,
@@ -150,7 +171,7 @@ def _grouped_matmul(
             interpret=interpret,
         )
     scales = () if rhs_scale is None else (rhs_scale,)
-    return grouped_product(
+    return mosaic_gpu_kernel.matmul(
         lhs, (rhs,), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 
@@ -163,15 +184,15 @@ def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) 
     lhs, rhs, group_sizes, *scales = args
     shape = {"block_shape": settings[2]}
 
-    def product(lhs: Any, rhs: Any, *scales: Any) -> jax.Array:
+    def matmul(lhs: Any, rhs: Any, *scales: Any) -> jax.Array:
         try:
-            return blocked.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
+            return batched.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
         except NotImplementedError:
             return reference.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
 
-    _, pull = jax.vjp(product, lhs, rhs, *scales)
-    of_lhs, of_rhs, *of_scales = pull(cotangent)
-    return of_lhs, of_rhs, None, *of_scales
+    _, vjp = jax.vjp(matmul, lhs, rhs, *scales)
+    d_lhs, d_rhs, *d_scales = vjp(cotangent)
+    return d_lhs, d_rhs, None, *d_scales
 
 
 _grouped_matmul.defvjp(_forward, _backward)

@@ -1,33 +1,30 @@
-"""The Hopper kernel of grouped_matmul: one persistent block a multiprocessor.
+"""The Hopper kernel of grouped_matmul and grouped_swiglu: persistent and warp-specialised.
 
-    out[r] = rhs[g(r)] @ lhs[r]      bfloat16, or float8 with a scale a row and 128 columns of lhs
-                                     and a scale a 128 x 128 block of rhs
-    out[r] = silu(gate[g(r)] @ lhs[r]) * (up[g(r)] @ lhs[r])     of two such matrices a group,
-                                     bfloat16, or float8 with a scale a row and 128 columns
+    out[m] = rhs[g(m)] @ lhs[m]                                   grouped_matmul
+    out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])      grouped_swiglu
 
-Three warpgroups share a block. One copies: it walks the block's tiles and keeps a ring of stages
-filled, each with 128 bytes of K of the tile's rows and of its columns. Two multiply, each its half
-of the tile, and write the result out through a staging buffer by TMA.
+The operands are bfloat16, or float8 with a scale per row and 128 columns of lhs and per 128 x 128
+block of the matrices. It is used for these dtypes with any number of rows; bfloat16 rows with
+quantized matrices go to ``few_tokens``.
 
-Five things are not obvious.
+One thread block runs on each multiprocessor and has three warpgroups. In the producer, one warp
+keeps a ring of stages filled by TMA. A stage has 128 bytes of K of the tile's rows of lhs and rhs.
+Two consumers each compute a half of the tile with wgmma and store it.
 
-1.  A tiled TMA copy starts at multiples of eight rows only, and groups start anywhere. A tile one
-    swizzle atom wide, 128 bytes, has the same bytes as a plain array [rows, 128 bytes] under that
-    swizzle; a ``RefUnion`` names both: copies use the plain name, products the tiled one.
-2.  A tile's rows past its group's end are the next group's, or zeros past the array's. They are
-    multiplied like the others and not stored: rows of a product do not mix.
-3.  float8 products are summed over 128 of K by the tensor cores, then scaled and added to float32
-    sums in registers.
-4.  Of two matrices a tile holds as many columns of each, side by side within a warpgroup's part:
-    one product serves both, and what belongs together ends in the same registers.
-5.  An H200 multiplies faster than its power allows for long, so that what counts beside waiting is
-    what is done besides: one warp copies; between two float8 products nothing is left to do but
-    to add them up; what a step reads beyond its tiles is loaded under its product.
+Four things are not obvious.
 
-Here it is put together. plan says what follows from the shapes, block_tiles which tiles a block
-takes, refs what lies in memory, copier and multipliers what the warpgroups do.
+1.  Groups start at any row, tiled TMA copies at multiples of eight: see ``buffers``.
+2.  The rows of a tile past its group's end belong to the next group, or are zeros past the end of
+    lhs. They are multiplied too but not stored, because the rows of a matmul do not mix.
+3.  With two matrices, a stage has the rows of gate and up side by side for each warpgroup. One
+    wgmma multiplies both, and a gate and its up end in the same thread's registers.
+4.  An H200 has more tensor throughput than its power limit sustains. So apart from waiting, what
+    counts is the number of other instructions: one warp issues all copies, and loads overlap with
+    wgmma.
 
-What was tried, and how fast it was, stands in benchmarks/NOTES.md.
+``plan`` derives sizes from shapes, ``tile_scheduler`` assigns tiles to blocks, ``buffers`` lists
+the memory, ``ring`` synchronises producer and consumers, ``mainloop`` has the roles' loops, and
+``epilogue`` stores results. benchmarks/NOTES.md records what was tried and measured.
 """
 
 from __future__ import annotations
@@ -43,28 +40,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
-from pallas_kernels.grouped_matmul.block_tiles import BlockTiles
-from pallas_kernels.grouped_matmul.copier import copy_tiles
-from pallas_kernels.grouped_matmul.multipliers import multiply_tiles
+from pallas_kernels.grouped_matmul.buffers import Buffers, scratch
+from pallas_kernels.grouped_matmul.mainloop import consume, produce
 from pallas_kernels.grouped_matmul.plan import (
-    MULTIPLIERS,
+    CONSUMERS,
     SCALE_BLOCK,
     Config,
     Plan,
     check_shapes,
     quantizes,
 )
-from pallas_kernels.grouped_matmul.refs import Refs, scratch
-from pallas_kernels.grouped_matmul.ring import LeaderBarriers, PallasBarriers, Ring
-from pallas_kernels.grouped_matmul.row_tiles import RowTiles
+from pallas_kernels.grouped_matmul.ring import GpuRing, InterpreterRing, Ring
+from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, TileScheduler
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mosaic_ir import first_warp
 
 _INTERPRETED_BLOCKS = 2
-_COPIER = MULTIPLIERS  # the warpgroup that copies, the last
+_PRODUCER = CONSUMERS  # index of the producer warpgroup, the last
 
 
-def grouped_product(
+def matmul(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
     group_sizes: Int[Array, " G"],
@@ -74,18 +69,19 @@ def grouped_product(
     config: Config,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """The product of every row with its group's matrix, or of two silu of the first times the
-    second; rows of no group are undefined.
+    """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices.
+
+    Rows that belong to no group are undefined.
 
     Args:
-      lhs, matrices: all bfloat16, or all float8_e4m3fn; one matrix or two.
-      lhs_scale, matrix_scales: of float8; one array a matrix.
+      lhs, matrices: all bfloat16, or all float8_e4m3fn. One matrix, or gate and up.
+      lhs_scale, matrix_scales: scales of float8 operands, one array per matrix.
     """
     arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
-    return _product(*arrays, config=config, quantize=False, interpret=interpret)
+    return _launch(*arrays, config=config, quantize=False, interpret=interpret)
 
 
-def quantized_product(
+def matmul_to_float8(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
     group_sizes: Int[Array, " G"],
@@ -95,23 +91,23 @@ def quantized_product(
     config: Config,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M N"], Float32[Array, "M Nb"]]:
-    """:func:`grouped_product` in float8_e4m3fn, and the scales of its rows by 128 columns.
+    """Computes :func:`matmul` in float8_e4m3fn, with one scale per row and 128 columns.
 
     Raises:
-      NotImplementedError: :func:`quantizes` says no.
+      NotImplementedError: :func:`plan.quantizes` returns False.
     """
     N, count = matrices[0].shape[1], len(matrices)
     if not quantizes(config, N, count):
         raise NotImplementedError(
-            f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split by rows, of"
-            f" multiples of {SCALE_BLOCK} columns, got {config} and N {N}"
+            f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split along M, with N a"
+            f" multiple of {SCALE_BLOCK}, got {config} and N {N}"
         )
     arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
-    return _product(*arrays, config=config, quantize=True, interpret=interpret)
+    return _launch(*arrays, config=config, quantize=True, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
-def _product(
+def _launch(
     lhs: jax.Array,
     matrices: Sequence[jax.Array],
     group_sizes: jax.Array,
@@ -126,48 +122,48 @@ def _product(
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
     on_gpu = interpret is None
-    # The interpreter makes a thread of this machine of each of a block's warpgroups.
+    # The interpreter starts a thread of the host for each warpgroup of each block.
     blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
     plan = Plan(config, M, N, K, float8, count, quantize, blocks, on_gpu)
-    if lhs_scale is not None and plan.copied_scales:
-        spare = max(-M % 4, plan.scale_rows - M)
-        lhs_scale = jnp.pad(lhs_scale, ((0, spare), (0, 0))).T
+    if lhs_scale is not None and plan.tma_scales:
+        padding = max(-M % 4, plan.scale_copy_rows - M)
+        lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
     early = config.early and on_gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
-    barriers = LeaderBarriers if on_gpu else PallasBarriers
+    ring_type = GpuRing if on_gpu else InterpreterRing
 
-    def grouped_matmul(*given: Any) -> None:
-        *named, of_ring = given
-        refs = Refs.of(plan, named)
-        ring: Ring = barriers(config.stages, of_ring)
+    def grouped_matmul(*refs: Any) -> None:
+        *buffer_refs, ring_memory = refs
+        buffers = Buffers.of(plan, buffer_refs)
+        ring: Ring = ring_type(config.stages, ring_memory)
         ring.initialise()
         if early:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()  # nothing is read before
-        row_tiles = RowTiles(refs.group_sizes, config.rows, on_gpu=on_gpu)
-        tiles = BlockTiles(plan, row_tiles, row_tiles.total(), lax.axis_index("block"))
+        group_tiles = GroupTiles(buffers.group_sizes, config.tile_m, on_gpu=on_gpu)
+        tiles = TileScheduler(plan, group_tiles, group_tiles.count(), lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == _COPIER)
+        @pl.when(warpgroup == _PRODUCER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            pl.when(first_warp(on_gpu))(lambda: copy_tiles(plan, refs, tiles, ring))
+            pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring))
 
-        @pl.when(warpgroup != _COPIER)
+        @pl.when(warpgroup != _PRODUCER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            multiply_tiles(plan, refs, tiles, ring, warpgroup)
+            consume(plan, buffers, tiles, ring, warpgroup)
 
-    if count == 2:  # profiles show the name
-        grouped_matmul.__name__ = "grouped_swiglu"
+    if count == 2:
+        grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
     out_type = jax.ShapeDtypeStruct((M, N), plan.out_dtype)
     scale_type = jax.ShapeDtypeStruct((M, N // SCALE_BLOCK), jnp.float32)
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), barriers.scratch(config.stages, plan.copies)],
+        scratch_types=[*scratch(plan), ring_type.scratch(config.stages, plan.copies_per_stage)],
         grid=(plan.blocks,),
         grid_names=("block",),
-        num_threads=MULTIPLIERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

@@ -1,9 +1,9 @@
-"""grouped_matmul for TPUs: a kernel that reads each matrix once, as it is stored.
+"""grouped_matmul for TPUs: a Pallas kernel that reads each matrix once, in its stored format.
 
-XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. For the
-first XLA copies all of DeepSeek's K-major matrices, and neither takes scales: of 32 of V3's experts
-in int8, ``ragged_dot`` makes 3.1 GiB of temporaries on a v5p, where the kernel has a MiB (libtpu
-0.0.42). It stays what matrices narrower than a register are left to.
+XLA's own ``ragged_dot`` is a kernel on TPUs too, and JAX has another, megablox's ``gmm``. Neither
+supports scales, and for ``ragged_dot`` XLA copies all of DeepSeek's K-major matrices: for 32 of
+V3's experts in int8 on a v5p it allocates 3.1 GiB of temporaries, and this kernel 1 MiB (libtpu
+0.0.42). Matrices narrower than a register are still left to ``ragged_dot``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.grouped_matmul.mosaic_tpu_kernel import grouped_product
+from pallas_kernels.grouped_matmul import mosaic_tpu_kernel, reference
 from pallas_kernels.grouped_matmul.tpu_plan import Plan, choose_plan
 from pallas_kernels.tpu import require_tpu
 
-_ROWS = "bfloat16", "float32", "float8_e4m3fn"
-_MATRICES = (*_ROWS, "int8", "uint8")
+_LHS_DTYPES = "bfloat16", "float32", "float8_e4m3fn"
+_RHS_DTYPES = (*_LHS_DTYPES, "int8", "uint8")
 
 
 def grouped_matmul(
@@ -35,12 +34,13 @@ def grouped_matmul(
     plan: Plan | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """grouped_matmul on a TPU, of rows in bfloat16 or float32, float32 in full precision.
+    """grouped_matmul on a TPU, with rows in bfloat16 or float32. float32 has full precision.
 
-    Float8 rows become bfloat16, times their scales, before: that rounds them once more. Quantized
-    matrices of many rows are rounded to the rows' dtype with their scales.
+    float8 rows are first multiplied by their scales and rounded to bfloat16, one rounding more than
+    the reference has. With many rows per group, quantized matrices are multiplied by their scales
+    and rounded to the dtype of the rows.
 
-    Gradients are those of the reference.
+    Gradients are computed by the reference.
 
     Raises:
       NotImplementedError: no TPU, other dtypes, or what :func:`tpu_plan.choose_plan` refuses.
@@ -48,9 +48,9 @@ def grouped_matmul(
     chip = require_tpu(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
-    if lhs.dtype not in _ROWS or rhs.dtype not in _MATRICES:
+    if lhs.dtype not in _LHS_DTYPES or rhs.dtype not in _RHS_DTYPES:
         raise NotImplementedError(
-            f"takes rows in {', '.join(_ROWS)} and matrices in {', '.join(_MATRICES)}, got"
+            f"takes rows in {', '.join(_LHS_DTYPES)} and matrices in {', '.join(_RHS_DTYPES)}, got"
             f" {lhs.dtype} and {rhs.dtype}"
         )
     if lhs_scale is not None:
@@ -59,7 +59,7 @@ def grouped_matmul(
     return _grouped_matmul((plan, interpret), lhs, rhs, group_sizes, rhs_scale)
 
 
-_Settings = tuple[Plan, Any]  # the blocks, how to interpret the kernel
+_Settings = tuple[Plan, Any]  # block sizes, interpreter parameters
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,7 +71,9 @@ def _grouped_matmul(
     rhs_scale: jax.Array | None,
 ) -> jax.Array:
     plan, interpret = settings
-    return grouped_product(lhs, rhs, group_sizes, rhs_scale, plan=plan, interpret=interpret)
+    return mosaic_tpu_kernel.matmul(
+        lhs, rhs, group_sizes, rhs_scale, plan=plan, interpret=interpret
+    )
 
 
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -80,10 +82,10 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
 
 def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, group_sizes, rhs_scale = args
-    of_lhs, of_rhs, _, _, of_scale = reference.gradients(
+    d_lhs, d_rhs, _, _, d_scale = reference.gradients(
         (lhs, rhs, group_sizes, None, rhs_scale), cotangent, block_shape=settings[0].block_shape
     )
-    return of_lhs, of_rhs, None, of_scale
+    return d_lhs, d_rhs, None, d_scale
 
 
 _grouped_matmul.defvjp(_forward, _backward)

@@ -1,22 +1,23 @@
-"""The TPU's grouped product: rows in tiles, each multiplied with the matrices of the groups in it.
+"""The TPU kernel of grouped_matmul: tiles of rows, multiplied with the matrices of their groups.
 
-The grid is (columns of the result in blocks, visits): see :mod:`visits`. Pallas copies a block to
-VMEM only when another than the last one's is asked for, while the last one is computed with:
+The grid is (blocks of the result's columns, visits of tiles by groups); see ``tpu_visits``. Pallas
+copies a block to VMEM only if its index differs from the previous step's, and the copy overlaps
+with the previous step's computation. So:
 
-- Visits are the inner loop and a group's follow each other, so a block of its matrix is read once
-  however many tiles the group has. Of a group without rows none is read.
-- A block of a matrix is of whole rows, all of K. So there are no partial sums to keep, and a tile
-  of rows too is read once for a block of columns.
-- Quantized matrices travel as they are stored. Of few rows, their values become the rows' dtype on
-  the way to the matrix unit, and scales multiply sums of the part of K that they stand for: then
-  registers keep up with memory. Of many rows, values times scales go to a scratch when a block
-  arrives, and all the group's visits multiply with that. A scale that stands for a whole row of the
-  matrix multiplies the result.
-- A tile of the result stays in VMEM while its visits last; each of them writes its group's rows.
+- Visits are the inner loop and those of a group are consecutive, so a block of its matrix is read
+  once, for any number of tiles. Matrices of groups without rows are not read.
+- A block of a matrix spans all of K. So there are no partial sums to keep, and a tile of rows is
+  read once per block of columns.
+- Quantized matrices are copied in their stored format. With few rows, values are converted to the
+  dtype of the rows inside the matmul, and scales multiply the sums over the slice of K that they
+  belong to; then the registers keep up with memory. With many rows, a block is multiplied by its
+  scales and written to scratch when it arrives, and all visits of the group use that. A scale that
+  belongs to a whole row of the matrix multiplies the result.
+- A tile of the result stays in VMEM during its visits. Each visit writes its group's rows.
 
-int4 comes as bytes of two neighbouring columns. They are not put beside each other again, which
-would move every number to another lane: the low halves make the first half of K and the high halves
-the second. The rows' columns are sorted before, even ones first.
+int4 matrices are stored as bytes of two neighbouring columns. Interleaving the halves again would
+move every number to another lane. Instead the low halves become the first half of K and the high
+halves the second, and the columns of the rows are sorted beforehand, even ones first.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.tpu_plan import EXPANDED_ROWS, Plan
-from pallas_kernels.grouped_matmul.visits import visits_of
+from pallas_kernels.grouped_matmul.tpu_visits import visits_of
 from pallas_kernels.tpu import LANES, dot
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
-def grouped_product(
+def matmul(
     lhs: Float[Array, "M K"],
     rhs: Matrices,
     group_sizes: Int[Array, " G"],
@@ -48,11 +49,11 @@ def grouped_product(
     plan: Plan,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """``out[m] = rhs[g(m)] @ lhs[m]`` in lhs's dtype, of blocks that ``plan`` describes."""
+    """Computes ``out[m] = rhs[g(m)] @ lhs[m]`` in lhs's dtype, in blocks of ``plan``'s sizes."""
     (M, K), (G, N, width) = lhs.shape, rhs.shape
     visits, blocks = visits_of(group_sizes, M, plan.rows), -(-N // plan.columns)
     if plan.packed:
-        lhs = even_first(lhs)
+        lhs = even_columns_first(lhs)
     operands = [lhs, rhs]
     in_specs = [
         pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, ends: (tiles[v], 0)),
@@ -62,7 +63,7 @@ def grouped_product(
     ]
     if scale is not None:
         by_columns = plan.block_shape[0] == 1
-        # XLA lays such arrays out with the longer dimension last: this moves nothing.
+        # XLA stores such arrays with the longer dimension last, so this moves nothing.
         operands.append(scale.swapaxes(1, 2) if by_columns else scale)
         in_specs.append(
             pl.BlockSpec(
@@ -98,10 +99,10 @@ def grouped_product(
 
 
 def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, *rest: Any) -> None:
-    """One visit, of one block of columns.
+    """Computes one visit of one block of columns.
 
-    ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), scale if any, ``out`` [rows, columns],
-    and where matrices are expanded scratch ``dense`` [columns, K].
+    The references are ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), the scales if any,
+    ``out`` [rows, columns], and scratch ``dense`` [columns, K] if matrices are expanded.
     """
     *others, dense = rest if plan.expands else (*rest, rhs)
     *scales, out = others
@@ -112,132 +113,150 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 
         @pl.when((visit == 0) | (group != groups[jnp.maximum(visit - 1, 0)]))
         def _() -> None:
-            expand(plan, block, rhs, () if plan.scale_a_row else scales, dense)
+            expand(plan, block, rhs, () if plan.one_scale_per_row else scales, dense)
 
     row = tiles[visit] * plan.rows + lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
-    own = (row >= ends[group]) & (row < ends[group + 1])
+    in_group = (row >= ends[group]) & (row < ends[group + 1])
 
-    def some_columns(i: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
-        if plan.in_parts:
-            sums = product_in_parts(
-                plan, block * plan.columns + i * plan.step, lhs, rhs, scales, at
-            )
+    def compute_columns(i: Any, _: None) -> None:
+        columns = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
+        if plan.converts_slices:
+            first = block * plan.columns + i * plan.step
+            sums = multiply_slices(plan, first, lhs, rhs, scales, columns)
         else:
-            sums = dot(lhs[...], dense[at], transposed=True)
-        if plan.scale_a_row:
-            sums *= scales[0][:, at] * plan.unit
-        out[:, at] = jnp.where(own, sums, out[:, at].astype(jnp.float32)).astype(out.dtype)
+            sums = dot(lhs[...], dense[columns], transposed=True)
+        if plan.one_scale_per_row:
+            sums *= scales[0][:, columns] * plan.unit
+        previous = out[:, columns].astype(jnp.float32)
+        out[:, columns] = jnp.where(in_group, sums, previous).astype(out.dtype)
 
-    lax.fori_loop(0, plan.columns // plan.step, some_columns, None)
+    lax.fori_loop(0, plan.columns // plan.step, compute_columns, None)
 
 
-def product_in_parts(
-    plan: Plan, row: Any, lhs: Any, rhs: Any, scales: Sequence[Any], at: Any
+def multiply_slices(
+    plan: Plan, first_row: Any, lhs: Any, rhs: Any, scales: Sequence[Any], columns: Any
 ) -> Float32[Array, "rows step"]:
-    """``lhs`` by rows ``at`` of the block, the first of which is row ``row`` of the matrix.
+    """Multiplies ``lhs`` with some rows of the block, converting one slice of K at a time.
 
-    Each part of K that has a scale of its own is summed apart. Where two parts share registers, the
-    rows go in twice, each time with zeros in the other's place.
+    Each slice of K that has its own scale is summed on its own. If two slices share registers, lhs
+    is multiplied twice, each time with zeros in the other slice's columns.
+
+    Args:
+      first_row: index in the matrix of the first of these rows.
+      columns: window of the rows in the block, which are columns of the result.
     """
     width, rows = rhs.shape[1], plan.rows
     factors = None  # [Kb, step], or [1, Kb] for all columns
-    if scales and not plan.scale_a_row:
+    if scales and not plan.one_scale_per_row:
         (scale,) = scales
-        rows_of_scale = plan.block_shape[0]
-        factors = scale[:, at] if rows_of_scale == 1 else scale[pl.ds(row // rows_of_scale, 1)]
+        scale_rows = plan.block_shape[0]
+        factors = scale[:, columns] if scale_rows == 1 else scale[pl.ds(first_row // scale_rows, 1)]
         factors *= plan.unit
     sums = jnp.zeros((rows, plan.step), jnp.float32)
-    for first in range(0, width, max(plan.part, LANES)):
-        lanes = slice(first, min(first + max(plan.part, LANES), width))
-        parts = range(lanes.start // plan.part, -(-lanes.stop // plan.part))
-        of_parts = jnp.zeros((len(parts) * rows, plan.step), jnp.float32)
-        for half, values in enumerate(numbers(plan, rhs[at, lanes])):
+    for first in range(0, width, max(plan.slice_width, LANES)):
+        lanes = slice(first, min(first + max(plan.slice_width, LANES), width))
+        slices = range(lanes.start // plan.slice_width, -(-lanes.stop // plan.slice_width))
+        slice_sums = jnp.zeros((len(slices) * rows, plan.step), jnp.float32)
+        for half, values in enumerate(convert(plan, rhs[columns, lanes])):
             tile = lhs[:, half * width + lanes.start : half * width + lanes.stop]
-            if len(parts) > 1:
-                part = (first + lax.broadcasted_iota(jnp.int32, tile.shape, 1)) // plan.part
-                tile = jnp.concatenate([jnp.where(part == p, tile, 0) for p in parts])
-            of_parts += dot(tile.astype(lhs.dtype), values.astype(lhs.dtype), transposed=True)
-        for i, part in enumerate(parts):
-            of_part = of_parts[i * rows : (i + 1) * rows]
+            if len(slices) > 1:
+                column = first + lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+                k_slice = column // plan.slice_width
+                tile = jnp.concatenate([jnp.where(k_slice == s, tile, 0) for s in slices])
+            slice_sums += dot(tile.astype(lhs.dtype), values.astype(lhs.dtype), transposed=True)
+        for i, s in enumerate(slices):
+            slice_sum = slice_sums[i * rows : (i + 1) * rows]
             if factors is not None and plan.block_shape[0] == 1:
-                of_part *= factors[part : part + 1]
+                slice_sum *= factors[s : s + 1]
             elif factors is not None:
-                of_part *= factors[:, part : part + 1]
-            sums += of_part
+                slice_sum *= factors[:, s : s + 1]
+            sums += slice_sum
     return sums
 
 
 def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) -> None:
-    """``dense`` [columns, K] becomes the block's values, times their scales if there are any."""
+    """Writes the block's values, times their scales if there are any, to ``dense`` [columns, K]."""
     width = rhs.shape[1]
     whole = width // LANES * LANES
     scale_rows, scale_lanes = plan.block_shape[0], plan.block_shape[1] // (2 if plan.packed else 1)
 
-    def some_rows(i: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
-        row = block * plan.columns + i * EXPANDED_ROWS
+    def expand_rows(i: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * EXPANDED_ROWS, EXPANDED_ROWS), EXPANDED_ROWS)
+        first_row = block * plan.columns + i * EXPANDED_ROWS
         factors = [
-            (scale[:, at].T if scale_rows == 1 else scale[pl.ds(row // scale_rows, 1)]) * plan.unit
+            (scale[:, rows].T if scale_rows == 1 else scale[pl.ds(first_row // scale_rows, 1)])
+            * plan.unit
             for scale in scales
         ]
         for lane in range(0, width, LANES):
             columns = slice(lane, min(lane + LANES, width))
-            values = [half.astype(jnp.float32) for half in numbers(plan, rhs[at, columns])]
+            values = [half.astype(jnp.float32) for half in convert(plan, rhs[rows, columns])]
             for each in factors:
                 factor = spread(each, columns, scale_lanes)
                 values = [half * factor for half in values]
             values = [half.astype(dense.dtype) for half in values]
             if not plan.packed:
-                (dense[at, columns],) = values
+                (dense[rows, columns],) = values
             elif lane < whole:
-                dense[at, columns], dense[at, whole + lane : whole + lane + LANES] = values
+                dense[rows, columns], dense[rows, whole + lane : whole + lane + LANES] = values
             else:
-                dense[at, 2 * whole :] = jnp.concatenate(values, axis=1)
+                dense[rows, 2 * whole :] = jnp.concatenate(values, axis=1)
 
-    lax.fori_loop(0, plan.columns // EXPANDED_ROWS, some_rows, None)
+    lax.fori_loop(0, plan.columns // EXPANDED_ROWS, expand_rows, None)
 
 
-def numbers(plan: Plan, values: jax.Array) -> list[jax.Array]:
-    """What is stored as what registers convert in one step, four bytes at once, in units of
-    ``plan.unit``; of int4's bytes the low halves, then the high ones."""
+def convert(plan: Plan, values: jax.Array) -> list[jax.Array]:
+    """Converts stored values to a dtype that registers convert further in one step.
+
+    The result is in units of ``plan.unit``. Of int4's bytes it is the low halves, then the high
+    ones. Four bytes are converted at once.
+    """
     if plan.packed:
         words = pltpu.bitcast(values, jnp.int32)
-        return [signed(half & 0x0F0F0F0F) for half in (words, words >> 4)]
-    return [rebiased(values) if plan.unit != 1 else values]
+        return [sign_extend(half & 0x0F0F0F0F) for half in (words, words >> 4)]
+    return [rebias(values) if plan.unit != 1 else values]
 
 
-def signed(halves: jax.Array) -> jax.Array:
-    """Bytes of 0 to 15 as int8 of -8 to 7; the top bits are set so that no byte borrows."""
+def sign_extend(halves: jax.Array) -> jax.Array:
+    """Converts words of bytes 0 to 15 to int8 of -8 to 7.
+
+    The top bits are set during the subtraction so that no byte borrows from the next.
+    """
     top = jnp.int32(-0x7F7F7F80)
     return pltpu.bitcast(((halves ^ 0x08080808 ^ top) - 0x08080808) ^ top, jnp.int8)
 
 
-def rebiased(values: jax.Array) -> jax.Array:
-    """float8_e4m3fn as the float8 of older chips, a sixteenth as large, which has no -0.
+def rebias(values: jax.Array) -> jax.Array:
+    """Converts float8_e4m3fn to a sixteenth of it in float8_e4m3b11fnuz, which older chips have.
 
-    NaN, which no weight is, becomes 480 sixteenths.
+    That dtype has no -0, so -0 becomes 0. NaN, which no weight is, becomes 480 / 16.
     """
     words, low = pltpu.bitcast(values, jnp.int32), jnp.int32(0x7F7F7F7F)
-    nonzero = (words & low) + low  # in a byte's top bit
+    nonzero = (words & low) + low  # in the top bit of each byte
     return pltpu.bitcast(words & (nonzero | low), jnp.float8_e4m3b11fnuz)
 
 
-def even_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
-    """Columns in the order of unpacked halves: all even ones, then all odd ones, but those of bytes
-    that fill no register come last."""
+def even_columns_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    """Sorts the columns as the halves of int4 bytes are unpacked: even ones, then odd ones.
+
+    Columns of bytes that do not fill a register come last, sorted in the same way.
+    """
     halves = lhs[:, ::2], lhs[:, 1::2]
     whole = halves[0].shape[1] // LANES * LANES
-    parts = [half[:, part] for part in (slice(whole), slice(whole, None)) for half in halves]
-    return jnp.concatenate(parts, axis=1)
+    ranges = slice(whole), slice(whole, None)
+    return jnp.concatenate([half[:, columns] for columns in ranges for half in halves], axis=1)
 
 
 def spread(factors: jax.Array, columns: slice, lanes: int) -> Float32[Array, "rows lanes"]:
-    """The scales of ``columns``, where each of ``factors`` [rows, Kb] is for ``lanes`` of them."""
+    """Returns the scale of each of ``columns``.
+
+    Args:
+      factors: [rows, Kb], each for ``lanes`` columns.
+    """
     shape = factors.shape[0], columns.stop - columns.start
     first, last = columns.start // lanes, (columns.stop - 1) // lanes
-    found = jnp.broadcast_to(factors[:, first : first + 1], shape)
+    result = jnp.broadcast_to(factors[:, first : first + 1], shape)
     for i in range(first + 1, last + 1):
-        here = lax.broadcasted_iota(jnp.int32, shape, 1) >= i * lanes - columns.start
-        found = jnp.where(here, jnp.broadcast_to(factors[:, i : i + 1], shape), found)
-    return found
+        is_later = lax.broadcasted_iota(jnp.int32, shape, 1) >= i * lanes - columns.start
+        result = jnp.where(is_later, jnp.broadcast_to(factors[:, i : i + 1], shape), result)
+    return result

@@ -1,9 +1,16 @@
-"""How grouped_matmul's kernel is set, and what follows from that for a product of given shapes."""
+"""Configuration of the Hopper grouped matmul, and the sizes that follow from it.
+
+``Config`` holds the tuning parameters. ``Plan`` combines one with the shapes of a call and derives
+tile sizes, K steps and copies. Everything here is static: it is known when the kernel is traced.
+
+A group has one matrix, or two for SwiGLU (gate and up). With two, the tile holds tile_n / 2 rows of
+each, so it computes tile_n / 2 columns of the result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,56 +20,92 @@ from pallas_kernels.block_quant.reference import FLOAT8
 
 SCALE_BLOCK = 128
 ATOM = 128  # bytes: a row of a swizzled tile
-MULTIPLIERS = 2  # warpgroups that multiply
+CONSUMERS = 2  # consumer warpgroups
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
 _EXTRA_SCALES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a block computes a tile of the result."""
+    """Tuning parameters of the kernel."""
 
-    rows: int
-    columns: int
+    tile_m: int
+    """Rows of lhs per tile."""
+
+    tile_n: int
+    """Rows of rhs per tile, over all matrices of a group."""
+
     stages: int
-    split: Literal["rows", "columns"]
-    """What the two multiplying warpgroups share out."""
-    slots: int = 1
-    """Staging buffers of 64 rows a warpgroup: what is written at once."""
+    """Stages of the ring buffer. A stage holds the operands of one K step."""
+
+    consumer_split: Literal["m", "n"]
+    """Dimension along which the two consumer warpgroups divide a tile."""
+
+    staging_buffers: int = 1
+    """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
+
     panel: int | None = None
-    """Row tiles that are visited for a column tile before the next column tile; None for as many
-    as the L2 cache holds well beside the matrices that pass."""
-    classes: tuple[int, ...] = ()
-    """Rows that are copied of a tile: the least of these that holds its group's, else all."""
-    copied_scales: bool = False
-    """float8: the rows' scales come by TMA, for which they are transposed beforehand. Worth that
-    kernel where there are many rows: read from where they are, they do not stay in the L1 cache."""
+    """M tiles that are computed for one N tile before the next N tile. None for as many as stay in
+    the L2 cache while the matrices stream through it."""
+
+    copy_heights: tuple[int, ...] = ()
+    """Heights of the lhs copies for tiles that are not full. The smallest that covers a tile's rows
+    is copied, and all of tile_m if none does."""
+
+    tma_scales: bool = False
+    """float8 only: whether TMA copies the lhs scales, from a transposed copy made beforehand. That
+    extra kernel pays off with many rows, for which scales that are read in place do not stay in the
+    L1 cache."""
+
     early: bool = False
-    """The block starts, and gets its barriers ready, while the kernel before it ends."""
+    """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
+    block initialises its barriers meanwhile."""
+
     registers: tuple[int, int] = (232, 40)
-    """Of a thread that multiplies, of one that copies."""
+    """Registers per thread of a consumer and of the producer warpgroup."""
+
     blocks: int | None = None
-    """Of the grid; None for one a multiprocessor."""
+    """Thread blocks in the grid. None for one per multiprocessor."""
+
+
+class RhsCopy(NamedTuple):
+    """One copy of rows of a matrix to a stage."""
+
+    matrix: int
+    """Index of the matrix in its group."""
+
+    column: int
+    """First row of the matrix, relative to the first column of the tile of the result."""
+
+    width: int
+    """Number of rows."""
+
+    stage_row: int
+    """First row of the stage that it fills."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known when the kernel is traced."""
+    """Static parameters of one call."""
 
     config: Config
     M: int
     N: int
+    """Columns of the result, and rows of each matrix."""
     K: int
     float8: bool
     matrices: int
+    """Matrices per group: 1 or 2."""
     quantize: bool
+    """Whether the result is float8 with one scale per 128 columns."""
     blocks: int
+    """Thread blocks in the grid."""
     on_gpu: bool
-    """Not interpreted."""
+    """False in the interpreter."""
 
     @property
     def dtype(self) -> Any:
-        """Of what is multiplied."""
+        """Dtype of the operands."""
         return FLOAT8 if self.float8 else jnp.bfloat16
 
     @property
@@ -70,121 +113,130 @@ class Plan:
         return FLOAT8 if self.quantize else jnp.bfloat16
 
     @property
-    def copied_scales(self) -> bool:
-        return self.float8 and self.config.copied_scales
+    def tma_scales(self) -> bool:
+        return self.float8 and self.config.tma_scales
 
     @property
-    def scale_rows(self) -> int:
-        """That are copied: from a multiple of four on, and so many that 128 divides their bytes."""
-        return self.config.rows + _EXTRA_SCALES
+    def scale_copy_rows(self) -> int:
+        """Row scales per TMA copy. A copy starts at a multiple of four rows, and its size must be
+        a multiple of 128 bytes."""
+        return self.config.tile_m + _EXTRA_SCALES
 
     @property
-    def atom(self) -> int:
-        """Elements of K that a swizzle atom holds."""
+    def tile_k(self) -> int:
+        """Columns of K per step: one swizzle atom."""
         return ATOM if self.float8 else ATOM // 2
 
     @property
-    def steps(self) -> int:
-        return self.K // self.atom
+    def k_steps(self) -> int:
+        return self.K // self.tile_k
 
     @property
-    def columns(self) -> int:
-        """Of the result, in a tile."""
-        return self.config.columns // self.matrices
+    def out_columns(self) -> int:
+        """Columns of the result per tile."""
+        return self.config.tile_n // self.matrices
 
     @property
-    def column_tiles(self) -> int:
-        return pl.cdiv(self.N, self.columns)
+    def n_tiles(self) -> int:
+        """Tiles along N."""
+        return pl.cdiv(self.N, self.out_columns)
 
     @property
-    def part(self) -> tuple[int, int]:
-        """(rows, columns) of a tile that one warpgroup multiplies."""
-        rows, columns = self.config.rows, self.config.columns
-        return (rows // 2, columns) if self.config.split == "rows" else (rows, columns // 2)
+    def warpgroup_tile(self) -> tuple[int, int]:
+        """Rows and columns of the accumulator of one consumer warpgroup."""
+        rows, columns = self.config.tile_m, self.config.tile_n
+        return (rows // 2, columns) if self.config.consumer_split == "m" else (rows, columns // 2)
 
     @property
-    def scaled(self) -> int:
-        """Columns of a warpgroup's part that always lie under one scale."""
-        width = self.part[1] // self.matrices
-        aligned = self.columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
+    def warpgroup_out_columns(self) -> int:
+        """Columns of the result that one consumer warpgroup computes."""
+        return self.warpgroup_tile[1] // self.matrices
+
+    @property
+    def scale_width(self) -> int:
+        """Columns of an accumulator that always share one rhs scale."""
+        width = self.warpgroup_out_columns
+        aligned = self.out_columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
         whole = width == SCALE_BLOCK and aligned
-        return width if whole else self.staged
+        return width if whole else self.staging_width
 
     @property
-    def staged(self) -> int:
-        """Columns of a staging buffer. Stores start at even rows, or take them from the first on,
-        so that 64 bytes a row suffice: TMA reads shared memory from multiples of 128."""
+    def staging_width(self) -> int:
+        """Columns of an output buffer. 64 bytes per row suffice: TMA reads shared memory from
+        multiples of 128 bytes, and stores start at even rows or at row 0."""
         if self.quantize:
-            return self.part[1] // self.matrices
-        return 32 if self.columns % 64 else 64
+            return self.warpgroup_out_columns
+        return 32 if self.out_columns % 64 else 64
 
     @property
-    def halves(self) -> bool:
-        """Whether a block of a quantized result lies in both warpgroups' parts."""
-        return self.quantize and self.config.split == "columns"
+    def splits_scale_block(self) -> bool:
+        """Whether the two warpgroups share the scale blocks of a quantized result."""
+        return self.quantize and self.config.consumer_split == "n"
 
     @property
     def panel(self) -> int:
-        tile_bytes = self.config.rows * self.steps * ATOM
+        """M tiles that are computed for one N tile before the next N tile."""
+        tile_bytes = self.config.tile_m * self.k_steps * ATOM
         return self.config.panel or max(1, _PANEL_BYTES // tile_bytes)
 
     @property
-    def copied_rows(self) -> tuple[int, ...]:
-        """The classes, ascending; the last holds every tile's rows."""
-        most = min(self.config.rows, self.M)
-        return *(rows for rows in self.config.classes if rows < most), most
+    def copy_heights(self) -> tuple[int, ...]:
+        """Heights of the lhs copies, ascending. The last covers any tile."""
+        most = min(self.config.tile_m, self.M)
+        return *(rows for rows in self.config.copy_heights if rows < most), most
 
     @property
-    def pieces(self) -> list[tuple[int, int, int, int]]:
-        """Of a stage's columns: which matrix, from which column of the tile of the result, how
-        many, to which row of the stage."""
-        parts = 1 if self.config.split == "rows" else MULTIPLIERS
-        width = self.part[1] // self.matrices
+    def rhs_copies(self) -> list[RhsCopy]:
+        """Copies of rhs per stage. The rows that one warpgroup multiplies are adjacent."""
+        shares = 1 if self.config.consumer_split == "m" else CONSUMERS
+        width = self.warpgroup_out_columns
         if self.matrices == 1:
-            parts, width = 1, self.columns
+            shares, width = 1, self.out_columns
         return [
-            (matrix, part * width, width, (part * self.matrices + matrix) * width)
-            for part in range(parts)
+            RhsCopy(matrix, share * width, width, (share * self.matrices + matrix) * width)
+            for share in range(shares)
             for matrix in range(self.matrices)
         ]
 
     @property
-    def copies(self) -> int:
-        """That fill a stage."""
-        return 1 + len(self.pieces) + self.copied_scales
+    def copies_per_stage(self) -> int:
+        return 1 + len(self.rhs_copies) + self.tma_scales
 
-    def offsets(self, warpgroup: jax.Array) -> tuple[Any, Any]:
-        """First row and column of a warpgroup's part of the tile."""
-        rows, columns = self.part
-        if self.config.split == "rows":
+    def stage_offset(self, warpgroup: jax.Array) -> tuple[Any, Any]:
+        """Returns the first row of the lhs tile and of the rhs tile that a warpgroup multiplies."""
+        rows, columns = self.warpgroup_tile
+        if self.config.consumer_split == "m":
             return pl.multiple_of(warpgroup * jnp.int32(rows), 64), 0
         return 0, pl.multiple_of(warpgroup * jnp.int32(columns), 64)
 
     def out_column(self, warpgroup: jax.Array) -> Any:
-        """First column of the result that a warpgroup's part gives, in the tile."""
-        if self.config.split == "rows":
+        """Returns the first column, relative to the tile's, that a warpgroup computes."""
+        if self.config.consumer_split == "m":
             return 0
-        return pl.multiple_of(warpgroup * jnp.int32(self.part[1] // self.matrices), 64)
+        return pl.multiple_of(warpgroup * jnp.int32(self.warpgroup_out_columns), 64)
 
 
 def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1) -> None:
-    """Raises NotImplementedError where ``config`` does not fit."""
-    atom = ATOM if float8 else ATOM // 2
-    columns = config.columns // matrices
-    if K % atom or N % 64 or columns > N:
+    """Raises NotImplementedError if the kernel does not support ``config`` for these shapes."""
+    tile_k = ATOM if float8 else ATOM // 2
+    columns = config.tile_n // matrices
+    if K % tile_k or N % 64 or columns > N:
         raise NotImplementedError(
             f"a tile of {columns} columns takes at least as many, in multiples of 64, and"
-            f" multiples of {atom} of K, got N {N} and K {K}"
+            f" multiples of {tile_k} of K, got N {N} and K {K}"
         )
-    if matrices > 1 and columns % (32 if config.split == "rows" else 128):
+    if matrices > 1 and columns % (32 if config.consumer_split == "m" else 128):
         raise NotImplementedError(
-            f"two matrices take multiples of 32 or, split, of 128 columns, got {columns}"
+            f"two matrices take multiples of 32 columns, or of 128 if split along N, got {columns}"
         )
-    if float8 and config.split == "rows" and config.rows != 128:
-        raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.rows // 2}")
+    if float8 and config.consumer_split == "m" and config.tile_m != 128:
+        raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")
 
 
 def quantizes(config: Config, N: int, matrices: int = 1) -> bool:
-    """Whether each tile holds one block of 128 columns of the result, 64 rows a warpgroup."""
-    rows = config.rows // 2 if config.split == "rows" else config.rows
-    return rows == 64 and config.columns // matrices == SCALE_BLOCK and N % SCALE_BLOCK == 0
+    """Returns whether the kernel can quantize its result.
+
+    Each tile must hold exactly one block of 128 columns of the result, and 64 rows per warpgroup.
+    """
+    rows = config.tile_m // 2 if config.consumer_split == "m" else config.tile_m
+    return rows == 64 and config.tile_n // matrices == SCALE_BLOCK and N % SCALE_BLOCK == 0

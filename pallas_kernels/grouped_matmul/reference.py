@@ -1,4 +1,4 @@
-"""The specification of grouped_matmul: dequantise, then multiply."""
+"""The specification of grouped_matmul in plain jax.numpy: dequantise, then multiply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant, scale_shape
 
-# One a group. Integers as block_quant.reference.Values.
+# One matrix per group. Integers are stored as block_quant.reference.Values.
 Matrices = Float[Array, "G N K"] | Int8[Array, "G N K"] | UInt8[Array, "G N K2"]
 
 
@@ -21,17 +21,21 @@ def check_scales(
     rhs_scale: Float32[Array, "G Nb Kb"] | None,
     block_shape: tuple[int, int],
 ) -> None:
+    """Raises ValueError unless K agrees, and each operand has a scale exactly if it needs one."""
     K = rhs.shape[-1] * (2 if rhs.dtype == jnp.uint8 else 1)
     if lhs.shape[-1] != K:
         raise ValueError(f"rhs: expected {lhs.shape[-1]} columns as lhs has, got {K}")
     integers = jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)
-    for name, x, scale, block, words, dtypes in (
+    for name, x, scale, block, described, dtypes in (
         ("lhs", lhs, lhs_scale, (1, block_shape[1]), "float8", (FLOAT8,)),
         ("rhs", rhs, rhs_scale, block_shape, "float8 or integer", (FLOAT8, *integers)),
     ):
         if (x.dtype in dtypes) != (scale is not None):
             given = "no scale" if scale is None else f"a scale {scale.shape}"
-            raise ValueError(f"{name}: {words} comes with a scale, got {x.dtype} with {given}")
+            raise ValueError(
+                f"{name}: {described} needs a scale and other dtypes take none, got {x.dtype} with"
+                f" {given}"
+            )
         if scale is not None:
             expected = scale_shape((*x.shape[:-1], K), block)
             if scale.shape != expected:
@@ -41,9 +45,10 @@ def check_scales(
 def dense_rows(
     lhs: Float[Array, "M K"], lhs_scale: Float32[Array, "M Kb"] | None, block_shape: tuple[int, int]
 ) -> Float[Array, "M K"]:
+    """Applies the scales of float8 rows. Returns float32: a scaled value has more bits than
+    bfloat16."""
     if lhs_scale is None:
         return lhs
-    # float32, not bfloat16: the scaled row carries more bits than bfloat16 holds.
     return block_dequant(lhs, lhs_scale, (1, block_shape[1]))
 
 
@@ -56,12 +61,13 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
+    """As :func:`pallas_kernels.grouped_matmul`."""
     dtype = jnp.bfloat16 if lhs.dtype == FLOAT8 else lhs.dtype
     lhs = dense_rows(lhs, lhs_scale, block_shape)
     M, G = lhs.shape[0], rhs.shape[0]
     if M <= G:
-        # Few rows: read only the matrices they need, at most one a row. A decode step at batch 1
-        # touches 8 experts of DeepSeek-V3's 256 this way.
+        # Read only the matrices that are needed, at most one per row. A decode step with one
+        # sequence reads 8 of DeepSeek-V3's 256 experts this way.
         group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(M), side="right")
         group = jnp.minimum(group, G - 1)
         weights = rhs[group]
@@ -90,9 +96,12 @@ def grouped_matmul(
 def gradients(
     args: tuple[Any, ...], cotangent: Float[Array, "M N"], *, block_shape: tuple[int, int]
 ) -> tuple[Any, ...]:
-    """Of the five arguments of :func:`grouped_matmul`, for back-ends without a backward pass."""
+    """Returns the gradients with respect to the five arguments of :func:`grouped_matmul`.
+
+    Back-ends without a backward pass of their own use it.
+    """
     lhs, rhs, group_sizes, *scales = args
-    _, pull = jax.vjp(
+    _, vjp = jax.vjp(
         lambda lhs, rhs, *scales: grouped_matmul(
             lhs, rhs, group_sizes, *scales, block_shape=block_shape
         ),
@@ -100,5 +109,5 @@ def gradients(
         rhs,
         *scales,
     )
-    of_lhs, of_rhs, *of_scales = pull(cotangent)
-    return of_lhs, of_rhs, None, *of_scales
+    d_lhs, d_rhs, *d_scales = vjp(cotangent)
+    return d_lhs, d_rhs, None, *d_scales

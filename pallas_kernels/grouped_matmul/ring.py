@@ -1,13 +1,15 @@
-"""A ring of stages in shared memory that one warpgroup fills by TMA and others empty.
+"""Ring buffer between the TMA producer warpgroup and the consumer warpgroups.
 
-A position in the ring is a slot and a phase, which flips each time round. Those who empty the ring
-release every stage once before they begin, so the filling warpgroup waits for a release before
-every fill, and for as many more at its end as there are stages: no barrier is left behind.
+The ring has a fixed number of stages in shared memory. Each stage has a full barrier, which the TMA
+copies complete, and an empty barrier, on which the consumers arrive when they have read the stage.
+A ``PipelineState`` is a stage and a phase bit that flips each time round. The consumers release
+every stage once before they start, so the producer waits for a release before every fill. At its
+end it waits for one more release per stage, so that no barrier is left with a pending phase.
 
-Two kinds of barrier serve it. Pallas' own count the arrival of every thread of a warpgroup, 128
-for each copy and each release; they are all that the interpreter knows. ``LeaderBarriers`` are made
-by hand: one thread announces the bytes of all of a stage's copies, one thread of each warp releases
-the stage.
+``GpuRing`` makes its own mbarriers: one thread announces the bytes of all copies of a stage, and
+one thread of each warp releases the stage. Pallas' barriers instead count the arrival of every
+thread of a warpgroup, 128 for each copy and each release. The interpreter supports only those, so
+``InterpreterRing`` uses them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
+from pallas_kernels.grouped_matmul.plan import CONSUMERS
 from pallas_kernels.mosaic_ir import (
     REF,
     SCALAR,
@@ -34,96 +37,122 @@ from pallas_kernels.mosaic_ir import (
     i32,
     inline,
     instruction,
-    parts_of,
+    starts_and_sizes,
     word,
 )
 
-_WARPS = 4  # of a warpgroup
-_EMPTIERS = 2  # warpgroups that release
+_WARPS = 4  # per warpgroup
 
 
-class Position(NamedTuple):
-    slot: jax.Array
+class PipelineState(NamedTuple):
+    """A stage of the ring, and the phase of its barriers."""
+
+    stage: jax.Array
+    """int32, 0 to stages - 1."""
+
     phase: jax.Array
+    """int32, 0 or 1."""
 
 
-class Copy(NamedTuple):
-    """A window of an array in global memory, and the shared memory it goes to."""
+class TmaCopy(NamedTuple):
+    """A copy from global to shared memory."""
 
     source: Any
+    """Array in global memory."""
+
     window: tuple[Any, ...]
-    """An index or a ``pl.ds`` of each axis."""
+    """An index or a ``pl.ds`` for each dimension of the source."""
+
     target: Any
+    """Reference to shared memory."""
+
     swizzle: int | None
+    """Swizzle of the target in bytes, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring(abc.ABC):
+    """The barriers of a ring buffer. The stages' memory belongs to the caller."""
+
     stages: int
+
     memory: Any
-    """What ``scratch`` asked for."""
+    """The references that :meth:`scratch` allocates."""
 
     @staticmethod
     @abc.abstractmethod
     def scratch(stages: int, copies: int) -> Any:
-        """Of a ring of so many copies a stage."""
+        """Returns the scratch types of a ring with ``copies`` TMA copies per stage."""
 
     @abc.abstractmethod
     def initialise(self) -> None:
-        """By every thread of the block, before any other use."""
+        """Initialises the barriers. Every thread of the block calls it before any other use."""
 
     @abc.abstractmethod
-    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
-        """Waits until the stage is released, and starts its copies."""
+    def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
+        """Waits until the stage is empty, and starts its copies. One warp of the producer calls
+        it."""
 
     @abc.abstractmethod
-    def wait_empty(self, at: Position) -> None: ...
+    def wait_empty(self, state: PipelineState) -> None:
+        """Waits until all consumers have released the stage."""
 
     @abc.abstractmethod
-    def wait_full(self, at: Position) -> None: ...
+    def wait_full(self, state: PipelineState) -> None:
+        """Waits until all copies of the stage have arrived."""
 
     @abc.abstractmethod
-    def release(self, at: Position) -> None:
-        """By each warpgroup that empties the ring, when it has read the stage."""
+    def release(self, state: PipelineState) -> None:
+        """Releases a stage. Each consumer warpgroup calls it when it has read the stage."""
 
-    def begin(self) -> Position:
-        return Position(jnp.int32(0), jnp.int32(0))
+    def start(self) -> PipelineState:
+        """Returns the first state."""
+        return PipelineState(jnp.int32(0), jnp.int32(0))
 
-    def next(self, at: Position) -> Position:
-        last = at.slot == self.stages - 1
-        return Position(jnp.where(last, 0, at.slot + 1), jnp.where(last, 1 - at.phase, at.phase))
+    def next(self, state: PipelineState) -> PipelineState:
+        last = state.stage == self.stages - 1
+        return PipelineState(
+            jnp.where(last, 0, state.stage + 1), jnp.where(last, 1 - state.phase, state.phase)
+        )
 
-    def walk(
-        self, steps: int, step: Callable[..., Any], at: Position, carry: Any
-    ) -> tuple[Position, Any]:
-        """``carry = step(i, position, carry)`` at ``steps`` stages from ``at`` on; also the
-        position after them."""
+    def loop(
+        self, steps: int, body: Callable[..., Any], state: PipelineState, carry: Any
+    ) -> tuple[PipelineState, Any]:
+        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages.
 
-        def one(i: jax.Array, carry: tuple[Position, Any]) -> tuple[Position, Any]:
-            at, value = carry
-            return self.next(at), step(i, at, value)
+        Returns the state after them, and the last carry.
+        """
 
-        return lax.fori_loop(0, steps, one, (at, carry))
+        def step(i: jax.Array, carry: tuple[PipelineState, Any]) -> tuple[PipelineState, Any]:
+            state, value = carry
+            return self.next(state), body(i, state, value)
+
+        return lax.fori_loop(0, steps, step, (state, carry))
 
     def release_all(self) -> None:
-        for slot in range(self.stages):
-            self.release(Position(jnp.int32(slot), jnp.int32(0)))
+        """Releases every stage once, before a consumer's first wait."""
+        for stage in range(self.stages):
+            self.release(PipelineState(jnp.int32(stage), jnp.int32(0)))
 
-    def drain(self, at: Position) -> None:
-        def wait(_: Any, at: Position) -> Position:
-            self.wait_empty(at)
-            return self.next(at)
+    def drain(self, state: PipelineState) -> None:
+        """Waits until every stage is empty. The producer calls it at its end."""
 
-        lax.fori_loop(0, self.stages, wait, at)
+        def wait(_: Any, state: PipelineState) -> PipelineState:
+            self.wait_empty(state)
+            return self.next(state)
+
+        lax.fori_loop(0, self.stages, wait, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasBarriers(Ring):
+class InterpreterRing(Ring):
+    """A ring of Pallas' barriers."""
+
     @staticmethod
     def scratch(stages: int, copies: int) -> Any:
         return [
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-            for arrivals in (copies, _EMPTIERS)
+            for arrivals in (copies, CONSUMERS)
         ]
 
     @property
@@ -137,28 +166,28 @@ class PallasBarriers(Ring):
     def initialise(self) -> None:
         pass
 
-    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
-        self.wait_empty(at)
+    def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
+        self.wait_empty(state)
         for copy in copies:
             source = copy.source.at[copy.window]
-            plgpu.copy_gmem_to_smem(source, copy.target, self.full.at[at.slot])
+            plgpu.copy_gmem_to_smem(source, copy.target, self.full.at[state.stage])
 
-    def wait_empty(self, at: Position) -> None:
-        plgpu.barrier_wait(self.empty.at[at.slot])
+    def wait_empty(self, state: PipelineState) -> None:
+        plgpu.barrier_wait(self.empty.at[state.stage])
 
-    def wait_full(self, at: Position) -> None:
-        plgpu.barrier_wait(self.full.at[at.slot])
+    def wait_full(self, state: PipelineState) -> None:
+        plgpu.barrier_wait(self.full.at[state.stage])
 
-    def release(self, at: Position) -> None:
-        # The memory model asks for a fence between reads and the copy that overwrites what they
-        # read, and the interpreter checks it. The machine reads before it arrives.
+    def release(self, state: PipelineState) -> None:
+        # The memory model requires a fence between reading a stage and the copy that overwrites it,
+        # and the interpreter checks that. On a GPU the values are in registers before the arrival.
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.empty.at[at.slot])
+        plgpu.barrier_arrive(self.empty.at[state.stage])
 
 
 @dataclasses.dataclass(frozen=True)
-class LeaderBarriers(Ring):
-    """Two words a barrier in shared memory, those of the full stages first."""
+class GpuRing(Ring):
+    """A ring of mbarriers, two words each in shared memory: the full barriers, then the empty."""
 
     @staticmethod
     def scratch(stages: int, copies: int) -> Any:
@@ -166,7 +195,7 @@ class LeaderBarriers(Ring):
         return plgpu.SMEM((4 * stages,), jnp.int32)
 
     def initialise(self) -> None:
-        stages, releases = self.stages, _EMPTIERS * _WARPS
+        stages, releases = self.stages, CONSUMERS * _WARPS
 
         @inline(REF)
         def make(words: Any) -> None:
@@ -180,9 +209,9 @@ class LeaderBarriers(Ring):
 
         make(self.memory)
 
-    def fill(self, at: Position, copies: Sequence[Copy]) -> None:
-        self.wait_empty(at)
-        windows = [parts_of(copy.window) for copy in copies]
+    def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
+        self.wait_empty(state)
+        windows = [starts_and_sizes(copy.window) for copy in copies]
         starts, sizes = [starts for starts, _ in windows], [sizes for _, sizes in windows]
         bytes_ = sum(
             math.prod(n or 1 for n in each) * jnp.dtype(copy.source.dtype).itemsize
@@ -194,16 +223,16 @@ class LeaderBarriers(Ring):
         ]
         types = [REF for _ in copies], targets, [[SCALAR] * len(each) for each in starts]
 
-        def start(context: Any, words: Any, slot: Any, sources: Any, targets: Any, starts: Any):
-            barrier, leader = barrier_at(words, word(slot)), _leader()
+        def start(context: Any, words: Any, stage: Any, sources: Any, targets: Any, starts: Any):
+            barrier, leader = barrier_at(words, word(stage)), _leader()
             barrier.arrive_expect_tx(bytes_, predicate=leader)
-            for copy, source, target, begin, shape in zip(
+            for copy, source, target, first, shape in zip(
                 copies, sources, targets, starts, sizes, strict=True
             ):
                 copy_window(
                     context,
                     source,
-                    begin,
+                    first,
                     shape,
                     target,
                     barrier=barrier,
@@ -213,14 +242,14 @@ class LeaderBarriers(Ring):
 
         inlined: Any = plgpu.inline_mgpu(arg_types=(REF, SCALAR, *types))(start)
         inlined(
-            self.memory, at.slot, [c.source for c in copies], [c.target for c in copies], starts
+            self.memory, state.stage, [c.source for c in copies], [c.target for c in copies], starts
         )
 
-    def wait_empty(self, at: Position) -> None:
-        self._wait(at.slot + self.stages, at.phase)
+    def wait_empty(self, state: PipelineState) -> None:
+        self._wait(state.stage + self.stages, state.phase)
 
-    def wait_full(self, at: Position) -> None:
-        self._wait(at.slot, at.phase)
+    def wait_full(self, state: PipelineState) -> None:
+        self._wait(state.stage, state.phase)
 
     def _wait(self, barrier: jax.Array, phase: jax.Array) -> None:
         @inline(REF, SCALAR, SCALAR)
@@ -230,14 +259,15 @@ class LeaderBarriers(Ring):
 
         wait(self.memory, barrier, phase)
 
-    def release(self, at: Position) -> None:
+    def release(self, state: PipelineState) -> None:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
-            instruction("bar.warp.sync 0xffffffff;")  # who arrives speaks for its warp's reads
+            # One lane arrives for its warp, after all lanes have read the stage.
+            instruction("bar.warp.sync 0xffffffff;")
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             barrier_at(words, word(barrier)).arrive(predicate=lane)
 
-        arrive(self.memory, at.slot + self.stages)
+        arrive(self.memory, state.stage + self.stages)
 
 
 def _leader() -> Any:

@@ -1,4 +1,4 @@
-"""How large the TPU kernel's blocks are: the chip's VMEM decides, and the rows of a group."""
+"""Block sizes of the TPU kernel, chosen from the chip's VMEM and the average rows per group."""
 
 from __future__ import annotations
 
@@ -11,58 +11,75 @@ from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.tpu import LANES, Chip, require_vmem, tiled_bytes
 
 EXPANDED_ROWS = 128
-"""Of a quantized matrix, at a time: as many as registers have lanes, where their scales lie."""
+"""Rows of a quantized matrix that are expanded at a time: as many as a register has lanes, because
+their scales are along the lanes."""
 
-_ROWS = 16, 512
-"""Of a tile, at least and at most: what registers hold in bfloat16, and enough to multiply with."""
+_MIN_ROWS, _MAX_ROWS = 16, 512
+"""Rows of a tile: a bfloat16 register has 16, and 512 keep the matrix unit busy."""
 
-_ROWS_OF_FLOAT32 = 128
-"""At most: a product is six of bfloat16 parts there, which registers do not hold."""
+_MAX_FLOAT32_ROWS = 128
+"""Largest number of rows of a float32 tile. A float32 matmul is six of bfloat16 parts, for which
+there are not enough registers with more rows."""
 
-_COLUMNS = 2048
-"""Of a block, at most: rows are read once for each."""
+_MAX_COLUMNS = 2048
+"""Largest number of columns of a block of the result. The rows are read once per block."""
 
-_FEW = 64  # rows of a tile: up to it, reading matrices is all the time there is
-_BYTES_OF_FEW = 4 * 2**20  # of a block of a matrix then, for nothing hides the first one's copy
-_PART = 4 * LANES  # of K that is converted at once, where no scale says how much
-_STEP = 256  # columns of one product in the kernel, whose sums lie beside the blocks
+_FEW_ROWS = 64  # of a tile: up to it, the time is that of reading the matrices
+# Largest block of a matrix with few rows, because nothing overlaps with the first block's copy.
+_MAX_FEW_ROWS_BYTES = 4 * 2**20
+_UNSCALED_SLICE = 4 * LANES  # columns of K converted at a time where no scale determines it
+_STEP = 256  # columns of the result per matmul in the kernel, whose sums need VMEM too
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Of a product's blocks."""
+    """Block sizes of one call, and how it converts quantized matrices."""
 
     rows: int
-    """Of a tile of lhs and of the result."""
+    """Rows per tile of lhs and of the result."""
+
     columns: int
-    """Of the result in a block; rows of a matrix."""
+    """Columns per block of the result: rows of a matrix."""
+
     expands: bool
-    """Whether matrices go to a scratch in the rows' dtype, for they have another."""
-    in_parts: bool
-    """Whether they are converted where they are multiplied instead, a part of K at a time."""
-    part: int
-    """Of K, in numbers as they are stored (int4: bytes)."""
+    """Whether a block of a matrix of another dtype than lhs is converted to scratch, once per
+    group."""
+
+    converts_slices: bool
+    """Whether it is instead converted inside the matmul, one slice of K at a time."""
+
+    slice_width: int
+    """Columns of such a slice, in stored numbers (bytes for int4)."""
+
     unit: float
-    """Times what registers make of a stored number: the number."""
+    """Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips
+    that do not have float8_e4m3fn, otherwise 1."""
+
     packed: bool
-    """Whether they are int4, two in a byte."""
-    scale_a_row: bool
-    """Whether a row of a matrix has one scale alone."""
+    """Whether the matrices are int4, two columns per byte."""
+
+    one_scale_per_row: bool
+    """Whether each row of a matrix has a single scale, which multiplies the result."""
+
     block_shape: tuple[int, int]
-    """Under one scale."""
+    """(rows, columns) of a matrix that share a scale."""
+
     vmem: int
-    """Bytes that the compiler may use."""
+    """Bytes of VMEM that the compiler may use."""
 
     @property
     def step(self) -> int:
-        """Columns of one product in the kernel."""
-        return _STEP if self.columns % _STEP == 0 and not self.in_parts else LANES
+        """Columns of the result per matmul in the kernel."""
+        return _STEP if self.columns % _STEP == 0 and not self.converts_slices else LANES
 
     def scale_block(self, scale: Shaped) -> tuple[int, int]:
-        """What the kernel has of a group's scales at once: those of its columns, [Kb, columns]; all
-        [Nb, Kb] where one stands for many rows of a matrix, for a block may be of fewer."""
+        """Returns the shape of the scales of one group that a block reads.
+
+        It is [Kb, columns], the scales of the block's columns, if each row of a matrix has its own.
+        Otherwise it is all [Nb, Kb], because a block may be smaller than a block of scales.
+        """
         _, Nb, Kb = scale.shape
         return (Kb, self.columns) if self.block_shape[0] == 1 else (Nb, Kb)
 
@@ -74,12 +91,15 @@ def choose_plan(
     scale: Shaped | None,
     block_shape: tuple[int, int],
 ) -> Plan:
-    """Tiles of half a group's rows; blocks of columns as wide as each other and as fit, as many for
-    each core, and of few rows no larger ones than keep copies under way.
+    """Chooses block sizes.
+
+    A tile has about half as many rows as a group. The columns are divided into equal blocks, as
+    wide as fit in VMEM, and the same number for each core. With few rows the blocks are smaller, so
+    that several copies are in flight.
 
     Raises:
-      NotImplementedError: N or K fill no register, scales of blocks that are neither of one row nor
-        of whole EXPANDED_ROWS, or blocks that do not fit into VMEM; says which sizes.
+      NotImplementedError: N or K is smaller than a register, scale blocks are neither one row nor a
+        multiple of EXPANDED_ROWS rows, or the blocks do not fit in VMEM. The message has the sizes.
     """
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     packed = rhs.dtype == jnp.uint8
@@ -91,46 +111,49 @@ def choose_plan(
         )
     if scale is not None and packed and block_shape[1] % 2:
         raise NotImplementedError(f"takes int4 scales of even columns, got {block_shape[1]}")
-    least, most = _ROWS
-    if lhs.dtype == jnp.float32:
-        most = _ROWS_OF_FLOAT32
-    # Then about one visit in three is a tile that another group's rows share.
+    most = _MAX_FLOAT32_ROWS if lhs.dtype == jnp.float32 else _MAX_ROWS
+    # With half of a group's rows, about one visit in three is a tile that two groups share.
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
-    rows = min(M, most, max(least, half))
-    scale_a_row = scale is not None and block_shape[0] == 1 and scale.shape[2] == 1
-    part = _PART if scale is None or scale_a_row else block_shape[1] // (2 if packed else 1)
-    other = rhs.dtype != lhs.dtype
-    # Parts are of whole registers, or registers of whole parts; and so are int4's halves.
-    whole = (part % LANES == 0 or part in (32, 64)) and not (packed and K % (2 * LANES))
-    in_parts = other and whole and rows <= _FEW
+    rows = min(M, most, max(_MIN_ROWS, half))
+    one_scale_per_row = scale is not None and block_shape[0] == 1 and scale.shape[2] == 1
+    slice_width = (
+        _UNSCALED_SLICE
+        if scale is None or one_scale_per_row
+        else block_shape[1] // (2 if packed else 1)
+    )
+    converts = rhs.dtype != lhs.dtype
+    # Slices must be whole registers, or registers whole slices. So must the halves of int4.
+    aligned = slice_width % LANES == 0 or slice_width in (32, 64)
+    aligned = aligned and not (packed and K % (2 * LANES))
+    converts_slices = converts and aligned and rows <= _FEW_ROWS
     plan = Plan(
         rows=rows,
         columns=LANES,
-        expands=other and not in_parts,
-        in_parts=in_parts,
-        part=part,
+        expands=converts and not converts_slices,
+        converts_slices=converts_slices,
+        slice_width=slice_width,
         unit=16.0 if rhs.dtype == FLOAT8 and not chip.float8 else 1.0,
         packed=packed,
-        scale_a_row=scale_a_row,
+        one_scale_per_row=one_scale_per_row,
         block_shape=block_shape,
         vmem=0,
     )
     blocks = {}
     for count in range(chip.cores, -(-N // LANES) + chip.cores, chip.cores):
-        # Equal but for the last, which may reach past N.
+        # All blocks are equal; the last may extend past N.
         columns = -(-N // (count * LANES)) * LANES
         plan = dataclasses.replace(plan, columns=columns)
         blocks = block_bytes(plan, lhs, rhs, scale)
-        large = plan.rows <= _FEW and blocks["matrix"] > 2 * _BYTES_OF_FEW
-        if columns <= _COLUMNS and not large and sum(blocks.values()) <= chip.budget:
+        large = plan.rows <= _FEW_ROWS and blocks["matrix"] > 2 * _MAX_FEW_ROWS_BYTES
+        if columns <= _MAX_COLUMNS and not large and sum(blocks.values()) <= chip.budget:
             break
     require_vmem(chip, blocks)
-    spare = chip.vmem - chip.budget
-    return dataclasses.replace(plan, vmem=sum(blocks.values()) + spare)
+    reserved = chip.vmem - chip.budget
+    return dataclasses.replace(plan, vmem=sum(blocks.values()) + reserved)
 
 
 def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> dict[str, int]:
-    """Of VMEM, by name; two of each block that is copied."""
+    """Returns bytes of VMEM by name. A block that Pallas copies is double-buffered."""
     K = lhs.shape[1]
     sizes = {
         "rows": 2 * tiled_bytes((plan.rows, K), lhs.dtype),

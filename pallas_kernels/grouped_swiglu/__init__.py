@@ -1,1 +1,1 @@
-"""The gated half of the experts' feed-forward: two grouped products and what joins them."""
+"""The gated half of the experts' feed-forward: two grouped matmuls and SwiGLU."""

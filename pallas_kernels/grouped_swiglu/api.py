@@ -1,4 +1,4 @@
-"""The experts' gate and up products and the SwiGLU that joins them."""
+"""The public grouped_swiglu: the gate and up matmuls of MoE experts, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ def grouped_swiglu(
     quantize: bool = False,
     implementation: Implementation = None,
 ) -> reference.Result:
-    """``out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])``, where g(m) is the group that
-    row m falls into and silu(x) = x / (1 + exp(-x)).
+    """Computes ``out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])``.
+
+    g(m) is the group of row m, and silu(x) = x / (1 + exp(-x)).
 
     Args:
-      lhs, lhs_scale, group_sizes, block_shape: as :func:`pallas_kernels.grouped_matmul` takes them.
-      gate, up: one matrix a group each, alike in shape and dtype; as its ``rhs``.
+      lhs, lhs_scale, group_sizes, block_shape: as in :func:`pallas_kernels.grouped_matmul`.
+      gate, up: one matrix of each per group, of the same shape and dtype, as its ``rhs``.
       gate_scale, up_scale: as its ``rhs_scale``.
-      quantize: return the result as the next product's rows, in float8 by blocks of (1, 128).
+      quantize: whether to return float8 with one scale per row and 128 columns, which is the form
+        that the next grouped matmul takes its rows in.
 
     Returns:
-      [M, F] in lhs's dtype, bfloat16 for float8 rows; rows past the groups' sum are undefined.
-      Sums, silu and the last product are float32; a back-end may round both sums to the result's
-      dtype before.
+      [M, F] in lhs's dtype, or bfloat16 for float8 rows. Rows past the groups' sum are undefined.
+      Sums, silu and the multiplication by up are float32. A back-end may round both sums to the
+      result's dtype before silu.
       With ``quantize``: values float8_e4m3fn [M, F] and scale float32 [M, ceil(F / 128)], which are
-      :func:`pallas_kernels.block_quant` of the float32 result; a back-end may round that to
-      bfloat16 before. They have no gradient.
+      :func:`pallas_kernels.block_quant` of the float32 result. A back-end may round that to
+      bfloat16 first. They have no gradient.
 
     Raises:
-      TypeError: a gradient through a quantized result.
-      ValueError: gate and up differ in shape or dtype, or what grouped_matmul raises it for.
-      NotImplementedError: the named back-end does not take these arguments.
+      TypeError: a gradient through a quantized result is requested.
+      ValueError: gate and up differ in shape or dtype, or grouped_matmul would raise it.
+      NotImplementedError: the named back-end does not support these arguments.
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(

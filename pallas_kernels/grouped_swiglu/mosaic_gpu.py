@@ -1,7 +1,8 @@
-"""grouped_swiglu for Hopper GPUs: grouped_matmul's kernel, with both matrices in a tile.
+"""grouped_swiglu for Hopper GPUs: grouped_matmul's kernel with gate and up in one tile.
 
-Neither product is written to memory: 2 x M x F values are neither stored nor read again, and the
-rows are read once for both.
+SwiGLU is computed in the epilogue, so neither matmul's result is written to memory and read again
+(2 x M x F values), and the rows are read once for both. With quantized matrices and bfloat16 rows,
+the few-token kernel computes both matmuls, and XLA computes SwiGLU.
 """
 
 from __future__ import annotations
@@ -14,31 +15,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.grouped_matmul import few_rows, few_rows_plan
+from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, mosaic_gpu_kernel
 from pallas_kernels.grouped_matmul.mosaic_gpu import (
     check_dtypes,
-    check_few,
-    choose_few,
-    fitting,
+    check_few_tokens,
+    choose_few_tokens_config,
+    supported_configs,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product, quantized_product
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, quantizes
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
 
-# Columns are those of both matrices: half as many of the result.
-MANY_ROWS_FLOAT8 = (
-    Config(128, 192, 4, "rows", slots=3, copied_scales=True),
-    Config(128, 128, 5, "rows", slots=2, copied_scales=True),
+# tile_n counts both matrices: a tile has half as many columns of the result.
+MANY_TOKENS_FLOAT8 = (
+    Config(128, 192, 4, "m", staging_buffers=3, tma_scales=True),
+    Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
 )
-MANY_ROWS_BFLOAT16 = (Config(128, 256, 4, "rows"), Config(128, 128, 6, "rows"))
-FEW_ROWS = (
-    Config(64, 256, 4, "columns", slots=2, panel=1, classes=(16, 32), early=True),
-    Config(128, 128, 6, "rows", panel=1, classes=(16, 32), early=True),
-    Config(128, 64, 8, "rows", panel=1, classes=(16, 32), early=True),
+MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"))
+FEW_TOKENS = (
+    Config(64, 256, 4, "n", staging_buffers=2, panel=1, copy_heights=(16, 32), early=True),
+    Config(128, 128, 6, "m", panel=1, copy_heights=(16, 32), early=True),
+    Config(128, 64, 8, "m", panel=1, copy_heights=(16, 32), early=True),
 )
-_MANY = 128  # rows a group, on average
+_MANY_TOKENS = 128  # rows per group, on average
 
 
 def grouped_swiglu(
@@ -52,23 +52,27 @@ def grouped_swiglu(
     *,
     block_shape: tuple[int, int] = (128, 128),
     quantize: bool = False,
-    config: Config | few_rows_plan.Config | None = None,
+    config: Config | few_tokens_plan.Config | None = None,
     interpret: Any = None,
 ) -> reference.Result:
-    """grouped_swiglu of bfloat16 by bfloat16 or float8 by float8 on a Hopper GPU, rounded once; of
-    few rows of bfloat16 by int8, int4 or float8, both products in one kernel, rounded before silu.
+    """grouped_swiglu on a Hopper GPU.
 
-    Gradients are those of the other back-ends.
+    bfloat16 by bfloat16 and float8 by float8 are rounded once, at the end. Few bfloat16 rows by
+    int8, int4 or float8 matrices are rounded before silu too. Gradients are the reference's.
 
-    ``quantize`` is part of the kernel where a tile holds 128 columns of the result: for few rows,
-    and for many in bfloat16. Tiles for many rows of float8 hold 96: there the result is written in
-    bfloat16, and XLA quantizes it.
+    ``quantize`` is part of the kernel if a tile has 128 columns of the result, which holds with few
+    rows, and with many in bfloat16. Tiles for many float8 rows have 96 columns. Then the result is
+    written in bfloat16, and XLA quantizes it.
+
+    Args:
+      config: tuning parameters of the kernel, by default chosen from the shapes.
+      interpret: parameters of Pallas' interpreter, or None to run on a GPU.
 
     Raises:
-      NotImplementedError: no Hopper GPU, other dtypes, other blocks of scales than 128 x 128, F no
-        multiple of 64, or of 128 under ``quantize``, or K no multiple of 64 (bfloat16) or 128
-        (float8). For quantized matrices as grouped_matmul does, and under ``quantize``.
-      TypeError: a gradient through a quantized result.
+      NotImplementedError: no Hopper GPU, other dtypes, scale blocks other than 128 x 128, F not a
+        multiple of 64 (128 with ``quantize``), or K not a multiple of 64 (bfloat16) or 128
+        (float8). For quantized matrices: ``quantize``, or what grouped_matmul refuses.
+      TypeError: a gradient through a quantized result is requested.
     """
     require_hopper(interpret)
     if 0 in (lhs.size, gate.size):
@@ -76,9 +80,9 @@ def grouped_swiglu(
     (M, K), (G, F, _) = lhs.shape, gate.shape
     float8 = lhs_scale is not None
     if lhs.dtype == jnp.bfloat16 and gate_scale is not None:
-        check_few(M, G, gate.dtype)
+        check_few_tokens(M, G, gate.dtype)
         if quantize:
-            raise NotImplementedError(f"quantizes nothing of rows by {gate.dtype} matrices")
+            raise NotImplementedError(f"does not quantize the result of {gate.dtype} matrices")
         settings = config, interpret, block_shape
         return _grouped_swiglu(settings, lhs, gate, up, group_sizes, None, gate_scale, up_scale)
     check_dtypes(lhs, gate, block_shape)
@@ -96,13 +100,14 @@ def grouped_swiglu(
 
 
 def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) -> Config:
-    """What was measured best on an H200 for that many rows a group, of what takes F and K."""
-    if M >= _MANY * G:
-        many = MANY_ROWS_FLOAT8 if float8 else MANY_ROWS_BFLOAT16
-        return fitting(many, F, K, float8, matrices=2)[0]
-    if quantize:  # the widest, which quantize; behind the others XLA would
-        return fitting(FEW_ROWS, F, K, float8, matrices=2)[0]
-    return choose_few(FEW_ROWS, M, G, F, K, float8, matrices=2)
+    """Returns the configuration that F and K allow and that was the fastest on an H200 for the
+    average number of rows per group."""
+    if M >= _MANY_TOKENS * G:
+        candidates = MANY_TOKENS_FLOAT8 if float8 else MANY_TOKENS_BFLOAT16
+        return supported_configs(candidates, F, K, float8, matrices=2)[0]
+    if quantize:  # only the widest tile quantizes in the kernel; after the others XLA would have to
+        return supported_configs(FEW_TOKENS, F, K, float8, matrices=2)[0]
+    return choose_few_tokens_config(FEW_TOKENS, M, G, F, K, float8, matrices=2)
 
 
 def _quantized(
@@ -118,11 +123,11 @@ def _quantized(
     scales = tuple(x for x in matrix_scales if x is not None)
     arrays = lhs, (gate, up), group_sizes, lhs_scale, scales
     if quantizes(config, gate.shape[1], matrices=2):
-        return quantized_product(*arrays, config=config, interpret=interpret)
-    return block_quant(grouped_product(*arrays, config=config, interpret=interpret))
+        return mosaic_gpu_kernel.matmul_to_float8(*arrays, config=config, interpret=interpret)
+    return block_quant(mosaic_gpu_kernel.matmul(*arrays, config=config, interpret=interpret))
 
 
-# (the kernel's Config, how to interpret it, the blocks of scales)
+# (Config of either kernel, interpreter parameters, block_shape)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
 
@@ -141,9 +146,9 @@ def _grouped_swiglu(
     config, interpret, block_shape = settings
     if lhs_scale is None and scales:
         options: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
-        both = few_rows.grouped_products(lhs, (gate, up), group_sizes, scales, **options)
-        return reference.join(*jnp.split(both, 2, axis=1)).astype(lhs.dtype)
-    return grouped_product(
+        both = few_tokens.grouped_matmuls(lhs, (gate, up), group_sizes, scales, **options)
+        return reference.silu_multiply(*jnp.split(both, 2, axis=1)).astype(lhs.dtype)
+    return mosaic_gpu_kernel.matmul(
         lhs, (gate, up), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 
@@ -155,14 +160,14 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
 def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     lhs, gate, up, group_sizes, *scales = args
 
-    def both(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
+    def swiglu(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
         return reference.grouped_swiglu(
             lhs, gate, up, group_sizes, *scales, block_shape=settings[2]
         )
 
-    _, pull = jax.vjp(both, lhs, gate, up, *scales)
-    of_lhs, of_gate, of_up, *of_scales = pull(cotangent)
-    return of_lhs, of_gate, of_up, None, *of_scales
+    _, vjp = jax.vjp(swiglu, lhs, gate, up, *scales)
+    d_lhs, d_gate, d_up, *d_scales = vjp(cotangent)
+    return d_lhs, d_gate, d_up, None, *d_scales
 
 
 _grouped_swiglu.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The specification of grouped_swiglu: two grouped products, joined in float32."""
+"""The specification of grouped_swiglu: two grouped matmuls, and SwiGLU in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.block_quant.reference import block_quant
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.reference import Matrices
 
-# Rows in lhs's dtype, or float8 and scales of 128 columns.
+# In lhs's dtype, or float8 values and their scales, one per row and 128 columns.
 Result = Float[Array, "M F"] | tuple[Float[Array, "M F"], Float32[Array, "M Fs"]]
 
 
@@ -28,27 +28,29 @@ def grouped_swiglu(
     block_shape: tuple[int, int] = (128, 128),
     quantize: bool = False,
 ) -> Result:
+    """As :func:`pallas_kernels.grouped_swiglu`."""
     if quantize:
         lhs, gate, up, lhs_scale, gate_scale, up_scale = without_gradient(
             (lhs, gate, up, lhs_scale, gate_scale, up_scale)
         )
-    gated, upward = (
+    gate_out, up_out = (
         grouped_matmul(lhs, matrices, group_sizes, lhs_scale, scale, block_shape=block_shape)
         for matrices, scale in ((gate, gate_scale), (up, up_scale))
     )
-    joined = join(gated, upward)
-    return block_quant(joined) if quantize else joined.astype(gated.dtype)
+    out = silu_multiply(gate_out, up_out)
+    return block_quant(out) if quantize else out.astype(gate_out.dtype)
 
 
-def join(
-    gated: Float[Array, "*batch F"], upward: Float[Array, "*batch F"]
+def silu_multiply(
+    gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
 ) -> Float32[Array, "*batch F"]:
-    return jax.nn.silu(gated.astype(jnp.float32)) * upward.astype(jnp.float32)
+    """Returns ``silu(gate) * up`` in float32."""
+    return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
 
 
 @jax.custom_vjp
 def without_gradient(arrays: Any) -> Any:
-    """The arrays themselves; raises TypeError where a gradient of them is asked for."""
+    """Returns the arrays unchanged. Differentiating through it raises TypeError."""
     return arrays
 
 

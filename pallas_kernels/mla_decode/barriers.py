@@ -27,7 +27,7 @@ from pallas_kernels.mosaic_ir import (
     i32,
     inline,
     instruction,
-    parts_of,
+    starts_and_sizes,
     word,
 )
 
@@ -114,7 +114,7 @@ class Barriers:
             source = source.at[window]
             plgpu.copy_gmem_to_smem(source, target, self.memory.at[i], collective_axes=axis)
             return
-        starts, sizes = parts_of(window)
+        starts, sizes = starts_and_sizes(window)
         size = math.prod(n or 1 for n in sizes) * jnp.dtype(source.dtype).itemsize
         tiles = (plgpu.TilingTransform(_TILING), plgpu.SwizzleTransform(128))
         types = REF, SCALAR, REF, [SCALAR] * len(starts), plgpu.RefType(transforms=tiles)

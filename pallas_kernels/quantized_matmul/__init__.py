@@ -1,1 +1,1 @@
-"""Rows times one quantized matrix."""
+"""Matmul with one quantized matrix."""

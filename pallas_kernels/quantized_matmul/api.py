@@ -1,4 +1,4 @@
-"""Rows times one quantized matrix."""
+"""The public quantized_matmul: rows times the transpose of one quantized matrix."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ def quantized_matmul(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch N"]:
-    """``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
+    """Computes ``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
 
     Args:
       x: bfloat16 or float32.
       weight: float8_e4m3fn or int8 [N, K], or int4 as uint8 [N, K / 2], packed as by
         :func:`pallas_kernels.integer_quant`.
-      scale: one a block of ``block_shape``, rows of N by columns of K, ceil at the edges;
-        multiplied.
-      out_dtype: of the result; default x's. A back-end may round to x's dtype before.
+      scale: one scale per block of ``block_shape``, which multiplies the values. The last blocks
+        along N and K may be partial.
+      block_shape: (rows of N, columns of K) that share a scale.
+      out_dtype: dtype of the result, by default x's. A back-end may round to x's dtype first.
 
     Raises:
       ValueError: x and weight differ in K, or the scale's shape is not ceil(shape / block).
-      NotImplementedError: the named back-end does not take these arguments.
+      NotImplementedError: the named back-end does not support these arguments.
     """
     reference.check_shapes(x, weight, scale, block_shape)
     return dispatch(

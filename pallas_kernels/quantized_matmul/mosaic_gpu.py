@@ -1,7 +1,7 @@
-"""quantized_matmul on Hopper GPUs: a grouped matmul of one group, for the few rows of decoding.
+"""quantized_matmul on Hopper GPUs: a grouped matmul of one group, for the few tokens of decoding.
 
-The weights are read once and as they are stored. XLA writes them to memory in x's dtype first,
-which is five times the traffic of float8.
+The weights are read once, in their stored format. XLA instead writes them to memory in x's dtype
+first, which is five times the traffic of float8.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def quantized_matmul(
     out_dtype: DTypeLike,
     interpret: Any = None,
 ) -> Float[Array, "*batch N"]:
-    """As :func:`pallas_kernels.quantized_matmul`, rounded to bfloat16 first.
+    """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to bfloat16 first.
 
     Raises:
-      NotImplementedError: no Hopper GPU, x not bfloat16, or more rows or other widths than
-        grouped_matmul takes of one group.
+      NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_matmul refuses for one
+        group, such as more than 64 rows.
     """
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:

@@ -1,8 +1,9 @@
 """quantized_matmul on TPUs: a grouped matmul of one group.
 
-The matrix is read once and as it is stored. XLA writes it to memory as floats first where a scale
-stands for a part of a row: nine times the traffic of float8, eighteen of int4 and more. With one
-scale a row it converts what it reads, as the kernel would, and is left to it.
+The matrix is read once, in its stored format. If a row has several scales, XLA instead writes the
+matrix to memory as floats first: nine times the traffic of float8, and eighteen times that of int4
+or more. With one scale per row, XLA converts int8 as it reads it, as the kernel would, so that case
+is left to XLA.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def quantized_matmul(
     out_dtype: DTypeLike,
     interpret: Any = None,
 ) -> Float[Array, "*batch N"]:
-    """As :func:`pallas_kernels.quantized_matmul`, rounded to x's dtype first.
+    """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to x's dtype first.
 
     Raises:
-      NotImplementedError: no TPU, int8 with one scale a row, or what grouped_matmul refuses.
+      NotImplementedError: no TPU, int8 with one scale per row, or what grouped_matmul refuses.
     """
     require_tpu(interpret)
     if weight.dtype == jnp.int8 and block_shape[0] == scale.shape[1] == 1:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from pallas_kernels.block_quant.reference import block_dequant, scale_shape
 
-# Integers as block_quant.reference.Values.
+# Integers are stored as block_quant.reference.Values.
 Matrix = Float[Array, "N K"] | Int8[Array, "N K"] | UInt8[Array, "N K2"]
 
 
@@ -18,6 +18,7 @@ def check_shapes(
     scale: Float32[Array, "Nb Kb"],
     block_shape: tuple[int, int],
 ) -> None:
+    """Raises ValueError unless K and the scale's shape agree."""
     N, K = weight.shape[0], weight.shape[1] * (2 if weight.dtype == jnp.uint8 else 1)
     if x.shape[-1] != K:
         raise ValueError(f"weight: expected {x.shape[-1]} columns as x has, got {K}")
@@ -33,6 +34,7 @@ def quantized_matmul(
     block_shape: tuple[int, int],
     out_dtype: DTypeLike,
 ) -> Float[Array, "*batch N"]:
+    """As :func:`pallas_kernels.quantized_matmul`."""
     dense = block_dequant(weight, scale, block_shape, x.dtype)
     out = jnp.einsum("...k,nk->...n", x, dense, preferred_element_type=jnp.float32)
     return out.astype(out_dtype)

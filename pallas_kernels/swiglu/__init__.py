@@ -1,1 +1,1 @@
-"""The gated half of a feed-forward network."""
+"""The gated half of a feed-forward network: two matmuls and SwiGLU."""

@@ -1,4 +1,4 @@
-"""SwiGLU of rows times two matrices."""
+"""The public swiglu: the gate and up matmuls of a feed-forward network, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ def swiglu(
     block_shape: tuple[int, int] = (128, 128),
     implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """``silu(gate @ x) * (up @ x)`` for every row x, where silu(x) = x / (1 + exp(-x)).
+    """Computes ``silu(gate @ x) * (up @ x)`` for every row x, where silu(x) = x / (1 + exp(-x)).
 
     Args:
       x: bfloat16 or float32.
-      gate, up: alike in shape and dtype: [F, K] in x's dtype, or quantized as
-        :func:`pallas_kernels.quantized_matmul` takes them.
-      gate_scale, up_scale: of quantized matrices, one a block of ``block_shape``.
+      gate, up: matrices of the same shape and dtype: [F, K] in x's dtype, or quantized as for
+        :func:`pallas_kernels.quantized_matmul`.
+      gate_scale, up_scale: scales of quantized matrices, one per block of ``block_shape``.
+      block_shape: (rows of F, columns of K) that share a scale.
 
     Returns:
-      [..., F] in x's dtype; silu and the last product are float32. Both products before may be
-      rounded to x's dtype.
+      [..., F] in x's dtype. silu and the multiplication by up are float32. The results of both
+      matmuls may be rounded to x's dtype before.
 
     Raises:
-      ValueError: gate and up differ in shape or dtype, one has a scale and the other none, they
-        are not of x's dtype and have none, or what quantized_matmul raises it for.
-      NotImplementedError: the named back-end does not take these arguments.
+      ValueError: gate and up differ in shape or dtype, only one has a scale, they have none and
+        their dtype is not x's, or quantized_matmul would raise it.
+      NotImplementedError: the named back-end does not support these arguments.
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""swiglu on Hopper GPUs: a grouped one of one group, for the few rows of decoding."""
+"""swiglu on Hopper GPUs: grouped_swiglu of one group, for the few tokens of decoding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pallas_kernels.grouped_swiglu import mosaic_gpu
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.quantized_matmul.reference import Matrix
 
-# Of unquantized matrices, where XLA's products are not as good (timed: benchmarks/NOTES.md, "Whole
-# models"). XLA took more than twice as long as reading for one row by two large matrices.
-_LEAST_ROWS, _MOST_ROWS = 32, 128
-_LARGE = 2**24  # numbers of a matrix, which fewer rows take too
+# Rows for which the kernel is faster than XLA's matmuls if the matrices are not quantized
+# (benchmarks/NOTES.md, "Whole models"). Large matrices have no lower limit: for one row by two of
+# them, XLA took more than twice as long as reading them takes.
+_MIN_ROWS, _MAX_ROWS = 32, 128
+_LARGE = 2**24  # elements of a matrix
 
 
 def swiglu(
@@ -28,22 +29,23 @@ def swiglu(
     block_shape: tuple[int, int] = (128, 128),
     interpret: Any = None,
 ) -> Float[Array, "*batch F"]:
-    """As :func:`pallas_kernels.swiglu`, both products of quantized matrices rounded to bfloat16.
+    """As :func:`pallas_kernels.swiglu`. With quantized matrices, the results of both matmuls are
+    rounded to bfloat16.
 
     Raises:
-      NotImplementedError: no Hopper GPU, x not bfloat16, or more rows or other widths than
-        grouped_swiglu takes of one group. Of unquantized matrices more than 128 rows, and of small
-        ones fewer than 32.
+      NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_swiglu refuses for one
+        group. Without quantization also more than 128 rows, and fewer than 32 unless the matrices
+        are large.
     """
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
     M = math.prod(x.shape[:-1])
-    least = 1 if gate.size >= _LARGE else _LEAST_ROWS
-    if gate_scale is None and not least <= M <= _MOST_ROWS:
+    least = 1 if gate.size >= _LARGE else _MIN_ROWS
+    if gate_scale is None and not least <= M <= _MAX_ROWS:
         raise NotImplementedError(
-            f"takes {least} to {_MOST_ROWS} rows by such bfloat16 matrices, got {M}: XLA's products"
-            " are as good"
+            f"takes {least} to {_MAX_ROWS} rows by such bfloat16 matrices, got {M}: XLA's matmuls"
+            " are as fast"
         )
     out: Any = mosaic_gpu.grouped_swiglu(
         x.reshape(M, x.shape[-1]),

@@ -1,11 +1,11 @@
-"""The specification of swiglu: two products, joined in float32."""
+"""The specification of swiglu: two matmuls, and SwiGLU in float32."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.grouped_swiglu.reference import join
+from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.reference import Matrix
 
@@ -19,10 +19,12 @@ def swiglu(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "*batch F"]:
-    def product(matrix: Matrix, scale: Float32[Array, "Fb Kb"] | None) -> Float[Array, "*batch F"]:
+    """As :func:`pallas_kernels.swiglu`."""
+
+    def matmul(matrix: Matrix, scale: Float32[Array, "Fb Kb"] | None) -> Float[Array, "*batch F"]:
         if scale is not None:
             return quantized_matmul(x, matrix, scale, block_shape=block_shape)
         f32 = jnp.float32
         return jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=f32).astype(x.dtype)
 
-    return join(product(gate, gate_scale), product(up, up_scale)).astype(x.dtype)
+    return silu_multiply(matmul(gate, gate_scale), matmul(up, up_scale)).astype(x.dtype)

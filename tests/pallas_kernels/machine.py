@@ -3,7 +3,7 @@
 On a machine with a Hopper GPU and JAX for CUDA, the same tests run the kernels themselves:
 
     JAX_PLATFORMS=cuda pytest -k 'not Reference and not Cpu' \\
-        tests/pallas_kernels/test_{*hopper,few_rows,grouped_swiglu,mla_decode_float8}.py
+        tests/pallas_kernels/test_{*hopper,few_tokens,grouped_swiglu,mla_decode_float8}.py
     JAX_PLATFORMS=cuda pytest -k 'kernel' \\
         tests/pallas_kernels/test_{route,rms_norm,quantized_matmul,swiglu}.py
 

@@ -136,7 +136,7 @@ def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
     block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
     return Kernel(
-        "pallas_kernels.grouped_matmul.few_rows",
+        "pallas_kernels.grouped_matmul.few_tokens",
         {
             "lhs": Struct((rows * groups, K), BF16),
             "rhs": Struct((groups, N, columns), dtype),

@@ -1,0 +1,137 @@
+"""Tile configuration and weight layout of the few-token matmul kernel, and its shared memory.
+
+The kernel computes ``out^T = W x^T``. A tile is a number of output features, which are rows of a
+weight matrix, by all tokens of a group, at most 64. One K step is one TMA copy of a tile's weights:
+64 or 128 bytes of each weight row. A *column block* is 64 bytes of a weight row: 64 columns of int8
+and float8, 128 of int4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+_SHARED_BYTES = 232448 - 1024  # of a thread block, less barriers and alignment
+_MAX_STAGES = 32  # Mosaic supports no more barriers in an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile configuration of the few-token kernel."""
+
+    warpgroups: int = 4
+    """Number of consumer warpgroups (1-4). Each computes 64 output features."""
+
+    token_widths: tuple[int, ...] = (8, 16)
+    """Widths of a tile in tokens that are compiled, ascending. A tile uses the narrowest one that
+    holds its tokens."""
+
+    k_warpgroups: int = 1
+    """Number of warpgroups that share 64 output features, each with its own part of K (sliced-K).
+    Used if there would be fewer tiles than multiprocessors."""
+
+    split_k: int = 1
+    """Number of K slices that are computed as separate tiles and summed by XLA in float32. Used if
+    ``k_warpgroups`` still leaves too few tiles."""
+
+    stages: int | None = None
+    """Stages of the ring buffer. By default as many as fit in shared memory."""
+
+    max_mma_tokens: int = 16
+    """Widest tile for which each warp multiplies its own 16 features with mma.sync. Wider tiles use
+    wgmma, which reads the tokens once for 64 features."""
+
+    keep_operands: bool = True
+    """Whether to keep the unpacked weights in their registers until wgmma is complete. ptxas before
+    13.3 may reuse the registers earlier."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens per tile."""
+        return self.token_widths[-1]
+
+    @property
+    def features(self) -> int:
+        """Output features per tile."""
+        return 64 * (self.warpgroups // self.k_warpgroups)
+
+    @property
+    def partial_warpgroups(self) -> int:
+        """Number of warpgroups whose partial sums another warpgroup reduces."""
+        return self.warpgroups - self.warpgroups // self.k_warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Layout of the matrices in memory, and their division into K steps."""
+
+    format: Literal["int8", "int4", "float8"]
+
+    N: int
+    """Output features."""
+
+    K: int
+
+    scale_columns: int
+    """Columns of K that share a scale. K itself if each row has a single scale."""
+
+    scale_rows: int
+    """Rows that share a scale: 1 for integers, a multiple of 64 for float8."""
+
+    column_blocks: int
+    """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
+
+    @classmethod
+    def of(cls, format: Any, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
+        """Returns the layout of matrices [N, K] with one scale per ``block_shape``.
+
+        Raises:
+          NotImplementedError: the kernel does not support the widths or the scale blocks.
+        """
+        bits = 4 if format == "int4" else 8
+        block = 512 // bits
+        rows, scale_columns = block_shape[0], min(block_shape[1], K)
+        columns_fit = scale_columns == K or scale_columns % block == 0
+        row_multiple = 64 if format == "float8" else 1
+        rows_fit = rows % 64 == 0 if format == "float8" else rows == 1
+        if K % block or N % 64 or not (columns_fit and rows_fit):
+            raise NotImplementedError(
+                f"takes K in {block}, N in 64, a scale for {row_multiple} rows and columns in"
+                f" {block} or all, got {K=} {N=} {block_shape=}"
+            )
+        return cls(format, N, K, scale_columns, rows, 2 if K % (2 * block) == 0 else 1)
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.format == "int4" else 8
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a column block."""
+        return 512 // self.bits
+
+    @property
+    def blocks_per_scale(self) -> int:
+        """Column blocks of a step that are summed before their scale is applied (1 or 2)."""
+        two = 2 * self.block_columns
+        share = self.scale_columns == self.K or self.scale_columns % two == 0
+        return 2 if self.column_blocks == 2 and share else 1
+
+    @property
+    def is_scaled_last(self) -> bool:
+        """Whether each row has a single scale, which multiplies the finished sum."""
+        return self.scale_columns == self.K and self.scale_rows == 1
+
+    @property
+    def k_steps(self) -> int:
+        """K steps of a tile that covers all of K."""
+        return self.K // (self.column_blocks * self.block_columns)
+
+
+def stages_that_fit(weights: Weights, config: Config) -> int:
+    """Returns the number of ring stages that fit in shared memory."""
+    columns = weights.column_blocks * weights.block_columns
+    weight_bytes = config.features * 64 * weights.column_blocks
+    stage = config.k_warpgroups * (weight_bytes + config.max_tokens * columns * 2)
+    partial_sums = config.partial_warpgroups * 64 * config.max_tokens * 4
+    return min((_SHARED_BYTES - partial_sums) // stage, _MAX_STAGES)

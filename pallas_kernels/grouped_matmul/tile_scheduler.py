@@ -1,0 +1,237 @@
+"""Static tile scheduler of the Hopper grouped matmuls: the tiles of each thread block, in order.
+
+A group of n rows has ``ceil(n / tile_m)`` tiles along M, so no tile contains rows of two groups.
+``GroupTiles`` finds a tile's group from the group sizes inside the kernel, with warp-wide scans. A
+table of tiles, computed beforehand, would take three XLA kernels of two microseconds each. That is
+a tenth of a matmul with few tokens.
+
+``TileScheduler`` deals the tiles of the result to the blocks of a persistent grid round-robin. The
+tiles are ordered by panels: a panel is a number of consecutive M tiles, which are all computed for
+one N tile before the next N tile. So the rows of lhs stay in the L2 cache while the matrices stream
+through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.grouped_matmul.plan import Plan
+from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline
+
+_LANES = 32
+_ALL_LANES = "0xffffffff"
+# Adds the number of the lane DISTANCE before this one, if there is one.
+_SCAN_STEP = f"""{{
+    .reg .pred p;
+    .reg .b32 x, other;
+    mov.b32 x, $1;
+    shfl.sync.up.b32 other|p, x, DISTANCE, 0, {_ALL_LANES};
+    @p add.s32 x, x, other;
+    mov.b32 $0, x;
+}}"""
+_LAST_LANE = f"shfl.sync.idx.b32 $0, $1, 31, 31, {_ALL_LANES};"
+_SUM = f"redux.sync.add.s32 $0, $1, {_ALL_LANES};"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTiles:
+    """The tiles along M of all groups. All lanes of a warp call its methods together."""
+
+    sizes: Any
+    """int32 [G] in global memory: rows of each group."""
+
+    tile_m: int
+    """Rows per tile."""
+
+    on_gpu: bool
+    """False in the interpreter."""
+
+    def count(self) -> jax.Array:
+        """Returns the number of tiles of all groups."""
+        if not self.on_gpu:
+            return jnp.sum(self._tiles(self.sizes[:]))
+
+        @_inline(REF)
+        def add(sizes: Any) -> tuple[Any, ...]:
+            tiles = [self._tiles_of(size) for _, size in self._groups_of_lane(sizes)]
+            total = tiles[0]
+            for more in tiles[1:]:
+                total = arith.addi(total, more)
+            return (_warp(_SUM, total),)
+
+        return add(self.sizes)[0]
+
+    def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns a tile's group, first row and number of rows. All are 0 past the last tile."""
+        if not self.on_gpu:
+            return self._locate(self.sizes[:], tile)
+
+        @_inline(REF, SCALAR, results=3)
+        def search(sizes: Any, tile: Any) -> tuple[Any, ...]:
+            tile, before = tile.registers.item(), const(0)
+            groups = self._groups_of_lane(sizes)
+            tiles = [self._tiles_of(size) for _, size in groups]
+            # The tile's group is the number of groups that end at or before it.
+            ended = const(0)
+            for end in _prefix_sums(tiles):
+                end, last = arith.addi(before, end), _warp(_LAST_LANE, end)
+                over = arith.cmpi(arith.CmpIPredicate.sle, end, tile)
+                ended = arith.addi(ended, arith.extui(i32(), over))
+                before = arith.addi(before, last)
+            group = _warp(_SUM, ended)
+
+            def sum_where(predicate: Any, values: Iterable[Any]) -> Any:
+                total = const(0)
+                for (number, _), value in zip(groups, values, strict=True):
+                    chosen = arith.cmpi(predicate, number, group)
+                    total = arith.addi(total, arith.select(chosen, value, const(0)))
+                return _warp(_SUM, total)
+
+            less, equal = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
+            tiles_before = sum_where(less, tiles)
+            rows_before = sum_where(less, (size for _, size in groups))
+            size = sum_where(equal, (size for _, size in groups))
+            offset = arith.muli(arith.subi(tile, tiles_before), const(self.tile_m))
+            rows = arith.minsi(arith.subi(size, offset), const(self.tile_m))
+            result = group, arith.addi(rows_before, offset), rows
+            exists = arith.cmpi(arith.CmpIPredicate.ult, group, const(self.sizes.shape[0]))
+            return tuple(arith.select(exists, x, const(0)) for x in result)
+
+        return search(self.sizes, tile)
+
+    def _tiles(self, sizes: jax.Array) -> jax.Array:
+        return -(-sizes // self.tile_m)
+
+    def _locate(self, sizes: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        tiles = self._tiles(sizes)
+        tile_ends, row_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
+        group = jnp.sum((tile_ends <= tile).astype(jnp.int32))
+        exists = group < len(sizes)
+        index = jnp.minimum(group, len(sizes) - 1)
+        offset = (tile - (tile_ends - tiles)[index]) * self.tile_m
+        row = (row_ends - sizes)[index] + offset
+        rows = jnp.minimum(sizes[index] - offset, self.tile_m)
+        return jnp.where(exists, group, 0), jnp.where(exists, row, 0), jnp.where(exists, rows, 0)
+
+    def _groups_of_lane(self, sizes: Any) -> list[tuple[Any, Any]]:
+        """Returns the number and size of every 32nd group, starting at this lane's.
+
+        Past the last group the sizes are 0.
+        """
+        groups = self.sizes.shape[0]
+        lane = arith.remui(mgpu.utils.thread_idx(), const(_LANES))
+        start = mgpu.utils.memref_ptr(sizes)
+        result = []
+        for first in range(0, groups, _LANES):
+            group = arith.addi(lane, const(first))
+            index = arith.minui(group, const(groups - 1))
+            size = llvm.load(i32(), mgpu.utils.getelementptr(start, [index], i32()))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, group, const(groups))
+            result.append((group, arith.select(exists, size, const(0))))
+        return result
+
+    def _tiles_of(self, size: Any) -> Any:
+        return arith.divui(arith.addi(size, const(self.tile_m - 1)), const(self.tile_m))
+
+
+def _prefix_sums(values: list[Any]) -> list[Any]:
+    """Returns inclusive prefix sums over the lanes, of each value on its own.
+
+    The scans are interleaved, because one step has a long latency.
+    """
+    for distance in (1, 2, 4, 8, 16):
+        values = [_warp(_SCAN_STEP.replace("DISTANCE", str(distance)), x) for x in values]
+    return values
+
+
+def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
+    """Decorates functions that return int32 scalars, as :func:`mosaic_ir.inline`."""
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
+        @inline(*arguments, returns=(scalar,) * results)
+        def inlined(*args: Any) -> Any:
+            layout = SCALAR.to_mgpu()
+            return tuple(
+                mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)
+            )
+
+        return inlined
+
+    return decorate
+
+
+def _warp(text: str, number: Any) -> Any:
+    """Runs an instruction of the whole warp, with each lane's number as its operand."""
+    return asm(text, "=r,r", number, result=i32(), effects=True)
+
+
+class Tile(NamedTuple):
+    """A tile of the result."""
+
+    group: jax.Array
+
+    row: jax.Array
+    """First row of lhs."""
+
+    rows: jax.Array
+    """Number of rows that belong to the group, at most tile_m."""
+
+    column: jax.Array
+    """First column. The last tile along N is moved back to end at N, so it may overlap the tile
+    before it."""
+
+    first_own_column: jax.Array
+    """First column that no other tile writes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScheduler:
+    """The tiles of one thread block."""
+
+    plan: Plan
+
+    group_tiles: GroupTiles
+
+    m_tiles: jax.Array
+    """Number of tiles along M, over all groups."""
+
+    block: jax.Array
+    """Index of this thread block."""
+
+    def count(self) -> jax.Array:
+        """Returns the number of this block's tiles."""
+        blocks, total = jnp.int32(self.plan.blocks), self.m_tiles * self.plan.n_tiles
+        return lax.div(total - self.block + (blocks - 1), blocks)
+
+    def locate(self, i: jax.Array | int) -> Tile:
+        """Returns this block's i-th tile. Past the last, it has no rows."""
+        plan = self.plan
+        n_tiles = jnp.int32(plan.n_tiles)
+        tile = self.block + i * jnp.int32(plan.blocks)
+        if plan.panel == 1:
+            m_tile = lax.div(tile, n_tiles)
+            n_tile = tile - m_tile * n_tiles
+        else:
+            panel = jnp.int32(plan.panel)
+            tiles_per_panel = panel * n_tiles
+            first = lax.div(tile, tiles_per_panel) * panel
+            tile = lax.rem(tile, tiles_per_panel)
+            height = jnp.maximum(jnp.minimum(panel, self.m_tiles - first), 1)
+            n_tile = lax.div(tile, height)
+            m_tile = first + tile - n_tile * height
+        column = n_tile * jnp.int32(plan.out_columns)
+        return Tile(
+            *self.group_tiles.locate(m_tile),
+            jnp.minimum(column, plan.N - plan.out_columns),
+            column,
+        )
