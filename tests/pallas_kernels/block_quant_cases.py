@@ -1,4 +1,4 @@
-"""What every back-end of block_quant, integer_quant and block_dequant must do; a class each."""
+"""Test cases that back-ends of block_quant, integer_quant and block_dequant inherit."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.pallas_kernels.numerics import (
 )
 
 FLOAT8_MAX = 448.0
-FLOOR = 1e-4  # of a block's largest magnitude
+FLOOR = 1e-4  # smallest amax: smaller blocks have the scale of this one
 
 SHAPES = [
     ((4, 256), (1, 128)),
@@ -40,14 +40,14 @@ SHAPES = [
 
 
 def activations(shape: tuple[int, ...], dtype: npt.DTypeLike = "float32") -> Array:
-    """Magnitudes from 1e-9 to 1e6, alike within a row and mixed within rows of blocks."""
+    """Returns magnitudes from 1e-9 to 1e6, similar within a row and different between rows."""
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-9, 6, (*shape[:-1], 1)) * 4.0 ** rng.standard_normal(shape)
     return rounded(rng.standard_normal(shape) * sizes, dtype)
 
 
 def largest(x: Array, block: tuple[int, int]) -> Array:
-    """Largest magnitude of each block [..., Nb, Kb], block after block."""
+    """Returns the largest magnitude of each block, [..., Nb, Kb]."""
     N, K = x.shape[-2:]
     rows, columns = range(0, N, block[0]), range(0, K, block[1])
     return np.stack(
@@ -69,21 +69,21 @@ def largest(x: Array, block: tuple[int, int]) -> Array:
 def compiled(
     implementation: Implementation, block_shape: tuple[int, int], scale_fmt: str
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted function. It is cached, so that tests share compilations."""
     return jax.jit(
         lambda x: block_quant(x, block_shape, scale_fmt=scale_fmt, implementation=implementation)
     )
 
 
 class BlockQuantCases:
-    """Subclassed by each back-end, which sets ``implementation``."""
+    """The test of a back-end inherits it and sets ``implementation``."""
 
     implementation: ClassVar[Implementation]
 
     def quantise(
         self, x: Array, block: tuple[int, int], scale_fmt: str, dtype: npt.DTypeLike = "float32"
     ) -> tuple[Array, Array]:
-        """Values and scales in float64."""
+        """Returns values and scales in float64."""
         N, K = x.shape[-2:]
         values, scale = compiled(self.implementation, block, scale_fmt)(device(x, dtype))
         assert values.dtype == jnp.float8_e4m3fn, f"values: got {values.dtype}"
@@ -96,7 +96,7 @@ class BlockQuantCases:
     @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
     @pytest.mark.parametrize(("shape", "block"), SHAPES)
     def test_round_trip(self, shape, block, scale_fmt):
-        """Within half a step of float8_e4m3fn, element by element."""
+        """Each element has an error of at most half a step of float8_e4m3fn."""
         x = activations(shape)
         values, scale = self.quantise(x, block, scale_fmt)
         assert np.isfinite(values).all()
@@ -110,7 +110,7 @@ class BlockQuantCases:
         x = activations(shape)
         _, scale = self.quantise(x, block, "float32")
         want = np.maximum(largest(x, block), FLOOR) / FLOAT8_MAX
-        # A compiler may multiply by the rounded inverse of 448: one rounding more than a division.
+        # A compiler may multiply by the rounded inverse of 448, which has one rounding more.
         assert (np.abs(scale / want - 1) <= 4 * FLOAT32_ROUNDING).all()
 
     @pytest.mark.parametrize(("shape", "block"), SHAPES)
@@ -124,7 +124,7 @@ class BlockQuantCases:
         assert (scale < 2 * plain).all()
 
     def test_ue8m0_keeps_a_power_of_two(self):
-        """A largest value of 448 * 2^e has the scale 2^e and no other, through all exponents."""
+        """A largest value of 448 * 2^e has exactly the scale 2^e, for all exponents."""
         exponents = np.arange(-22, 119)
         x = np.zeros((len(exponents), 8))
         x[:, 3] = -FLOAT8_MAX * 2.0**exponents
@@ -134,7 +134,7 @@ class BlockQuantCases:
 
     @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
     def test_largest_values_stay_finite(self, scale_fmt):
-        """Blocks of +-amax, for amax of every mantissa pattern that rounds differently."""
+        """Blocks of +-amax, for random mantissas of amax."""
         amax = np.float32(np.random.default_rng(0).uniform(1, 2, 3000)).astype(np.float64)
         x = np.stack([amax, -amax], axis=-1)
         values, scale = self.quantise(x, (1, 2), scale_fmt)
@@ -147,7 +147,7 @@ class BlockQuantCases:
         assert (np.abs(values * scale - x) <= E4M3_ROUNDING * np.abs(x)).all()
 
     @pytest.mark.parametrize(("scale_fmt", "floor"), [("float32", None), ("ue8m0", 2.0**-22)])
-    def test_zeros_and_what_is_below_the_floor(self, scale_fmt, floor):
+    def test_zeros_and_blocks_below_the_floor(self, scale_fmt, floor):
         x = np.zeros((3, 8))
         x[1], x[2] = 1e-30, 0.99e-4
         values, scale = self.quantise(rounded(x, "float32"), (1, 8), scale_fmt)
@@ -165,7 +165,7 @@ class BlockQuantCases:
         x = np.concatenate([grid, middle, down, up]).astype(np.float64)
         want = np.concatenate([grid, even, grid[:-1], grid[1:]])
         x, want = np.stack([x, -x]), np.stack([want, -want])
-        # The largest value is 448: the scale is one, so that x reaches the rounding as it is.
+        # The largest value is 448, so the scale is 1 and x is rounded without scaling.
         values, scale = self.quantise(x, (2, x.shape[1]), "float32")
         assert scale.item() == 1.0
         np.testing.assert_array_equal(values, want)
@@ -179,7 +179,7 @@ class BlockQuantCases:
         ):
             np.testing.assert_array_equal(got, want)
 
-    def test_batch_axes_stand_for_themselves(self):
+    def test_batch_axes_are_independent(self):
         x = activations((2, 3, 40, 72))
         values, scale = self.quantise(x, (32, 64), "float32")
         for i in np.ndindex(2, 3):
@@ -209,30 +209,30 @@ INTEGER_SHAPES = [
 def compiled_integers(
     implementation: Implementation, bits: int, group_size: int | None
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted function. It is cached, so that tests share compilations."""
     return jax.jit(lambda x: integer_quant(x, bits, group_size, implementation=implementation))
 
 
 class IntegerQuantCases:
-    """Subclassed by each back-end, which sets ``implementation``."""
+    """The test of a back-end inherits it and sets ``implementation``."""
 
     implementation: ClassVar[Implementation]
 
     def integers(
         self, x: Array, bits: int, group_size: int | None, dtype: npt.DTypeLike = "float32"
     ) -> tuple[Array, Array]:
-        """Values, unpacked, and scales; both in float64."""
+        """Returns unpacked values and scales in float64."""
         K = x.shape[-1]
         run = compiled_integers(self.implementation, bits, group_size)
         values, scale = run(device(x, dtype))
-        stored, width = ("int8", K) if bits == 8 else ("uint8", K // 2)
-        assert values.dtype == stored, f"values: expected {stored}, got {values.dtype}"
+        dtype, width = ("int8", K) if bits == 8 else ("uint8", K // 2)
+        assert values.dtype == dtype, f"values: expected {dtype}, got {values.dtype}"
         assert values.shape == (expected := (*x.shape[:-1], width)), f"values: expected {expected}"
         assert scale.dtype == jnp.float32, f"scale: got {scale.dtype}"
         expected = (*x.shape[:-1], -(-K // (group_size or K)))
         assert scale.shape == expected, f"scale: expected {expected}, got {scale.shape}"
-        held = np.asarray(values)
-        return (held if bits == 8 else unpack_int4(held)).astype(np.float64), np.float64(scale)
+        stored = np.asarray(values)
+        return (stored if bits == 8 else unpack_int4(stored)).astype(np.float64), np.float64(scale)
 
     @pytest.mark.parametrize("bits", [8, 4])
     @pytest.mark.parametrize(("shape", "group"), INTEGER_SHAPES)
@@ -266,14 +266,14 @@ class IntegerQuantCases:
         ],
     )
     def test_integers_by_hand(self, bits, x, want, scale):
-        """Both ends of the range, one side alone, and halves that go to the even neighbour."""
+        """Both ends of the range, one sign alone, and ties, which are rounded to even."""
         values, got = self.integers(np.array([x], np.float64), bits, None)
         np.testing.assert_allclose(got, [[scale]], rtol=4 * FLOAT32_ROUNDING)
         np.testing.assert_array_equal(values, [want])
 
     @pytest.mark.parametrize("bits", [8, 4])
     def test_groups_of_zeros_have_scale_one(self, bits):
-        """So has what is less than the least normal float32."""
+        """Groups of subnormal numbers have scale one too."""
         x = np.zeros((2, 12))
         x[0, 4], x[1, 9] = 3.0, 1e-40
         values, scale = self.integers(rounded(x, "float32"), bits, 4)
@@ -294,14 +294,14 @@ class IntegerQuantCases:
         np.testing.assert_array_equal(values, [[0x78, 0xF1, 0x50]])
 
     @pytest.mark.parametrize("bits", [8, 4])
-    def test_bfloat16_integers_are_those_of_its_float32(self, bits):
+    def test_bfloat16_is_quantised_to_integers_as_its_float32(self, bits):
         x = activations((3, 200), "bfloat16")
         for got, want in zip(
             self.integers(x, bits, 128, "bfloat16"), self.integers(x, bits, 128), strict=True
         ):
             np.testing.assert_array_equal(got, want)
 
-    def test_what_integers_cannot_be_is_refused(self):
+    def test_unsupported_integers_are_refused(self):
         for shape, bits, message in (
             ((2, 8), 2, "bits: expected 8 or 4, got 2"),
             ((2, 9), 4, "int4 packs columns in pairs: expected an even number, got 9"),
@@ -311,7 +311,7 @@ class IntegerQuantCases:
 
 
 class BlockDequantCases:
-    """Subclassed by each back-end, which sets ``implementation``."""
+    """The test of a back-end inherits it and sets ``implementation``."""
 
     implementation: ClassVar[Implementation]
 
@@ -344,7 +344,7 @@ class BlockDequantCases:
         [(jnp.float32, FLOAT32_ROUNDING), (jnp.bfloat16, BFLOAT16_ROUNDING + FLOAT32_ROUNDING)],
     )
     def test_products_are_rounded_once(self, dtype, rounding):
-        """Every float8 value that is finite, times scales of full precision."""
+        """Every finite float8 value, times scales with all bits."""
         every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
         values = np.resize(every[np.isfinite(every.astype(np.float32))], (70, 254))
         scale = self.scales(values.shape, (32, 64))
@@ -355,7 +355,7 @@ class BlockDequantCases:
     @pytest.mark.parametrize("block", [(1, 128), (1, 200), (32, 64), (1, 2)])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_int8(self, block, dtype):
-        """Every integer, -128 too, which integer_quant leaves out."""
+        """Every integer, including -128, which integer_quant does not produce."""
         values = np.resize(np.arange(-128, 128).astype(np.int8), (2, 33, 200))
         scale = self.scales(values.shape, block)
         got = self.dequantise(values, scale, block, dtype)
@@ -366,7 +366,7 @@ class BlockDequantCases:
     @pytest.mark.parametrize("block", [(1, 128), (1, 200), (32, 64), (1, 2)])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_int4(self, block, dtype):
-        """Every byte: each half beside each other half."""
+        """Every byte, so every pair of int4 values."""
         values = unpack_int4(np.resize(np.arange(256).astype(np.uint8), (2, 33, 100)))
         scale = self.scales(values.shape, block)
         rounding = FLOAT32_ROUNDING + (dtype == jnp.bfloat16) * BFLOAT16_ROUNDING
@@ -378,8 +378,8 @@ class BlockDequantCases:
         want = values.astype(np.float64) * spread(scale, block, values.shape)
         assert (np.abs(np.float64(got) - want) <= rounding * np.abs(want)).all()
 
-    def test_scale_of_bytes_is_refused(self):
-        """200 columns in 100 bytes have two blocks of 128."""
+    def test_scale_for_the_number_of_bytes_is_refused(self):
+        """100 bytes have 200 columns, which are two blocks of 128."""
         with pytest.raises(ValueError, match=r"scale: expected shape \(3, 2\), got \(3, 1\)"):
             block_dequant(
                 jnp.ones((3, 100), jnp.uint8),

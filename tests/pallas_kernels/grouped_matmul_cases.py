@@ -1,4 +1,4 @@
-"""What every back-end of grouped_matmul must do; see GroupedMatmulCases."""
+"""Test cases that every back-end of grouped_matmul inherits; see GroupedMatmulCases."""
 
 import dataclasses
 import functools
@@ -30,13 +30,16 @@ FLOAT8 = "float8_e4m3fn"
 INTEGERS = {"int8": 127, "int4": 7}
 BackEnd = Callable[..., jax.Array]
 
-# A back-end may have a way for each: no more rows than groups, few rows a group, many rows a group.
+# A back-end may treat these differently: at most as many rows as groups, few rows per group, many.
 ROWS_OF_GROUPS = [(0, 2, 0), (3, 0, 4), (37, 0, 4)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """lhs rows past the groups' sum are NaN; scales differ by up to 16 between blocks."""
+    """Arguments of grouped_matmul, in float64 and NumPy.
+
+    Rows of lhs past the groups' sum are NaN. Scales differ by factors of up to 16 between blocks.
+    """
 
     lhs: Array
     rhs: Array
@@ -64,7 +67,7 @@ class Inputs:
         M, G = M or sum(group_sizes), len(group_sizes)
 
         def operand(shape, dtype, block):
-            """Values, and scales where the dtype asks for them."""
+            """Returns values, and scales if the dtype needs them."""
             if dtype != FLOAT8 and dtype not in INTEGERS:
                 return rounded(rng.standard_normal(shape), dtype), None
             *batch, rows, columns = shape
@@ -81,7 +84,7 @@ class Inputs:
         return cls(lhs, rhs, group_sizes, lhs_scale, rhs_scale, block_shape, lhs_dtype, rhs_dtype)
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
-        """The arguments of grouped_matmul."""
+        """Returns the arguments of grouped_matmul."""
         packed = self.rhs_dtype == "int4"
         return (
             device(self.lhs, self.lhs_dtype),
@@ -92,7 +95,7 @@ class Inputs:
         )
 
     def values(self) -> tuple[Array, Array]:
-        """lhs and rhs with their scales applied."""
+        """Returns lhs and rhs with their scales applied."""
         lhs, rhs = self.lhs, self.rhs
         if self.lhs_scale is not None:
             lhs = lhs * spread(self.lhs_scale, (1, self.block_shape[1]), lhs.shape)
@@ -104,7 +107,7 @@ class Inputs:
         return np.repeat(np.arange(len(self.group_sizes)), self.group_sizes)
 
     def expected(self) -> Array:
-        """The defined rows, one after the other."""
+        """Returns the rows of the result that are defined."""
         lhs, rhs = self.values()
         return np.array([rhs[g] @ lhs[m] for m, g in enumerate(self.group_of_rows())])
 
@@ -113,7 +116,7 @@ class Inputs:
 def compiled(
     implementation: Implementation | BackEnd, block_shape: tuple[int, int]
 ) -> Callable[..., jax.Array]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted function. It is cached, so that tests share compilations."""
     if callable(implementation):
         return jax.jit(functools.partial(implementation, block_shape=block_shape))
     return jax.jit(
@@ -122,15 +125,15 @@ def compiled(
 
 
 def run(x: Inputs, implementation: Implementation | BackEnd) -> npt.NDArray:
-    """In NumPy, for every slice of an array on a device is a program."""
+    """Returns the result in NumPy, because slicing a device array compiles a program."""
     return np.asarray(compiled(implementation, x.block_shape)(*x.arrays()))
 
 
 class GroupedMatmulRowCases:
-    """Every way in which rows may fall into groups, for one dtype and one size of matrix.
+    """Distributions of rows over groups, for one dtype and one size of matrix.
 
-    Subclassed by each back-end, which sets ``implementation``: a name, or a function that takes
-    what grouped_matmul takes, such as a kernel to be interpreted.
+    The test of a back-end inherits it and sets ``implementation`` to a name, or to a function with
+    grouped_matmul's arguments, such as an interpreted kernel.
     """
 
     implementation: ClassVar[Implementation | BackEnd]
@@ -138,7 +141,7 @@ class GroupedMatmulRowCases:
     N: ClassVar[int] = 16
     K: ClassVar[int] = 24
     groups: ClassVar[int] = 384
-    """Of test_many_groups."""
+    """Number of groups in test_many_groups."""
 
     def inputs(self, sizes: tuple[int, ...], M: int | None = None) -> Inputs:
         return Inputs.random(
@@ -204,10 +207,10 @@ class GroupedMatmulRowCases:
 
 
 class GroupedMatmulCases(GroupedMatmulRowCases):
-    """The same, and every dtype and block of scales, of matrices of odd sizes."""
+    """Also all dtypes and scale blocks, with matrices of odd sizes."""
 
-    # 576, 200, 72 and 136 leave partial blocks; kv_a_proj_with_mqa is 576 wide. A scale a row is
-    # how dsv3 convert makes int8, a scale 128 columns how it makes int4.
+    # 576, 200, 72 and 136 leave partial blocks; kv_a_proj_with_mqa has 576 rows. dsv3 convert makes
+    # int8 with one scale per row, and int4 with one per 128 columns.
     @covering(
         {
             "rhs_dtype": ["float32", "bfloat16", FLOAT8, *INTEGERS],
@@ -249,13 +252,13 @@ class GroupedMatmulCases(GroupedMatmulRowCases):
     def test_scales_are_checked(self):
         lhs, rhs, sizes, *_ = Inputs.random((3, 0, 4), N=160, K=200).arrays()
         x = Inputs.random((3, 0, 4), N=160, K=200, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
-        lhs8, rhs8, _, of_lhs, of_rhs = x.arrays()
+        lhs8, rhs8, _, lhs_scale, rhs_scale = x.arrays()
         for args, block_shape, message in (
             ((lhs8, rhs, sizes), (128, 128), "lhs: float8 .* float8_e4m3fn with no scale"),
             ((lhs, rhs8, sizes), (128, 128), "rhs: float8 .* float8_e4m3fn with no scale"),
-            ((lhs, rhs, sizes, of_lhs), (128, 128), r"lhs: float8 .* float32 .* scale \(7, 2\)"),
+            ((lhs, rhs, sizes, lhs_scale), (128, 128), r"lhs: float8 .* float32 .* scale \(7, 2\)"),
             (
-                (lhs, rhs, sizes, None, of_rhs),
+                (lhs, rhs, sizes, None, rhs_scale),
                 (128, 128),
                 r"rhs: float8 .* float32 .* scale \(3, 2, 2\)",
             ),
@@ -270,12 +273,12 @@ class GroupedMatmulCases(GroupedMatmulRowCases):
                 r"rhs_scale: expected shape \(3, 2, 2\), got \(3, 1, 2\)",
             ),
             (
-                (lhs8, rhs8, sizes, of_lhs, of_rhs),
+                (lhs8, rhs8, sizes, lhs_scale, rhs_scale),
                 (64, 128),
                 r"rhs_scale: expected shape \(3, 3, 2\), got \(3, 2, 2\)",
             ),
             (
-                (lhs8, rhs8, sizes, of_lhs, of_rhs),
+                (lhs8, rhs8, sizes, lhs_scale, rhs_scale),
                 (128, 64),
                 r"lhs_scale: expected shape \(7, 4\), got \(7, 2\)",
             ),
@@ -297,8 +300,8 @@ class GroupedMatmulCases(GroupedMatmulRowCases):
             with pytest.raises(ValueError, match=message):
                 grouped_matmul(*args, block_shape=(1, 128), implementation=self.implementation)
 
-    def test_bytes_of_another_width_are_refused(self):
-        """200 columns in 100 bytes, for rows of 100."""
+    def test_int4_of_another_width_is_refused(self):
+        """100 bytes have 200 columns, but the rows have 100."""
         _, rhs, sizes, _, scale = Inputs.random((3, 4), K=200, rhs_dtype="int4").arrays()
         with pytest.raises(ValueError, match="rhs: expected 100 columns as lhs has, got 200"):
             grouped_matmul(
@@ -307,54 +310,54 @@ class GroupedMatmulCases(GroupedMatmulRowCases):
 
 
 class GroupedMatmulGradientCases:
-    """For back-ends that training uses."""
+    """Gradients, for back-ends that training uses."""
 
     implementation: ClassVar[Implementation]
 
     @pytest.mark.parametrize(("sizes", "M"), [((2, 0, 5), 7), ((0, 34, 1), 37), ((0, 1, 0, 2), 3)])
     def test_gradients(self, sizes, M):
-        """Against sums in float64; rows past the groups' sum stay out of the weights' gradient."""
+        """Compares with sums in float64. Rows past the groups' sum must not affect the weights."""
         x = Inputs.random(sizes, M=M)
         self.check_gradients(dataclasses.replace(x, lhs=np.where(np.isnan(x.lhs), 3.0, x.lhs)))
 
     def check_gradients(self, x: Inputs) -> None:
-        """Of float32 rows and matrices, against sums in float64."""
-        of_lhs, of_rhs = self.gradients(x, (0, 1))
+        """Compares the gradients of float32 rows and matrices with sums in float64."""
+        d_lhs, d_rhs = self.gradients(x, (0, 1))
         cotangent, groups = cotangents(x), x.group_of_rows()
         want = np.zeros_like(x.rhs)
         for m, g in enumerate(groups):
             want[g] += np.outer(cotangent[m], x.lhs[m])
-        check(of_rhs, want, TOLERANCES["float32"])
+        check(d_rhs, want, TOLERANCES["float32"])
         rows = np.array([cotangent[m] @ x.rhs[g] for m, g in enumerate(groups)])
-        check(of_lhs[: len(rows)], rows, TOLERANCES["float32"])
+        check(d_lhs[: len(rows)], rows, TOLERANCES["float32"])
 
     @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 0)])
     def test_gradients_through_float8_weights(self, sizes):
-        """Of the rows, and of the scales."""
+        """Gradients with respect to the rows and to the scales."""
         x = Inputs.random(sizes, N=40, K=72, rhs_dtype=FLOAT8, block_shape=(32, 64))
-        of_lhs, of_scale = self.gradients(x, (0, 4))
+        d_lhs, d_scale = self.gradients(x, (0, 4))
         cotangent, groups = cotangents(x), x.group_of_rows()
         weights = x.values()[1]
         rows = np.array([cotangent[m] @ weights[g] for m, g in enumerate(groups)])
-        check(of_lhs, rows, TOLERANCES["float32"])
+        check(d_lhs, rows, TOLERANCES["float32"])
         each = np.zeros_like(x.rhs)
         for m, g in enumerate(groups):
             each[g] += np.outer(cotangent[m], x.lhs[m]) * x.rhs[g]
         want = np.add.reduceat(np.add.reduceat(each, [0, 32], axis=1), [0, 64], axis=2)
-        check(of_scale, want, TOLERANCES["float32"])
+        check(d_scale, want, TOLERANCES["float32"])
 
     @pytest.mark.parametrize("rhs_dtype", INTEGERS)
     @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 0)])
     def test_gradients_through_integer_weights(self, sizes, rhs_dtype):
-        """Of the rows."""
+        """Gradients with respect to the rows."""
         x = Inputs.random(sizes, N=40, K=72, rhs_dtype=rhs_dtype, block_shape=(1, 64))
-        (of_lhs,) = self.gradients(x, (0,))
+        (d_lhs,) = self.gradients(x, (0,))
         weights = x.values()[1]
         rows = [cotangents(x)[m] @ weights[g] for m, g in enumerate(x.group_of_rows())]
-        check(of_lhs, rows, TOLERANCES["float32"])
+        check(d_lhs, rows, TOLERANCES["float32"])
 
     def gradients(self, x: Inputs, argnums: tuple[int, ...]) -> tuple[npt.NDArray, ...]:
-        """Of sum(out * cotangents), over the defined rows."""
+        """Returns the gradients of sum(out * cotangents) over the defined rows."""
         f = compiled_gradients(self.implementation, x.block_shape, argnums)
         defined = np.arange(len(x.lhs))[:, None] < sum(x.group_sizes)
         return tuple(map(np.asarray, f(x.arrays(), cotangents(x), defined)))
@@ -364,7 +367,7 @@ class GroupedMatmulGradientCases:
 def compiled_gradients(
     implementation: Implementation, block_shape: tuple[int, int], argnums: tuple[int, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    def of(
+    def gradients(
         arrays: tuple[jax.Array | None, ...], weights: Array, defined: npt.NDArray[np.bool_]
     ) -> tuple[jax.Array, ...]:
         def loss(*args: jax.Array | None) -> jax.Array:
@@ -373,7 +376,7 @@ def compiled_gradients(
 
         return jax.grad(loss, argnums)(*arrays)
 
-    return jax.jit(of)
+    return jax.jit(gradients)
 
 
 def cotangents(x: Inputs) -> Array:

@@ -1,4 +1,4 @@
-"""What every back-end of grouped_swiglu must do; see GroupedSwigluCases."""
+"""Test cases that every back-end of grouped_swiglu inherits; see GroupedSwigluCases."""
 
 import dataclasses
 import functools
@@ -26,17 +26,17 @@ from tests.pallas_kernels.numerics import (
 
 BackEnd = Callable[..., jax.Array]
 
-# Both sums and the result are rounded, and silu multiplies its argument's relative error by at
-# most 1 + |x|: gates here are near 1 and hardly exceed 4.
+# Both sums and the result are rounded, and silu multiplies its argument's relative error by at most
+# 1 + |x|. The gates here are near 1 and hardly exceed 4.
 ROUNDINGS = 4
 
-BLOCK = 128  # columns of a quantized result under one scale
+BLOCK = 128  # columns of a quantized result that share a scale
 SMALLEST_AMAX, FLOAT8_MAX = 1e-4, 448
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """One set of rows and two of matrices; sums are near 1."""
+    """Arguments of grouped_swiglu: the same rows with two sets of matrices. Sums are near 1."""
 
     gate: grouped_matmul_cases.Inputs
     up: grouped_matmul_cases.Inputs
@@ -51,7 +51,7 @@ class Inputs:
             )
             for seed in (0, 1)
         )
-        # Powers of two, which every dtype holds exactly: random float8 values are near 10.
+        # Random float8 values are near 10. Powers of two are exact in every dtype.
         if gate.rhs_scale is None:
             smaller = 2.0 ** -np.round(np.log2(K) / 2)
             gate, up = (dataclasses.replace(x, rhs=x.rhs * smaller) for x in (gate, up))
@@ -62,7 +62,7 @@ class Inputs:
         return cls(gate, dataclasses.replace(up, lhs=gate.lhs, lhs_scale=gate.lhs_scale))
 
     def with_rows_times(self, factors: Array) -> "Inputs":
-        """Powers of two, or zeros, that multiply the rows."""
+        """Multiplies the rows with ``factors``, which are powers of two or zero."""
         factors = factors[:, None]
 
         def scaled(x: grouped_matmul_cases.Inputs) -> grouped_matmul_cases.Inputs:
@@ -73,13 +73,13 @@ class Inputs:
         return Inputs(scaled(self.gate), scaled(self.up))
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
-        """The arguments of grouped_swiglu."""
+        """Returns the arguments of grouped_swiglu."""
         lhs, gate, sizes, lhs_scale, gate_scale = self.gate.arrays()
         _, up, _, _, up_scale = self.up.arrays()
         return lhs, gate, up, sizes, lhs_scale, gate_scale, up_scale
 
     def expected(self) -> Array:
-        """The defined rows."""
+        """Returns the rows of the result that are defined."""
         gate, up = self.gate.expected(), self.up.expected()
         return gate / (1 + np.exp(-gate)) * up
 
@@ -89,7 +89,7 @@ class Inputs:
 
 
 def named(implementation: Implementation | BackEnd) -> BackEnd:
-    """The function that a name or a function stands for."""
+    """Returns the function of a back-end that is given by its name or as a function."""
     if callable(implementation):
         return implementation
     return functools.partial(grouped_swiglu, implementation=implementation)
@@ -99,21 +99,22 @@ def named(implementation: Implementation | BackEnd) -> BackEnd:
 def compiled(
     implementation: Implementation | BackEnd, quantize: bool = False
 ) -> Callable[..., jax.Array]:
-    """Cached, so that tests of the same shapes share a compilation."""
+    """Returns the jitted function. It is cached, so that tests share compilations."""
     return jax.jit(functools.partial(named(implementation), quantize=quantize))
 
 
 def run(x: Inputs, implementation: Implementation | BackEnd) -> npt.NDArray:
-    """In NumPy, for every slice of an array on a device is a program."""
+    """Returns the result in NumPy, because slicing a device array compiles a program."""
     return np.asarray(compiled(implementation)(*x.arrays()))
 
 
 def check_quantized(x: Inputs, implementation: Implementation | BackEnd, bound: float) -> None:
-    """Values and scales of the defined rows, where no number of the product itself is off by more
-    than ``bound`` of its block's largest.
+    """Checks the values and scales of the defined rows of a quantized result.
 
-    A value is rounded to half of its neighbours' distance: a part of it, or of its scale if it is
-    small. A block's largest becomes 448 itself.
+    Before quantization, an element may be wrong by ``bound`` times the largest of its block. Then
+    it is rounded, with an error of at most half the distance between neighbouring float8 values.
+    That is proportional to the value, or to the scale if the value is small. The largest value of a
+    block becomes exactly 448.
     """
     values, scale = map(np.asarray, compiled(implementation, quantize=True)(*x.arrays()))
     M, F = len(x.gate.lhs), x.gate.rhs.shape[1]
@@ -123,22 +124,25 @@ def check_quantized(x: Inputs, implementation: Implementation | BackEnd, bound: 
     values, scale = np.float64(values[: x.defined]), np.float64(scale[: x.defined])
     want = x.expected()
 
-    def largest(of: Array) -> Array:
-        filled = np.pad(np.abs(of), ((0, 0), (0, blocks * BLOCK - F)))
-        return filled.reshape(-1, blocks, BLOCK).max(-1)
+    def largest(x: Array) -> Array:
+        padded = np.pad(np.abs(x), ((0, 0), (0, blocks * BLOCK - F)))
+        return padded.reshape(-1, blocks, BLOCK).max(-1)
 
     amax = largest(want)
     np.testing.assert_allclose(scale, np.maximum(amax, SMALLEST_AMAX) / FLOAT8_MAX, rtol=bound)
     scale, off = (spread(each, (1, BLOCK), want.shape) for each in (scale, bound * amax))
     most = off + E4M3_ROUNDING * (np.abs(want) + off) + E4M3_LEAST_ERROR * scale
     errors = np.abs(values * scale - want) / most
-    assert np.all(errors <= 1), f"{np.max(errors):.3g} of what float8 may lose"
+    assert np.all(errors <= 1), f"{np.max(errors):.3g} times the allowed error"
     assert np.all(largest(values)[amax > (1 + bound) * SMALLEST_AMAX] == FLOAT8_MAX)
 
 
 class GroupedSwigluCases:
-    """Subclassed by each back-end, which sets ``implementation``: a name, or a function that takes
-    what grouped_swiglu takes, such as a kernel to be interpreted."""
+    """Test cases of grouped_swiglu.
+
+    The test of a back-end inherits it and sets ``implementation`` to a name, or to a function with
+    grouped_swiglu's arguments, such as an interpreted kernel.
+    """
 
     implementation: ClassVar[Implementation | BackEnd]
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", FLOAT8)
@@ -170,7 +174,7 @@ class GroupedSwigluCases:
     def test_rows_of_groups(self, sizes, M):
         self.each(sizes, M)
 
-    def test_columns_that_fill_no_tile(self):
+    def test_columns_that_do_not_fill_tiles(self):
         self.each((3, 0, 70), 75, F=320)
 
     @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ class GroupedSwigluCases:
             check_quantized(x, self.implementation, bound)
 
     def test_quantized_rows_of_any_size(self):
-        """Of zeros; below the smallest scale; so large that float8 would not hold them unscaled."""
+        """Rows of zeros, below the smallest scale, and too large for float8 without a scale."""
         factors = np.array([1, 0, 2.0**6, 2.0**-4, 2.0**-12, 2.0**-9, 0, 0, 2.0**3, 1])
         for dtype in self.dtypes:
             x = Inputs.random((7, 3), F=128, K=self.K, dtype=dtype).with_rows_times(factors)
@@ -214,22 +218,24 @@ class GroupedSwigluCases:
 
     @pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
     def test_gradients(self, sizes):
-        """Against those of two products of the reference and silu, in the dtype's own rounding."""
+        """Compares with the gradients of the reference in float32."""
         x = Inputs.random(sizes, F=self.F, K=self.K, dtype="bfloat16")
         lhs, gate, up, groups, *_ = x.arrays()
         weights = np.random.default_rng(3).standard_normal((x.defined, self.F))
 
-        def loss(product, dtype):
+        def gradients(swiglu, dtype):
             arrays = [array.astype(dtype) for array in (lhs, gate, up)]
 
-            def of(*arrays):
-                out = product(*arrays, groups)
+            def loss(*arrays):
+                out = swiglu(*arrays, groups)
                 return jnp.sum(out[: x.defined].astype(jnp.float32) * weights)
 
-            return jax.jit(jax.grad(of, (0, 1, 2)))(*arrays)
+            return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
 
-        product = named(self.implementation)
+        swiglu = named(self.implementation)
         exact = functools.partial(grouped_swiglu, implementation="reference")
-        for got, want in zip(loss(product, "bfloat16"), loss(exact, "float32"), strict=True):
+        for got, want in zip(
+            gradients(swiglu, "bfloat16"), gradients(exact, "float32"), strict=True
+        ):
             got, want = (np.float64(a).reshape(1, -1) for a in (got, want))
             check(got, want, ROUNDINGS * tolerance("bfloat16"))

@@ -1,6 +1,6 @@
-"""Selects where the Hopper kernels are tested: on a GPU, or interpreted with race detection.
+"""Selects whether tests of Hopper kernels run on a GPU or in the interpreter.
 
-On a machine with a Hopper GPU and JAX for CUDA, the same tests run the kernels themselves:
+The interpreter detects races. With a Hopper GPU and JAX for CUDA, the same tests run on the GPU:
 
     JAX_PLATFORMS=cuda pytest -k 'not Reference and not Cpu' \\
         tests/pallas_kernels/test_{*hopper,few_tokens,grouped_swiglu,mla_decode_float8}.py

@@ -1,7 +1,7 @@
-"""How these tests compare numbers: one error metric, and one table of what an operation may lose.
+"""Comparison of results with float64: one error metric and one table of tolerances.
 
-Expected values are sums in float64 over the very inputs that the operation gets, after those were
-rounded to their dtype. A bound therefore covers the operation's own roundings and nothing else.
+Expected values are computed in float64 from the operation's inputs, after these were rounded to
+their dtype. So a tolerance covers only the roundings inside the operation.
 """
 
 from collections.abc import Callable
@@ -14,21 +14,21 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# Half the distance between neighbours over their magnitude, at most: float32 keeps 24 bits,
-# bfloat16 8, float8_e4m3fn 4.
+# Largest relative rounding error: half the distance between neighbouring values, relative to their
+# magnitude. float32 has 24 significant bits, bfloat16 8, float8_e4m3fn 4.
 FLOAT32_ROUNDING, BFLOAT16_ROUNDING, E4M3_ROUNDING = 2.0**-24, 2.0**-8, 2.0**-4
-# Below 2^-6 float8_e4m3fn's neighbours stand 2^-9 apart, whatever the magnitude.
+# Below 2^-6, neighbouring float8_e4m3fn values differ by 2^-9 whatever their magnitude.
 E4M3_LEAST_ERROR = 2.0**-10
 
 TOLERANCES = {
-    # A few hundred float32 products a sum, in any order, and an exponential: tens of roundings of
-    # random sign, of which 8e-7 remained at most.
+    # Sums of a few hundred float32 products in any order, and an exponential: tens of roundings of
+    # random sign. The largest measured error was 8e-7.
     "float32": 64 * FLOAT32_ROUNDING,
-    # Two roundings to bfloat16, one of a factor (probabilities, dequantised weights) and one of the
-    # result; 5e-3 remained at most.
+    # Two roundings to bfloat16, of a factor (probabilities, dequantised weights) and of the result.
+    # The largest measured error was 5e-3.
     "bfloat16": 2 * BFLOAT16_ROUNDING,
-    # Scores near 500 are off by 500 roundings of 1, and the exponential makes relative errors of
-    # them.
+    # Scores near 500 have absolute errors of 500 roundings of 1, which the exponential turns into
+    # relative errors.
     "large scores": 512 * FLOAT32_ROUNDING,
 }
 
@@ -38,14 +38,15 @@ def tolerance(dtype: npt.DTypeLike) -> float:
 
 
 def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
-    """Largest |got - want| / |want| over the rows of the last axis: Euclidean norms in float64.
+    """Returns the largest |got - want| / |want| over rows (the last axis), in Euclidean norms.
 
-    Infinities must stand in the same places and then count for nothing; a row of zeros must be
-    exactly zero. By rows, for one wrong row among many would hardly move the norm of all.
+    The maximum over rows is used because a single wrong row would hardly change the norm of all.
+    Infinities must be at the same positions and are then ignored. A row of zeros must be exactly
+    zero.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"expected shape {want.shape}, got {got.shape}"
-    assert np.isfinite(want[~np.isinf(want)]).all(), "the expected values hold a NaN"
+    assert np.isfinite(want[~np.isinf(want)]).all(), "the expected values contain NaN"
     infinite = np.isinf(want)
     if not np.array_equal(got[infinite], want[infinite]):
         return np.inf
@@ -57,6 +58,7 @@ def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 
 
 def check(got: npt.ArrayLike, want: npt.ArrayLike, bound: float) -> None:
+    """Asserts that :func:`relative_error` is at most ``bound``."""
     error = relative_error(got, want)
     assert error <= bound, f"relative error {error:.3g} above {bound:.3g}"
 
@@ -64,7 +66,7 @@ def check(got: npt.ArrayLike, want: npt.ArrayLike, bound: float) -> None:
 def check_slope(
     gradient: npt.ArrayLike, direction: Array, slope: float, bound: float = TOLERANCES["float32"]
 ) -> None:
-    """The gradient's part along ``direction`` is ``slope``, to within ``bound`` of their norms."""
+    """Asserts that the derivative along ``direction`` is ``slope``, to ``bound`` of the norms."""
     gradient = np.asarray(gradient, np.float64)
     size = np.linalg.norm(gradient) * np.linalg.norm(direction)
     error = abs(np.sum(gradient * direction) - slope) / size
@@ -72,41 +74,42 @@ def check_slope(
 
 
 def central_difference(f: Callable[[Array], float], x: Array, direction: Array) -> float:
-    """Slope of a float64 function; its own error is about 1e-10 of the function's size."""
+    """Returns the derivative along ``direction``. Its error is about 1e-10 of f's magnitude."""
     step = 1e-5
     return (f(x + step * direction) - f(x - step * direction)) / (2 * step)
 
 
 def rounded(x: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
-    """x as ``dtype`` holds it, in float64."""
+    """Rounds x to ``dtype`` and returns it in float64."""
     return np.asarray(x).astype(_numpy(dtype)).astype(np.float64)
 
 
 def device(x: npt.ArrayLike, dtype: npt.DTypeLike) -> jax.Array:
-    """By device_put, for jnp.asarray compiles a program for every shape."""
+    """Returns a device array. Unlike jnp.asarray, device_put compiles no program per shape."""
     return jax.device_put(np.asarray(x).astype(_numpy(dtype)))
 
 
 def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray:
-    """float8_e4m3fn of both signs and every magnitude class, subnormals and zero included."""
+    """Returns random float8_e4m3fn of both signs and all exponents, with subnormals and zeros."""
     return (rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 6, shape)).astype(
         ml_dtypes.float8_e4m3fn
     )
 
 
 def pack_int4(values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """[..., K] of -8 to 7, two to a byte [..., K / 2]: the even column is the byte modulo 16."""
+    """Packs [..., K] of -8 to 7 to bytes [..., K / 2], with the even columns in the low halves."""
     values = np.asarray(values, np.int64) % 16
     return (values[..., ::2] + 16 * values[..., 1::2]).astype(np.uint8)
 
 
 def unpack_int4(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """Inverts :func:`pack_int4`."""
     halves = np.stack([packed % 16, packed // 16], axis=-1).astype(np.int8)
     return np.where(halves < 8, halves, halves - 16).reshape(*packed.shape[:-1], -1)
 
 
 def spread(scale: npt.ArrayLike, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
-    """Each scale over its block of a [..., N, K] array, whose last blocks may be partial."""
+    """Repeats each scale over its block of a [..., N, K] array. The last blocks may be partial."""
     N, K = shape[-2:]
     row, column = np.arange(N) // block[0], np.arange(K) // block[1]
     return np.asarray(scale, np.float64)[..., row[:, None], column]

@@ -1,4 +1,4 @@
-"""The back-ends of block_quant and its kin, each through the public function."""
+"""Tests of block_quant, integer_quant and block_dequant through the public functions."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class TestReference(BlockQuantCases, IntegerQuantCases, BlockDequantCases):
 
 
 def test_default():
-    """Bit for bit what the only back-end gives."""
+    """The default equals the only back-end, bit for bit."""
     x = device(activations((3, 200)), "float32")
     values, scale = block_quant(x, (2, 128), scale_fmt="ue8m0")
     want = block_quant(x, (2, 128), scale_fmt="ue8m0", implementation="reference")

@@ -1,4 +1,4 @@
-"""The rule that picks a back-end, with back-ends that only say their names."""
+"""Tests of the selection of a back-end, with back-ends that return their names."""
 
 import logging
 
@@ -18,7 +18,7 @@ def refusing(reason):
 
 
 class Recorder:
-    """A back-end that answers with its name and keeps the arguments it got."""
+    """A back-end that returns its name and records its arguments."""
 
     def __init__(self, name):
         self.name, self.calls = name, []
@@ -35,7 +35,7 @@ def test_none_takes_the_first_that_accepts():
     assert second.calls == []
 
 
-def test_none_passes_over_refusals():
+def test_none_skips_refusals():
     last = Recorder("last")
     backends = {"a": refusing("no a"), "b": refusing("no b"), "last": last}
     assert dispatch("op", backends, None, 1, k=2) == "last"
@@ -66,7 +66,7 @@ def test_a_sequence_goes_in_its_own_order(kind):
 
 
 @pytest.mark.parametrize("implementation", [None, "ab", ("a", "b")])
-def test_all_refusals_are_told(implementation):
+def test_all_refusals_are_reported(implementation):
     backends = {"a": refusing("no rows"), "b": refusing("no columns")}
     if implementation == "ab":  # one name, not a sequence of letters
         with pytest.raises(ValueError, match="got 'ab'"):
@@ -107,7 +107,7 @@ def test_other_errors_pass_through(implementation, error):
     assert other.calls == []
 
 
-def test_a_replacement_is_told_once(caplog):
+def test_a_replacement_is_logged_once(caplog):
     backends = {"a": refusing("not here"), "b": Recorder("b")}
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
@@ -118,8 +118,8 @@ def test_a_replacement_is_told_once(caplog):
     assert caplog.messages[1:] == ["another op of this test runs on b (a: not here)"]
 
 
-def test_kernels_are_passed_over_where_arrays_may_be_spread(caplog):
-    """Eight devices, and none of shard_map: XLA may spread arrays, which a kernel does not see."""
+def test_kernels_are_skipped_if_arrays_may_be_sharded(caplog):
+    """Without shard_map, XLA may shard arrays over the eight devices, and cannot split a kernel."""
     assert jax.device_count() == 8
     kernel = Recorder("mosaic_gpu")
     backends = {"mosaic_gpu": kernel, "plain": Recorder("plain")}
@@ -128,14 +128,14 @@ def test_kernels_are_passed_over_where_arrays_may_be_spread(caplog):
     assert kernel.calls == []
     assert "over 8 devices" in caplog.text
     assert dispatch("an op with a kernel", backends, "mosaic_gpu") == "mosaic_gpu"
-    with pytest.raises(NotImplementedError, match="kernels: XLA may spread"):
+    with pytest.raises(NotImplementedError, match="kernels: XLA may shard"):
         dispatch("an op with a kernel", {"mosaic_gpu": kernel}, None)
 
 
 @pytest.mark.parametrize(
     ("axes", "chosen"), [({"a", "b"}, "mosaic_gpu"), ({"a"}, "plain")], ids=["all", "one of two"]
 )
-def test_kernels_run_where_every_axis_is_taken_by_shard_map(axes, chosen):
+def test_kernels_run_if_shard_map_has_every_axis(axes, chosen):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     backends = {"mosaic_gpu": Recorder("mosaic_gpu"), "plain": Recorder("plain")}
 
@@ -147,13 +147,13 @@ def test_kernels_run_where_every_axis_is_taken_by_shard_map(axes, chosen):
     jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)(jnp.ones(8))
 
 
-def test_kernels_are_the_first_choice_of_one_device(monkeypatch):
+def test_kernels_are_the_first_choice_with_one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     backends = {"mosaic_gpu": Recorder("mosaic_gpu"), "plain": Recorder("plain")}
     assert dispatch("op", backends, None) == "mosaic_gpu"
 
 
-def test_the_first_choice_is_not_told(caplog):
+def test_the_first_choice_is_not_logged(caplog):
     with caplog.at_level(logging.DEBUG, logger="pallas_kernels"):
         dispatch("quiet op", {"a": Recorder("a")}, None)
         dispatch("quiet op", {"a": Recorder("a"), "b": Recorder("b")}, "b")
@@ -203,8 +203,8 @@ def test_every_operation_follows_the_rule(op):
         getattr(pallas_kernels, op)(*args, **kwargs, implementation=["reference", "abacus"])
 
 
-# merge_attention and the float8 cache's format have one way on all platforms; mla_decode_schedule
-# makes mla_decode's schedule, whichever back-end will read it. Routes is what route returns.
+# These have one implementation for all platforms. mla_decode_schedule computes the schedule that
+# all back-ends of mla_decode read, and Routes is the result type of route.
 WITHOUT_BACK_ENDS = {
     "Routes",
     "merge_attention",

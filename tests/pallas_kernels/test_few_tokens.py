@@ -1,8 +1,7 @@
-"""few_rows, the decoding kernel of grouped_matmul: on a Hopper GPU, or interpreted with race
-detection.
+"""Tests of few_tokens, grouped_matmul's kernel for decoding, on a Hopper GPU or interpreted.
 
-The interpreter runs everything but the instructions that unpack weights in registers, in whose
-place it has the same order of columns in jax.numpy.
+The interpreter detects races. It runs everything but the inline instructions that unpack weights in
+registers. In their place it runs jax.numpy code with the same order of columns.
 """
 
 import dataclasses
@@ -14,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import few_rows
-from pallas_kernels.grouped_matmul.few_rows_plan import Config, Weights, stages_that_fit
-from pallas_kernels.grouped_matmul.waves import best_cut, best_width, visited
+from pallas_kernels.grouped_matmul import few_tokens
+from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Weights, stages_that_fit
+from pallas_kernels.grouped_matmul.heuristics import (
+    choose_tile_and_split_k,
+    choose_tile_width,
+    expected_groups,
+)
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -29,7 +32,7 @@ from tests.support.covering import slow_except
 
 
 def back_end(config: Config | None = None):
-    return functools.partial(few_rows.grouped_matmul, config=config, interpret=INTERPRET)
+    return functools.partial(few_tokens.grouped_matmul, config=config, interpret=INTERPRET)
 
 
 def inputs(sizes, N, K, rhs_dtype, block_shape, M=None) -> Inputs:
@@ -44,7 +47,7 @@ def inputs(sizes, N, K, rhs_dtype, block_shape, M=None) -> Inputs:
     )
 
 
-class FewRowsCases(GroupedMatmulRowCases):
+class FewTokensCases(GroupedMatmulRowCases):
     implementation = staticmethod(back_end())
     dtype = "bfloat16"
     rhs_dtype: ClassVar[str]
@@ -55,42 +58,42 @@ class FewRowsCases(GroupedMatmulRowCases):
 
 
 @kernel_runs
-class TestInt4(FewRowsCases):
+class TestInt4(FewTokensCases):
     rhs_dtype, block_shape = "int4", (1, 128)
     N, K = 64, 128
     groups = 384 if ON_GPU else 64  # the interpreter is slow
 
 
 CONFIGS = [
-    # A ring that goes round, two warpgroups, tiles of every width.
+    # A ring buffer that wraps around, two warpgroups, tiles of every width.
     ("int8", 128, 512, (1, 512), Config(2, (8, 16), stages=2)),
     ("int4", 128, 1024, (1, 128), Config(2, (8, 16), stages=2)),
     (FLOAT8, 128, 512, (128, 128), Config(2, (8, 16), stages=2)),
-    # Copies of 64 bytes of a row, a last tile that is moved back, one width of x.
+    # Copies of 64 bytes of a row, a last tile that overlaps the one before, one token width.
     ("int8", 192, 320, (1, 320), Config(2, (8,), stages=3)),
     ("int4", 192, 384, (1, 128), Config(2, (8,), stages=3)),
     (FLOAT8, 192, 320, (128, 128), Config(2, (8,), stages=3)),
-    # Scales by 64 columns, by 256, and one a row.
+    # Scales per 64 columns, per 256, and per row.
     ("int8", 64, 256, (1, 64), Config(1, (16,))),
     ("int8", 64, 512, (1, 256), Config(1, (16,))),
     ("int4", 64, 512, (1, 512), Config(1, (16,))),
     ("int4", 64, 512, (1, 256), Config(1, (16,))),
     (FLOAT8, 64, 256, (64, 64), Config(1, (16,))),
-    # Warpgroups that share a tile, more tiles than blocks; K that ends early for some of them.
-    ("int8", 192, 512, (1, 512), Config(2, (8, 16), split=2, stages=2)),
-    ("int4", 128, 1024, (1, 128), Config(4, (8, 16), split=2)),
-    (FLOAT8, 192, 512, (128, 128), Config(4, (8,), split=4, stages=2)),
-    ("int8", 128, 320, (1, 64), Config(4, (8,), split=4)),
-    (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), split=2)),
-    # K in pieces: even, with a step that is none, and both with warpgroups that share a tile.
-    ("int8", 192, 512, (1, 512), Config(2, (8, 16), pieces=2, stages=2)),
-    ("int4", 128, 1280, (1, 128), Config(2, (8, 16), pieces=3)),
-    (FLOAT8, 192, 896, (128, 128), Config(4, (8,), split=4, pieces=2, stages=2)),
-    # Rows of a tile that warpgroups multiply.
+    # Warpgroups that share a tile, more tiles than thread blocks, K that ends early for some.
+    ("int8", 192, 512, (1, 512), Config(2, (8, 16), k_warpgroups=2, stages=2)),
+    ("int4", 128, 1024, (1, 128), Config(4, (8, 16), k_warpgroups=2)),
+    (FLOAT8, 192, 512, (128, 128), Config(4, (8,), k_warpgroups=4, stages=2)),
+    ("int8", 128, 320, (1, 64), Config(4, (8,), k_warpgroups=4)),
+    (FLOAT8, 128, 384, (128, 128), Config(2, (8, 32), k_warpgroups=2)),
+    # Split-K: even, with a step past the end, and both with warpgroups that share a tile.
+    ("int8", 192, 512, (1, 512), Config(2, (8, 16), split_k=2, stages=2)),
+    ("int4", 128, 1280, (1, 128), Config(2, (8, 16), split_k=3)),
+    (FLOAT8, 192, 896, (128, 128), Config(4, (8,), k_warpgroups=4, split_k=2, stages=2)),
+    # A tile that is wide enough for wgmma.
     ("int8", 64, 256, (1, 256), Config(1, (32,))),
 ]
 QUICK = [0, 5, 9, 13, 14, 17, 18, 19]  # every dtype and every kind of setting
-QUICK_TOGETHER = [1, 18, 19]
+QUICK_SEVERAL = [1, 18, 19]
 
 
 @kernel_runs
@@ -104,10 +107,10 @@ def test_configs(rhs_dtype, N, K, block_shape, config):
 
 @kernel_runs
 @pytest.mark.parametrize(
-    ("rhs_dtype", "N", "K", "block_shape", "config"), slow_except(CONFIGS, QUICK_TOGETHER)
+    ("rhs_dtype", "N", "K", "block_shape", "config"), slow_except(CONFIGS, QUICK_SEVERAL)
 )
 def test_several_matrices(rhs_dtype, N, K, block_shape, config):
-    """Side by side they are what each is alone, bit by bit."""
+    """Each matrix's columns equal the result of that matrix alone, bit for bit."""
     sizes = (19, 0, 3, 1)
     several = [
         Inputs.random(
@@ -116,18 +119,18 @@ def test_several_matrices(rhs_dtype, N, K, block_shape, config):
         )
         for seed in range(3 if rhs_dtype == "int8" else 2)
     ]  # fmt: skip
-    alone = [run(dataclasses.replace(x, lhs=several[0].lhs), back_end(config)) for x in several]
+    separate = [run(dataclasses.replace(x, lhs=several[0].lhs), back_end(config)) for x in several]
     lhs, _, group_sizes, _, _ = several[0].arrays()
     matrices, scales = zip(*((x.arrays()[1], x.arrays()[4]) for x in several), strict=True)
-    products = functools.partial(
-        few_rows.grouped_products, block_shape=block_shape, config=config, interpret=INTERPRET
+    matmuls = functools.partial(
+        few_tokens.grouped_matmuls, block_shape=block_shape, config=config, interpret=INTERPRET
     )
-    together = jax.jit(products)(lhs, matrices, group_sizes, scales)
-    np.testing.assert_array_equal(together, jnp.concatenate(alone, axis=1))
+    together = jax.jit(matmuls)(lhs, matrices, group_sizes, scales)
+    np.testing.assert_array_equal(together, jnp.concatenate(separate, axis=1))
 
 
 @pytest.mark.parametrize(
-    ("M", "G", "bits", "warpgroups", "classes", "split", "pieces"),
+    ("M", "G", "bits", "warpgroups", "token_widths", "k_warpgroups", "split_k"),
     [
         (8, 8, 4, 4, (8,), 4, 1),
         (8, 256, 8, 4, (8,), 4, 1),
@@ -138,50 +141,53 @@ def test_several_matrices(rhs_dtype, N, K, block_shape, config):
         (1, 1, 8, 4, (8,), 4, 2),
     ],
 )
-def test_default_config(M, G, bits, warpgroups, classes, split, pieces):
+def test_default_config(M, G, bits, warpgroups, token_widths, k_warpgroups, split_k):
     weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
-    assert few_rows.default_config(M, G, weights) == Config(warpgroups, classes, split, pieces)
+    expected = Config(warpgroups, token_widths, k_warpgroups, split_k)
+    assert few_tokens.default_config(M, G, weights) == expected
 
 
-def test_a_step_is_not_cut():
-    """All of K in one step, fewer than warpgroups that could share it."""
+def test_a_step_is_not_split():
+    """All of K is one step, fewer than the warpgroups that could share it."""
     weights = Weights.of("int4", 256, 256, (1, 128))
-    assert weights.steps == 1
-    assert few_rows.default_config(1, 1, weights).pieces == 1
+    assert weights.k_steps == 1
+    assert few_tokens.default_config(1, 1, weights).split_k == 1
 
 
-def cut(widths, steps, N, K, M=1, G=1):
-    """Of float8 matrices."""
-    return best_cut(dict.fromkeys(widths, steps), M, G, N, matrix_row=K, row=2 * K)
+def choose(widths, steps, N, K, M=1, G=1):
+    """Chooses the width and split-K for float8 matrices."""
+    return choose_tile_and_split_k(
+        dict.fromkeys(widths, steps), M, G, N, weight_row_bytes=K, token_bytes=2 * K
+    )
 
 
-def test_pieces_that_fill_the_multiprocessors():
-    # DeepSeek-V3's q_a_proj: 24 tiles of 64 rows, each read in 14 steps.
-    assert cut((64,), 14, N=1536, K=7168) == (64, 5)
-    # Its o_proj: one round of 112 tiles, or several of a part of each; fewer when rows are many.
-    few, many = cut((64,), 32, N=7168, K=16384), cut((64,), 32, N=7168, K=16384, M=256)
+def test_split_k_that_fills_the_multiprocessors():
+    # DeepSeek-V3's q_a_proj: 24 tiles of 64 features, each in 14 K steps.
+    assert choose((64,), 14, N=1536, K=7168) == (64, 5)
+    # Its o_proj: one wave of 112 tiles, or several of smaller ones; fewer slices for many tokens.
+    few, many = choose((64,), 32, N=7168, K=16384), choose((64,), 32, N=7168, K=16384, M=256)
     assert few == (64, 4)
     assert many == (64, 1)
-    # As even as can be: nothing to gain.
-    assert cut((64,), 14, N=4 * 132 * 64, K=7168) == (64, 1)
-    # Of a piece at least two steps, and none that has nothing to read.
-    assert cut((64,), 3, N=64, K=7168) == (64, 1)
-    assert cut((64,), 9, N=64, K=7168) == (64, 3)
-    # 8 experts of DeepSeek-V3, gate and up: 124 tiles of 256 in a round that ends unevenly.
-    assert cut((256, 128, 64), 28, N=2 * 2048, K=7168, M=8, G=256) == (64, 1)
-    # q_b_proj, 24 blocks of 64 long: 384 tiles of 64 rows take longer to begin and end.
-    assert cut((256, 128, 64), 6, N=24576, K=1536) == (256, 1)
+    # Four full waves: nothing to gain.
+    assert choose((64,), 14, N=4 * 132 * 64, K=7168) == (64, 1)
+    # A slice has at least two steps, and none is empty.
+    assert choose((64,), 3, N=64, K=7168) == (64, 1)
+    assert choose((64,), 9, N=64, K=7168) == (64, 3)
+    # 8 experts of DeepSeek-V3, gate and up: 124 tiles of 256, a wave that ends unevenly.
+    assert choose((256, 128, 64), 28, N=2 * 2048, K=7168, M=8, G=256) == (64, 1)
+    # q_b_proj, whose K is short: 384 tiles of 64 features spend longer in prologue and epilogue.
+    assert choose((256, 128, 64), 6, N=24576, K=1536) == (256, 1)
 
 
 def test_widths_that_fill_the_multiprocessors():
-    # 6 experts of 11 tiles leave half of 132 multiprocessors idle, of 22 none.
-    assert best_width((128, 64, 32), M=6, G=64, N=1408) == 64
-    # As even, or within a tenth: the wider.
-    assert best_width((256, 128, 64), M=384, G=64, N=2048) == 256
-    # The narrowest spread reading best here, but are too small; not where there are few.
-    assert best_width((256, 128, 64), M=512, G=8, N=7168) == 256
-    assert best_width((128, 64, 32), M=64, G=1, N=2816) == 32
-    assert visited(6, 64) == pytest.approx(5.77, abs=0.01)
+    # 6 experts of 11 tiles leave half of 132 multiprocessors idle, and of 22 tiles none.
+    assert choose_tile_width((128, 64, 32), M=6, G=64, N=1408) == 64
+    # If a narrower tile is not clearly more even, the wider one is chosen.
+    assert choose_tile_width((256, 128, 64), M=384, G=64, N=2048) == 256
+    # The narrowest tiles balance the reads best here, but are considered only for few tiles.
+    assert choose_tile_width((256, 128, 64), M=512, G=8, N=7168) == 256
+    assert choose_tile_width((128, 64, 32), M=64, G=1, N=2816) == 32
+    assert expected_groups(6, 64) == pytest.approx(5.77, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +204,7 @@ def test_widths_that_fill_the_multiprocessors():
     ],
 )
 def test_refuses(lhs_dtype, rhs_dtype, N, K, block_shape, message, monkeypatch):
-    monkeypatch.setattr(few_rows, "require_hopper", lambda interpret: None)
+    monkeypatch.setattr(few_tokens, "require_hopper", lambda interpret: None)
     x = Inputs.random(
         (3, 0, 4),
         N=N,
@@ -208,16 +214,16 @@ def test_refuses(lhs_dtype, rhs_dtype, N, K, block_shape, message, monkeypatch):
         block_shape=block_shape,
     )
     with pytest.raises(NotImplementedError, match=message):
-        few_rows.grouped_matmul(*x.arrays(), block_shape=block_shape)
+        few_tokens.grouped_matmul(*x.arrays(), block_shape=block_shape)
 
 
 @off_gpu
-def test_elsewhere_it_refuses():
+def test_other_platforms_are_refused():
     x = inputs((3, 4), 64, 128, "int8", (1, 128))
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
-        few_rows.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
+        few_tokens.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
 
 
-def test_small_stages_are_no_more_than_mosaic_has_barriers():
+def test_the_number_of_stages_is_limited_by_barriers():
     weights = Weights.of("int4", 64, 128, (1, 128))
-    assert stages_that_fit(weights, Config(warpgroups=1, classes=(8,))) == 32
+    assert stages_that_fit(weights, Config(warpgroups=1, token_widths=(8,))) == 32

@@ -1,4 +1,4 @@
-"""grouped_matmul's kernel for Hopper GPUs: on one, or interpreted with race detection."""
+"""Tests of grouped_matmul's Hopper kernel, on a Hopper GPU or interpreted with race detection."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 
 from pallas_kernels import grouped_matmul
-from pallas_kernels.grouped_matmul import few_rows, mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.plan import Config
-from pallas_kernels.grouped_matmul.row_tiles import RowTiles
+from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
@@ -38,19 +38,20 @@ class TestBfloat16(GroupedMatmulRowCases):
 class TestFloat8(GroupedMatmulRowCases):
     implementation = "mosaic_gpu" if ON_GPU else staticmethod(back_end())
     dtype, N, K = FLOAT8, 64, 128
-    groups = 384 if ON_GPU else 64  # row scales make the interpreter slow
+    groups = 384 if ON_GPU else 64  # the interpreter is slow with row scales
 
 
 def configs(float8: bool) -> list[Config]:
-    """Every tile that is chosen for some shape, and every setting, with a ring that goes round."""
-    few = mosaic_gpu.FEW_ROWS
-    many = mosaic_gpu.MANY_ROWS_FLOAT8 if float8 else mosaic_gpu.MANY_ROWS_BFLOAT16
-    found = [dataclasses.replace(config, stages=2) for config in dict.fromkeys((*few, *many))]
+    """Returns every tile that is chosen for some shape, and every setting, with two stages so that
+    the ring buffer wraps around."""
+    few = mosaic_gpu.FEW_TOKENS
+    many = mosaic_gpu.MANY_TOKENS_FLOAT8 if float8 else mosaic_gpu.MANY_TOKENS_BFLOAT16
+    tiles = [dataclasses.replace(config, stages=2) for config in dict.fromkeys((*few, *many))]
     return [
-        *found,
-        dataclasses.replace(many[1], stages=2, slots=2, panel=1),
-        dataclasses.replace(many[1], stages=2, copied_scales=not many[1].copied_scales),
-        dataclasses.replace(few[0], stages=2, panel=1, classes=(8, 32), early=True),
+        *tiles,
+        dataclasses.replace(many[1], stages=2, staging_buffers=2, panel=1),
+        dataclasses.replace(many[1], stages=2, tma_scales=not many[1].tma_scales),
+        dataclasses.replace(few[0], stages=2, panel=1, copy_heights=(8, 32), early=True),
     ]
 
 
@@ -63,11 +64,11 @@ QUICK = [0, 3, 5, 8, 10, 11, 12, 13, 15, 16]
 @pytest.mark.parametrize(
     ("dtype", "config"),
     slow_except(CONFIGS, QUICK),
-    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}-{x.panel}-{x.copied_scales}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.tile_m}x{x.tile_n}-{x.panel}-{x.tma_scales}",
 )
 def test_configs(dtype, config):
-    """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
-    N = config.columns + 64
+    """Groups of several tiles and of a part of one, overlapping tiles, NaN in unused rows."""
+    N = config.tile_n + 64
     x = Inputs.random((130, 0, 1, 67, 3), M=230, N=N, K=256, lhs_dtype=dtype, rhs_dtype=dtype)
     out = run(x, back_end(config))
     check(out[: sum(x.group_sizes)], x.expected(), tolerance("bfloat16"))
@@ -83,7 +84,7 @@ def test_matrices_of_empty_groups_are_not_read():
 
 @kernel_runs
 def test_in_a_while_loop():
-    """Sizes that change from step to step, as a decoding loop has them."""
+    """Group sizes that change from step to step, as in a decoding loop."""
     x = Inputs.random((2, 0, 5), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     lhs, rhs, sizes, *_ = x.arrays()
 
@@ -101,22 +102,20 @@ def test_in_a_while_loop():
 @kernel_runs
 @pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
 def test_gradients_equal_the_reference_s(sizes):
-    """The backward pass is another back-end's, whatever computed the forward pass."""
+    """The backward pass is that of another back-end."""
     x = Inputs.random(sizes, N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     lhs, rhs, group_sizes, *_ = x.arrays()
     weights = device(np.random.default_rng(3).standard_normal((sum(sizes), 64)), "bfloat16")
 
-    def gradients(product):
-        return jax.grad(lambda a, b: jnp.sum(product(a, b, group_sizes) * weights), (0, 1))(
-            lhs, rhs
-        )
+    def gradients(matmul):
+        return jax.grad(lambda a, b: jnp.sum(matmul(a, b, group_sizes) * weights), (0, 1))(lhs, rhs)
 
     got, want = gradients(back_end()), gradients(reference.grouped_matmul)
     for a, b in zip(got, want, strict=True):
         check(a, np.float64(b), tolerance("bfloat16"))
 
 
-# As dsv3 convert and DeepSeek store them.
+# Formats of dsv3 convert, and of DeepSeek's checkpoints.
 QUANTIZED = [("int8", (1, 128)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
 
 
@@ -134,11 +133,11 @@ def quantized(rhs_dtype, block_shape, sizes=(3, 0, 9), **settings) -> Inputs:
 
 @kernel_runs
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
-def test_quantized_matrices_go_to_few_rows(rhs_dtype, block_shape, monkeypatch):
+def test_quantized_matrices_use_few_tokens(rhs_dtype, block_shape, monkeypatch):
     calls = []
-    product = few_rows.grouped_matmul
+    matmul = few_tokens.grouped_matmul
     monkeypatch.setattr(
-        few_rows, "grouped_matmul", lambda *a, **k: [calls.append(1), product(*a, **k)][1]
+        few_tokens, "grouped_matmul", lambda *a, **k: [calls.append(1), matmul(*a, **k)][1]
     )
     x = quantized(rhs_dtype, block_shape, M=14)
     out = functools.partial(back_end(), block_shape=block_shape)(*x.arrays())
@@ -149,13 +148,13 @@ def test_quantized_matrices_go_to_few_rows(rhs_dtype, block_shape, monkeypatch):
 @kernel_runs
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
 def test_gradients_of_quantized_matrices_equal_the_reference_s(rhs_dtype, block_shape):
-    """Of the rows; of float8's scales too."""
+    """Gradients with respect to the rows and to the scales."""
     x = quantized(rhs_dtype, block_shape)
     lhs, rhs, sizes, _, scale = x.arrays()
 
-    def gradients(product):
+    def gradients(matmul):
         def loss(lhs, scale):
-            out = product(lhs, rhs, sizes, None, scale, block_shape=block_shape)
+            out = matmul(lhs, rhs, sizes, None, scale, block_shape=block_shape)
             return jnp.sum(out * jnp.arange(64, dtype=jnp.float32))
 
         return jax.grad(loss, (0, 1))(lhs, scale)
@@ -201,28 +200,28 @@ def test_many_rows_by_quantized_matrices_are_refused(rhs_dtype, block_shape):
 )
 def test_refusals(settings, block_shape, message):
     x = Inputs.random((3, 4), **{"N": 64, "K": 64, "block_shape": block_shape, **settings})
-    anything = object()  # for it does not come to interpreting
+    anything = object()  # it is refused before the interpreter starts
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.grouped_matmul(*x.arrays(), block_shape=block_shape, interpret=anything)
 
 
 @off_gpu
-def test_elsewhere_it_refuses():
+def test_other_platforms_are_refused():
     x = Inputs.random((3, 4), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: runs on Hopper GPUs, this is cpu"):
         grouped_matmul(*x.arrays(), implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("sizes", [(130, 0, 1, 67, 3), (0, 0, 0), (64,), (0, 5)])
-def test_row_tiles(sizes):
-    """Each tile's rows, against a loop over the groups."""
+def test_group_tiles(sizes):
+    """Compares each tile's rows with a loop over the groups."""
     rows = 64
     expected, first = [], 0
     for group, size in enumerate(sizes):
         expected += [(group, first + r, min(rows, size - r)) for r in range(0, size, rows)]
         first += size
-    tiles = RowTiles(device(sizes, "int32"), rows, on_gpu=False)
-    assert tiles.total() == len(expected)
-    found = [tuple(map(int, tiles.locate(jnp.int32(t)))) for t in range(len(expected) + 3)]
-    assert found[: len(expected)] == expected
-    assert all(tile[2] == 0 for tile in found[len(expected) :])
+    tiles = GroupTiles(device(sizes, "int32"), rows, on_gpu=False)
+    assert tiles.count() == len(expected)
+    located = [tuple(map(int, tiles.locate(jnp.int32(t)))) for t in range(len(expected) + 3)]
+    assert located[: len(expected)] == expected
+    assert all(rows == 0 for _, _, rows in located[len(expected) :])

@@ -1,4 +1,4 @@
-"""grouped_matmul's kernel for TPUs, interpreted."""
+"""Tests of grouped_matmul's TPU kernel in Pallas' interpreter."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_tpu, reference
 from pallas_kernels.grouped_matmul.tpu_plan import Plan, choose_plan
-from pallas_kernels.grouped_matmul.visits import visits_of
+from pallas_kernels.grouped_matmul.tpu_visits import visits_of
 from pallas_kernels.tpu import CHIPS
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
@@ -50,7 +50,7 @@ class TestFloat8(GroupedMatmulRowCases):
     groups = 64
 
 
-# As dsv3 convert and DeepSeek store them, and blocks of other sizes.
+# Formats of dsv3 convert and of DeepSeek's checkpoints, and scale blocks of other sizes.
 QUANTIZED = [
     ("int8", (1, K)),
     ("int8", (1, 96)),
@@ -61,13 +61,11 @@ QUANTIZED = [
     ("bfloat16", (128, 128)),
 ]
 
-
-# Of each way to convert one is a quick test.
+# One quick test for each way to convert.
 QUICK = [("int8", (1, 96)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
 SOME_QUICK = [
     pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in QUANTIZED
 ]
-
 
 STORED = [
     (*form, sizes, lhs_dtype)
@@ -77,12 +75,12 @@ STORED = [
 ]
 
 
-# Each form once, in turn by other rows.
+# Each format once, with different group sizes and dtypes.
 @pytest.mark.parametrize(
     ("rhs_dtype", "block_shape", "sizes", "lhs_dtype"),
     slow_except(STORED, (0, 21, 40)),
 )
-def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
+def test_stored_formats(rhs_dtype, block_shape, sizes, lhs_dtype):
     x = Inputs.random(
         sizes,
         M=sum(sizes) + 3,
@@ -98,12 +96,12 @@ def test_matrices_as_they_are_stored(rhs_dtype, block_shape, sizes, lhs_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
-def test_matrices_in_a_scratch(rhs_dtype, block_shape):
-    """As of many rows."""
+def test_expanded_matrices(rhs_dtype, block_shape):
+    """Matrices are expanded to scratch, as with many rows."""
     x = Inputs.random(
         (37, 0, 4), N=256, K=K, lhs_dtype="bfloat16", rhs_dtype=rhs_dtype, block_shape=block_shape
     )
-    plan = dataclasses.replace(planned(x), in_parts=False, expands=rhs_dtype != "bfloat16")
+    plan = dataclasses.replace(planned(x), converts_slices=False, expands=rhs_dtype != "bfloat16")
     out = run(x, functools.partial(back_end, plan=plan))
     check(out, x.expected(), tolerance("bfloat16"))
 
@@ -112,7 +110,7 @@ def test_matrices_in_a_scratch(rhs_dtype, block_shape):
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), [("int8", (1, 128)), (FLOAT8, (256, 128))])
 @pytest.mark.parametrize("columns", [128, 512])
 def test_blocks_of_columns(rhs_dtype, block_shape, columns):
-    """Groups of several tiles and of less than one; scales of the second block of columns too."""
+    """Groups of several tiles and of a part of one; scales of the second block of columns too."""
     x = Inputs.random(
         (50, 0, 1, 27, 3),
         M=85,
@@ -135,7 +133,7 @@ def planned(x: Inputs, chip: str = "v5p") -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), [("bfloat16", (1, 128)), ("int8", (1, 128))])
 def test_copies_do_not_race(rhs_dtype, block_shape):
-    """With the copies of a TPU, as the interpreter that looks for races makes them."""
+    """Runs in the interpreter that detects races, which simulates a TPU's asynchronous copies."""
     x = Inputs.random(
         (20, 0, 2),
         M=37,
@@ -153,8 +151,8 @@ def test_copies_do_not_race(rhs_dtype, block_shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_shape", [(1, 128), (1, 384)])
-def test_int4_that_fills_no_whole_registers(block_shape):
-    """192 bytes, as Moonlight's 1,408 columns are 704."""
+def test_int4_that_does_not_fill_registers(block_shape):
+    """A row has 192 bytes, not a multiple of 128, as Moonlight's 1,408 columns have 704."""
     x = Inputs.random(
         (3, 0, 9), N=N, K=384, lhs_dtype="bfloat16", rhs_dtype="int4", block_shape=block_shape
     )
@@ -173,7 +171,7 @@ def test_no_rows_at_all():
 
 
 def test_in_a_while_loop():
-    """Sizes that change from step to step, as a decoding loop has them."""
+    """Group sizes that change from step to step, as in a decoding loop."""
     x = Inputs.random((2, 0, 5), N=N, K=K, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     lhs, rhs, sizes, *_ = x.arrays()
 
@@ -193,15 +191,15 @@ def test_in_a_while_loop():
     ("sizes", "rhs_dtype", "scale"), [((0, 40, 3), "float32", 0), ((1, 2, 0), FLOAT8, 1)]
 )
 def test_gradients_equal_the_reference_s(sizes, rhs_dtype, scale):
-    """Of the rows, and of matrices or their scales."""
+    """Gradients with respect to the rows, and to the matrices or their scales."""
     x = Inputs.random(sizes, N=N, K=K, rhs_dtype=rhs_dtype)
     lhs, rhs, group_sizes, _, of_rhs = x.arrays()
     weights = device(np.random.default_rng(3).standard_normal((sum(sizes), N)), "float32")
 
-    def gradients(product):
+    def gradients(matmul):
         def loss(lhs, other):
             args = (lhs, rhs, group_sizes, None, other) if scale else (lhs, other, group_sizes)
-            return jnp.sum(product(*args) * weights)
+            return jnp.sum(matmul(*args) * weights)
 
         return jax.jit(jax.grad(loss, (0, 1)))(lhs, of_rhs if scale else rhs)
 
@@ -215,7 +213,7 @@ def test_gradients_equal_the_reference_s(sizes, rhs_dtype, scale):
     "sizes", [(0, 5, 0, 7), (0, 12, 0, 0), (4, 4, 4, 2), (1, 0, 2, 9), (0, 0, 0, 0), (0, 0, 0, 1)]
 )
 def test_visits(sizes, height):
-    """Every tile of every group once, groups in order; then the last one again."""
+    """Every tile of every group once, in the order of groups, then the last one again."""
     M = 14
     visits = jax.jit(visits_of, static_argnums=(1, 2))(device(sizes, "int32"), M, height)
     ends = np.cumsum([0, *sizes])
@@ -237,7 +235,7 @@ def test_visits(sizes, height):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), SOME_QUICK)
 def test_the_last_block_of_columns_is_partial(rhs_dtype, block_shape):
-    """As kv_a_proj_with_mqa's 576."""
+    """N is not a multiple of a block, as in kv_a_proj_with_mqa, where it is 576."""
     x = Inputs.random(
         (3, 0, 9), N=200, K=K, lhs_dtype="bfloat16", rhs_dtype=rhs_dtype, block_shape=block_shape
     )
@@ -254,7 +252,7 @@ def test_tiles_are_half_a_group(M, G, rows):
 
 
 @pytest.mark.parametrize(
-    ("M", "dtype", "block_shape", "in_parts"),
+    ("M", "dtype", "block_shape", "converts_slices"),
     [
         (64, "int8", (1, 256), True),
         (64, "int8", (1, 128), True),
@@ -265,7 +263,7 @@ def test_tiles_are_half_a_group(M, G, rows):
         (64, "bfloat16", (1, 1), False),
     ],
 )
-def test_few_rows_convert_where_they_multiply(M, dtype, block_shape, in_parts):
+def test_matrices_are_converted_in_slices_for_few_rows(M, dtype, block_shape, converts_slices):
     G, width = 8, 128 if dtype == "uint8" else 256
     lhs, rhs = (
         jax.ShapeDtypeStruct((M, 256), jnp.bfloat16),
@@ -274,14 +272,14 @@ def test_few_rows_convert_where_they_multiply(M, dtype, block_shape, in_parts):
     scale = (G, -(-256 // block_shape[0]), -(-256 // block_shape[1]))
     scale = None if dtype == "bfloat16" else jax.ShapeDtypeStruct(scale, jnp.float32)
     plan = choose_plan(CHIPS["v5p"], lhs, rhs, scale, block_shape)
-    assert plan.in_parts == in_parts
-    assert plan.expands == (dtype != "bfloat16" and not in_parts)
+    assert plan.converts_slices == converts_slices
+    assert plan.expands == (dtype != "bfloat16" and not converts_slices)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_float8_number(chip):
-    """Registers of chips before TPU7x know another float8."""
+    """Chips before TPU7x convert float8_e4m3fn to another float8 dtype first."""
     every = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float64)
     x = Inputs.random((2, 1), N=N, K=K, lhs_dtype="float32", rhs_dtype=FLOAT8)
     rhs = np.tile(np.where(np.isfinite(every), every, 0), (2, N, 1))
@@ -307,8 +305,8 @@ def test_blocks_are_the_widest_that_fit(chip, M, K, columns):
 
 
 @pytest.mark.parametrize(("chip", "columns"), [("v6e", 1408), ("v5p", 768)])
-def test_each_core_has_as_many_blocks(chip, columns):
-    """Moonlight's 1,408 columns: 768 and 640 for a v5p's two."""
+def test_each_core_has_the_same_number_of_blocks(chip, columns):
+    """Moonlight's 1,408 columns are 768 and 640 on the two cores of a v5p."""
     lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2**15, 2048), (8, 1408, 2048)))
     assert choose_plan(CHIPS[chip], lhs, rhs, None, (1, 1)).columns == columns
 
@@ -347,7 +345,7 @@ def test_refusals(lhs, rhs, scale, block_shape, message):
         jax.eval_shape(functools.partial(back_end, block_shape=block_shape), *args)
 
 
-def test_elsewhere_it_refuses():
+def test_other_platforms_are_refused():
     x = Inputs.random((3, 4), N=N, K=K)
     with pytest.raises(NotImplementedError, match="mosaic_tpu: runs on TPUs, this is cpu"):
         grouped_matmul(*x.arrays(), implementation="mosaic_tpu")

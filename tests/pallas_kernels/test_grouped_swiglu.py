@@ -1,5 +1,7 @@
-"""grouped_swiglu's back-ends: the reference, and the Hopper kernel on its machine or interpreted
-with race detection."""
+"""Tests of grouped_swiglu's back-ends: the reference, and the Hopper kernel.
+
+The kernel runs on a Hopper GPU or is interpreted with race detection.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import quantized_product
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import matmul_to_float8
 from pallas_kernels.grouped_matmul.plan import quantizes
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels import grouped_matmul_cases
@@ -45,10 +47,10 @@ class TestHopper(GroupedSwigluCases):
 CONFIGS = [
     (dtype, dataclasses.replace(config, stages=2))
     for dtype, many in (
-        ("bfloat16", mosaic_gpu.MANY_ROWS_BFLOAT16),
-        (FLOAT8, mosaic_gpu.MANY_ROWS_FLOAT8),
+        ("bfloat16", mosaic_gpu.MANY_TOKENS_BFLOAT16),
+        (FLOAT8, mosaic_gpu.MANY_TOKENS_FLOAT8),
     )
-    for config in dict.fromkeys((*mosaic_gpu.FEW_ROWS, *many))
+    for config in dict.fromkeys((*mosaic_gpu.FEW_TOKENS, *many))
 ]
 QUICK = [0, 3, 6, 7, 8]  # every tile in one dtype
 
@@ -58,7 +60,7 @@ QUICK = [0, 3, 6, 7, 8]  # every tile in one dtype
     ("form", "block_shape"), [("int8", (1, 256)), ("int4", (1, 128)), (FLOAT8, (128, 128))]
 )
 def test_quantized_matrices(form, block_shape):
-    """Few rows of bfloat16; both products in one kernel."""
+    """Few bfloat16 rows: one kernel computes both matmuls."""
     sizes = (5, 0, 1, 17)
     gate, up = (
         grouped_matmul_cases.Inputs.random(
@@ -73,7 +75,7 @@ def test_quantized_matrices(form, block_shape):
     x = Inputs(gate, up)
     got = jax.jit(functools.partial(back_end(), block_shape=block_shape))(*x.arrays())
     check(got, x.expected(), 2 * ROUNDINGS * tolerance("bfloat16"))
-    with pytest.raises(NotImplementedError, match="quantizes nothing of rows by"):
+    with pytest.raises(NotImplementedError, match="does not quantize the result of"):
         back_end()(*x.arrays(), block_shape=block_shape, quantize=True)
 
 
@@ -81,11 +83,11 @@ def test_quantized_matrices(form, block_shape):
 @pytest.mark.parametrize(
     ("dtype", "config"),
     slow_except(CONFIGS, QUICK),
-    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.tile_m}x{x.tile_n}",
 )
 def test_configs(dtype, config):
-    """Groups of several tiles and of less than one, the last column tile reaching back, poison."""
-    x = Inputs.random((130, 0, 1, 3), M=140, F=(config.columns // 128 + 1) * 64, K=256, dtype=dtype)
+    """Groups of several tiles and of a part of one, overlapping tiles, NaN in unused rows."""
+    x = Inputs.random((130, 0, 1, 3), M=140, F=(config.tile_n // 128 + 1) * 64, K=256, dtype=dtype)
     out = run(x, back_end(config))
     check(out[: x.defined], x.expected(), ROUNDINGS * tolerance("bfloat16"))
 
@@ -93,37 +95,37 @@ def test_configs(dtype, config):
 @kernel_runs
 @pytest.mark.parametrize(
     ("dtype", "config"),
-    slow_except([(dtype, config) for dtype, config in CONFIGS if config.columns > 128], (1, 2)),
-    ids=lambda x: x if isinstance(x, str) else f"{x.rows}x{x.columns}",
+    slow_except([(dtype, config) for dtype, config in CONFIGS if config.tile_n > 128], (1, 2)),
+    ids=lambda x: x if isinstance(x, str) else f"{x.tile_m}x{x.tile_n}",
 )
 def test_configs_that_quantize(dtype, config):
-    """Groups of several tiles and of less than one, several column tiles, poison."""
+    """Groups of several tiles and of a part of one, several tiles along N, NaN in unused rows."""
     x = Inputs.random((130, 0, 1, 3), M=140, F=256, K=256, dtype=dtype)
     check_quantized(x, back_end(config), ROUNDINGS * tolerance("bfloat16"))
 
 
 @kernel_runs
-@pytest.mark.parametrize("config", [mosaic_gpu.FEW_ROWS[0], mosaic_gpu.MANY_ROWS_BFLOAT16[0]])
-def test_the_kernel_quantizes_what_it_has_not_rounded(config):
+@pytest.mark.parametrize("config", [mosaic_gpu.FEW_TOKENS[0], mosaic_gpu.MANY_TOKENS_BFLOAT16[0]])
+def test_the_kernel_quantizes_before_rounding(config):
     x = Inputs.random((70, 3), F=256, K=64, dtype="bfloat16")
     check_quantized(x, back_end(dataclasses.replace(config, stages=2)), 2.0**-14)
 
 
 def test_only_whole_blocks_are_quantized_in_the_kernel():
-    config = mosaic_gpu.MANY_ROWS_BFLOAT16[0]
+    config = mosaic_gpu.MANY_TOKENS_BFLOAT16[0]
     assert quantizes(config, 384, matrices=2)
     assert not quantizes(config, 320, matrices=2)
-    assert not quantizes(dataclasses.replace(config, columns=192), 384, matrices=2)
-    assert not quantizes(dataclasses.replace(config, rows=256), 384, matrices=2)
+    assert not quantizes(dataclasses.replace(config, tile_n=192), 384, matrices=2)
+    assert not quantizes(dataclasses.replace(config, tile_m=256), 384, matrices=2)
     lhs, gate, up, sizes, *_ = Inputs.random((3, 4), F=128, K=64, dtype="bfloat16").arrays()
     with pytest.raises(NotImplementedError, match="quantizes tiles of 64 x 128, or 128 x 128"):
-        quantized_product(
+        matmul_to_float8(
             lhs,
             (gate, up),
             sizes,
             None,
             (),
-            config=dataclasses.replace(config, columns=128),
+            config=dataclasses.replace(config, tile_n=128),
             interpret=object(),
         )
 
@@ -142,9 +144,9 @@ def test_the_kernel_rounds_once():
 
 
 def test_large_gates():
-    """silu is the gate itself, and zero; no exponential of them overflows into a NaN."""
+    """silu is the gate itself, or zero. No overflowing exponential becomes NaN."""
     gates = np.array([-1e4, -200.0, 0.0, 200.0, 1e4])
-    for name, product in {"reference": "reference", "kernel": back_end()}.items():
+    for name, swiglu in {"reference": "reference", "kernel": back_end()}.items():
         if name == "kernel" and not (ON_GPU or INTERPRETER):
             continue
         lhs = np.zeros((5, 64))
@@ -152,7 +154,7 @@ def test_large_gates():
         ones = np.zeros((1, 64, 64))
         ones[..., 0] = 1
         arrays = device(lhs, "bfloat16"), device(ones, "bfloat16")
-        out = named(product)(arrays[0], arrays[1], arrays[1], jnp.array([5]))
+        out = named(swiglu)(arrays[0], arrays[1], arrays[1], jnp.array([5]))
         rounded = np.float64(arrays[0][:, :1])
         want = np.where(rounded > 0, rounded**2, 0) * np.ones((1, 64))
         np.testing.assert_allclose(np.float64(out), want, rtol=2.0**-8, atol=1e-30)
@@ -182,22 +184,22 @@ def test_scales_are_checked():
 )
 def test_refusals(F, K, dtype, message):
     x = Inputs.random((3, 4), F=F, K=K, dtype=dtype)
-    anything = object()  # for it does not come to interpreting
+    anything = object()  # it is refused before the interpreter starts
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.grouped_swiglu(*x.arrays(), interpret=anything)
 
 
 def test_part_tiles_are_refused():
-    config = dataclasses.replace(mosaic_gpu.FEW_ROWS[0], columns=128)
+    config = dataclasses.replace(mosaic_gpu.FEW_TOKENS[0], tile_n=128)
     x = Inputs.random((3, 4), F=128, K=128, dtype=FLOAT8)
     with pytest.raises(
-        NotImplementedError, match="multiples of 32 or, split, of 128 columns, got 64"
+        NotImplementedError, match="multiples of 32 columns, or of 128 if split along N, got 64"
     ):
         mosaic_gpu.grouped_swiglu(*x.arrays(), config=config, interpret=object())
 
 
 @off_gpu
-def test_elsewhere_it_refuses():
+def test_other_platforms_are_refused():
     x = Inputs.random((3, 4), F=64, K=64, dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: runs on Hopper GPUs, this is cpu"):
         grouped_swiglu(*x.arrays(), implementation="mosaic_gpu")

@@ -1,8 +1,7 @@
-"""Every Hopper kernel compiles for sm_90a without a GPU, and keeps its values in registers.
+"""Every Hopper kernel compiles for sm_90a without a GPU, and without register spills.
 
-ptxas compiles what Mosaic GPU makes of each kernel, and its report is read: no spills but those of
-MOST_SPILLED, and none of the warnings with which it says that it waits for each tensor core
-product. Needs JAX's CUDA plugin and ptxas.
+The test reads ptxas' report on each kernel. It must have no spills except those in MOST_SPILLED,
+and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 
-MOST_SECONDS = 20  # of a processor, to compile one kernel
-# Bytes, stored or loaded, by how a kernel's name begins. Where several queries are no whole pair of
-# tiles, mla_decode's score warpgroups keep what a mask is made of; over a float8 cache two of them
-# hold 128 accumulators and a block's scores.
+MOST_SECONDS = 20  # CPU seconds to compile one kernel
+# Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
+# tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
+# have 128 accumulators and the scores of a block.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
     "mla_decode h32 sq1": 4,
@@ -44,9 +43,9 @@ MOST_SPILLED = {
     "mla_decode h64 sq3": 64,
 }
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
-# Of ptxas: C7519, that it began a group of products itself, costs nothing.
+# ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
-# What route ranks has a sign, which some of Mosaic GPU's selects lose, and no interpreter sees it.
+# route ranks signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the interpreter.
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
@@ -56,13 +55,13 @@ Struct = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One compilation: a back-end's module, and what its function is called with."""
+    """One compilation: a back-end's module, and the arguments of its function."""
 
     module: str
     arrays: dict[str, Struct]
     options: dict[str, Any]
     devices: int = 1
-    """Along axis ``x``, over which arrays are split by their first dimension."""
+    """Devices along axis ``x``, over which the first dimension of every array is sharded."""
 
     @property
     def op(self) -> str:
@@ -109,7 +108,7 @@ def prefill(
 
 
 def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) -> Kernel:
-    """``rows`` a group; float8 or bfloat16 of both operands."""
+    """grouped_matmul with ``rows`` rows per group, and float8 or bfloat16 operands."""
     M, blocks = rows * groups, -(-K // 128)
     arrays = {
         "lhs": Struct((M, K), dtype),
@@ -123,7 +122,7 @@ def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) 
 
 
 def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -> Kernel:
-    """As ``grouped``, with two matrices a group."""
+    """grouped_swiglu with the arguments of ``grouped``."""
     arrays = dict(grouped(rows, groups, F, K, dtype).arrays)
     arrays["gate"] = arrays["up"] = arrays.pop("rhs")
     if dtype == FP8:
@@ -131,8 +130,8 @@ def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -
     return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
 
 
-def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
-    """``rows`` a group in bfloat16, quantized matrices."""
+def few_tokens(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
+    """grouped_matmul with ``rows`` bfloat16 rows per group and quantized matrices."""
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
     block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
     return Kernel(
@@ -147,17 +146,17 @@ def few(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
     )
 
 
-def few_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
-    """As ``few``, with two matrices a group."""
-    alone = few(rows, groups, F, K, form)
-    arrays = dict(alone.arrays)
+def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
+    """grouped_swiglu with the arguments of ``few_tokens``."""
+    one_matrix = few_tokens(rows, groups, F, K, form)
+    arrays = dict(one_matrix.arrays)
     arrays["gate"] = arrays["up"] = arrays.pop("rhs")
     arrays["gate_scale"] = arrays["up_scale"] = arrays.pop("rhs_scale")
-    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, alone.options)
+    return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, one_matrix.options)
 
 
 def routed(tokens: int, experts: int, K: int, groups: int, kept: int) -> Kernel:
-    """As DeepSeek-V3 chooses, with padding among the tokens."""
+    """DeepSeek-V3's routing, with padding among the tokens."""
     rule = Rule(K, groups, kept, "noaux_tc", "sigmoid", normalize=True, scaling_factor=2.5)
     arrays = {
         "logits": Struct((tokens, experts), F32),
@@ -168,16 +167,16 @@ def routed(tokens: int, experts: int, K: int, groups: int, kept: int) -> Kernel:
 
 
 def kernels() -> dict[str, Kernel]:
-    """All that must compile; a new kernel or setting is a line here."""
+    """Returns all kernels that must compile. A new kernel or setting is a line here."""
     found = {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (40, 1)]
     }
-    # The kernel of few query rows, and the other one for these.
+    # The kernel for few query rows, and the other one with the same shapes.
     for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (32, 1)]:
         found[f"mla_decode_few h{heads} sq{queries}"] = decode(queries, heads)
         found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
-    # Pieces as wide as 16 rows do not have them by default, nor 32; one warpgroup.
+    # Slice widths that are not the default for 16 or 32 query rows, and one warpgroup.
     for queries, config in [
         (1, FewQueries(width=64)),
         (2, FewQueries(width=192)),
@@ -188,7 +187,7 @@ def kernels() -> dict[str, Kernel]:
         shape = f"mla_decode_few h16 sq{queries} {setting}"
         found[shape] = decode(queries, 16, config=config)
     found["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewQueries())
-    # Tiles of which the last is not full, three tiles, and one long row.
+    # A last tile that is not full, three tiles, and one long sequence.
     found |= {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(16, 5), (64, 3)]
@@ -216,20 +215,20 @@ def kernels() -> dict[str, Kernel]:
         for form in ("int8", "int4", "fp8"):
             for rows in (1, 4, 16, 64) if width == "gate_up" else (4,):
                 shape = f"grouped_matmul {form} by bf16 {width} {rows} rows"
-                found[shape] = few(rows, 8, N, K, form)
+                found[shape] = few_tokens(rows, 8, N, K, form)
     for form in ("int8", "int4", "fp8"):
         for rows, groups in ((1, 8), (16, 8), (1, 1), (64, 1)):
             shape = f"grouped_swiglu {form} by bf16 {groups} groups {rows} rows"
-            found[shape] = few_swiglu(rows, groups, 2048, 7168, form)
-        # DeepSeek-V3's q_a_proj: K in pieces.
+            found[shape] = few_tokens_swiglu(rows, groups, 2048, 7168, form)
+        # DeepSeek-V3's q_a_proj: split-K.
         for rows in (1, 64):
-            found[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few(
+            found[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
-    # Of one matrix: warpgroups share a tile.
+    # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
         for rows in (1, 16, 64):
-            found[f"grouped_matmul {form} by bf16 one matrix {rows} rows"] = few(
+            found[f"grouped_matmul {form} by bf16 one matrix {rows} rows"] = few_tokens(
                 rows, 1, 7168, 2048, form
             )
     for name, dtype in (("fp8", FP8), ("bf16", BF16)):
@@ -240,7 +239,7 @@ def kernels() -> dict[str, Kernel]:
             for rows in (4, 4096):
                 shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
                 found[shape] = swiglu(rows, 8, F, K, dtype)
-        # Behind float8's 128x192 tile, that of many rows, XLA quantizes.
+        # XLA quantizes the result of float8's 128x192 tile, which is used with many rows.
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
             found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
@@ -256,7 +255,7 @@ def kernels() -> dict[str, Kernel]:
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }
     for devices in (2, 4):
-        # DeepSeek-V3's rows of 64 tokens, with their routing.
+        # 64 tokens of DeepSeek-V3, with their routing.
         rows = {
             "rows": Struct((devices * devices, 64, 7200), jnp.uint16),
             "counts": Struct((devices * devices,), I32),
@@ -271,11 +270,11 @@ KERNELS = kernels()
 OPS = sorted({kernel.op for kernel in KERNELS.values()})
 
 
-# ---- the child process, which has no compilation cache and keeps what ptxas says -----------------
+# ---- the child process, which has no compilation cache and records ptxas' output -----------------
 
 
 def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """Name -> {"seconds", "reports"} or {"error"}."""
+    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -290,20 +289,20 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         return NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec("x"))
 
     found = {}
-    # Printed, not dumped: all that Mosaic GPU has to dump takes twice as long as compiling.
+    # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     if op == "route":
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     for number, (name, kernel) in enumerate(KERNELS.items()):
         if kernel.op == op:
-            said = directory / f"{number}.txt"
+            output = directory / f"{number}.txt"
             try:
-                with printed_to(said):
+                with stdout_to(output):
                     seconds = compile_one(kernel, split_over(kernel.devices))
             except Exception as error:
                 found[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
                 continue
-            report = said.read_text()
+            report = output.read_text()
             found[name] = {"seconds": seconds, "report": report}
             if op == "route":
                 found[name]["unsigned"] = len(UNSIGNED.findall(report))
@@ -311,8 +310,8 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def printed_to(path: Path) -> Iterator[None]:
-    """What the process prints meanwhile, compiled libraries included, goes to a file."""
+def stdout_to(path: Path) -> Iterator[None]:
+    """Redirects the process' standard output to a file, including that of compiled libraries."""
     libc, stdout = ctypes.CDLL(None), os.dup(1)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -342,13 +341,13 @@ def compile_one(kernel: Kernel, sharding: Any) -> float:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those it started: others beside it do not lengthen them."""
+    """Returns CPU seconds of this process and its children, independent of other processes."""
     users = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(used.ru_utime + used.ru_stime for used in users)
 
 
 def backend(kernel: Kernel) -> Callable[..., Any]:
-    """The function, which believes that this is a Hopper GPU."""
+    """Returns the back-end's function, with the check for a Hopper GPU disabled."""
     module = importlib.import_module(kernel.module)
     for name, other in list(sys.modules.items()):
         if name.startswith("pallas_kernels.") and hasattr(other, "require_hopper"):
@@ -374,7 +373,7 @@ def reason_to_skip() -> str | None:
 
 @pytest.fixture(scope="module", params=OPS)
 def compiled(request, tmp_path_factory):
-    """What came of all kernels of one op."""
+    """Compiles all kernels of one operation, and returns the results by kernel name."""
     directory = tmp_path_factory.mktemp("ptxas")
     without = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"}
     run = subprocess.run(
@@ -393,7 +392,7 @@ def compiled(request, tmp_path_factory):
 
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
 @pytest.mark.slow
-def test_every_kernel_keeps_its_registers(compiled):
+def test_no_kernel_spills_registers(compiled):
     faults = []
     for name, found in compiled.items():
         print(f"{name}: {found.get('seconds', 0):.1f} s")

@@ -1,4 +1,4 @@
-"""The error metric itself: what it must not let through."""
+"""Tests of the error metric."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.pallas_kernels.numerics import check, relative_error
 
 
-def test_is_the_worst_row_s_relative_norm():
+def test_it_is_the_largest_relative_error_of_a_row():
     want = np.array([[3.0, 4.0], [300.0, 400.0], [0.0, 0.0]])
     assert relative_error(want, want) == 0
     one, two = want.copy(), want.copy()
@@ -34,5 +34,5 @@ def test_refuses(got, want):
         check(got, want, 1e6)
 
 
-def test_infinities_in_their_places_count_for_nothing():
+def test_infinities_at_the_same_positions_are_ignored():
     check([1.0, -np.inf, np.inf], [1.0, -np.inf, np.inf], 0.0)

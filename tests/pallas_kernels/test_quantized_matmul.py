@@ -1,4 +1,4 @@
-"""quantized_matmul: all back-ends against float64, and what they refuse."""
+"""Tests of quantized_matmul: all back-ends against float64, and their refusals."""
 
 import functools
 
@@ -18,7 +18,7 @@ WIDTHS = {"float8": (192, 320), "int8": (192, 320), "int4": (192, 384)}  # N, K
 
 
 def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16", seed=0):
-    """x, weight, scale; and the product in float64. ``seed`` changes all but x."""
+    """Returns (x, weight, scale) and the result in float64. ``seed`` changes all but x."""
     (N, K), block = widths or WIDTHS[form], block or BLOCKS[form]
     rng = np.random.default_rng(len(form) + N + sum(batch))
     x = rounded(rng.standard_normal((*batch, K)), dtype)
@@ -83,13 +83,13 @@ def test_kernel(form, batch):
 
 @kernel_runs
 def test_gradient_of_the_rows():
-    """The kernel's is that of the exact product."""
+    """The kernel's gradient is that of the reference."""
     (x, *weights), _ = inputs("float8", (5,))
     cotangent = device(np.random.default_rng(0).standard_normal((5, 192)), "bfloat16")
 
     def pulled(f):
-        product = functools.partial(f, block_shape=BLOCKS["float8"])
-        return jax.jit(lambda x: jax.vjp(lambda x: product(x, *weights), x)[1](cotangent)[0])(x)
+        matmul = functools.partial(f, block_shape=BLOCKS["float8"])
+        return jax.jit(lambda x: jax.vjp(lambda x: matmul(x, *weights), x)[1](cotangent)[0])(x)
 
     want = pulled(lambda *a, **k: quantized_matmul(*a, **k, implementation="reference"))
     check(pulled(kernel), np.asarray(want, np.float64), 2 * tolerance("bfloat16"))
@@ -104,7 +104,7 @@ def test_gradient_of_the_rows():
         ({"widths": (72, 320)}, "N=72"),
     ],
 )
-def test_what_the_kernel_does_not_take(changes, message):
+def test_refusals(changes, message):
     arrays, _ = inputs("float8", **changes)
     with pytest.raises(NotImplementedError, match=message):
         kernel(*arrays, block_shape=(128, 128), interpret=object())
@@ -127,9 +127,9 @@ def test_shapes_that_do_not_fit():
 
 @pytest.mark.parametrize("form", list(BLOCKS))
 def test_lowers_for_cuda(form, monkeypatch):
-    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, mosaic_gpu.mosaic_gpu.few_rows):
+    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, mosaic_gpu.mosaic_gpu.few_tokens):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
-    monkeypatch.setattr(mosaic_gpu.mosaic_gpu.few_rows, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(mosaic_gpu.mosaic_gpu.few_tokens, "multiprocessors", lambda: 132)
     arrays, _ = inputs(form)
     f = functools.partial(
         mosaic_gpu.quantized_matmul, block_shape=BLOCKS[form], out_dtype=jnp.bfloat16
@@ -141,7 +141,7 @@ def test_lowers_for_cuda(form, monkeypatch):
 @pytest.mark.parametrize(
     ("form", "block"), [("float8", (128, 128)), ("int8", (1, 128)), ("int4", None)]
 )
-def test_on_tpus(form, block):
+def test_on_a_tpu(form, block):
     arrays, want = inputs(form, (2, 3), widths=(192, 384), block=block)
     options = {"block_shape": block or BLOCKS[form], "interpret": True}
     run = functools.partial(mosaic_tpu.quantized_matmul, **options)
@@ -151,7 +151,7 @@ def test_on_tpus(form, block):
     np.testing.assert_array_equal(cast, got.astype(jnp.float32))
 
 
-def test_what_tpus_leave_to_xla():
+def test_int8_with_one_scale_per_row_is_left_to_xla():
     arrays, _ = inputs("int8", widths=(192, 384), block=(1, 384))
     options = {"block_shape": (1, 384), "out_dtype": jnp.bfloat16}
     with pytest.raises(NotImplementedError, match="XLA reads int8 with one scale a row as it is"):

@@ -1,4 +1,4 @@
-"""swiglu: both back-ends against float64, and what they refuse."""
+"""Tests of swiglu: both back-ends against float64, and their refusals."""
 
 import functools
 
@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 
 from pallas_kernels import swiglu
-from pallas_kernels.grouped_matmul import few_rows
+from pallas_kernels.grouped_matmul import few_tokens
 from pallas_kernels.swiglu import mosaic_gpu
-from tests.pallas_kernels import test_quantized_matmul as one_product
+from tests.pallas_kernels import test_quantized_matmul as quantized_matmul_tests
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, tolerance
 from tests.pallas_kernels.test_quantized_matmul import BLOCKS
 
-# Both products and the result are rounded, and silu multiplies its argument's relative error by at
-# most 1 + |x|; sums here are near 1.
+# The results of both matmuls and of swiglu are rounded, and silu multiplies its argument's relative
+# error by at most 1 + |x|. The sums here are near 1.
 ROUNDINGS = 6
 QUICK = [("float8", (2, 3)), ("int8", (64,)), ("int4", (1,))]
 FORMS = ["dense", *BLOCKS]
-ROWS = 33  # that the kernel takes of all
+ROWS = 33  # supported by the kernel for all formats
 
 
 def inputs(form, batch=(5,), dtype="bfloat16", **given):
-    """x, gate, up, their scales if they have any; and the result in float64."""
+    """Returns (x, gate, up, and their scales if they have any), and the result in float64."""
     if form == "dense":
         return dense_inputs(batch, dtype, **given)
     matrices, scales, products = [], [], []
     for seed in range(2):
-        (x, matrix, scale), product = one_product.inputs(
+        (x, matrix, scale), product = quantized_matmul_tests.inputs(
             form, batch, dtype=dtype, seed=seed, **given
         )
         smaller = 2.0 ** -np.round(np.log2(np.std(product) if product.size else 1))
@@ -92,7 +92,7 @@ def test_kernel_of_dense_matrices(batch):
 @kernel_runs
 @pytest.mark.parametrize("form", ["dense", "float8"])
 def test_gradient_of_the_rows(form):
-    """The kernel's is that of the exact result."""
+    """The kernel's gradient is that of the reference."""
     (x, *weights), _ = inputs(form, (ROWS,))
     cotangent = device(np.random.default_rng(0).standard_normal((ROWS, 192)), "bfloat16")
 
@@ -105,7 +105,7 @@ def test_gradient_of_the_rows(form):
 
 
 @pytest.mark.parametrize("rows", [0, 31, 129])
-def test_rows_of_dense_matrices_that_xla_multiplies(rows):
+def test_dense_matrices_are_left_to_xla(rows):
     with pytest.raises(NotImplementedError, match=f"takes 32 to 128 rows .*, got {rows}"):
         kernel(*inputs("dense", (rows,))[0], interpret=object())
 
@@ -131,7 +131,7 @@ def test_large_dense_matrices_take_fewer_rows(monkeypatch):
         ({"widths": (72, 320)}, "N=72"),
     ],
 )
-def test_what_the_kernel_does_not_take(changes, message):
+def test_refusals(changes, message):
     arrays, _ = inputs("float8", **changes)
     with pytest.raises(NotImplementedError, match=message):
         kernel(*arrays, block_shape=(128, 128), interpret=object())
@@ -163,9 +163,9 @@ def test_matrices_that_do_not_fit():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_is_one_kernel(form, monkeypatch):
-    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, few_rows):
+    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, few_tokens):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
-    monkeypatch.setattr(few_rows, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(few_tokens, "multiprocessors", lambda: 132)
     arrays, _ = inputs(form, (ROWS,))
     f = functools.partial(mosaic_gpu.swiglu, **options(form))
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

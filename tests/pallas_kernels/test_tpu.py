@@ -1,4 +1,4 @@
-"""What the TPU kernels share: the chips, and the bytes of their blocks."""
+"""Tests of what the TPU kernels share: the chips, and the bytes of their blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_the_chip_is_that_of_the_mesh(kind, name):
         assert require_tpu() == CHIPS[name]
 
 
-def test_other_machines_are_refused():
+def test_other_devices_are_refused():
     with pytest.raises(NotImplementedError, match="runs on TPUs, this is cpu"):
         require_tpu()
     with traced_for("NVIDIA H200", "gpu"), pytest.raises(NotImplementedError, match="is gpu"):
@@ -77,7 +77,7 @@ def test_blocks_above_the_budget_are_refused_by_name():
 
 
 def test_the_interpreter_finds_a_planted_race(capsys):
-    """The one that kernels' tests trust: a copy is read before it has landed."""
+    """The tests of kernels rely on it. Here a copy is read before it is complete."""
 
     def kernel(x, out, scratch, semaphore):
         copy = pltpu.make_async_copy(x, scratch, semaphore)
@@ -93,7 +93,7 @@ def test_the_interpreter_finds_a_planted_race(capsys):
         scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
         interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
     )
-    try:  # since jax 0.12 it raises, before it printed
+    try:  # jax 0.12 raises an error, older versions only print
         jax.block_until_ready(call(x))
         raced = "RACE DETECTED" in capsys.readouterr().out
     except jax.errors.JaxRuntimeError as error:
@@ -104,7 +104,7 @@ def test_the_interpreter_finds_a_planted_race(capsys):
 
 
 def fill(bytes_of_vmem: int):
-    """A kernel whose scratch has that many bytes."""
+    """Returns a kernel whose scratch has that many bytes."""
 
     def kernel(x, out, scratch):
         scratch[:8] = x[...]
@@ -120,7 +120,7 @@ def fill(bytes_of_vmem: int):
 
 @needs_libtpu
 @every_chip
-def test_the_compiler_has_as_much_vmem(chip):
+def test_the_compiler_has_the_same_vmem(chip):
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     assert kernels(compile_for(chip, fill(CHIPS[chip].budget), x)) == 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"memory .size={CHIPS[chip].vmem}"):
@@ -129,7 +129,7 @@ def test_the_compiler_has_as_much_vmem(chip):
 
 @needs_libtpu
 @every_chip
-def test_a_topology_s_devices_are_what_is_traced_for(chip):
+def test_programs_are_traced_for_the_topology_s_devices(chip):
     seen = []
 
     def look(x):

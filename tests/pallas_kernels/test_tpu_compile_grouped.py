@@ -1,6 +1,6 @@
-"""grouped_matmul and what stands on it compile for TPUs that are not there.
+"""grouped_matmul and the operations built on it compile for TPUs, at DeepSeek-V3's sizes.
 
-At DeepSeek-V3's widths: the kernel is in the program, and no copy of the matrices beside it.
+Each program must contain the kernel and no copy of the matrices. libtpu compiles without a TPU.
 """
 
 import functools
@@ -29,12 +29,12 @@ Struct = jax.ShapeDtypeStruct
 
 
 def blocks(form: str, K: int) -> tuple[int, int]:
-    """Under one scale, as DeepSeek and dsv3 convert store them."""
+    """Returns the scale blocks of DeepSeek's checkpoints and of dsv3 convert."""
     return {FLOAT8: (128, 128), INT8: (1, K), INT4: (1, 128)}.get(form, (1, 1))
 
 
 def matrices(form: str, *shape: int) -> tuple[Struct, Struct | None]:
-    """[*shape] and their scales."""
+    """Returns the shapes of matrices and of their scales."""
     *batch, N, K = shape
     stored = Struct((*batch, N, K // 2 if form == INT4 else K), form)
     if form in (BF16, F32):
@@ -43,7 +43,9 @@ def matrices(form: str, *shape: int) -> tuple[Struct, Struct | None]:
     return stored, Struct((*batch, -(-N // rows), -(-K // columns)), F32)
 
 
-def product(chip: str, form: str, G: int, M: int, N: int, K: int) -> jax.stages.Compiled:
+def compile_grouped_matmul(
+    chip: str, form: str, G: int, M: int, N: int, K: int
+) -> jax.stages.Compiled:
     rhs, scale = matrices(form, G, N, K)
     lhs = Struct((M, K), F32 if form == F32 else BF16)
 
@@ -54,23 +56,27 @@ def product(chip: str, form: str, G: int, M: int, N: int, K: int) -> jax.stages.
 
 
 def check(program: jax.stages.Compiled, expected: int, rows: int = 0) -> None:
-    """So many kernels; of temporaries ``rows`` bytes at most, and those of visits and scales."""
+    """Asserts the number of kernels, and that temporaries are no larger than expected.
+
+    Args:
+      rows: bytes of temporaries with one value per row, besides 8 MiB for visits and scales.
+    """
     assert kernels(program) == expected
     temporary = program.memory_analysis().temp_size_in_bytes
     assert temporary <= rows + 8 * 2**20, temporary
 
 
 @every_chip
-def test_a_decode_step_s_product(chip):
-    check(product(chip, FLOAT8, 256, 512, *GATE), 1)
+def test_a_decode_step(chip):
+    check(compile_grouped_matmul(chip, FLOAT8, 256, 512, *GATE), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [BF16, FLOAT8, INT8])
 @every_chip
-def test_products(chip, form):
+def test_experts(chip, form):
     for groups, rows, (N, K) in ((32, 4096 * 8, GATE), (256, 512, DOWN)):
-        check(product(chip, form, groups, rows, N, K), 1)
+        check(compile_grouped_matmul(chip, form, groups, rows, N, K), 1)
 
 
 @pytest.mark.slow
@@ -79,45 +85,47 @@ def test_products(chip, form):
     [("v5p", 4096 * 8, GATE), *((chip, 512, DOWN) for chip in ("v5e", "v6e", "tpu7x"))],
 )
 def test_int4(chip, rows, matrix):
-    """Beside it the rows with their columns sorted, and halves of them on the way there."""
-    check(product(chip, INT4, 32, rows, *matrix), 1, 4 * rows * matrix[1])
+    """Temporaries are the rows with their columns sorted, and the halves that are concatenated."""
+    check(compile_grouped_matmul(chip, INT4, 32, rows, *matrix), 1, 4 * rows * matrix[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "groups", "rows"), [(FLOAT8, 2, 8), (F32, 2, 8), (F32, 8, 4096)])
 def test_few_groups(form, groups, rows):
-    check(product("v5p", form, groups, rows, *GATE), 1)
+    check(compile_grouped_matmul("v5p", form, groups, rows, *GATE), 1)
 
 
 @every_chip
 def test_a_matrix_of_float8(chip):
-    """kv_a_proj_with_mqa, which fills no whole blocks."""
-    check(of_matrix(chip, FLOAT8, 8, 576, 7168), 1)
+    """kv_a_proj_with_mqa is not a multiple of the scale blocks."""
+    check(compile_quantized_matmul(chip, FLOAT8, 8, 576, 7168), 1)
 
 
 @pytest.mark.slow
 @every_chip
 def test_matrices(chip):
-    check(of_matrix(chip, FLOAT8, 64, 7168, 18432), 1)
+    check(compile_quantized_matmul(chip, FLOAT8, 64, 7168, 18432), 1)
 
 
 @pytest.mark.slow
 def test_a_matrix_by_a_chunk_of_prefill():
-    check(of_matrix("v5p", FLOAT8, 4096, 18432, 7168), 1)
+    check(compile_quantized_matmul("v5p", FLOAT8, 4096, 18432, 7168), 1)
 
 
-def test_int8_of_one_scale_a_row_is_xla_s():
-    check(of_matrix("v5p", INT8, 64, 18432, 7168), 0)
+def test_int8_with_one_scale_per_row_is_left_to_xla():
+    check(compile_quantized_matmul("v5p", INT8, 64, 18432, 7168), 0)
 
 
-def of_matrix(chip: str, form: str, rows: int, N: int, K: int) -> jax.stages.Compiled:
+def compile_quantized_matmul(
+    chip: str, form: str, rows: int, N: int, K: int
+) -> jax.stages.Compiled:
     run = functools.partial(quantized_matmul, block_shape=blocks(form, K))
     return compile_for(chip, run, Struct((rows, K), BF16), *matrices(form, N, K))
 
 
 @pytest.mark.slow
 def test_experts_swiglu():
-    """Two products, joined by XLA."""
+    """Two kernels, and SwiGLU by XLA."""
     stored, scale = matrices(FLOAT8, 32, *GATE)
 
     def run(lhs, sizes, gate, up, gate_scale, up_scale):
@@ -137,25 +145,27 @@ def test_swiglu_of_one_matrix():
 
 
 def test_on_every_device_of_a_pod():
-    """DeepSeek-V3's 256 experts over 128 chips, two on each."""
+    """DeepSeek-V3's 256 experts on 128 chips, two on each."""
     mesh = Mesh(np.array(devices("v5p", "4x4x8")), ("expert",))
-    spread = PartitionSpec("expert")
+    split = PartitionSpec("expert")
     rhs, scale = matrices(FLOAT8, 256, *GATE)
     arguments = Struct((128 * 64, GATE[1]), BF16), rhs, Struct((256,), jnp.int32), scale
 
     def run(lhs, rhs, sizes, scale):
         return grouped_matmul(lhs, rhs, sizes, None, scale)
 
-    on_devices = jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
-    laid = [Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, spread)) for x in arguments]
-    program = compiled(jax.jit(on_devices).lower(*laid))
+    on_devices = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    placed = [Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, split)) for x in arguments]
+    program = compiled(jax.jit(on_devices).lower(*placed))
     check(program, 1)
     assert "grouped_matmul" in program.as_text()
-    of_one = sum(x.size * x.dtype.itemsize for x in arguments) // 128
-    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(of_one, rel=0.01)
+    bytes_per_device = sum(x.size * x.dtype.itemsize for x in arguments) // 128
+    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(
+        bytes_per_device, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("N", "K"), [(120, 256), (256, 200)])
-def test_other_sizes_fall_to_xla_s_ragged_product(N, K):
-    program = product("v5p", BF16, 8, 4096, N, K)
+def test_other_sizes_are_left_to_xla_s_ragged_dot(N, K):
+    program = compile_grouped_matmul("v5p", BF16, 8, 4096, N, K)
     assert "ragged-dot" in program.as_text()

@@ -1,8 +1,8 @@
-"""TPUs that are not there: libtpu compiles for them on any Linux machine.
+"""Compiles programs for TPUs without the hardware, using libtpu on any Linux machine.
 
     pip install '.[tpu]'
 
-installs the libtpu that belongs to the installed jax.
+installs the libtpu version of the installed jax.
 """
 
 import functools
@@ -29,8 +29,8 @@ _SMALLEST = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 
 @functools.cache
 def devices(chip: str, shape: str = "") -> list[Any]:
-    """Of a slice of so many chips along each dimension, such as ``4x4x8``."""
-    # Read when libtpu is loaded: else it takes itself for the one process that has the TPU.
+    """Returns the devices of a slice of the given topology, such as ``4x4x8``."""
+    # libtpu reads it when it is loaded. Otherwise it allows only one process per machine.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     name = f"{chip}:{shape or _SMALLEST[chip]}"
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
@@ -41,33 +41,31 @@ def one_device(chip: str) -> Mesh:
 
 
 def compile_for(chip: str, function: Callable[..., Any], *arrays: Any) -> jax.stages.Compiled:
-    """``function(*arrays)`` on one device.
+    """Compiles ``function(*arrays)`` for one device, for which it is also traced.
 
     Args:
-      function: sees that device as the one it is traced for.
       arrays: ShapeDtypeStructs, or trees of them.
     """
     mesh, whole = one_device(chip), PartitionSpec()
     on_device = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    laid = jax.tree.map(
+    placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, whole)),
         arrays,
     )
-    return compiled(jax.jit(on_device).lower(*laid))
+    return compiled(jax.jit(on_device).lower(*placed))
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Not kept in the suite's compilation cache, out of which no program comes back without its
-    device."""
+    """Compiles without the compilation cache, which cannot load programs without their device."""
     name = "jax_persistent_cache_min_compile_time_secs"
-    least = getattr(jax.config, name)
+    previous = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
     try:
         return lowered.compile()
     finally:
-        jax.config.update(name, least)
+        jax.config.update(name, previous)
 
 
 def kernels(program: jax.stages.Compiled) -> int:
-    """How many calls of Pallas kernels the compiled program makes, as its text counts them."""
+    """Returns the number of Pallas kernel calls in the compiled program's text."""
     return program.as_text().count('custom_call_target="tpu_custom_call"')
