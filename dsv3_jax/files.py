@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and checking file names that come from data."""
+"""Atomic writes, file locks, and checks of file names that come from data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file so that other processes, and a machine after a power cut, see all of it or
-    what was there before.
+    """Writes a file atomically.
+
+    Other processes, and this machine after a power cut, see either the whole new content or the
+    previous state.
 
     Args:
       path: file to create or replace, in a directory that exists. See :func:`atomic_file` for
@@ -29,8 +31,8 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
       content: bytes, or text that is encoded as UTF-8 without changing line ends.
 
     Raises:
-      OSError: the disk is full or failed, or the directory cannot be written to. It names the
-        file; nothing is left behind, and a file that was there stays as it was.
+      OSError: the disk is full or failed, or the directory cannot be written to. The error names
+        the file. No temporary file remains, and an existing file is unchanged.
     """
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -40,18 +42,19 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yields a binary file that appears at ``path`` when the block ends without an exception.
 
-    The content goes to a temporary file beside the target, with a name that no other writer uses.
-    It is synced, renamed, and the directory is synced. An exception inside the block deletes it;
-    only a killed process leaves it behind, as ``.NAME.TOKEN.partial``.
+    The content goes to a temporary file in the same directory, under a name that no other writer
+    uses. The file is synced and renamed, then the directory is synced. An exception inside the
+    block deletes the temporary file. Only a killed process leaves it behind, as
+    ``.NAME.TOKEN.partial``.
 
-    A new file gets the permissions that ``open`` would give it; one that replaces another keeps
-    the other's. A symbolic link stays, and the file it points to is replaced or created, as
-    ``open(path, "w")`` would do. A device or a pipe, such as ``/dev/stdout``, is written to
-    directly.
+    A new file gets the permissions that ``open`` would give it. A file that replaces another keeps
+    the permissions of the old one. A symbolic link stays, and the file it points to is replaced or
+    created, as ``open(path, "w")`` would do. A device or a pipe, such as ``/dev/stdout``, is
+    written to directly.
 
     Raises:
-      OSError: as :func:`atomic_write` documents. Only when syncing the directory itself fails, the
-        new file is in place already.
+      OSError: as :func:`atomic_write` documents. If only the sync of the directory fails, the new
+        file already exists.
     """
     target = Path(os.path.realpath(path))
     with naming(Path(path)):
@@ -80,15 +83,15 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str) -> Iterator[None]:
-    """Holds an exclusive lock for the block, against other processes and other threads.
+    """Runs the block under an exclusive lock against other processes and threads.
 
     Args:
-      path: lock file, which is created here and deleted at the end. What a killed process leaves
-        of it locks nothing.
-      busy: message of the error if another holds the lock.
+      path: lock file. It is created on entry and deleted on exit. A lock file that a killed process
+        left behind does not lock.
+      busy: error message if the lock is taken.
 
     Raises:
-      ValueError: another process or thread holds the lock.
+      ValueError: another process or thread has the lock.
       OSError: the file cannot be created, or the file system has no locks.
     """
     with contextlib.ExitStack() as stack:
@@ -102,13 +105,13 @@ def locked(path: Path, busy: str) -> Iterator[None]:
             if is_at(file, path):
                 stack.callback(file.close)
                 break
-            file.close()  # deleted by the holder before, who ended in between
+            file.close()  # its owner ended meanwhile and deleted the file
         stack.callback(path.unlink, missing_ok=True)
         yield
 
 
 def lock_file(file: IO[bytes], busy: str) -> None:
-    """Locks an open file until it is closed; see :func:`locked` for the errors."""
+    """Locks an open file until it is closed. Raises the same errors as :func:`locked`."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -116,7 +119,7 @@ def lock_file(file: IO[bytes], busy: str) -> None:
 
 
 def is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at ``path``, neither deleted nor replaced."""
+    """Returns whether an open file is still at ``path``, neither deleted nor replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -124,16 +127,19 @@ def is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def remove_partial_files(directory: Path) -> None:
-    """Deletes what killed processes left of :func:`atomic_file` in a directory, not below it. The
-    caller makes sure that no other process writes there."""
+    """Deletes temporary files of :func:`atomic_file` that killed processes left in a directory.
+
+    Subdirectories are not searched. The caller ensures that no other process is writing there.
+    """
     for path in directory.iterdir():
         if _PARTIAL.fullmatch(path.name) and not path.is_dir():
             path.unlink(missing_ok=True)
 
 
 def publish_directory(partial: Path, directory: Path) -> None:
-    """Renames a directory that is finished to its final name, with everything in it synced before
-    and the rename itself after.
+    """Renames a finished directory to its final name.
+
+    Everything in it is synced before, and the rename itself after.
 
     Raises:
       OSError: the disk failed, or ``directory`` exists and is not an empty directory.
@@ -144,7 +150,7 @@ def publish_directory(partial: Path, directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Syncs every file and directory below ``directory``, and itself, to the disk."""
+    """Syncs a directory and all files and directories below it to the disk."""
     for folder, _, files in os.walk(directory):
         for file in files:
             descriptor = os.open(os.path.join(folder, file), os.O_RDONLY)
@@ -169,20 +175,20 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_file_name(name: object, where: object, suffix: str = "") -> str:
-    """Returns ``name`` if it is the plain name of a file in a directory.
+    """Returns ``name`` if it is a plain file name.
 
-    Every file name that comes from data (an index, a manifest, a header, a record) passes through
-    here before it becomes a path, so that no data can lead out of a directory. Refused are
-    separators of any system, ``.`` and ``..``, control characters, what is not valid Unicode, the
-    empty name, names of more than 255 bytes, and values that are not strings.
+    Every file name that comes from data (an index, a manifest, a header, a record) is checked here
+    before it becomes a path, so that no data can escape its directory. Refused are the separators
+    of any system, ``.`` and ``..``, control characters, invalid Unicode, the empty name, names of
+    more than 255 bytes, and values that are not strings.
 
     Args:
-      name: the value as it was read.
-      where: file that contains the name, and perhaps the key in it; the message begins with it.
+      name: value as it was read.
+      where: file that contains the name, and optionally the key. The error message begins with it.
       suffix: required end of the name, such as ``".safetensors"``.
 
     Raises:
-      ValueError: one line with ``where``, what is expected, and the name.
+      ValueError: one line with ``where``, the expected kind of name, and ``name``.
     """
     if (
         isinstance(name, str)
@@ -199,7 +205,7 @@ def check_file_name(name: object, where: object, suffix: str = "") -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of reading and writing, which those of open files lack."""
+    """Adds the file name to OSErrors inside the block. Errors of open files have none."""
     try:
         yield
     except OSError as error:
@@ -209,7 +215,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _mode_of(path: Path) -> int | None:
-    """Type and permissions of what is there; None if there is nothing."""
+    """Returns type and permissions of a file, or None if it does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -219,5 +225,5 @@ def _mode_of(path: Path) -> int | None:
 def _created(partial: Path, path: str | os.PathLike[str]) -> BinaryIO:
     try:
         return partial.open("xb")
-    except OSError as error:  # a missing or protected directory: the caller knows the target only
+    except OSError as error:  # the caller knows only the target, not the temporary file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None

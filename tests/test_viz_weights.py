@@ -16,7 +16,7 @@ DEMO = ModelConfig.from_hf(find_config_directory("demo"))
 
 def differences(apart: str) -> dict[str, Difference]:
     """Compares the demo with a copy in which tensors with ``apart`` in their names differ."""
-    names = open_checkpoint("demo").with_values()
+    names = open_checkpoint("demo").readable_weights()
     assert not apart or any(apart in name for name in names)
     return {
         name: Difference(1, 0, 0.1, 1.0 if apart and apart in name else 0.0, 100.0)

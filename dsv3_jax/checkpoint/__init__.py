@@ -1,1 +1,1 @@
-"""Checkpoints in the published Hugging Face form: names, files, and the way into the model."""
+"""Checkpoints: published Hugging Face directories, stores, and conversion between them."""

@@ -1,9 +1,9 @@
 """The arrays of a store on disk: an orbax checkpoint of Zarr 3 arrays without compression.
 
-orbax writes the tree (:mod:`dsv3_jax.checkpoint.array_tree`) and opens all of it; the chunks are
-written one by one, which orbax cannot do, through TensorStore, on which orbax itself stands. File
-names and contents depend on the arrays alone. A chunk that is not there is an error to whoever
-reads it, never a block of zeros.
+orbax writes the tree (:mod:`dsv3_jax.checkpoint.array_tree`) and can restore all of it. Chunks are
+written one by one, which orbax does not support, so this module uses TensorStore, the library below
+orbax. Names and contents of the files depend only on the arrays. Reading a missing chunk is an
+error, and never returns zeros.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dsv3_jax.files import check_file_name
 
 
 class ArrayFiles:
-    """The arrays below a directory, by name."""
+    """The arrays in a directory, opened by name on first use."""
 
     def __init__(self, directory: Path, threads: int = 2):
         self.directory = directory
-        # Not synced file by file, which halves the speed: a conversion syncs them all in the end.
+        # Syncing every file would halve the speed. A conversion syncs all files at its end.
         self._context = ts.Context(
             {
                 "file_io_sync": False,
@@ -36,7 +36,7 @@ class ArrayFiles:
         self._open: dict[str, ts.TensorStore] = {}
 
     def __getitem__(self, name: str) -> ts.TensorStore:
-        if (found := self._open.get(name)) is None:
+        if (array := self._open.get(name)) is None:
             check_file_name(name, self.directory)
             spec = {
                 "driver": "zarr3",
@@ -44,25 +44,26 @@ class ArrayFiles:
                 "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,
             }
-            found = ts.open(spec, context=self._context).result()
-            self._open[name] = found
-        return found
+            array = ts.open(spec, context=self._context).result()
+            self._open[name] = array
+        return array
 
     def write(self, name: str, begin: tuple[int, ...], block: np.ndarray) -> None:
-        """Whole chunks, from ``begin`` on.
+        """Writes a block of whole chunks whose first element has the index ``begin``.
 
         Raises:
           OSError: the disk is full or failed.
         """
-        where = tuple(slice(b, b + n) for b, n in zip(begin, block.shape, strict=True))
+        index = tuple(slice(b, b + n) for b, n in zip(begin, block.shape, strict=True))
         try:
-            target = self[name][where]
+            target = self[name][index]
             target.write(block, can_reference_source_data_indefinitely=True).result()
-        except ValueError as error:  # TensorStore's only kind
+        except ValueError as error:  # the only exception type of TensorStore
             raise failure(self.directory / name, error) from None
 
     def read(self, name: str, index: Any) -> np.ndarray:
-        """
+        """Reads a part of an array.
+
         Raises:
           OSError: a chunk is missing, damaged, or cannot be read.
         """
@@ -72,34 +73,39 @@ class ArrayFiles:
             raise failure(self.directory / name, error) from None
 
     def check(self, name: str, expert: int | None, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """
+        """Checks that an array contains a tensor of this shape and dtype.
+
+        Args:
+          expert: index along the first axis of a stacked array. None if the array is the tensor.
+
         Raises:
-          OSError: the array cannot be opened, or it does not hold such a tensor.
+          OSError: the array cannot be opened, or does not contain such a tensor.
         """
         try:
             array = self[name]
         except ValueError as error:
             raise failure(self.directory / name, error) from None
-        found, got = array.shape if expert is None else array.shape[1:], array.dtype.numpy_dtype
-        if found != shape or got != dtype:
-            line = f"expected tensors of {dtype} {shape}, got {got} {found}"
-            raise OSError(None, line, str(self.directory / name))
+        got_shape = array.shape if expert is None else array.shape[1:]
+        got_dtype = array.dtype.numpy_dtype
+        if got_shape != shape or got_dtype != dtype:
+            message = f"expected tensors of {dtype} {shape}, got {got_dtype} {got_shape}"
+            raise OSError(None, message, str(self.directory / name))
         if expert is not None and not 0 <= expert < array.shape[0]:
-            line = f"expected more than {expert} experts, got {array.shape[0]}"
-            raise OSError(None, line, str(self.directory / name))
+            message = f"expected more than {expert} experts, got {array.shape[0]}"
+            raise OSError(None, message, str(self.directory / name))
 
     def tensor(self, array: StoredArray, expert: int | None) -> TensorView:
-        """One of the published tensors in the array."""
+        """Returns a tensor in an array. ``expert`` is None unless the array is stacked."""
         return TensorView(self, array.name, expert, array.tensor_shape, array.dtype)
 
     def remove_unfinished(self) -> None:
-        """Deletes what a killed writer left beside the chunks."""
+        """Deletes the lock files that a killed writer left next to the chunks."""
         for path in self.directory.rglob("*.__lock"):
             path.unlink()
 
 
 class TensorView:
-    """A tensor of the store, a :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
+    """A tensor in a store. Implements :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
 
     __slots__ = ("_array", "_expert", "_files", "dtype", "shape")
 
@@ -116,6 +122,7 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -127,6 +134,9 @@ class TensorView:
 
 
 def failure(path: Path, error: Exception) -> OSError:
-    """What the system said, out of a message with TensorStore's codes, specs and places in C++."""
+    """Converts an exception of TensorStore to an OSError with the system's message.
+
+    TensorStore adds error codes, specs and C++ source locations to it.
+    """
     line = re.split(r" \[[a-z_ ]+=", str(error).splitlines()[0])[0]
     return OSError(None, line.rsplit(": ", 1)[1] if "Failed" in line else line, str(path))

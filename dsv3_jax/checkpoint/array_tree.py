@@ -1,4 +1,4 @@
-"""The tree of a store's arrays, made by orbax, before there are any values in it."""
+"""Creation of a store's array tree by orbax, before any values are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from dsv3_jax.checkpoint.stored_arrays import StoredArray
 
 
 def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
-    """The tree and every array's header, without chunks; mends them where they exist.
+    """Writes the tree and the header of every array, without chunks.
+
+    In an existing tree, files that are missing or different are replaced.
 
     Raises:
       OSError: the disk is full or failed.
@@ -26,8 +28,8 @@ def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
     fresh = directory.with_name(directory.name + ".tree")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    was = logging.get_verbosity()
-    # orbax warns of a handler that is not its own, and that there is nothing to merge.
+    verbosity = logging.get_verbosity()
+    # orbax warns about the custom handler, and that there is nothing to merge.
     logging.set_verbosity(logging.FATAL)
     try:
         registry = type_handlers.create_type_handler_registry((StoredArray, _Headers()))
@@ -36,26 +38,26 @@ def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
         )
         handler.save(epath.Path(fresh), args=ocp.args.PyTreeSave(_tree(arrays)))
         handler.finalize(epath.Path(fresh))
-    except Exception as error:  # of whatever kind its writers raise
+    except Exception as error:  # the writers raise many types
         raise failure(directory, error) from None
     finally:
-        logging.set_verbosity(was)
+        logging.set_verbosity(verbosity)
     if not directory.exists():
         fresh.rename(directory)
         return
-    for made in fresh.rglob("*"):
-        kept = directory / made.relative_to(fresh)
-        if made.is_file() and not (kept.is_file() and kept.read_bytes() == made.read_bytes()):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            made.replace(kept)
+    for new in fresh.rglob("*"):
+        old = directory / new.relative_to(fresh)
+        if new.is_file() and not (old.is_file() and old.read_bytes() == new.read_bytes()):
+            old.parent.mkdir(parents=True, exist_ok=True)
+            new.replace(old)
     shutil.rmtree(fresh)
 
 
 class _Headers(type_handlers.TypeHandler):
-    """Has orbax 'save' arrays that are to be written later."""
+    """Makes orbax write only the headers of arrays. Their chunks are written later."""
 
     def typestr(self) -> str:
-        return "np.ndarray"  # what others shall restore them as
+        return "np.ndarray"  # the type that orbax restores
 
     async def serialize(
         self, values: Sequence[StoredArray], infos: Sequence[Any], args: Any = None
@@ -95,12 +97,12 @@ class _Headers(type_handlers.TypeHandler):
 
 
 def _tree(arrays: Iterable[StoredArray]) -> dict[str, Any]:
-    """Nested by the parts of the names."""
+    """Returns the arrays in nested dictionaries, by the keys in their names."""
     tree: dict[str, Any] = {}
     for array in arrays:
-        *path, last = array.name.split(".")
+        *keys, last = array.name.split(".")
         node = tree
-        for part in path:
-            node = node.setdefault(part, {})
+        for key in keys:
+            node = node.setdefault(key, {})
         node[last] = array
     return tree

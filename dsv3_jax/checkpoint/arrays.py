@@ -1,7 +1,8 @@
-"""Arrays that are read on demand: what a checkpoint hands out, whatever it is stored in."""
+"""Arrays that are read on demand, whatever file format they are stored in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,14 +10,19 @@ import numpy as np
 import xxhash
 
 PIECE_ELEMENTS = 2**24
-"""Elements of the largest piece of an array that is ever held: a routed expert of DeepSeek-V3 has
-14,680,064 and goes in one piece, its embedding of 926,679,040 in 56."""
+"""Maximum number of elements of an array that are in memory at once.
+
+A routed expert of DeepSeek-V3 has 14,680,064 elements and is read in one piece. The embedding has
+926,679,040 elements and is read in 56 pieces."""
 
 
 @runtime_checkable
 class LazyArray(Protocol):
-    """An array in a file. Indexing with slices of step 1, fewer than dimensions or an ellipsis
-    reads that part and no more; an ``np.ndarray``, mapped or not, is one."""
+    """An array in a file.
+
+    An index consists of slices of step 1, at most one per dimension, or an ellipsis. Only the
+    indexed part is read. An ``np.ndarray`` is a LazyArray, whether memory-mapped or not.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -26,30 +32,48 @@ class LazyArray(Protocol):
 
 
 Arrays = Mapping[str, LazyArray]
+"""Arrays by name."""
+
+
+def nbytes(array: LazyArray) -> int:
+    """Returns the size of an array in bytes."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def columns_per_element(dtype: np.dtype) -> int:
+    """Returns the number of matrix columns in one stored element: 2 for packed int4, else 1."""
+    return 2 if dtype == np.uint8 else 1
 
 
 def pieces(shape: tuple[int, ...], multiple: int = 128) -> Iterator[slice]:
-    """Ranges of the first axis, each of ``PIECE_ELEMENTS`` at most and a multiple of rows.
+    """Yields consecutive ranges of the first axis, each of at most ``PIECE_ELEMENTS`` elements.
 
     An array without axes is one piece, ``slice(None)``.
+
+    Args:
+      multiple: every range but the last has a multiple of this number of rows. Ranges of this
+        length may exceed the limit.
     """
     if not shape:
         yield slice(None)
         return
-    rows = rows_of_a_piece(shape, multiple)
+    rows = rows_per_piece(shape, multiple)
     for first in range(0, shape[0], rows):
         yield slice(first, min(first + rows, shape[0]))
 
 
-def rows_of_a_piece(shape: tuple[int, ...], multiple: int = 128) -> int:
-    """Rows of the first axis in each piece but the last."""
+def rows_per_piece(shape: tuple[int, ...], multiple: int = 128) -> int:
+    """Returns the length of each range that :func:`pieces` yields, except the last."""
     width = max(1, int(np.prod(shape[1:])))
-    fitting = PIECE_ELEMENTS // width
-    return max(fitting // multiple * multiple, multiple if width > 1 else fitting)
+    limit = PIECE_ELEMENTS // width
+    return max(limit // multiple * multiple, multiple if width > 1 else limit)
 
 
 def digest(array: LazyArray) -> str:
-    """XXH3 (128 bits) of the array's bytes in C order: it finds damage, not malice."""
+    """Returns the XXH3 hash (128 bits) of the array's bytes in C order.
+
+    The hash detects damage. It does not protect against deliberate changes.
+    """
     hasher = xxhash.xxh3_128()
     for rows in pieces(array.shape):
         hasher.update(as_bytes(array[rows] if array.shape else array[...]))
@@ -57,5 +81,5 @@ def digest(array: LazyArray) -> str:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes in C order, without a copy where it is contiguous."""
+    """Returns the array's bytes in C order, without a copy if the array is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,11 +1,13 @@
-"""Whether a checkpoint has the tensors of its config: every name, shape and dtype, and no other."""
+"""Checks of a checkpoint's tensors against its config: names, shapes, dtypes and MTP copies."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
-from dsv3_jax.checkpoint.arrays import Arrays
+from dsv3_jax.checkpoint.arrays import Arrays, digest
+from dsv3_jax.checkpoint.messages import first_and_count
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
 from dsv3_jax.checkpoint.tensor_table import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
 from dsv3_jax.config import ModelConfig
@@ -14,10 +16,21 @@ from dsv3_jax.quantization import BlockQuantization
 _SCALES = ("F32", "BF16", "F8_E8M0")
 
 
-def with_layers_present(config: ModelConfig, arrays: Arrays) -> ModelConfig:
-    """The config without MTP layers that the files do not have.
+class TensorProblems(NamedTuple):
+    """Disagreements between a checkpoint's tensors and its config."""
 
-    Many tools drop them and leave ``num_nextn_predict_layers`` as it was.
+    missing: list[str]
+    """Names that the config requires and the checkpoint lacks, in the order data flows."""
+    unknown: list[str]
+    """Names in the checkpoint that the config does not have, sorted."""
+    mismatched: list[str]
+    """One message per tensor with another dtype or shape."""
+
+
+def without_absent_mtp_layers(config: ModelConfig, arrays: Arrays) -> ModelConfig:
+    """Returns the config without MTP layers if the files have none.
+
+    Many tools drop these layers and leave ``num_nextn_predict_layers`` unchanged.
     """
     first = f"model.layers.{config.num_hidden_layers}."
     if any(name.startswith(first) for name in arrays):
@@ -26,44 +39,45 @@ def with_layers_present(config: ModelConfig, arrays: Arrays) -> ModelConfig:
 
 
 def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
-    """Refuses a checkpoint that is not what ``config`` describes; reads no values.
+    """Refuses a checkpoint whose tensors are not those of ``config``. Reads no values.
 
-    The copies of embedding and head that MTP layers carry may be absent. Tensors that are not
-    quantized may be float32 or ``config.dtype``, scales also powers of two in one byte.
+    The MTP layers' copies of embedding and head may be absent. Tensors that are not quantized may
+    be float32 or ``config.dtype``. Scales may also be powers of two in one byte.
 
     Raises:
-      ValueError: one line with the name of the first tensor that is missing, unknown, or of another
-        shape or dtype.
+      ValueError: one line with the name of the first tensor that is missing, unknown, or has
+        another shape or dtype.
     """
-    suffix = (config.quantization or BlockQuantization()).scale_suffix
-    missing, unknown, wrong = differences(config, arrays)
+    suffix = scale_suffix(config)
+    missing, unknown, mismatched = tensor_problems(config, arrays)
     if missing:
         kind = "scale" if missing[0].endswith(suffix) else "tensor"
-        raise ValueError(_listed(f"missing {kind}", missing))
+        raise ValueError(f"checkpoint: missing {kind} {first_and_count(missing)}")
     if unknown and unknown[0].endswith(suffix) and config.quantization is None:
+        weight = unknown[0].removesuffix(suffix)
+        form = f", which is {SPELLED[arrays[weight].dtype]}" if weight in arrays else ""
         raise ValueError(
-            f"{unknown[0]}: a scale, and config.json has no quantization_config to say of what kind"
+            f"{unknown[0]}: a scale of {weight}{form}; config.json has no quantization_config"
         )
-    if unknown and is_left_out(config, arrays, unknown[0]):
+    if unknown and is_uncounted_mtp_tensor(config, arrays, unknown[0]):
         raise ValueError(
-            f"{_listed('unknown tensor', unknown)}: an MTP layer; expected a config.json whose "
-            "num_nextn_predict_layers counts it, got 0"
+            f"checkpoint: unknown tensor {first_and_count(unknown)}: an MTP layer; expected a "
+            "config.json whose num_nextn_predict_layers counts it, got 0"
         )
     if unknown:
-        raise ValueError(_listed("unknown tensor", unknown))
-    if wrong:
-        raise ValueError(wrong[0])
+        raise ValueError(f"checkpoint: unknown tensor {first_and_count(unknown)}")
+    if mismatched:
+        raise ValueError(mismatched[0])
 
 
-def differences(config: ModelConfig, arrays: Arrays) -> tuple[list[str], list[str], list[str]]:
-    """All that :func:`check_tensors` refuses: names that are missing, names that are unknown, and
-    a line for each other dtype or shape."""
+def tensor_problems(config: ModelConfig, arrays: Arrays) -> TensorProblems:
+    """Returns everything that :func:`check_tensors` refuses."""
     table = tensor_table(config)
-    suffix = (config.quantization or BlockQuantization()).scale_suffix
+    suffix = scale_suffix(config)
     may_be_absent = copies(config)
     missing = [name for name in table if name not in arrays and name not in may_be_absent]
     unknown = sorted(n for n in arrays if n not in table and not n.endswith(UNUSED_SUFFIXES))
-    wrong = []
+    mismatched = []
     for name, spec in table.items():
         if name not in arrays:
             continue
@@ -71,19 +85,21 @@ def differences(config: ModelConfig, arrays: Arrays) -> tuple[list[str], list[st
         if name.endswith(suffix) and config.quantization is not None:
             expected = _SCALES
         elif spec.dtype in STORED_AS.values():
-            expected = ("F32", STORED_AS[config.dtype])
+            expected = dict.fromkeys(("F32", STORED_AS[config.dtype]))
         else:
             expected = (spec.dtype,)
         if got not in expected:
-            wrong.append(f"{name}: expected {' or '.join(expected)}, got {got}")
+            mismatched.append(f"{name}: expected {' or '.join(expected)}, got {got}")
         elif arrays[name].shape != spec.shape:
-            wrong.append(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
-    return missing, unknown, wrong
+            mismatched.append(f"{name}: expected shape {spec.shape}, got {arrays[name].shape}")
+    return TensorProblems(missing, unknown, mismatched)
 
 
-def is_left_out(config: ModelConfig, arrays: Arrays, name: str) -> bool:
-    """Whether a tensor is of an MTP layer that the config does not count, and that no model reads
-    therefore; eh_proj tells it from a layer of the model."""
+def is_uncounted_mtp_tensor(config: ModelConfig, arrays: Arrays, name: str) -> bool:
+    """Returns whether a tensor belongs to an MTP layer that the config does not count.
+
+    No model reads such a tensor. An MTP layer differs from other layers by its ``eh_proj``.
+    """
     match = re.match(r"model\.layers\.([0-9]+)\.", name)
     return (
         match is not None
@@ -93,11 +109,32 @@ def is_left_out(config: ModelConfig, arrays: Arrays, name: str) -> bool:
     )
 
 
+def check_copy(arrays: Arrays, copy: str, original: str) -> str:
+    """Checks that an MTP layer's copy equals its original. Reads both, and returns their hash.
+
+    Raises:
+      ValueError: they differ.
+    """
+    got = digest(arrays[copy])
+    if got != digest(arrays[original]):
+        raise ValueError(copy_mismatch(copy, original))
+    return got
+
+
+def copy_mismatch(copy: str, original: str) -> str:
+    """Returns the message for a copy that differs from its original."""
+    return f"{copy}: differs from {original}, which it should repeat"
+
+
+def scale_suffix(config: ModelConfig) -> str:
+    """Returns the suffix that distinguishes a scale's name from its weight's.
+
+    Without a quantization in the config it is that of DeepSeek's checkpoints, because some
+    conversions leave the scales behind.
+    """
+    return (config.quantization or BlockQuantization()).scale_suffix
+
+
 def tensor_kind(name: str) -> str:
-    """A tensor's name without layer and expert: ``layers.mlp.experts.gate_proj.weight``."""
+    """Removes layer and expert from a name: ``layers.mlp.experts.gate_proj.weight``."""
     return re.sub(r"\.(\d+)(?=\.)", "", name.removeprefix("model."))
-
-
-def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"checkpoint: {what} {names[0]}{more}"

@@ -1,4 +1,4 @@
-"""How far two checkpoints of one model are apart, whatever forms they are in."""
+"""Comparison of two checkpoints of one model, whatever their stored forms."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import numpy as np
 
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.checkpoint.threads import Progress, in_threads
+from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.verify import Scans, sum_of_squares
 
-_FREE = ("dtype", "quantization")  # what a conversion may change in a config
+_CONVERTED_FIELDS = ("dtype", "quantization")  # config fields that a conversion may change
 
 
 @dataclasses.dataclass
 class Difference:
-    """Between tensors a and b, or between many."""
+    """Difference between a tensor of A and the same tensor of B, or the sum over several."""
 
     tensors: int = 0
+    """Number of tensors."""
     equal_bytes: int = 0
-    """Tensors that are equal byte for byte, and stored in one dtype; a weight with its scale."""
+    """Number of tensors with the same dtype and the same bytes, including their scales."""
     largest: float = 0.0
     """max |a - b|"""
     squares: float = 0.0
@@ -32,15 +33,16 @@ class Difference:
 
     @property
     def relative_rms(self) -> float | None:
-        """sqrt(sum (a - b)^2 / sum a^2); None where b differs from zeros."""
+        """sqrt(sum (a - b)^2 / sum a^2). None if a is all zeros and b is not."""
         if not self.of_a:
             return None if self.squares else 0.0
         return math.sqrt(self.squares / self.of_a)
 
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        apart = a - b
-        self.largest = max(self.largest, float(apart.max()), -float(apart.min()))
-        self.squares += sum_of_squares(apart)
+        """Adds values of a tensor that is counted already."""
+        difference = a - b
+        self.largest = max(self.largest, float(difference.max()), -float(difference.min()))
+        self.squares += sum_of_squares(difference)
         self.of_a += sum_of_squares(a)
 
     def __add__(self, other: Difference) -> Difference:
@@ -54,95 +56,111 @@ class Difference:
 
 
 class Comparison(NamedTuple):
-    """What a pass over two checkpoints found."""
+    """Result of :func:`compare`."""
 
     differences: dict[str, Difference]
-    """Of each tensor that both have, by its published name."""
-    first: str | None
-    """A line with the first difference of tensors or configs, None without any."""
+    """Difference of each tensor that both checkpoints have, by published name."""
+    first_difference: str | None
+    """Line about the first tensor or config field that differs. None if there is none."""
     source_hashes: int | None
-    """Tensors of A that hash to what B, a store, was made from; None unless A is its source."""
+    """Number of A's tensors with the hashes of the source that B's manifest records. None if B is
+    not a store, or was made from another source."""
     findings: list[str]
-    """Why they are no whole checkpoints of one model, a line each."""
+    """Reasons why they are not two complete checkpoints of one model, one line each."""
 
 
 def compare(
-    a: OpenCheckpoint, b: OpenCheckpoint, *, workers: int = 1, count: Progress = lambda n: None
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
+    *,
+    workers: int = 1,
+    progress: Progress = ignore_progress,
 ) -> Comparison:
-    """Reads both once, and checks as :func:`verify` does what both have.
+    """Reads two checkpoints once, compares their values, and checks each as :func:`verify` does.
 
-    Values are compared in float32, quantised ones dequantised. A is taken for the source of a store
-    B if most of its tensors hash to what B's manifest says; those that do not are findings.
+    Values are compared in float32, after dequantization. If B is a store and more than half of A's
+    tensors have the hashes of its recorded source, A is regarded as that source. Each of the other
+    tensors is then a finding.
     """
-    of_a, of_b = Scans(a, count), Scans(b, count)
-    findings, names = _alike(a, b)
+    scans_a, scans_b = Scans(a, progress), Scans(b, progress)
+    findings, names = _compare_shapes(a, b)
 
     differences = {name: Difference(tensors=1) for name in names}
     lines: dict[str, str] = {}
 
-    def one(name: str) -> None:
-        scan_a, scan_b, found = of_a.of(name), of_b.of(name), differences[name]
-        rows = math.lcm(scan_a.multiple, scan_b.multiple)
-        # Where one of them cannot be read to its end, the other need not be.
+    def compare_tensor(name: str) -> None:
+        scan_a, scan_b, difference = scans_a.scan(name), scans_b.scan(name), differences[name]
+        rows = math.lcm(scan_a.row_multiple, scan_b.row_multiple)
+        # If reading one of them fails, the rest of the other is not needed.
         for part_a, part_b in zip(scan_a.parts(rows), scan_b.parts(rows), strict=False):
-            found.add(part_a, part_b)
-        of_a.done(scan_a)
-        of_b.done(scan_b)
+            difference.add(part_a, part_b)
+        scans_a.add_result(scan_a)
+        scans_b.add_result(scan_b)
         same_form = scan_a.dtypes == scan_b.dtypes
         if same_form and scan_a.digests() == scan_b.digests():
-            found.equal_bytes = 1
-        elif found.largest:
-            lines[name] = f"{name}: differs by up to {found.largest:.3g}"
+            difference.equal_bytes = 1
+        elif difference.largest:
+            lines[name] = f"{name}: differs by up to {difference.largest:.3g}"
         elif same_form:
             lines[name] = f"{name}: other bytes, though of the same values"
 
-    in_threads(workers, one, names)
-    for scans, side in ((of_a, a), (of_b, b)):
+    run_in_threads(workers, compare_tensor, names)
+    for scans, checkpoint in ((scans_a, a), (scans_b, b)):
         scans.hash_others()
-        findings += [f"{line} (in {side.directory})" for line in scans.findings()]
-    source_hashes, changed = _source(b, of_a.digests)
+        findings += [f"{line} (in {checkpoint.directory})" for line in scans.findings()]
+    source_hashes, changed = _compare_with_source(b, scans_a.digests)
     first = next((lines[name] for name in names if name in lines), None)
-    return Comparison(
-        differences, first or _configs_differ(a, b), source_hashes, findings + changed
-    )
+    first = first or _config_difference(a, b)
+    return Comparison(differences, first, source_hashes, findings + changed)
 
 
-def _alike(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[list[str], list[str]]:
-    """Names and shapes that one has and the other has not, a line each; tensors to compare."""
-    of_a, of_b = _shapes(a), _shapes(b)
+def _compare_shapes(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[list[str], list[str]]:
+    """Returns findings about names and shapes, and the names of the tensors to compare."""
+    shapes_a, shapes_b = _shapes(a), _shapes(b)
     may_be_absent = {*copies(a.config), *copies(b.config)}
     findings = []
-    for name in of_a | of_b:
-        if name in may_be_absent and not (name in of_a and name in of_b):
+    for name in shapes_a | shapes_b:
+        if name in may_be_absent and not (name in shapes_a and name in shapes_b):
             continue
-        if name not in of_b:
+        if name not in shapes_b:
             findings.append(f"{name}: expected as in {a.directory}, not in {b.directory}")
-        elif name not in of_a:
+        elif name not in shapes_a:
             findings.append(f"{name}: in {b.directory}, and not in {a.directory}")
-        elif of_a[name] != of_b[name]:
-            findings.append(f"{name}: expected shape {of_a[name]}, got {of_b[name]}")
-    with_values = set(b.with_values())
-    names = [n for n in a.with_values() if n in with_values and of_a[n] == of_b[n]]
+        elif shapes_a[name] != shapes_b[name]:
+            findings.append(f"{name}: expected shape {shapes_a[name]}, got {shapes_b[name]}")
+    readable_in_b = set(b.readable_weights())
+    names = [
+        name
+        for name in a.readable_weights()
+        if name in readable_in_b and shapes_a[name] == shapes_b[name]
+    ]
     return findings, names
 
 
 def _shapes(checkpoint: OpenCheckpoint) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that are there, scales left out, as if none were packed."""
+    """Returns the unpacked shapes of the tensors in a checkpoint, without scales."""
     plain = dataclasses.replace(checkpoint.config, quantization=None)
     table = tensor_table(plain)
     return {name: spec.shape for name, spec in table.items() if name in checkpoint.arrays}
 
 
-def _configs_differ(a: OpenCheckpoint, b: OpenCheckpoint) -> str | None:
+def _config_difference(a: OpenCheckpoint, b: OpenCheckpoint) -> str | None:
     for field in dataclasses.fields(a.config):
-        of_a, of_b = (getattr(side.config, field.name) for side in (a, b))
-        if of_a != of_b and field.name not in _FREE:
-            return f"config: {field.name}: expected {of_a}, got {of_b}"
+        expected, got = (getattr(side.config, field.name) for side in (a, b))
+        if expected != got and field.name not in _CONVERTED_FIELDS:
+            return f"config: {field.name}: expected {expected}, got {got}"
     return None
 
 
-def _source(b: OpenCheckpoint, digests: dict[str, str]) -> tuple[int | None, list[str]]:
-    """How many of these B was made from, and those that it was not, if most are."""
+def _compare_with_source(
+    b: OpenCheckpoint, digests: dict[str, str]
+) -> tuple[int | None, list[str]]:
+    """Compares hashes with those of the source of store ``b``.
+
+    Returns:
+      Number of equal hashes and a finding for each other one, or ``(None, [])`` if ``b`` is not a
+      store or fewer than half are equal.
+    """
     if b.manifest is None:
         return None, []
     recorded = {n: e.hash for n, e in b.manifest.source.items() if n in digests}

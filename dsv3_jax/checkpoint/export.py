@@ -1,12 +1,11 @@
-"""From a store back to a Hugging Face directory: the very files it was made from, or new ones."""
+"""Export of a store as a Hugging Face directory: the source's exact files, or new ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +15,8 @@ import xxhash
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
 from dsv3_jax.checkpoint.check import check_tensors
-from dsv3_jax.checkpoint.formats import Forms, recode
-from dsv3_jax.checkpoint.manifest import NAME
+from dsv3_jax.checkpoint.formats import Recoding, recode
+from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
 from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import (
@@ -26,6 +25,7 @@ from dsv3_jax.checkpoint.safetensors_file import (
     header_of,
     parsed_header,
 )
+from dsv3_jax.checkpoint.shard_index import index_content, json_text, shard_name
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import (
     UNUSED_SUFFIXES,
@@ -34,155 +34,166 @@ from dsv3_jax.checkpoint.tensor_table import (
     copies,
     tensor_table,
 )
-from dsv3_jax.checkpoint.threads import Progress, in_threads
-from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_of
+from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
+from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.files import atomic_file, atomic_write
 from dsv3_jax.quantization import BlockQuantization
 
-To = Literal["fp8", "bf16"]
+Target = Literal["fp8", "bf16"]
 
 _SHARD_BYTES = 4_300_000_000
 
 
 class Shard(NamedTuple):
-    """A file to be."""
+    """A safetensors file that an export will write."""
 
     name: str
+    """File name."""
     header: bytes
+    """JSON header, without its length."""
     tensors: tuple[str, ...]
+    """Names of its tensors, in the order of their bytes."""
     bytes: int
-    """Behind the header."""
-    parts: Callable[[], Iterator[np.ndarray]]
-    """What fills it, in order."""
+    """Size of the data after the header."""
+    read: Callable[[], Iterator[np.ndarray]]
+    """Reads the data from the store, piece by piece."""
+
+
+class ExportPlan(NamedTuple):
+    """Files that an export will write."""
+
+    verbatim: bool
+    """Whether they are the exact files of the source."""
+    shards: list[Shard]
+    """Files with tensors."""
+    small_files: dict[str, bytes]
+    """Content of the other files, by name."""
+    identity: str
+    """XXH3 hash of the store's manifest."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(shard.bytes for shard in self.shards)
 
 
 def export(
     store: str | os.PathLike[str],
     directory: str | os.PathLike[str],
-    to: To | None = None,
+    to: Target | None = None,
     *,
     workers: int = 2,
     progress: Progress | None = None,
 ) -> ExportPlan:
-    """Writes a store as a Hugging Face directory, which transformers and others load.
+    """Writes a store as a Hugging Face directory, which transformers and other programs load.
 
-    Where the store kept every byte of its source and ``to`` asks for no other form, the files are
-    the source's own, byte for byte. Everything is written beside ``directory``, which appears when
-    it is whole; shards that an interrupted export finished are not written again. The store is only
-    read, and file names that it holds lead nowhere but into ``directory``.
+    If the store has every byte of its source, and ``to`` does not request another form, the files
+    are identical to those of the source. Files are written to a temporary directory, which is
+    renamed to ``directory`` when it is complete. An interrupted export keeps its finished shards
+    for the next one. The store is only read. File names in the store cannot lead out of
+    ``directory``.
 
     Args:
-      directory: must not exist.
-      to: float8 with block scales, or bfloat16. None: the store's own form; of integers bfloat16.
-      workers: shards that are written at once.
-      progress: is called with bytes that are written, from several threads.
+      directory: new directory. It must not exist.
+      to: float8 with block scales, or bfloat16. None keeps the form of the store, except that
+        integers become bfloat16.
+      workers: number of shards to write at once.
+      progress: called from several threads with numbers of written bytes.
 
     Returns:
-      What was written.
+      The plan that was carried out.
 
     Raises:
-      ValueError: no whole store, one that is damaged, a directory that exists or that another
-        process is writing, or a disk that is full or fails.
+      ValueError: the store is incomplete or damaged, the directory exists or another process is
+        writing it, or the disk is full or failed.
     """
-    out = Path(directory)
+    destination = Path(directory)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, got {workers}")
-    check_new(out)
-    if Path(store).resolve() in out.resolve().parents:
-        raise ValueError(f"{out}: expected a directory outside of the store {store}")
+    check_new(destination)
+    if Path(store).resolve() in destination.resolve().parents:
+        raise ValueError(f"{destination}: expected a directory outside of the store {store}")
     planned = plan_export(StoreReader(Path(store)), to)
-    tell = progress or (lambda count: None)
+    report = progress or ignore_progress
     try:
-        with new_directory(out, {"store": planned.identity, "to": to}) as partial:
-            in_threads(workers, lambda shard: _write(partial, shard, tell), planned.shards)
-            for name, content in planned.small.items():
+        with new_directory(destination, {"store": planned.identity, "to": to}) as partial:
+            run_in_threads(workers, lambda shard: _write(partial, shard, report), planned.shards)
+            for name, content in planned.small_files.items():
                 atomic_write(partial / name, content)
     except OSError as error:
-        raise ValueError(f"{os_error_message(error)}; {resume_hint(out)}") from None
+        raise ValueError(f"{os_error_message(error)}; {resume_hint(destination)}") from None
     return planned
 
 
 def resume_hint(directory: Path) -> str:
-    """What an export that was interrupted leaves behind, for its message; empty if nothing."""
-    partial = partial_of(directory)
+    """Returns the end of the error message of an interrupted export: what can be resumed."""
+    partial = partial_directory(directory)
     if not partial.is_dir():
         return "nothing was written"
     return f"finished shards are kept in {partial}; the same command continues with them"
 
 
-class ExportPlan(NamedTuple):
-    """What an export will write."""
+def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
+    """Plans the export of a store. Reads its headers and small files, but no values.
 
-    verbatim: bool
-    shards: list[Shard]
-    small: dict[str, bytes]
-    """The other files."""
-    identity: str
-    """Of the store."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
-
-
-def plan_export(reader: StoreReader, to: To | None) -> ExportPlan:
-    """
     Raises:
-      ValueError: an unknown ``to``, a kept file or a tensor that is missing or damaged, or names
-        that a store's conversion would not have written.
+      ValueError: ``to`` is unknown, a small file or a tensor is missing or damaged, or a name is
+        not one that a conversion writes.
     """
     if to is not None:
         check_choice("to", to, ("fp8", "bf16"))
     manifest, folder = reader.manifest, reader.source
-    found = sidecar.hashes(reader.directory)
-    if bad := sorted(n for n in {*found, *manifest.kept} if found.get(n) != manifest.kept.get(n)):
+    hashes = sidecar.hashes(reader.directory)
+    if bad := sorted(n for n in {*hashes, *manifest.kept} if hashes.get(n) != manifest.kept.get(n)):
         raise ValueError(f"{folder / bad[0]}: missing, unknown or damaged")
     names = [n for n in manifest.kept if "/" not in n and n != sidecar.UNUSED]
     if clash := sorted(set(names) & set(manifest.files)):
         raise ValueError(f"{reader.directory / NAME}: {clash[0]} is both a kept file and a shard")
-    small = {name: (folder / name).read_bytes() for name in names}
+    small_files = {name: (folder / name).read_bytes() for name in names}
     identity = xxhash.xxh3_128_hexdigest((reader.directory / NAME).read_bytes())
     form = "fp8" if isinstance(reader.config.quantization, BlockQuantization) else "bf16"
-    if to in (None, form) and _keeps_every_byte(reader):
-        return ExportPlan(True, _original_shards(reader), small, identity)
+    if to in (None, form) and _has_all_source_bytes(reader):
+        return ExportPlan(True, _source_shards(reader), small_files, identity)
     check_tensors(reader.config, reader)
     config = _target_config(reader, to or form)
     shards = _new_shards(reader, config)
-    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
-    size = sum(shard.bytes for shard in shards)
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    small[INDEX] = _json(index)
-    small["config.json"] = _json(_hf_config(manifest.config, config))
-    return ExportPlan(False, shards, small, identity)
+    index = index_content(
+        {shard.name: shard.tensors for shard in shards}, sum(shard.bytes for shard in shards)
+    )
+    small_files[INDEX] = json_text(index).encode()
+    small_files["config.json"] = json_text(_hf_config(manifest.config, config)).encode()
+    return ExportPlan(False, shards, small_files, identity)
 
 
-def _keeps_every_byte(reader: StoreReader) -> bool:
-    held, repeats = reader.manifest.tensors, copies(reader.config)
+def _has_all_source_bytes(reader: StoreReader) -> bool:
+    """Returns whether every tensor of the source is in the store with the same bytes."""
+    originals = copies(reader.config)
     return all(
         name.endswith(UNUSED_SUFFIXES)
-        or (
-            ((kept := held.get(repeats.get(name, name))) is not None)
-            and (kept.dtype, kept.shape, kept.hash) == (tensor.dtype, tensor.shape, tensor.hash)
-        )
-        for name, tensor in reader.manifest.source.items()
+        or _is_same(reader.manifest.tensors.get(originals.get(name, name)), source)
+        for name, source in reader.manifest.source.items()
     )
 
 
-# ---- the source's own files ----------------------------------------------------------------------
+def _is_same(stored: TensorRecord | None, source: TensorRecord) -> bool:
+    return stored is not None and stored[:3] == source[:3]  # dtype, shape and hash
 
 
-def _original_shards(reader: StoreReader) -> list[Shard]:
-    repeats, wanted = copies(reader.config), reader.manifest.source
+# ---- the exact files of the source ---------------------------------------------------------------
+
+
+def _source_shards(reader: StoreReader) -> list[Shard]:
+    originals, records = copies(reader.config), reader.manifest.source
     unused: Arrays = {}
     if (path := reader.source / sidecar.UNUSED).is_file():
         unused = SafetensorsFile(path)
 
-    def parts(names: tuple[str, ...]) -> Iterator[np.ndarray]:
+    def read(names: tuple[str, ...]) -> Iterator[np.ndarray]:
         for name in names:
-            array = unused[name] if name in unused else reader[repeats.get(name, name)]
-            yield from _checked(name, array, wanted[name].hash)
+            array = unused[name] if name in unused else reader[originals.get(name, name)]
+            yield from _verified_pieces(name, array, records[name].hash)
 
     shards = []
     for name, file in reader.manifest.files.items():
@@ -191,13 +202,8 @@ def _original_shards(reader: StoreReader) -> list[Shard]:
         entries = parsed_header(path, header)
         tensors = tuple(sorted(entries, key=lambda name: entries[name]["data_offsets"]))
         for tensor in tensors:
-            is_unused = tensor in unused
-            held = wanted.get(tensor)
-            if (
-                held is None
-                or not (is_unused or repeats.get(tensor, tensor) in reader)
-                or (entries[tensor]["dtype"], entries[tensor]["shape"]) != (held.dtype, held.shape)
-            ):
+            is_stored = tensor in unused or originals.get(tensor, tensor) in reader
+            if not is_stored or not _matches(entries[tensor], records.get(tensor)):
                 raise ValueError(f"{path}: {tensor}: not the tensor that the manifest has")
         size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if file.bytes != 8 + len(header) + size:
@@ -205,25 +211,32 @@ def _original_shards(reader: StoreReader) -> list[Shard]:
                 f"{path}: expected a header of {file.bytes:,} bytes in all, as the manifest has, "
                 f"got one of {8 + len(header) + size:,}"
             )
-        shards.append(Shard(name, header, tensors, size, functools.partial(parts, tensors)))
+        shards.append(Shard(name, header, tensors, size, functools.partial(read, tensors)))
     return shards
 
 
-def _checked(name: str, array: LazyArray, wanted: str, multiple: int = 128) -> Iterator[np.ndarray]:
-    """The array in pieces; fails behind the last if they are not what was once converted."""
+def _matches(entry: Mapping[str, Any], record: TensorRecord | None) -> bool:
+    """Returns whether an entry of a header has the dtype and shape in the manifest."""
+    return record is not None and (entry["dtype"], entry["shape"]) == (record.dtype, record.shape)
+
+
+def _verified_pieces(
+    name: str, array: LazyArray, expected: str, multiple: int = 128
+) -> Iterator[np.ndarray]:
+    """Yields an array in pieces. Raises ValueError at the end if their hash is not ``expected``."""
     hasher = xxhash.xxh3_128()
     for rows in pieces(array.shape, multiple):
-        part = array[rows] if array.shape else array[...]
-        hasher.update(as_bytes(part))
-        yield part
-    if hasher.hexdigest() != wanted:
-        raise ValueError(f"{name}: the store is damaged; expected the hash {wanted}")
+        piece = array[rows] if array.shape else array[...]
+        hasher.update(as_bytes(piece))
+        yield piece
+    if hasher.hexdigest() != expected:
+        raise ValueError(f"{name}: the store is damaged; expected the hash {expected}")
 
 
-# ---- files in another form -----------------------------------------------------------------------
+# ---- new files -----------------------------------------------------------------------------------
 
 
-def _target_config(reader: StoreReader, to: To) -> ModelConfig:
+def _target_config(reader: StoreReader, to: Target) -> ModelConfig:
     quantization = None
     if to == "fp8":
         quantization = ModelConfig.from_hf(reader.manifest.config).quantization
@@ -232,88 +245,92 @@ def _target_config(reader: StoreReader, to: To) -> ModelConfig:
 
 
 def _hf_config(published: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The source's config.json, but for the form of the weights."""
-    out = {k: v for k, v in published.items() if k not in ("quantization_config", "dtype")}
+    """Returns the source's config.json with the dtype and quantization of ``config``."""
+    content = {k: v for k, v in published.items() if k not in ("quantization_config", "dtype")}
     if config.quantization is not None:
-        out["quantization_config"] = config.to_hf()["quantization_config"]
-    return out | {"torch_dtype": config.dtype}
+        content["quantization_config"] = config.to_hf()["quantization_config"]
+    return content | {"torch_dtype": config.dtype}
 
 
 def _new_shards(reader: StoreReader, config: ModelConfig) -> list[Shard]:
-    """Tensors in the order data flows, a new file when one is full; scales with their weights."""
-    table, repeats = tensor_table(config), copies(config)
+    """Distributes the tensors over files in the order data flows, and keeps scales with weights."""
+    table, originals = tensor_table(config), copies(config)
     suffix = config.quantization.scale_suffix if config.quantization is not None else "."
     groups: list[Table] = [{}]
     for name, spec in table.items():
-        if name in repeats and name not in reader.manifest.source:
+        if name in originals and name not in reader.manifest.source:
             continue
-        full = sum(s.nbytes for s in groups[-1].values()) + spec.nbytes > _SHARD_BYTES
-        if full and groups[-1] and not name.endswith(suffix):
+        is_full = sum(s.nbytes for s in groups[-1].values()) + spec.nbytes > _SHARD_BYTES
+        if is_full and groups[-1] and not name.endswith(suffix):
             groups.append({})
         groups[-1][name] = spec
 
-    def parts(group: Table) -> Iterator[np.ndarray]:
+    def read(group: Table) -> Iterator[np.ndarray]:
         for name in group:
             if not name.endswith(suffix):
-                scaled = name + suffix in group
-                yield from _recoded(reader, repeats.get(name, name), config, group[name], scaled)
+                quantized = name + suffix in group
+                original = originals.get(name, name)
+                yield from _recoded(reader, original, config, group[name], quantized)
 
     return [
         Shard(
-            f"model-{i:05d}-of-{len(groups):05d}.safetensors",
+            shard_name(number, len(groups)),
             header_of(group),
             tuple(group),
             sum(spec.nbytes for spec in group.values()),
-            functools.partial(parts, group),
+            functools.partial(read, group),
         )
-        for i, group in enumerate(groups, 1)
+        for number, group in enumerate(groups, 1)
     ]
 
 
 def _recoded(
-    reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, scaled: bool
+    reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, quantized: bool
 ) -> Iterator[np.ndarray]:
-    """The tensor in pieces, then its scales if the form has some."""
-    held, tensors = reader.config.quantization, reader.manifest.tensors
-    scale_name = "" if held is None else name + held.scale_suffix
-    if scaled and scale_name in reader and held == config.quantization:
+    """Yields a tensor of the store in the target's form, in pieces, followed by its scales.
+
+    Args:
+      spec: shape and storage type of the result.
+      quantized: whether the result is quantized.
+    """
+    stored_form, records = reader.config.quantization, reader.manifest.tensors
+    scale_name = "" if stored_form is None else name + stored_form.scale_suffix
+    if quantized and scale_name in reader and stored_form == config.quantization:
         for key in (name, scale_name):
-            yield from _checked(key, reader[key], tensors[key].hash)
+            yield from _verified_pieces(key, reader[key], records[key].hash)
         return
-    scales = None
+    scale = None
     if scale_name in reader:
-        scale = reader[scale_name]
-        scales = np.concatenate([*_checked(scale_name, scale, tensors[scale_name].hash)])
-    forms = Forms(held, config.quantization if scaled else None, NUMPY[spec.dtype])
-    first, made = 0, []
-    for values in _checked(name, reader[name], tensors[name].hash, forms.rows):
-        part, new = recode(values, scales, first, forms)
+        hash = records[scale_name].hash
+        scale = np.concatenate([*_verified_pieces(scale_name, reader[scale_name], hash)])
+    recoding = Recoding(stored_form, config.quantization if quantized else None, NUMPY[spec.dtype])
+    first, new_scales = 0, []
+    hash = records[name].hash
+    for values in _verified_pieces(name, reader[name], hash, recoding.row_multiple):
+        piece, new_scale = recode(values, scale, first, recoding)
         first += len(values) if values.shape else 1
-        made += [] if new is None else [new]
-        yield part
-    yield from made
+        new_scales += [] if new_scale is None else [new_scale]
+        yield piece
+    yield from new_scales
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 
 def _write(directory: Path, shard: Shard, progress: Progress) -> None:
+    """Writes a shard, unless an earlier export has finished it."""
     path = directory / shard.name
     if path.is_file():
         progress(shard.bytes)
         return
     with atomic_file(path) as file:
         file.write(len(shard.header).to_bytes(8, "little") + shard.header)
-        for part in shard.parts():
-            file.write(as_bytes(part))
-            progress(part.nbytes)
+        for piece in shard.read():
+            file.write(as_bytes(piece))
+            progress(piece.nbytes)
         written = file.tell() - 8 - len(shard.header)
         if written != shard.bytes:
             raise ValueError(
                 f"{shard.name}: the store is damaged: expected {shard.bytes:,} bytes of tensors, "
                 f"got {written:,}"
             )
-
-
-def _json(content: object) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

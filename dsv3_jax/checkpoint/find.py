@@ -1,4 +1,4 @@
-"""From a name to a directory: a path, ``"demo"``, or a Hub name. Imports no JAX."""
+"""Directories of checkpoints, from a path, ``"demo"`` or a Hub name. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsv3_jax.config import ModelConfig
 
 DEMO = Path(__file__).parents[1] / "demo"
 
-_HUB_FILES = ["*.json", "*.jinja"]  # small ones: what the checkpoint is, and its tokenizer
+_HUB_FILES = ["*.json", "*.jinja"]  # config, index and tokenizer, without weights
 
-# Names that a misspelt one may have meant.
+# Names to suggest for a misspelt one.
 _PUBLISHED = (
     *("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3-0324"),
     *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/DeepSeek-V2"),
@@ -32,27 +32,33 @@ _PUBLISHED = (
 
 
 def find(path_or_name: str | os.PathLike[str]) -> Path:
-    """The local directory behind a path, ``"demo"`` or a Hub name; downloads if need be.
+    """Returns the local directory of a checkpoint, and downloads it if necessary.
+
+    Args:
+      path_or_name: directory, ``"demo"``, or Hub name.
 
     Raises:
-      ValueError: no such directory or name, or a directory of another kind, such as a training
-        run's; a download that failed.
+      ValueError: there is no such directory or name, the directory is of another kind, such as a
+        training run, or the download failed.
     """
-    return _local(path_or_name) or _published(os.fspath(path_or_name), weights=True)
+    return _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=True)
 
 
 def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
-    """The directory with a checkpoint's config.json and tokenizer: of a store, what it keeps.
-    Under a Hub name no weights are downloaded."""
-    directory = _local(path_or_name) or _published(os.fspath(path_or_name), weights=False)
+    """Returns the directory with a checkpoint's config.json and tokenizer.
+
+    In a store this is the subdirectory with the source's small files. For a Hub name, no weights
+    are downloaded.
+    """
+    directory = _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=False)
     if not is_store(directory):
         return directory
-    manifest.read(directory)  # refuses a store that is not whole
+    manifest.read(directory)  # refuses an incomplete store
     return directory / FOLDER
 
 
 def _local(path_or_name: str | os.PathLike[str]) -> Path | None:
-    """The directory of that name; None where it may be a Hub name."""
+    """Returns the local directory of that name, or None if it may be a Hub name."""
     if path_or_name == "demo":
         return DEMO
     expected = "model: expected 'demo', a directory, or a Hub name"
@@ -65,24 +71,24 @@ def _local(path_or_name: str | os.PathLike[str]) -> Path | None:
         return Path(name)
     if os.path.exists(name):
         raise ValueError(f"{expected}; got the file {name!r}")
-    if not _may_be_published(name):
-        raise ValueError(f"{expected}; got {name!r}{_nearest(name)}")
+    if not _may_be_hub_name(name):
+        raise ValueError(f"{expected}; got {name!r}{_suggestion(name)}")
     return None
 
 
-def _may_be_published(name: str) -> bool:
+def _may_be_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
-def _published(name: str, *, weights: bool) -> Path:
+def _downloaded(name: str, *, weights: bool) -> Path:
     directory = _download(name, _HUB_FILES)
-    # Before gigabytes come: a model of another kind is refused here.
+    # Refuses an unsupported model before gigabytes are downloaded.
     ModelConfig.from_hf(directory)
-    return _download(name, [*_HUB_FILES, *_shards(directory)]) if weights else directory
+    return _download(name, [*_HUB_FILES, *_weight_patterns(directory)]) if weights else directory
 
 
-def _nearest(name: str) -> str:
-    """``"; did you mean X?"`` with the most similar model or directory; empty if none is."""
+def _suggestion(name: str) -> str:
+    """Returns ``"; did you mean X?"`` with the most similar model or directory, or ``""``."""
     if name in _PUBLISHED:
         return ""
     folder, last = os.path.split(name)
@@ -91,8 +97,8 @@ def _nearest(name: str) -> str:
     names |= {each.rpartition("/")[2].lower(): each for each in _PUBLISHED}
     if os.path.isdir(folder or "."):
         with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
-            beside = [entry.name for entry in entries if entry.is_dir()]
-            close = difflib.get_close_matches(last, beside, n=1, cutoff=0.7)
+            siblings = [entry.name for entry in entries if entry.is_dir()]
+            close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
             if close:
                 return f"; did you mean {os.path.join(folder, close[0])}?"
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.7)
@@ -100,23 +106,23 @@ def _nearest(name: str) -> str:
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    import huggingface_hub  # half a second that a local directory need not wait for
+    import huggingface_hub  # takes half a second, which local directories do not need
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the library's errors have no base of their own
+    except Exception as error:  # the library's errors have no common base class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model {name!r}: no such directory, and not to be had from the Hub: {reason}"
-            f"{_nearest(name)}"
+            f"model {name!r}: no such directory, and not available from the Hub: {reason}"
+            f"{_suggestion(name)}"
         ) from None
 
 
-def _shards(directory: Path) -> list[str]:
-    """Patterns of the files that the index names, or of the one without an index.
+def _weight_patterns(directory: Path) -> list[str]:
+    """Returns patterns of the files in the index, or of the single file without an index.
 
     Raises:
-      ValueError: the index is damaged, or names something else than a file beside it.
+      ValueError: the index is damaged, or contains a value that is not a plain file name.
     """
     if not (index := directory / INDEX).is_file():
         return [SINGLE]

@@ -1,7 +1,8 @@
-"""Matrices between their stored forms, in NumPy, a piece at a time.
+"""Quantization and dequantization of matrices in NumPy.
 
-Float8 with block scales, integers with a scale a row or a group, and plain floats. Values are exact
-products of integer or float8 and scale, rounded once to the dtype asked for.
+Stored forms are float8 with block scales, integers with one scale per row or group, and plain
+floats. A dequantized value is the exact product of the stored number and its scale, rounded once to
+the requested dtype.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 
+from dsv3_jax.checkpoint.arrays import columns_per_element
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 _FLOAT8 = np.dtype(float8_e4m3fn)
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float64)
 _FLOAT8_MAX = 448.0
 _SMALLEST_AMAX = 1e-4  # as in DeepSeek's act_quant
-_TILE_ROWS = 64  # rows that are worked on at once: their temporaries stay in the CPU's cache
+_TILE_ROWS = 64  # processed at once, so that temporaries stay in the CPU's cache
 
 
 def dequantize(
@@ -29,12 +31,12 @@ def dequantize(
     dtype: np.dtype,
     offset: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """``values * scale`` block by block, in ``dtype``, each product rounded once.
+    """Returns ``values * scale`` in ``dtype``, with each product rounded once.
 
     Args:
-      values: [N, K] float8 or int8, or uint8 [N, K/2] with packed int4: a matrix or a part of one.
-      scale: of all blocks that ``values`` touches.
-      block: rows and columns under one scale.
+      values: matrix or part of one: float8 or int8 [N, K], or packed int4 as uint8 [N, K/2].
+      scale: scales of all blocks that ``values`` overlaps.
+      block: rows and columns per scale.
       offset: row and column of ``values[0, 0]`` within the first of these blocks.
     """
     if values.dtype == np.uint8:
@@ -53,85 +55,90 @@ def dequantize(
     return out
 
 
+class Recoding(NamedTuple):
+    """Conversion of a tensor from one stored form to another."""
+
+    source: Quantization | None
+    """Quantization of the source. None for plain floats."""
+    target: Quantization | None
+    """Quantization of the result. None for plain floats."""
+    dtype: np.dtype
+    """Dtype of a result that is not quantized."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Number of rows to recode at once: at least 128, and whole blocks of both forms."""
+        blocks = [q.block_shape(1)[0] for q in (self.source, self.target) if q is not None]
+        rows = math.lcm(*blocks)
+        return rows * max(1, 128 // rows)
+
+
+Observer = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+"""Receives float32 values, the quantized values, and their scales."""
+
+
 def recode(
     values: np.ndarray,
     scale: np.ndarray | None,
     first: int,
-    forms: Forms,
-    note: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None,
+    recoding: Recoding,
+    observe: Observer | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows of a matrix, or all of anything else, from one form to another.
+    """Converts rows of a matrix, or a whole tensor of another rank, to another stored form.
 
-    A few rows at a time, so that their float32 values stay in the CPU's cache.
+    It processes few rows at a time, so that their float32 values stay in the CPU's cache.
 
     Args:
-      scale: of the whole matrix, where it is quantized.
-      first: the number of the first row; at the beginning of a block of either form.
-      note: is told of dense values, of what they became, and of their new scales.
+      scale: scales of the whole matrix, or None if the source is not quantized.
+      first: index of the first row. It must begin a block of both forms.
+      observe: called with each quantized part of the matrix.
 
     Returns:
-      Values and scales in the new form; no scales where it is not quantized.
+      Values and scales in the new form. The scales are None if it is not quantized.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is not finite, and found
-        return _recoded(values, scale, first, forms, note)
+    with np.errstate(over="ignore", invalid="ignore"):  # callers check the result for infinity
+        return _recoded(values, scale, first, recoding, observe)
 
 
 def _recoded(
     values: np.ndarray,
     scale: np.ndarray | None,
     first: int,
-    forms: Forms,
-    note: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None,
+    recoding: Recoding,
+    observe: Observer | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    source, target, dtype = forms
+    source, target, dtype = recoding
     if not values.shape:
         return values.astype(dtype, copy=False), None
     stored, scales = [], []
-    for begin in range(0, len(values), forms.rows):
-        tile = values[begin : begin + forms.rows]
+    for begin in range(0, len(values), recoding.row_multiple):
+        tile = values[begin : begin + recoding.row_multiple]
         if scale is not None and source is not None:
-            columns = tile.shape[1] * (2 if tile.dtype == np.uint8 else 1)
-            N, K = source.block_shape(columns)
-            at = first + begin
-            part = scale[at // N : -(-(at + len(tile)) // N)]
-            wanted = np.dtype(np.float32) if target is not None else dtype
-            tile = dequantize(tile, part, (N, K), wanted, (at % N, 0))
+            N, K = source.block_shape(tile.shape[1] * columns_per_element(tile.dtype))
+            row = first + begin
+            tile_scale = scale[row // N : -(-(row + len(tile)) // N)]
+            dense_dtype = np.dtype(np.float32) if target is not None else dtype
+            tile = dequantize(tile, tile_scale, (N, K), dense_dtype, (row % N, 0))
         if target is None:
             stored.append(tile.astype(dtype, copy=False))
             continue
         dense = tile.astype(np.float32, copy=False)
-        quantized, made = quantize(dense, target)
-        if note is not None:
-            note(dense, quantized, made)
+        quantized, new_scale = quantize(dense, target)
+        if observe is not None:
+            observe(dense, quantized, new_scale)
         stored.append(quantized)
-        scales.append(made)
-    return _joined(stored), _joined(scales) if scales else None
+        scales.append(new_scale)
+    return _concatenated(stored), _concatenated(scales) if scales else None
 
 
-class Forms(NamedTuple):
-    """From what form a tensor goes to what."""
-
-    source: Quantization | None
-    target: Quantization | None
-    dtype: np.dtype
-    """Of the result, where it is not quantized."""
-
-    @property
-    def rows(self) -> int:
-        """That make whole blocks of both forms, and enough to be worth a step."""
-        blocks = [q.block_shape(1)[0] for q in (self.source, self.target) if q is not None]
-        rows = math.lcm(*blocks)
-        return rows * max(1, 128 // rows)
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _dequantize_float8(
     codes: np.ndarray, scale: np.ndarray, rows: np.ndarray, columns: np.ndarray, out: np.ndarray
 ) -> None:
-    """By table: a row of blocks knows 256 values a block."""
+    """Fills ``out`` by table look-up. Each row of blocks has a table of 256 values per block."""
     first_entry = (columns * 256).astype(np.int32)
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True):
@@ -143,7 +150,7 @@ def _dequantize_float8(
 
 
 def _rounded(exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float64 rounded to nearest even, once: ml_dtypes goes to bfloat16 through float32."""
+    """Rounds float64 to nearest even, once. ml_dtypes rounds to bfloat16 by way of float32."""
     if dtype != bfloat16:
         return exact.astype(dtype)
     _, exponent = np.frexp(exact)
@@ -153,11 +160,13 @@ def _rounded(exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def quantize(weight: np.ndarray, quantization: Quantization) -> tuple[np.ndarray, np.ndarray]:
-    """Whole blocks of a float matrix: stored values and float32 scales.
+    """Quantizes whole blocks of a float matrix. Returns the stored values and float32 scales.
 
-    Integers: ``scale = amax / 127`` a row, or ``max(max / 7, -min / 8)`` a group, which uses the
-    whole range. Float8: ``max(amax, 1e-4) / 448`` a block, rounded up to a power of two under
-    ue8m0. Values are ``weight / scale``, rounded to nearest even.
+    * int8: ``scale = amax / 127`` per row or group.
+    * int4: ``scale = max(max / 7, -min / 8)`` per row or group, which uses the whole range.
+    * float8: ``scale = max(amax, 1e-4) / 448`` per block, rounded up to a power of two for ue8m0.
+
+    Values are ``weight / scale``, rounded to nearest even.
     """
     if isinstance(quantization, BlockQuantization):
         return _quantize_float8(weight, quantization)
@@ -205,7 +214,7 @@ def _quantize_integer(
         else:
             least, most = -8, 7
             scale = np.maximum(high / np.float32(7), low / np.float32(-8))
-        scale[scale < np.finfo(np.float32).tiny] = 1  # zeros, or what devices take for zeros
+        scale[scale < np.finfo(np.float32).tiny] = 1  # zero, or flushed to zero
         scales[tile] = scale
         rows /= scale.repeat(bk, axis=1)[:, :K]
         np.clip(np.rint(rows, out=rows), least, most, out=rows)
@@ -214,13 +223,13 @@ def _quantize_integer(
 
 
 def pack_int4(values: np.ndarray) -> np.ndarray:
-    """int8 in -8..7, [..., K] to uint8 [..., K/2]: the even column in the low half."""
+    """Packs int8 [..., K] of -8..7 into uint8 [..., K/2]; even columns take the low half."""
     nibbles = values.view(np.uint8)
     return (nibbles[..., ::2] & 15) | (nibbles[..., 1::2] << 4)
 
 
 def unpack_int4(packed: np.ndarray) -> np.ndarray:
-    """uint8 [..., K/2] to int8 [..., K]; inverse of :func:`pack_int4`."""
+    """Unpacks uint8 [..., K/2] to int8 [..., K]. Inverse of :func:`pack_int4`."""
     signed = packed.view(np.int8)
     pairs = np.stack([np.left_shift(signed, 4) >> 4, signed >> 4], axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1)

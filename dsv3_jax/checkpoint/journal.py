@@ -1,8 +1,12 @@
-"""What an unfinished conversion has done so far: ``journal.jsonl`` in the store.
+"""The journal of an unfinished conversion: ``journal.jsonl`` in the store.
 
-The first line says what is converted from what. Then a line each: ``{"unit": ...}`` for a unit of
-work whose blocks are written and read back, ``{"undo": ...}`` for one that was found spoiled later.
-A process that dies leaves at most one torn line, which does not count.
+The first line records the source and the target. Each further line is one of:
+
+* ``{"unit": ...}``: a unit of work is written and has been read back;
+* ``{"undo": ...}``: such a unit was later found damaged or missing;
+* ``{"stats": ...}``: the source's files were touched, and still have the same content.
+
+A killed process leaves at most one torn line at the end, which is ignored.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ from dsv3_jax.files import is_at, lock_file, naming
 
 NAME = "journal.jsonl"
 
+JournalLine = dict[str, Any]
+"""One parsed line of the journal."""
+
 _SUMS = ("tensors", "error", "weight", "largest", "largest_weight")
 
 
-class Journal:
-    """The lines of the file, and the only process that may add to them. A context.
+class ConversionJournal:
+    """The journal, locked against other processes. Use it as a context manager.
 
     Raises:
-      ValueError: another process is at work on the store, or a line is whole and yet none that a
-        conversion writes.
+      ValueError: another process is converting into the store, or a complete line is not one that
+        a conversion writes.
     """
 
     def __init__(self, directory: Path):
@@ -35,58 +42,63 @@ class Journal:
         self._file = self.path.open("a+b")
         try:
             lock_file(self._file, busy)
-            if not is_at(self._file, self.path):  # its process has just ended and removed it
+            if not is_at(self._file, self.path):  # its owner has just ended and removed it
                 raise ValueError(busy)
             self._file.seek(0)
-            self.lines, good = _parsed(self._file.read())
+            self.lines, length = _parse(self._file.read())
             for number, line in enumerate(self.lines):
-                if not _is_written_by_us(line, first=number == 0):
+                if not _is_valid(line, first=number == 0):
                     raise self.damaged(line)
-            self._file.truncate(good)
+            self._file.truncate(length)
         except BaseException:
             self._file.close()
             raise
         self._lock = threading.Lock()
-        self.done: dict[str, Any] = {}
-        """Lines of the units that are done, by name."""
+        self.done: dict[str, JournalLine] = {}
+        """Lines of the completed units, by the key of the unit."""
         for line in self.lines:
-            self._note(line)
+            self._update_done(line)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> ConversionJournal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was said at the time
+        with contextlib.suppress(OSError):  # a failed write was reported when it happened
             self._file.close()
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: JournalLine) -> None:
+        """Appends a line. Safe to call from any thread."""
         text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         with self._lock:
             with naming(self.path):
                 self._file.write(text)
                 self._file.flush()
             self.lines.append(line)
-            self._note(line)
+            self._update_done(line)
 
-    def damaged(self, line: dict[str, Any]) -> ValueError:
-        """The error for one of the lines."""
+    def remove(self) -> None:
+        """Deletes the file."""
+        os.unlink(self.path)
+
+    def damaged(self, line: JournalLine) -> ValueError:
+        """Returns the error for a line that no conversion writes."""
         return ValueError(
             f"{self.path}, line {self.lines.index(line) + 1}: expected what a conversion writes, "
             f"got {json.dumps(line)[:80]}; begin again with a new directory"
         )
 
-    def _note(self, line: dict[str, Any]) -> None:
+    def _update_done(self, line: JournalLine) -> None:
         if "unit" in line:
             self.done[line["unit"]] = line
         self.done.pop(line.get("undo", ""), None)
 
-    def remove(self) -> None:
-        os.unlink(self.path)
 
+def _parse(content: bytes) -> tuple[list[JournalLine], int]:
+    """Parses up to the first torn line. Returns the lines and their length in bytes.
 
-def _parsed(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Lines up to the first that is torn, and their length: what they say follows is done again."""
-    lines, good = [], 0
+    Units recorded after a torn line are converted again.
+    """
+    lines, length = [], 0
     for line in content.splitlines(keepends=True):
         try:
             parsed = json.loads(line) if line.endswith(b"\n") else None
@@ -95,12 +107,12 @@ def _parsed(content: bytes) -> tuple[list[dict[str, Any]], int]:
         if not isinstance(parsed, dict):
             break
         lines.append(parsed)
-        good += len(line)
-    return lines, good
+        length += len(line)
+    return lines, length
 
 
-def _is_written_by_us(line: dict[str, Any], *, first: bool) -> bool:
-    """Whether a line has the keys and types of one that a conversion writes."""
+def _is_valid(line: JournalLine, *, first: bool) -> bool:
+    """Returns whether a line has the keys and types that a conversion writes."""
     if first:
         files, dicts = line.get("files"), (line.get("config"), line.get("stats"))
         return (
@@ -112,25 +124,25 @@ def _is_written_by_us(line: dict[str, Any], *, first: bool) -> bool:
     if "unit" in line:
         return (
             isinstance(line["unit"], str)
-            and _is_hashes(line.get("source"))
-            and _is_hashes(line.get("stored"))
-            and ("error" not in line or _is_error(line["error"]))
+            and _are_hashes(line.get("source"))
+            and _are_hashes(line.get("stored"))
+            and ("error" not in line or _are_error_sums(line["error"]))
         )
     if "undo" in line:
         return isinstance(line["undo"], str)
     return isinstance(line.get("stats"), dict)
 
 
-def _is_hashes(value: Any) -> bool:
+def _are_hashes(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
-def _is_error(sums: Any) -> bool:
-    if not isinstance(sums, dict) or not isinstance(sums.get("kind"), str):
+def _are_error_sums(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         return False
-    return all(map(_is_sum, map(sums.get, _SUMS)))
+    return all(map(_is_sum, map(value.get, _SUMS)))
 
 
 def _is_sum(value: Any) -> bool:
-    right = isinstance(value, float) or (isinstance(value, int) and value < 2**63)
-    return right and value >= 0
+    is_number = isinstance(value, float) or (isinstance(value, int) and value < 2**63)
+    return is_number and value >= 0

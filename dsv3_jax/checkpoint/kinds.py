@@ -1,4 +1,4 @@
-"""Kinds of directories that people pass to a command, and the command for each."""
+"""Kinds of directories that users pass to commands, and the command that accepts each."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import os
 from pathlib import Path
 
 from dsv3_jax.checkpoint import journal
-from dsv3_jax.checkpoint.unfinished import MARK
+from dsv3_jax.checkpoint.unfinished import MARKER
 
 MANIFEST = "manifest.json"
-"""Its presence marks a store as whole."""
+"""File whose presence marks a store as complete."""
 
-_RUN = "run.json"  # of a training run, whose package this one does not import
+_RUN = "run.json"  # of a training run, whose package must not be imported here
 
 
 def is_store(directory: Path) -> bool:
-    """Whether a conversion made the directory, be it whole or not."""
+    """Returns whether a directory is a store, complete or unfinished."""
     return any((directory / name).is_file() for name in (MANIFEST, journal.NAME))
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """False for directories that hold no weights which a model loads: those of training runs, and
-    exports that are not whole."""
-    return is_store(directory) or not any((directory / name).is_file() for name in (MARK, _RUN))
+    """Returns False for directories without loadable weights: training runs and unfinished exports.
+
+    Any other directory may be a checkpoint.
+    """
+    return is_store(directory) or not any((directory / name).is_file() for name in (MARKER, _RUN))
 
 
 def describe(path: Path) -> str:
-    """What there is at ``path``, with the command that takes it; for error messages."""
+    """Returns a description of ``path`` for error messages, with the command that accepts it."""
     if not path.exists():
         return "a symbolic link to nothing" if path.is_symlink() else "no such directory"
     if not path.is_dir():
@@ -34,7 +36,7 @@ def describe(path: Path) -> str:
     kinds = {
         MANIFEST: "a store (dsv3 export writes it as a Hugging Face directory)",
         journal.NAME: "an unfinished conversion (dsv3 convert --resume continues it)",
-        MARK: "an unfinished export (the same dsv3 export command continues it)",
+        MARKER: "an unfinished export (the same dsv3 export command continues it)",
         _RUN: "a training run (dsv3 export writes its model as a Hugging Face directory)",
         "config.json": "a Hugging Face directory (dsv3 convert makes a store of it)",
     }

@@ -1,4 +1,4 @@
-"""From a name to a model: the directory behind it, its config, its weights, its tokenizer."""
+"""Loading a model and its tokenizer from a directory, a store, or a Hub name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import with_layers_present
+from dsv3_jax.checkpoint.check import without_absent_mtp_layers
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.messages import os_error_message
@@ -28,6 +28,7 @@ from dsv3_jax.quantization import IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 
+# Description of the weights in a checkpoint, by the value of ``quantization`` that keeps them.
 _WEIGHTS = {
     "fp8": "float8 weights",
     "int8": "int8 weights",
@@ -53,31 +54,32 @@ def load(
     Args:
       path_or_name: ``"demo"`` (a small trained model in this package), a directory with config.json
         and safetensors files, a converted store, or a Hub name such as
-        ``"deepseek-ai/DeepSeek-V3"``, which is looked up in the Hub's local cache and else
-        downloaded.
-      dtype: of weights and activations. Default bfloat16, on a CPU float32: CPUs emulate bfloat16.
-      quantization: keeps weights that are stored in this form, float8 as published or a store's
-        integers, and dequantises at use. None dequantises to ``dtype`` while loading: the exact
-        product of value and scale, rounded once.
-      activations: ``"float8"`` rounds the rows of products with float8 weights to float8 as well,
-        where they are many: prompts and large batches. DeepSeek's own inference does. None rounds
-        nothing.
-      mtp: also load the multi-token prediction layers, where the checkpoint has them.
-      mesh: spreads the model over its devices, each of which reads its own part alone.
-      rules: what each axis of ``mesh`` splits. Default :data:`sharding.DEFAULT_RULES`.
-      layout: a mesh, rules, and how tokens reach their experts, in one: the name of one over all
-        devices, such as ``"dp_attention_ep"``, or a :class:`sharding.Layout`.
-      placement: where experts stand, some of them in several places: see
-        :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`. By default one place each.
+        ``"deepseek-ai/DeepSeek-V3"``, which is downloaded unless the Hub's local cache has it.
+      dtype: dtype of weights and activations. The default is bfloat16, but float32 on CPUs, which
+        only emulate bfloat16.
+      quantization: keeps weights in this stored form, and dequantizes them when they are used: the
+        published float8, or the integers of a store. None dequantizes to ``dtype`` while loading,
+        to the exact product of value and scale, rounded once.
+      activations: ``"float8"`` also rounds the activations that are multiplied by float8 weights,
+        if there are many rows, as in prompts and large batches. DeepSeek's own inference does this.
+        None rounds no activations.
+      mtp: also load the multi-token prediction layers, if the checkpoint has them.
+      mesh: shards the model over the devices of the mesh. Each process reads only its own shards.
+      rules: mesh axes of each logical axis. The default is :data:`sharding.DEFAULT_RULES`.
+      layout: mesh, rules and expert exchange together, instead of ``mesh`` and ``rules``: a
+        :class:`sharding.Layout`, or the name of a layout over all devices such as
+        ``"dp_attention_ep"``.
+      placement: assignment of experts to slots, in which an expert may have several: see
+        :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`. By default every expert has one slot.
 
     Returns:
-      The model and its tokenizer; None for a checkpoint without tokenizer.json. Where the
-      checkpoint has a generation_config.json with end tokens, those are the model's.
+      The model and its tokenizer, which is None for a checkpoint without tokenizer.json. If the
+      checkpoint has generation_config.json, the model's end tokens are those in it.
 
     Raises:
-      ValueError: no such checkpoint, or one that is incomplete, damaged or of an unknown kind, one
-        that ``dsv3 verify`` refuses by its names, shapes and dtypes, or a parameter that ``mesh``
-        cannot split as ``rules`` say; one line that says what was expected and what came.
+      ValueError: there is no such checkpoint; it is incomplete, damaged or of an unknown kind;
+        ``dsv3 verify`` would refuse its names, shapes or dtypes; or ``rules`` cannot shard a
+        parameter over ``mesh``. The message is one line with expected and got.
     """
     if quantization not in (None, "fp8", "int8", "int4"):
         raise ValueError(
@@ -91,12 +93,12 @@ def load(
                 f" quantization={quantization!r}"
             )
     if dtype is not None:
-        check_choice("dtype", _name(dtype), DTYPES)
-    check_kind("mtp", mtp, bool, "True or False")
-    check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh or None")
-    check_kind("rules", rules, Rules | None, "sharding.Rules or None")
-    check_kind("layout", layout, Layout | str | None, "the name of a layout, a Layout or None")
-    check_kind("placement", placement, Placement | None, "a sharding.Placement or None")
+        check_choice("dtype", _dtype_name(dtype), DTYPES)
+    _check_type("mtp", mtp, bool, "True or False")
+    _check_type("mesh", mesh, Mesh | None, "a jax.sharding.Mesh or None")
+    _check_type("rules", rules, Rules | None, "sharding.Rules or None")
+    _check_type("layout", layout, Layout | str | None, "the name of a layout, a Layout or None")
+    _check_type("placement", placement, Placement | None, "a sharding.Placement or None")
     if rules is not None and mesh is None:
         raise ValueError("rules: expected a mesh that they apply to, got None")
     if layout is not None and mesh is not None:
@@ -108,12 +110,12 @@ def load(
         layout = make_layout(layout)
     directory = find(path_or_name)
     tensors, published, source = _open(directory)
-    if quantization is not None and quantization != (held := _form(published)):
+    if quantization is not None and quantization != (stored := _stored_form(published)):
         raise ValueError(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
-            f"and {directory} has {_WEIGHTS[held]}"
+            f"and {directory} has {_WEIGHTS[stored]}"
         )
-    config = with_end_tokens(with_layers_present(published, tensors), source)
+    config = with_end_tokens(without_absent_mtp_layers(published, tensors), source)
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
     tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
@@ -127,21 +129,21 @@ def load(
             layout=layout,
             placement=placement,
         )
-    except OSError as error:  # a disk that fails, a chunk that is gone
+    except OSError as error:  # the disk failed, or a chunk is missing
         raise ValueError(os_error_message(error)) from None
     if activations is not None:
         model.use_float8_activations()
     return model, tokenizer
 
 
-def check_kind(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raises ValueError, naming the argument, if a value is of another type than it should be."""
+def _check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raises ValueError, with the name of the argument, if a value has another type."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
 
 
 def _open(directory: Path) -> tuple[Arrays, ModelConfig, Path]:
-    """The tensors, what they are the weights of, and where the tokenizer's files are."""
+    """Returns the tensors, their config, and the directory of the tokenizer."""
     if is_store(directory):
         store = StoreReader(directory)
         return store, store.config, store.source
@@ -149,13 +151,13 @@ def _open(directory: Path) -> tuple[Arrays, ModelConfig, Path]:
     return CheckpointReader(directory), config, directory
 
 
-def _form(config: ModelConfig) -> str | None:
+def _stored_form(config: ModelConfig) -> str | None:
     if isinstance(config.quantization, IntegerQuantization):
         return f"int{config.quantization.bits}"
     return "fp8" if config.quantization else None
 
 
-def _name(dtype: DTypeLike) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     try:
         return jnp.dtype(dtype).name
     except TypeError:

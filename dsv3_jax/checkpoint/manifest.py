@@ -1,6 +1,7 @@
-"""What a store holds and where it came from: ``manifest.json``, whose presence marks it complete.
+"""The manifest of a store: ``manifest.json``, whose presence marks the store as complete.
 
-Nothing in it depends on when, where or in how many goes a checkpoint was converted.
+It records the content of the store and its source. It does not depend on time, machine, or
+interruptions of the conversion.
 """
 
 from __future__ import annotations
@@ -18,31 +19,38 @@ from dsv3_jax.files import atomic_write, check_file_name
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 NAME = MANIFEST
+"""Name of the file."""
 FORMAT = "dsv3_jax store 1"
+"""Identifier of this version of the store format."""
 
 
-class Tensor(NamedTuple):
-    """A published tensor: as a source's file had it, or as the store has it."""
+class TensorRecord(NamedTuple):
+    """A published tensor in the source or in the store."""
 
     dtype: str
+    """Dtype in the spelling of safetensors."""
     shape: list[int]
+    """Stored shape, in which packed int4 has half the columns."""
     hash: str
-    """XXH3 (128 bits) of the bytes in C order."""
+    """XXH3 hash (128 bits) of the bytes in C order."""
     file: str | None = None
-    """Of the source; the store's own are placed by their names."""
+    """Name of the source's file. None for a tensor of the store, whose name gives its location."""
 
 
 class SourceFile(NamedTuple):
     """One safetensors file of the source."""
 
     bytes: int
+    """Size of the file."""
     header_sha256: str
+    """SHA-256 of its header, in hexadecimal."""
 
 
-class Error(NamedTuple):
-    """What quantization did to the tensors of one kind."""
+class QuantizationLoss(NamedTuple):
+    """Error that quantization caused in the tensors of one kind."""
 
     tensors: int
+    """Number of tensors."""
     relative_rms: float
     """sqrt(sum (w - w')^2 / sum w^2)"""
     largest: float
@@ -53,32 +61,34 @@ class Error(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All of ``manifest.json``."""
+    """Content of ``manifest.json``. The fields have the names of its keys."""
 
     tool: str
-    """Name and version of what wrote the store."""
+    """Name and version of the program that wrote the store."""
     to: str
-    """The target that was asked for: fp8, bf16, int8 or int4."""
+    """Target of the conversion: fp8, bf16, int8 or int4."""
     config: dict[str, Any]
     """The source's config.json."""
     dtype: str
-    """Of tensors that are not quantized."""
+    """Dtype of tensors that are not quantized."""
     quantization: Quantization | None
+    """Quantization of the store's weights. None for plain floats."""
     num_nextn_predict_layers: int
-    """MTP layers that the files had, which may be fewer than the config promises."""
+    """Number of MTP layers in the files. The source's config may count more."""
     files: dict[str, SourceFile]
+    """The source's safetensors files by name."""
     kept: dict[str, str]
-    """XXH3 of the small files that are kept in ``source/``."""
-    source: dict[str, Tensor]
+    """XXH3 hashes of the small files in ``source/``, by path."""
+    source: dict[str, TensorRecord]
     """The source's tensors by published name, in the order of its files."""
-    tensors: dict[str, Tensor]
-    """The store's tensors by published name; the scales of integers end in ``_scale``."""
-    errors: dict[str, Error]
-    """By tensor kind, where converting quantized."""
+    tensors: dict[str, TensorRecord]
+    """The store's tensors by published name. Scales of integer weights end in ``_scale``."""
+    errors: dict[str, QuantizationLoss]
+    """Quantization error by tensor kind. Empty if the conversion did not quantize."""
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model in the form that the store holds."""
+        """Config of the model in the form that the store has."""
         return dataclasses.replace(
             ModelConfig.from_hf(self.config),
             dtype=self.dtype,
@@ -88,16 +98,16 @@ class Manifest:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Appears whole or not at all, and survives a power cut."""
+    """Writes the manifest of a store atomically."""
     content = {"format": FORMAT, **_as_json(manifest)}
-    atomic_write(directory / NAME, _lines(content))
+    atomic_write(directory / NAME, _format(content))
 
 
 def read(directory: Path) -> Manifest:
     """Reads the manifest of a store.
 
     Raises:
-      ValueError: the store is not whole, or its manifest is not one that this version writes.
+      ValueError: the store is incomplete, or its manifest is damaged or has another format.
     """
     path = directory / NAME
     if not path.is_file():
@@ -108,23 +118,23 @@ def read(directory: Path) -> Manifest:
         raise ValueError(f"{directory}: expected a store, got {describe(directory)}")
     try:
         content = json.loads(path.read_text("utf-8"))
-        found = content.pop("format")
-        manifest = _parsed(content) if found == FORMAT else None
+        version = content.pop("format")
+        manifest = _parse(content) if version == FORMAT else None
     except OSError as error:
         raise ValueError(f"{path}: expected a manifest: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{path}: damaged: expected a manifest of {FORMAT}") from None
     if manifest is None:
-        raise ValueError(f"{path}: expected the format {FORMAT!r}, got {found!r:.100}")
+        raise ValueError(f"{path}: expected the format {FORMAT!r}, got {version!r:.100}")
     _check_names(path, manifest)
     return manifest
 
 
-def _parsed(content: dict[str, Any]) -> Manifest:
-    content["quantization"] = _quantization(content["quantization"])
-    for key, kind in (("files", SourceFile), ("source", Tensor), ("tensors", Tensor)):
+def _parse(content: dict[str, Any]) -> Manifest:
+    content["quantization"] = _parse_quantization(content["quantization"])
+    for key, kind in (("files", SourceFile), ("source", TensorRecord), ("tensors", TensorRecord)):
         content[key] = {name: kind(*value) for name, value in content[key].items()}
-    content["errors"] = {kind: Error(**error) for kind, error in content["errors"].items()}
+    content["errors"] = {kind: QuantizationLoss(**loss) for kind, loss in content["errors"].items()}
     manifest = Manifest(**content)
     if not _has_types(manifest):
         raise TypeError
@@ -132,8 +142,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:
-    """Every name that becomes part of a path is that of a file in one directory: a store from
-    elsewhere must not lead out of itself, nor out of where it is exported to."""
+    """Checks every name that becomes part of a path. A manifest from an untrusted source must not
+    refer to files outside the store or outside an export's destination."""
     for name in manifest.files:
         check_file_name(name, f"{path}: files", ".safetensors")
     for name in manifest.kept:
@@ -151,7 +161,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
 
 
 def _has_types(manifest: Manifest) -> bool:
-    """Whether fields that dataclasses and tuples take unseen are of the kinds they should be."""
+    """Returns whether all fields have the right types. Dataclasses do not check them."""
     tensors = (*manifest.source.values(), *manifest.tensors.values())
     return (
         all(isinstance(text, str) for text in (manifest.tool, manifest.to, manifest.dtype))
@@ -162,19 +172,19 @@ def _has_types(manifest: Manifest) -> bool:
         and all(isinstance(f.header_sha256, str) for f in manifest.files.values())
         and all(t.dtype in NUMPY and are_sizes(t.shape) for t in tensors)
         and all(isinstance(t.hash, str) for t in tensors)
-        and all(isinstance(n, int | float) for error in manifest.errors.values() for n in error)
+        and all(isinstance(n, int | float) for loss in manifest.errors.values() for n in loss)
     )
 
 
 def _as_json(manifest: Manifest) -> dict[str, Any]:
     content = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
-    content["errors"] = {kind: error._asdict() for kind, error in manifest.errors.items()}
+    content["errors"] = {kind: loss._asdict() for kind, loss in manifest.errors.items()}
     if (quantization := manifest.quantization) is not None:
         content["quantization"] = dataclasses.asdict(quantization)
     return content
 
 
-def _quantization(content: dict[str, Any] | None) -> Quantization | None:
+def _parse_quantization(content: dict[str, Any] | None) -> Quantization | None:
     if content is None:
         return None
     if "bits" in content:
@@ -183,13 +193,13 @@ def _quantization(content: dict[str, Any] | None) -> Quantization | None:
     return BlockQuantization((rows, columns), **content)
 
 
-def _lines(content: dict[str, Any]) -> str:
-    """JSON with a line for every key, and for every entry of the long tables."""
-    parts = []
+def _format(content: dict[str, Any]) -> str:
+    """Formats JSON with one line per key, and one line per entry of the long tables."""
+    items = []
     for key, value in content.items():
         text = json.dumps(value, ensure_ascii=False)
         if isinstance(value, dict) and key != "config" and value:
             entries = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
             text = "{\n" + ",\n".join(entries) + "\n }"
-        parts.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        items.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(items) + "\n}\n"

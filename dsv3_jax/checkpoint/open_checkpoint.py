@@ -1,4 +1,4 @@
-"""A checkpoint in whichever form it has, its headers read and no values."""
+"""Opening a checkpoint of either kind. Reads headers, but no values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import tensor_kind, with_layers_present
+from dsv3_jax.checkpoint.check import tensor_kind, without_absent_mtp_layers
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
@@ -25,46 +25,52 @@ _FLOATS = ("F64", "F32", *STORED_AS.values())
 
 
 class OpenCheckpoint(NamedTuple):
-    """A Hugging Face directory or a store."""
+    """A Hugging Face directory or a store, with its headers read."""
 
     directory: Path
+    """Directory of the checkpoint."""
     config: ModelConfig
-    """Without MTP layers that the files do not have."""
+    """Config without MTP layers that the files lack."""
     arrays: Arrays
+    """Tensors by published name."""
     manifest: Manifest | None
-    """Of a store."""
+    """Manifest of a store. None for a Hugging Face directory."""
 
-    def with_values(self) -> list[str]:
-        """Tensors whose values can be told, in the order data flows: those that are as the config
-        says, but for scales, which belong to their weights."""
+    def readable_weights(self) -> list[str]:
+        """Returns the names of the tensors whose values can be computed, in the order data flows.
+
+        These have the shape and form that the config requires, and a scale if they are quantized.
+        Scales themselves are not listed.
+        """
         table = tensor_table(self.config)
         quantization = self.config.quantization
         scales = {n + quantization.scale_suffix for n in table} if quantization else set()
-        out = []
+        names = []
         for name, spec in table.items():
             if name in scales or not self._has(name, spec.shape):
                 continue
             dtype = SPELLED[self.arrays[name].dtype]
             scale = name + quantization.scale_suffix if quantization else ""
             if scale not in table:
-                good = spec.dtype in _FLOATS and dtype in _FLOATS
+                is_readable = spec.dtype in _FLOATS and dtype in _FLOATS
             else:
-                good = dtype == spec.dtype and self._has(scale, table[scale].shape)
-            if good:
-                out.append(name)
-        return out
+                is_readable = dtype == spec.dtype and self._has(scale, table[scale].shape)
+            if is_readable:
+                names.append(name)
+        return names
 
     def _has(self, name: str, shape: tuple[int, ...]) -> bool:
         return name in self.arrays and self.arrays[name].shape == shape
 
 
 def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
-    """
+    """Opens a checkpoint and reads its headers.
+
     Args:
-      path_or_name: of a Hugging Face directory or a store; ``"demo"`` or a Hub name.
+      path_or_name: Hugging Face directory, store, ``"demo"``, or Hub name.
 
     Raises:
-      ValueError: no checkpoint there, or one whose headers cannot be read.
+      ValueError: there is no such checkpoint, or its headers cannot be read.
     """
     directory = find(path_or_name)
     if is_store(directory):
@@ -72,21 +78,24 @@ def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
         return OpenCheckpoint(directory, store.config, store, store.manifest)
     published = ModelConfig.from_hf(directory)
     arrays = CheckpointReader(directory)
-    return OpenCheckpoint(directory, with_layers_present(published, arrays), arrays, None)
+    return OpenCheckpoint(directory, without_absent_mtp_layers(published, arrays), arrays, None)
 
 
-def group_by_kind(config: ModelConfig, of_each: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
-    """What there is of each tensor, by kind and layer; -1 is the layer of what is in none.
+def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
+    """Groups values by tensor kind, then by layer. Tensors outside all layers have layer -1.
 
-    A kind is a name without numbers and ``.weight``: ``layers.mlp.experts.gate_proj``, and
-    ``mtp.mlp.experts.gate_proj`` in MTP layers, which continue the numbering.
+    A kind is a name without numbers and ``.weight``, such as ``layers.mlp.experts.gate_proj``. In
+    MTP layers, which continue the numbering, it is ``mtp.mlp.experts.gate_proj``.
+
+    Args:
+      by_name: values by published tensor name.
     """
-    out: dict[str, dict[int, list[T]]] = {}
-    for name, figures in of_each.items():
+    groups: dict[str, dict[int, list[T]]] = {}
+    for name, value in by_name.items():
         kind, layer = tensor_kind(name).removesuffix(".weight"), -1
         if (match := re.match(r"model\.layers\.(\d+)\.", name)) is not None:
             layer = int(match[1])
         if layer >= config.num_hidden_layers:
             kind = kind.replace("layers.", "mtp.", 1)
-        out.setdefault(kind, {}).setdefault(layer, []).append(figures)
-    return out
+        groups.setdefault(kind, {}).setdefault(layer, []).append(value)
+    return groups

@@ -1,6 +1,6 @@
 """Names of the model's parameters in a published checkpoint and in a store.
 
-The same weight has three names. For the router-selected experts of layer 3, and for the MTP layer
+The same weight has three names. For the routed experts of layer 3, and for the MTP layer
 of a model with 61 layers, they are:
 
 * parameter path: ``("layers", 3, "mlp", "experts", "up_proj", "weight")`` and

@@ -1,8 +1,4 @@
-"""Between the model's parameter tree and the published tensor names.
-
-The tree carries the published names, so one rule covers all of it: prefix ``model.``, number an
-MTP layer after the last layer, and split stacked experts into one tensor an expert.
-"""
+"""Transfer of weights between published tensors and the parameters of a model."""
 
 from __future__ import annotations
 
@@ -18,20 +14,22 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from dsv3_jax.checkpoint.arrays import Arrays, digest, pieces
-from dsv3_jax.checkpoint.check import check_tensors, is_left_out
+from dsv3_jax.checkpoint.arrays import Arrays, pieces
+from dsv3_jax.checkpoint.check import check_copy, check_tensors, is_uncounted_mtp_tensor
 from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
 from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
-from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES, copies
+from dsv3_jax.checkpoint.tensor_table import copies
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_path import ParameterPath
-from dsv3_jax.quantization import BlockQuantization, Quantization
+from dsv3_jax.quantization import Quantization
 from sharding import Layout, Placement
 from sharding.distributed import host_values
+
+_THREADS = 8  # for reading and dequantizing; each has one expert or one piece of a matrix in memory
 
 
 def load_model(
@@ -43,24 +41,26 @@ def load_model(
     layout: Layout | None = None,
     placement: Placement | None = None,
 ) -> DeepSeekV3:
-    """The model with a checkpoint's weights; the host never holds more than two parameters.
+    """Creates a model with the weights of a checkpoint.
+
+    The host has at most two parameters in memory at once.
 
     Args:
-      tensors: the published tensors, quantised weights beside their scales.
-      dtype: of weights and activations; ``e_score_correction_bias`` and scales stay float32.
-      quantization: keeps weights as stored; None dequantises them to ``dtype``.
-      layout: where parameters go; each device's part alone is read, and once for all devices of
-        this process that hold it. None: the default device.
-      placement: as :meth:`DeepSeekV3.place_experts` takes it.
+      tensors: published tensors, including the scales of quantized weights.
+      dtype: dtype of weights and activations. ``e_score_correction_bias`` and scales are float32.
+      quantization: keeps weights as stored. None dequantizes them to ``dtype``.
+      layout: sharding of the parameters. Each process reads only the shards of its own devices, and
+        reads a replicated shard once. None for the default device.
+      placement: assignment of experts to slots, as in :meth:`DeepSeekV3.place_experts`.
 
     Raises:
-      ValueError: a parameter cannot lie, or a layer not run, as ``layout`` says; ``placement`` is
-        of other layers, experts or devices; a tensor or a scale is missing, has the wrong shape or
-        dtype, or nobody asks for it; an MTP layer's copy of the embedding or head differs from the
-        original; or a scale makes no sense.
+      ValueError: ``layout`` cannot shard a parameter or run a layer; ``placement`` does not fit the
+        layers, experts or devices; a tensor is missing, unknown, or has the wrong shape or dtype;
+        an MTP layer's copy of embedding or head differs from its original; or a scale has an
+        impossible value.
     """
     model = abstract_model(config, dtype=dtype, quantization=quantization)
-    placed = {} if placement is None else _make_places(model, placement, layout)
+    experts = {} if placement is None else _add_expert_slots(model, placement, layout)
     shardings = {}
     if layout is not None:
         shardings = parameter_shardings(
@@ -68,77 +68,108 @@ def load_model(
         )
         check_layout(config, layout, None if placement is None else placement.phy2log.shape[1])
     graph, state = nnx.split(model)
-    flat = dict(nnx.to_flat_state(state))
-    expected = {path: published_tensor_names(config, path) for path in flat}
-    for path, experts in placed.items():
-        expected[path] = TensorNames(tuple(expected[path].names[e] for e in experts), stacked=True)
-    _check_names(config, tensors, {n for names in expected.values() for n in names.names})
-    source = ParameterReader(config, tensors)
-    # Everything is looked at before anything is read, which may take an hour.
-    for path, variable in flat.items():
-        names, stacked = expected[path]
-        want = variable.get_value()
-        for name in names:
-            source.check(name, want.shape[1:] if stacked else want.shape, want.dtype)
-    _check_copies(config, tensors)
-    check_tensors(config, {n: t for n, t in tensors.items() if not is_left_out(config, tensors, n)})
+    parameters = dict(nnx.to_flat_state(state))
+    names = {path: published_tensor_names(config, path) for path in parameters}
+    for path, expert_of_slot in experts.items():
+        slot_names = tuple(names[path].names[expert] for expert in expert_of_slot)
+        names[path] = TensorNames(slot_names, stacked=True)
+    # Everything is checked before values are read, which may take an hour.
+    counted = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not is_uncounted_mtp_tensor(config, tensors, name)
+    }
+    check_tensors(config, counted)
+    for copy, original in copies(config).items():
+        if copy in tensors:
+            check_copy(tensors, copy, original)
+    reader = ParameterReader(config, tensors)
     with ThreadPoolExecutor(_THREADS) as threads:
-        on_its_way = None
-        for path, variable in flat.items():
-            want = variable.get_value()
-            read = functools.partial(_part, threads, source, expected[path], want.dtype)
-            value = _placed(read, want.shape, shardings.get(path))
-            flat[path] = variable.replace(value)
-            # Or else reading might outrun the transfers, and the checkpoint pile up between them.
-            jax.block_until_ready(on_its_way)
-            on_its_way = value
-    model = nnx.merge(graph, nnx.from_flat_state(flat.items()))
+        previous = None
+        for path, variable in parameters.items():
+            abstract_value = variable.get_value()
+            read = functools.partial(_read_part, threads, reader, names[path], abstract_value.dtype)
+            value = _device_array(read, abstract_value.shape, shardings.get(path))
+            parameters[path] = variable.replace(value)
+            # Reading may be faster than the transfers. Without waiting, the checkpoint would
+            # accumulate in host memory.
+            jax.block_until_ready(previous)
+            previous = value
+    model = nnx.merge(graph, nnx.from_flat_state(parameters.items()))
     if placement is not None:
         tables = zip(placement.log2phy, placement.logcnt, strict=True)
-        for moe, of_layer in zip(model.moe_layers(), tables, strict=True):
-            moe.replicas = nnx.data(Replicas(*of_layer))
+        for moe, layer_tables in zip(model.moe_layers(), tables, strict=True):
+            moe.replicas = nnx.data(Replicas(*layer_tables))
     if layout is not None:
         model.lay_out(layout)
     return model
 
 
-def _make_places(
+def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
+    """Returns the weights under their published names, with separate experts and MTP copies.
+
+    A model with placed experts gives its logical ones, each from its first slot, so that the
+    tensors are the same as without a placement. Arrays other than weights, such as placement tables
+    and precomputed projections, are left out.
+
+    If weights are sharded over several processes, all processes must call this function. Each of
+    them receives all tensors.
+    """
+    config = model.config
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    tensors: dict[str, np.ndarray] = {}
+    for path, variable in flat.items():
+        if not isinstance(variable, nnx.Variable):
+            continue
+        value = np.asarray(host_values(variable.get_value()))
+        names, stacked = published_tensor_names(config, path)
+        if not stacked:
+            tensors[names[0]] = value
+            continue
+        slots = flat.get((*path[: path.index("experts")], "replicas", "log2phy"))
+        first_slots = range(len(value)) if slots is None else np.asarray(slots)[:, 0]
+        tensors |= {name: value[slot] for name, slot in zip(names, first_slots, strict=True)}
+    return tensors | {copy: tensors[original] for copy, original in copies(config).items()}
+
+
+def _add_expert_slots(
     model: DeepSeekV3, placement: Placement, layout: Layout | None
 ) -> dict[ParameterPath, np.ndarray]:
-    """Widens the abstract model's stacks of experts; by path, the expert at each place."""
+    """Gives the expert parameters of an abstract model one entry per slot of ``placement``.
+
+    Returns:
+      Expert of each slot, by the path of the parameter.
+    """
     model.check_placement(placement, layout)
     phy2log = np.asarray(placement.phy2log)
-    at = [
-        (name, i)
-        for name, layers in (("layers", model.layers), ("mtp", model.mtp))
-        for i, layer in enumerate(layers)
+    moe_layers = [
+        (group, index)
+        for group, layers in (("layers", model.layers), ("mtp", model.mtp))
+        for index, layer in enumerate(layers)
         if isinstance(layer.mlp, MoE)
     ]
-    places = {}
-    for (name, i), moe, experts in zip(at, model.moe_layers(), phy2log, strict=True):
+    experts = {}
+    for (group, index), moe, of_slot in zip(moe_layers, model.moe_layers(), phy2log, strict=True):
         for path, parameter in nnx.to_flat_state(nnx.state(moe.experts)):
-            want = parameter.get_value()
-            shape = (len(experts), *want.shape[1:])
-            parameter.set_value(jax.ShapeDtypeStruct(shape, want.dtype))
-            places[name, i, "mlp", "experts", *path] = experts
-    return places
+            value = parameter.get_value()
+            shape = (len(of_slot), *value.shape[1:])
+            parameter.set_value(jax.ShapeDtypeStruct(shape, value.dtype))
+            experts[group, index, "mlp", "experts", *path] = of_slot
+    return experts
 
 
-_THREADS = 8  # that read and dequantise; each holds an expert or a piece of a matrix
-
-
-def _part(
+def _read_part(
     threads: ThreadPoolExecutor,
-    source: ParameterReader,
+    reader: ParameterReader,
     names: TensorNames,
     dtype: np.dtype,
     index: Index,
 ) -> np.ndarray:
-    """The part of a parameter at ``index``, expert by expert and piece by piece."""
-    out = np.empty([along.stop - along.start for along in index], dtype)
+    """Reads the part of a parameter at ``index``, in parallel by expert and by piece."""
+    out = np.empty([axis.stop - axis.start for axis in index], dtype)
     if names.stacked:
-        chosen = names.names[index[0]]
-        parts = [(name, index[1:], part) for name, part in zip(chosen, out, strict=True)]
+        selected = names.names[index[0]]
+        parts = [(name, index[1:], part) for name, part in zip(selected, out, strict=True)]
     else:
         parts = [(names.names[0], index, out)]
     jobs = [
@@ -146,82 +177,25 @@ def _part(
         for name, at, part in parts
         for rows in pieces(part.shape)
     ]
-    for _ in threads.map(lambda job: source.read(*job), jobs):
-        pass  # what a thread raises comes up here
+    for _ in threads.map(lambda job: reader.read(*job), jobs):
+        pass  # iterating raises the exceptions of the threads
     return out
 
 
-def _placed(
+def _device_array(
     read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> jax.Array:
-    """The array on its devices; devices that hold the same part share one reading of it."""
+    """Creates an array on its devices. A shard with several replicas is read once."""
     if sharding is None:
         return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(
-            along.indices(size)[:2] for along, size in zip(index or (), shape, strict=True)
+            axis.indices(size)[:2] for axis, size in zip(index or (), shape, strict=True)
         )
         devices.setdefault(bounds, []).append(device)
     shards: list[jax.Array] = []
-    for bounds, holders in devices.items():
-        part = read(tuple(slice(*along) for along in bounds))
-        shards += [jax.device_put(part, device) for device in holders]
+    for bounds, replicas in devices.items():
+        part = read(tuple(slice(*axis) for axis in bounds))
+        shards += [jax.device_put(part, device) for device in replicas]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _check_names(config: ModelConfig, tensors: Arrays, used: set[str]) -> None:
-    """Everything needed is there, and everything there is needed."""
-    if missing := sorted(used - set(tensors)):
-        kind = "scale" if missing[0].endswith(_suffix(config)) else "tensor"
-        raise ValueError(_listed(f"missing {kind}", missing))
-    scales = {name + _suffix(config) for name in used}
-    unknown = sorted(
-        name
-        for name in set(tensors) - used - scales - set(copies(config))
-        if not name.endswith(UNUSED_SUFFIXES) and not is_left_out(config, tensors, name)
-    )
-    if unknown:
-        raise ValueError(_listed("unknown tensor", unknown))
-
-
-def _check_copies(config: ModelConfig, tensors: Arrays) -> None:
-    """The MTP layers' copies, where there are any, repeat their originals."""
-    for name, original in copies(config).items():
-        if name in tensors and digest(tensors[name]) != digest(tensors[original]):
-            raise ValueError(f"{name} differs from {original}, which it should repeat")
-
-
-def _suffix(config: ModelConfig) -> str:
-    return (config.quantization or BlockQuantization()).scale_suffix
-
-
-def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"checkpoint: {what} {names[0]}{more}"
-
-
-def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
-    """The model's weights under their published names, experts apart, MTP copies included.
-
-    A model with placed experts gives its logical ones, each from its first slot: the same tensors
-    as without a placement. What a model holds beside its weights, such as placement tables and
-    precomputed projections, is left out.
-
-    Every process gets all of it. Where weights lie on several processes, all must call this alike.
-    """
-    config = model.config
-    flat = dict(nnx.to_flat_state(nnx.state(model)))
-    out: dict[str, np.ndarray] = {}
-    for path, variable in flat.items():
-        if not isinstance(variable, nnx.Variable):
-            continue
-        value = np.asarray(host_values(variable.get_value()))
-        names = published_tensor_names(config, path)
-        if not names.stacked:
-            out[names.names[0]] = value
-            continue
-        slots = flat.get((*path[: path.index("experts")], "replicas", "log2phy"))
-        first = range(len(value)) if slots is None else np.asarray(slots)[:, 0]
-        out |= {name: value[slot] for name, slot in zip(names.names, first, strict=True)}
-    return out | {name: out[original] for name, original in copies(config).items()}

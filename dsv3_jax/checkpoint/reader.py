@@ -1,4 +1,4 @@
-"""A Hugging Face directory as one lazy mapping: name -> tensor, whichever file holds it."""
+"""Reading a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dsv3_jax.checkpoint.messages import first_and_count
 from dsv3_jax.checkpoint.safetensors_file import FileArray, SafetensorsFile
 from dsv3_jax.files import check_file_name
 
 INDEX = "model.safetensors.index.json"
+"""Name of the index of a sharded checkpoint."""
 SINGLE = "model.safetensors"
+"""Name of the only file of a checkpoint without index."""
 
 
 class CheckpointReader(Mapping[str, FileArray]):
-    """The tensors of a directory, by published name; their values are read when asked for.
+    """The tensors of a Hugging Face directory by published name. Values are read on demand.
 
-    Every file is there and whole before this returns. A weight and its scale may sit in different
+    The constructor checks that every file is complete. A weight and its scale may be in different
     shards.
 
     Raises:
-      ValueError: no checkpoint, a shard that is missing, truncated or damaged, or a tensor that is
-        not where the index says.
+      ValueError: the directory has no checkpoint, a shard is missing, truncated or damaged, or a
+        tensor is not in the file that the index names.
     """
 
     def __init__(self, directory: Path):
@@ -46,29 +49,28 @@ class CheckpointReader(Mapping[str, FileArray]):
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it, beside the index.
+    """Reads an index. Returns the name of each tensor's file in the same directory.
 
     Raises:
-      ValueError: the index is damaged, or names something else than a file beside it.
+      ValueError: the index is damaged, or contains a value that is not a plain file name.
     """
     try:
         content = json.loads(index.read_text("utf-8"))
     except (ValueError, RecursionError):
         content = None
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
         raise ValueError(f"{INDEX}: expected JSON with a weight_map")
-    for name, shard in found.items():
-        check_file_name(shard, f"{INDEX}: {name}", ".safetensors")
-    return found
+    for name, file in files.items():
+        check_file_name(file, f"{INDEX}: {name}", ".safetensors")
+    return files
 
 
 def _sharded(directory: Path, shard_of: Mapping[str, str]) -> dict[str, FileArray]:
     shards = sorted(set(shard_of.values()))
     if missing := [s for s in shards if not (directory / s).is_file()]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{directory}: {INDEX} names {len(shards)} shards; missing: {missing[0]}{more}"
+            f"{directory}: {INDEX} names {len(shards)} shards; missing: {first_and_count(missing)}"
         )
     files = {shard: SafetensorsFile(directory / shard) for shard in shards}
     for name, shard in shard_of.items():
@@ -76,6 +78,6 @@ def _sharded(directory: Path, shard_of: Mapping[str, str]) -> dict[str, FileArra
             raise ValueError(f"{shard}: lacks {name}, which the index places there")
     for shard, file in files.items():
         for name in file:
-            if (place := shard_of.get(name, shard)) != shard:
-                raise ValueError(f"{shard}: holds {name}, which the index places in {place}")
+            if (indexed := shard_of.get(name, shard)) != shard:
+                raise ValueError(f"{shard}: holds {name}, which the index places in {indexed}")
     return {name: files[shard][name] for name, shard in shard_of.items()}

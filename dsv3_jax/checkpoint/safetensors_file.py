@@ -1,8 +1,8 @@
-"""safetensors files, float8 included: headers at once, values on demand.
+"""safetensors files, including float8. Headers are read at once, and values on demand.
 
-The safetensors package hands tensors to NumPy by NumPy's own dtypes and so cannot return bfloat16's
-younger relatives. Values are read, not mapped: a disk that fails raises OSError then, where a
-mapped file would kill the process.
+The safetensors package cannot return float8 tensors as NumPy arrays.
+Values are read instead of memory-mapped, because a disk failure then raises OSError. With a mapped
+file it would kill the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import TensorSpec, serialize_file
 
 from dsv3_jax.files import naming
 
-# safetensors' spelling -> (NumPy dtype, the package's spelling when writing)
+# spelling in safetensors -> (NumPy dtype, spelling in the package's function for writing)
 _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "F64": (np.dtype(np.float64), "float64"),
     "F32": (np.dtype(np.float32), "float32"),
@@ -37,14 +37,15 @@ _DTYPES: dict[str, tuple[np.dtype, str]] = {
 }
 _SPELLINGS = dict(_DTYPES.values())
 SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}
-"""NumPy dtype -> safetensors' spelling of it."""
+"""NumPy dtype -> spelling in safetensors."""
 NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}
+"""Spelling in safetensors -> NumPy dtype."""
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 class FileArray:
-    """One tensor of a file, a :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
+    """A tensor in a file. Implements :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
 
     __slots__ = ("_begin", "_file", "dtype", "shape")
 
@@ -56,10 +57,12 @@ class FileArray:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def file(self) -> SafetensorsFile:
+        """File that contains the tensor."""
         return self._file
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -68,7 +71,7 @@ class FileArray:
         return self[...].astype(dtype or self.dtype, copy=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Reads the rows of the first axis that the index touches, and returns the part."""
+        """Reads all rows of the first axis that the index covers, and returns the indexed part."""
         index = index if isinstance(index, tuple) else (index,)
         if not self.shape or not index or index[0] is Ellipsis:
             return self._read(0, self.shape)[index]
@@ -88,13 +91,13 @@ class SafetensorsFile(Mapping[str, FileArray]):
     """The tensors of a file by name, in the order of the header.
 
     Raises:
-      ValueError: the file is not safetensors, is shorter or longer than its header says, or holds
-        a dtype that this code does not know.
+      ValueError: the file is not safetensors, does not have the size that its header implies, or
+        contains an unsupported dtype.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        # Read by offset, so that threads may share it.
+        # Threads share the descriptor and read at explicit offsets.
         file = path.open("rb", buffering=0)
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
@@ -117,17 +120,17 @@ class SafetensorsFile(Mapping[str, FileArray]):
         return len(self._tensors)
 
     def read(self, begin: int, into: memoryview) -> None:
-        """Fills ``into`` from byte ``begin`` of the data behind the header.
+        """Fills ``into`` with data from byte ``begin`` after the header.
 
         Raises:
           OSError: the disk failed, or the file has become shorter.
         """
-        at = 8 + len(self.header) + begin
+        offset = 8 + len(self.header) + begin
         with naming(self.path):
             while into:
-                if not (count := os.preadv(self._descriptor, [into], at)):
+                if not (count := os.preadv(self._descriptor, [into], offset)):
                     raise OSError(0, "ended before its header said it would")
-                at, into = at + count, into[count:]
+                offset, into = offset + count, into[count:]
 
     def _header_bytes(self) -> bytes:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
@@ -139,14 +142,14 @@ class SafetensorsFile(Mapping[str, FileArray]):
 
 
 def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
-    """The entries of a header by tensor, in its order: known dtypes, shapes that fit the offsets,
-    and no gap between tensors.
+    """Parses a header. Returns the entry of each tensor, in the order of the header.
 
     Raises:
-      ValueError: the header is not of this kind; the message names ``path``.
+      ValueError: the header is not valid JSON, a dtype is unsupported, a shape disagrees with its
+        offsets, or there are gaps between tensors. The message names ``path``.
     """
     try:
-        entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(path, pairs))
+        entries = json.loads(header, object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except _DuplicateKeyError:
         raise
     except (ValueError, RecursionError):
@@ -161,20 +164,22 @@ def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
 
 
 class _DuplicateKeyError(ValueError):
-    """A key that an object of the header has more than once."""
+    """An object in the header has the same key twice."""
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in out if names.count(name) > 1)
-        raise _DuplicateKeyError(f"{path.name}: its safetensors header has {twice} more than once")
-    return out
+def _unique_keys(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in unique if keys.count(key) > 1)
+        raise _DuplicateKeyError(
+            f"{path.name}: its safetensors header has {repeated} more than once"
+        )
+    return unique
 
 
 def _end(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> int:
-    """Bytes of data. The format's own rule: ordered by offset, tensors leave no gap."""
+    """Returns the size of the data. The format allows no gap between tensors."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, next_begin = entry["data_offsets"]
@@ -187,7 +192,7 @@ def _end(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
-    """One tensor's entry: known dtype, a shape, and offsets that hold just that many bytes."""
+    """Checks the entry of one tensor: its dtype, shape, and the offsets of its bytes."""
     if not (
         isinstance(entry, dict)
         and isinstance(entry.get("dtype"), str)
@@ -212,15 +217,16 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
 
 
 def are_sizes(value: object) -> bool:
-    """Whether a value from JSON is a list of whole numbers from 0 on."""
+    """Returns whether a JSON value is a list of integers that are not negative."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def header_of(tensors: Mapping[str, Any]) -> bytes:
-    """The header of a file with these tensors one behind the other.
+    """Returns the header of a file with consecutive tensors.
 
     Args:
-      tensors: by name, what has ``dtype`` as safetensors spells it, ``shape`` and ``nbytes``.
+      tensors: objects by name with the attributes ``dtype`` (spelled as in safetensors), ``shape``
+        and ``nbytes``.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -236,7 +242,7 @@ def header_of(tensors: Mapping[str, Any]) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the tensors as transformers expects them; the package decides on their order."""
+    """Writes a file that transformers can read. The package determines the order of tensors."""
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -250,4 +256,4 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     with path.open("wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     serialize_file(specs, path, {"format": "pt"})
-    path.chmod(mode)  # the package makes it readable by its owner alone
+    path.chmod(mode)  # the package makes it readable only for its owner

@@ -1,4 +1,4 @@
-"""The small files of a source that a store keeps, so that an export can give all of it back."""
+"""The source's small files that a store keeps, so that an export can reproduce the source."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from dsv3_jax.checkpoint.safetensors_file import FileArray, write_file
 from dsv3_jax.files import atomic_write, naming
 
 FOLDER = "source"
+"""Folder of a store with the small files."""
 HEADERS = "headers"
+"""Folder in it with the headers of the source's safetensors files."""
 UNUSED = "unused.safetensors"
+"""File in it with the tensors that no model reads."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_LARGEST = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
-def keep(
+def copy_small_files(
     source: Path, tensors: Mapping[str, FileArray], unused: tuple[str, ...], store: Path
 ) -> None:
-    """Writes ``store/source`` anew: config, tokenizer, code and licence, headers, unread tensors.
+    """Writes ``store/source`` anew: config, tokenizer, code, licence, headers, unused tensors.
+
+    Args:
+      tensors: tensors of the source by name.
+      unused: names of those that no model reads.
 
     Raises:
       ValueError: a small file has the name of the folder of headers.
@@ -46,21 +53,26 @@ def keep(
 
 
 def small_files(directory: Path) -> list[Path]:
-    """Files beside the weights, by name. Symbolic links are followed: the Hub's cache is made of
-    them."""
+    """Returns the small files next to the weights, sorted by name.
+
+    Symbolic links are followed, because the Hub's cache consists of them.
+    """
     return sorted(
         path
         for path in directory.iterdir()
         if path.is_file()
         and not path.name.startswith(".")
         and path.suffix not in _WEIGHTS
-        and path.stat().st_size <= _LARGEST
+        and path.stat().st_size <= _MAX_BYTES
     )
 
 
 def hashes(store: Path) -> dict[str, str]:
-    """XXH3 (128 bits) of every kept file, by its path in ``store/source``. A symbolic link counts
-    as missing: a conversion writes none, and one could lead out of the store."""
+    """Returns the XXH3 hash (128 bits) of every small file, by its path in ``store/source``.
+
+    A symbolic link counts as missing. A conversion writes none, and it could point out of the
+    store.
+    """
     folder = store / FOLDER
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     return {

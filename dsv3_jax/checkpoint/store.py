@@ -1,4 +1,4 @@
-"""A converted store, read: its tensors by published name, whatever form they have there."""
+"""Reading a store."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from dsv3_jax.checkpoint.parameter_names import stored_location
 from dsv3_jax.checkpoint.safetensors_file import NUMPY
 
 WEIGHTS = "weights"
+"""Folder of a store with the arrays."""
 
 
 class StoreReader(Mapping[str, TensorView]):
-    """The tensors of a store; their values are read when asked for, chunk by chunk.
+    """The tensors of a store by published name. Values are read on demand, chunk by chunk.
 
     Raises:
-      ValueError: the store is not whole, or its manifest is damaged.
+      ValueError: the store is incomplete, or its manifest is damaged.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.manifest = manifest.read(directory)
         self.config = self.manifest.model_config
+        """The model in the form that the store has."""
         self.source = directory / sidecar.FOLDER
+        """Directory with the source's small files, such as the tokenizer."""
         files = ArrayFiles(directory / WEIGHTS)
         self._tensors = {}
-        for name, tensor in self.manifest.tensors.items():
+        for name, record in self.manifest.tensors.items():
             try:
                 array, expert = stored_location(self.config, name)
             except (ValueError, IndexError):
                 raise ValueError(
                     f"{directory / manifest.NAME}: expected the name of a tensor, got {name!r:.200}"
                 ) from None
-            shape, dtype = tuple(tensor.shape), NUMPY[tensor.dtype]
+            shape, dtype = tuple(record.shape), NUMPY[record.dtype]
             self._tensors[name] = TensorView(files, array, expert, shape, dtype)
 
     def __getitem__(self, name: str) -> TensorView:

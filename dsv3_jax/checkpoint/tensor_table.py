@@ -1,13 +1,13 @@
-"""The tensors of a published checkpoint: name, shape and storage type of each.
+"""The tensors of a published checkpoint: their names, shapes and storage types.
 
-A matrix is stored [out, in]. Under block quantization it is F8_E4M3 and has a companion, named
-with ``quantization.scale_suffix``, of one F32 scale a block: [ceil(out / N), ceil(in / K)], so
-that ``weight = fp8 * scale`` block by block. Embedding, head, router, norms, the MTP projection
-and the indexer's head weights are never quantized.
+A matrix is stored as [out, in]. With block quantization it is F8_E4M3, and a second tensor, named
+with ``quantization.scale_suffix``, has one F32 scale per block: [ceil(out / N), ceil(in / K)]. Then
+``weight = fp8 * scale`` in every block. Embedding, head, router, norms, the MTP projection and the
+indexer's head weights are never quantized.
 
-An MTP layer continues the numbering of the layers, and carries copies of embedding and head.
-For DeepSeek-V3 and R1 the table has 91,991 tensors and 688,574,839,360 bytes, for V3.2 92,425
-tensors: what the headers of the published files add up to.
+MTP layers continue the numbering of the layers, and contain copies of embedding and head. The table
+of DeepSeek-V3 and R1 has 91,991 tensors and 688,574,839,360 bytes, and that of V3.2 has 92,425
+tensors. The headers of the published files have the same totals.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from dataclasses import dataclass
 from dsv3_jax.config import ModelConfig
 
 Table = dict[str, "TensorSpec"]
+"""Tensors by name, in the order data flows."""
 
 _ITEMSIZE = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Dtype in a config -> spelling in safetensors."""
 
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Endings of tensors that some files carry and no forward pass reads: Kimi-K2-Instruct has a
-rope buffer in every layer, of a length that is not even the rope width. Not in the table."""
+"""Name endings of tensors that no forward pass reads. They are not in the table.
+
+Every layer of Kimi-K2-Instruct has a rope buffer, whose length is not even the rope width."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and storage type of one tensor; ``dtype`` is spelled as safetensors does."""
+    """Shape and storage type of one tensor."""
 
     shape: tuple[int, ...]
+    """Stored shape, in which packed int4 has half the columns."""
     dtype: str
+    """Storage type in the spelling of safetensors."""
 
     @property
     def size(self) -> int:
@@ -41,11 +46,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.size * _ITEMSIZE[self.dtype]
 
 
 def tensor_table(config: ModelConfig) -> Table:
-    """Every tensor of the checkpoint that ``config`` describes, in the order data flows."""
+    """Returns all tensors of the checkpoint that ``config`` describes, in the order data flows."""
     table = _plain(config, "model.embed_tokens", config.vocab_size, config.hidden_size)
     dense = decoder_layer(config, moe_layer=False)
     sparse = decoder_layer(config, moe_layer=True)
@@ -61,7 +67,7 @@ def tensor_table(config: ModelConfig) -> Table:
 
 
 def copies(config: ModelConfig) -> dict[str, str]:
-    """Name of each copy that the MTP layers carry -> the name of the tensor that it repeats."""
+    """Returns the name of each copy in the MTP layers -> the name of its original."""
     return {
         f"model.layers.{index}.{copy}.weight": f"{original}.weight"
         for index in _mtp_indices(config)
@@ -73,9 +79,10 @@ def copies(config: ModelConfig) -> dict[str, str]:
 
 
 def mtp_layer(config: ModelConfig) -> Table:
-    """One MTP layer: ``eh_proj [norm(embedding) ; norm(hidden)]``, a MoE layer, a norm, the head.
+    """Returns the tensors of an MTP layer, with names relative to ``model.layers.{index}.``.
 
-    The projection reads two hidden states side by side: [D, 2 D].
+    The layer computes ``eh_proj [norm(embedding) ; norm(hidden)]``, a MoE layer, a norm and the
+    head. ``eh_proj`` [D, 2 D] multiplies the concatenation of two hidden states.
     """
     D = config.hidden_size
     return (
@@ -90,7 +97,7 @@ def mtp_layer(config: ModelConfig) -> Table:
 
 
 def decoder_layer(config: ModelConfig, moe_layer: bool) -> Table:
-    """One transformer layer, names relative to ``model.layers.{index}.``."""
+    """Returns the tensors of a decoder layer, with names relative to ``model.layers.{index}.``."""
     feed_forward = moe(config) if moe_layer else mlp(config, config.intermediate_size)
     return (
         _norm(config, "input_layernorm", config.hidden_size)
@@ -101,10 +108,11 @@ def decoder_layer(config: ModelConfig, moe_layer: bool) -> Table:
 
 
 def attention(config: ModelConfig) -> Table:
-    """Multi-head latent attention, names relative to ``self_attn.``.
+    """Returns the tensors of multi-head latent attention, with names relative to ``self_attn.``.
 
-    Rows of q are N + R a head; rows of kv_a are the latent, then the rope key that all heads share;
-    rows of kv_b are N + V a head. Without a query rank (V2-Lite, Moonlight) q is one matrix.
+    The query projection has N + R rows per head. The rows of ``kv_a_proj_with_mqa`` are the latent
+    and the rope key that all heads share. ``kv_b_proj`` has N + V rows per head. Models without a
+    query rank (V2-Lite, Moonlight) have a single query projection.
     """
     D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     N, V = config.qk_nope_head_dim, config.v_head_dim
@@ -127,9 +135,10 @@ def attention(config: ModelConfig) -> Table:
 
 
 def indexer(config: ModelConfig) -> Table:
-    """The sparse-attention indexer of V3.2, names relative to ``indexer.``; empty without one.
+    """Returns the tensors of V3.2's sparse-attention indexer, with names relative to ``indexer.``.
 
-    Its queries come from the query latent; its one key is normed by a LayerNorm, hence the bias.
+    The table is empty for models without indexer. The indexer computes its queries from the query
+    latent, and normalises its key by a LayerNorm, which has a bias.
     """
     heads, width, rank = config.index_n_heads, config.index_head_dim, config.q_lora_rank
     if heads is None or width is None or rank is None:
@@ -144,10 +153,10 @@ def indexer(config: ModelConfig) -> Table:
 
 
 def moe(config: ModelConfig) -> Table:
-    """Router, routed experts and the shared expert, names relative to ``mlp.``.
+    """Returns the tensors of a MoE layer, with names relative to ``mlp.``.
 
-    Several shared experts are one MLP of their joint width. The bias of the router steers the
-    selection and exists in ``noaux_tc`` routing alone.
+    Several shared experts are one MLP of their total width. Only ``noaux_tc`` routing has the
+    router's bias, which affects the selection of experts.
     """
     E, width = config.n_routed_experts, config.moe_intermediate_size
     table = _plain(config, "gate", E, config.hidden_size)
@@ -162,7 +171,7 @@ def moe(config: ModelConfig) -> Table:
 
 
 def mlp(config: ModelConfig, width: int) -> Table:
-    """``down(silu(gate x) * up x)`` of inner width ``width``."""
+    """Returns the tensors of ``down(silu(gate x) * up x)`` with hidden width ``width``."""
     return (
         _linear(config, "gate_proj", width, config.hidden_size)
         | _linear(config, "up_proj", width, config.hidden_size)
@@ -171,7 +180,7 @@ def mlp(config: ModelConfig, width: int) -> Table:
 
 
 def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
-    """A matrix that block quantization applies to, with its scales."""
+    """Returns a matrix that may be quantized, and its scales."""
     if (quantization := config.quantization) is None:
         return _plain(config, name, rows, columns)
     N, K = quantization.block_shape(columns)
@@ -192,7 +201,7 @@ def _plain(config: ModelConfig, name: str, *shape: int) -> Table:
 
 
 def _norm(config: ModelConfig, name: str, width: int) -> Table:
-    """V3.2 stores every norm in float32, its predecessors in the model's own type."""
+    """Returns a norm. V3.2 stores norms in float32, earlier models in the dtype of the config."""
     dtype = "F32" if config.has_indexer else STORED_AS[config.dtype]
     return {f"{name}.weight": TensorSpec((width,), dtype)}
 

@@ -1,4 +1,4 @@
-"""Work in threads that stops at the first failure."""
+"""Threads that stop at the first failure, and reports of their progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Progress = Callable[[int], None]
-"""Is told of bytes that are done, from several threads."""
+"""Receives a number of bytes that have been processed. Called from several threads."""
 
 
-def in_threads(workers: int, work: Callable[[T], None], items: Sequence[T]) -> None:
-    """All of the items; or, when one fails, no more than are at work, and its exception."""
+def ignore_progress(count: int) -> None:
+    """Does nothing: the :data:`Progress` of callers that show none."""
+
+
+def run_in_threads(workers: int, work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Calls ``work`` with every item, in up to ``workers`` threads at once.
+
+    If a call raises an exception, no further items are started, and the exception is raised here
+    after the running calls end.
+    """
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:

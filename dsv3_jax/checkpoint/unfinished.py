@@ -1,4 +1,4 @@
-"""A directory while it is written: beside its destination, locked, and renamed when it is whole."""
+"""Directories that appear under their final name only when they are complete."""
 
 from __future__ import annotations
 
@@ -12,67 +12,71 @@ from typing import Any
 
 from dsv3_jax.files import atomic_write, locked, publish_directory, remove_partial_files
 
-MARK = ".unfinished.json"
-"""Says what the directory is going to be, so that only the same writing is resumed in it. No file
-of a checkpoint has this name: those that begin with a dot are not kept."""
+MARKER = ".unfinished.json"
+"""File in an unfinished directory with a description of its future content.
+
+Only a writer of the same content may continue it. No file of a checkpoint has this name, because
+hidden files are not copied."""
 
 
 def check_new(destination: Path) -> None:
-    """
+    """Checks that nothing exists at a path.
+
     Raises:
-      ValueError: there is something at ``destination``, if only a symbolic link to nothing.
+      ValueError: something exists there, even if it is a symbolic link to nothing.
     """
     if os.path.lexists(destination):
         link = "the symbolic link " if destination.is_symlink() else ""
         raise ValueError(f"expected a directory that does not exist yet, got {link}{destination}")
 
 
-def partial_of(destination: Path) -> Path:
-    """The directory that is written to until it becomes ``destination``."""
+def partial_directory(destination: Path) -> Path:
+    """Returns the directory that is written until it can be renamed to ``destination``."""
     return destination.with_name(destination.name + ".partial")
 
 
 @contextlib.contextmanager
-def new_directory(destination: Path, mark: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yields a directory to write to, which becomes ``destination`` when the block ends without an
-    exception: all of its files are synced, then it is renamed.
+def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """Yields a directory to write to, and renames it to ``destination`` when the block ends.
+
+    All files are synced before the rename. After an exception it is not renamed.
 
     Args:
-      mark: what is being written, in JSON. After an exception or a kill the files stay, and the
-        next call with the same mark finds them. With None they are deleted, and what a killed
-        process left is deleted by the next call.
+      content: JSON description of what is written. After an exception or a kill the files remain,
+        and the next call with the same description continues with them. With None, an exception
+        deletes the files, and the next call deletes what a killed process left.
 
     Raises:
       ValueError: ``destination`` exists, or another process or thread is writing it.
       OSError: the disk is full or failed.
     """
     check_new(destination)
-    partial = partial_of(destination)
+    partial = partial_directory(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     busy = f"{destination}: another process is writing it"
     with locked(partial.with_name(partial.name + ".lock"), busy):
-        check_new(destination)  # once more: another process may have ended before the lock was had
-        content = json.dumps(mark, indent=2, ensure_ascii=False) + "\n"
-        if mark is None or not _has_mark(partial, content):
+        check_new(destination)  # again, because another process may have finished meanwhile
+        marker = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        if content is None or not _has_marker(partial, marker):
             _delete(partial)
             partial.mkdir()
-            if mark is not None:
-                atomic_write(partial / MARK, content)
+            if content is not None:
+                atomic_write(partial / MARKER, marker)
         remove_partial_files(partial)
         try:
             yield partial
-            (partial / MARK).unlink(missing_ok=True)
+            (partial / MARKER).unlink(missing_ok=True)
             publish_directory(partial, destination)
         except BaseException:
-            if mark is None:
+            if content is None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
 
-def _has_mark(partial: Path, content: str) -> bool:
-    if partial.is_symlink() or not (partial / MARK).is_file():
+def _has_marker(partial: Path, marker: str) -> bool:
+    if partial.is_symlink() or not (partial / MARKER).is_file():
         return False
-    return (partial / MARK).read_bytes() == content.encode()
+    return (partial / MARKER).read_bytes() == marker.encode()
 
 
 def _delete(partial: Path) -> None:

@@ -1,8 +1,6 @@
-"""One unit of a conversion: read, check, convert, write, read back."""
+"""Conversion of one unit of work: read, check, recode, write, read back."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -11,32 +9,36 @@ from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import as_bytes, digest
 from dsv3_jax.checkpoint.check import tensor_kind
 from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, Unit
-from dsv3_jax.checkpoint.formats import Forms, dequantize, recode
+from dsv3_jax.checkpoint.formats import Recoding, dequantize, recode
+from dsv3_jax.checkpoint.journal import JournalLine
 from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.checkpoint.values import check_finite, check_scale
 
-Line = dict[str, Any]
-"""Of the journal."""
 
-
-def convert_unit(plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: Progress) -> Line:
-    """Does all of it, some rows at a time.
+def convert_unit(
+    plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: Progress
+) -> JournalLine:
+    """Converts a unit chunk by chunk, and reads the result back.
 
     Returns:
-      Hashes of what was read and of what was written, and what quantization did to the values.
+      Line for the journal, with the hashes of all tensors read and written, and the quantization
+      error if the unit is quantized.
 
     Raises:
-      ValueError: values that no weight or scale may have, with the tensor's name.
-      OSError: source or store failed.
+      ValueError: a weight or a scale has an impossible value. The message names the tensor.
+      OSError: the source or the store failed.
     """
-    tensors = [_Conversion(plan, unit, e, name) for e, name in enumerate(unit.tensors, unit.first)]
-    for part, rows in enumerate(_row_ranges(unit)):
+    tensors = [
+        _TensorConversion(plan, unit, expert, name)
+        for expert, name in enumerate(unit.tensors, unit.first)
+    ]
+    for number, rows in enumerate(_chunk_rows(unit)):
         blocks = [tensor.convert(rows) for tensor in tensors]
         for array, values in zip(unit.arrays, zip(*blocks, strict=True), strict=True):
             block = np.stack(values) if array.stacked else values[0]
-            files.write(array.name, array.origin(unit.first, part), block)
+            files.write(array.name, array.chunk_origin(unit.first, number), block)
         progress(sum(tensor.take_bytes_read() for tensor in tensors))
-    line: Line = {
+    line: JournalLine = {
         "unit": unit.key,
         "source": {n: h.hexdigest() for t in tensors for n, h in t.read.items()},
         "stored": {n: h.hexdigest() for t in tensors for n, h in t.written.items()},
@@ -48,15 +50,15 @@ def convert_unit(plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: 
             "largest": max(t.largest_error for t in tensors),
             "largest_weight": max(t.largest_weight for t in tensors),
         }
-    found = stored_hashes(unit, files)
-    for name, wanted in line["stored"].items():
-        if found[name] != wanted:
+    read_back = stored_hashes(unit, files)
+    for name, written in line["stored"].items():
+        if read_back[name] != written:
             raise OSError(0, "what was read back is not what was written", name)
     return line
 
 
 def stored_hashes(unit: Unit, files: ArrayFiles) -> dict[str, str]:
-    """Of the unit's tensors, read from the store.
+    """Reads a unit's tensors from the store and returns their hashes by name.
 
     Raises:
       OSError: a chunk is missing or cannot be read.
@@ -68,16 +70,18 @@ def stored_hashes(unit: Unit, files: ArrayFiles) -> dict[str, str]:
     }
 
 
-class _Conversion:
-    """A published tensor on its way: what was read of it, what written, what lost."""
+class _TensorConversion:
+    """A published tensor that is being converted: its hashes and its quantization error."""
 
     def __init__(self, plan: ConversionPlan, unit: Unit, expert: int, name: str):
         self.read: dict[str, xxhash.xxh3_128] = {name: xxhash.xxh3_128()}
+        """Running hashes of the source's tensors, by name."""
         self.written = {array.tensors[expert]: xxhash.xxh3_128() for array in unit.arrays}
+        """Running hashes of the stored tensors, by name."""
         self.squared_error = self.squared_weight = self.largest_error = self.largest_weight = 0.0
         self._plan, self._name = plan, name
         target = plan.config.quantization if unit.scales is not None else None
-        self._forms = Forms(plan.source_config.quantization, target, unit.array.dtype)
+        self._recoding = Recoding(plan.source_config.quantization, target, unit.array.dtype)
         self._source = plan.source[name]
         self._scale: np.ndarray | None = None
         self._bytes_read = 0
@@ -86,39 +90,41 @@ class _Conversion:
         suffix = quantization.scale_suffix
         weight = name.removesuffix(suffix)
         block = quantization.block_shape(self._source.shape[-1])
-        if weight != name and weight in plan.source:  # a scale that is kept
+        if weight != name and weight in plan.source:  # a scale whose bytes are kept
             check_scale(name, self._source[...], plan.source[weight], block)
-        elif not plan.keeps and (scale := name + suffix) in plan.source:
+        elif not plan.keeps_bytes and (scale := name + suffix) in plan.source:
             self._scale = plan.source[scale][...]
             check_scale(scale, self._scale, self._source, block)
             self.read[scale] = xxhash.xxh3_128(as_bytes(self._scale))
             self._bytes_read += self._scale.nbytes
 
     def take_bytes_read(self) -> int:
-        """Since the last call."""
+        """Returns the number of bytes read since the last call."""
         count, self._bytes_read = self._bytes_read, 0
         return count
 
     def convert(self, rows: slice) -> tuple[np.ndarray, ...]:
-        """The rows as the store has them; with the scales that were made for them."""
+        """Reads the next rows. Returns them in the store's form, and their scales if quantized."""
         values = self._source[rows] if self._source.shape else self._source[...]
         self._bytes_read += values.nbytes
         self.read[self._name].update(as_bytes(values))
         check_finite(self._name, values)
-        parts: tuple[np.ndarray, ...] = (values,)
-        if not self._plan.keeps:
-            made, scale = recode(values, self._scale, rows.start or 0, self._forms, self._note)
-            parts = (made,) if scale is None else (made, scale)
-            check_finite(self._name, made)  # a product, or a float32, may be too large
-        for hasher, part in zip(self.written.values(), parts, strict=True):
-            hasher.update(as_bytes(part))
-        return parts
+        converted: tuple[np.ndarray, ...] = (values,)
+        if not self._plan.keeps_bytes:
+            stored, scale = recode(
+                values, self._scale, rows.start or 0, self._recoding, self._add_error
+            )
+            converted = (stored,) if scale is None else (stored, scale)
+            check_finite(self._name, stored)  # the product with a scale may overflow
+        for hasher, array in zip(self.written.values(), converted, strict=True):
+            hasher.update(as_bytes(array))
+        return converted
 
-    def _note(self, dense: np.ndarray, stored: np.ndarray, scale: np.ndarray) -> None:
-        """What quantization made of some rows."""
-        assert self._forms.target is not None
+    def _add_error(self, dense: np.ndarray, stored: np.ndarray, scale: np.ndarray) -> None:
+        """Adds the quantization error of some rows."""
+        assert self._recoding.target is not None
         check_finite(self._name, dense)
-        block = self._forms.target.block_shape(dense.shape[1])
+        block = self._recoding.target.block_shape(dense.shape[1])
         error = dequantize(stored, scale, block, np.dtype(np.float32)) - dense
         self.squared_error += float(np.vdot(error, error))
         self.squared_weight += float(np.vdot(dense, dense))
@@ -126,10 +132,10 @@ class _Conversion:
         self.largest_weight = max(self.largest_weight, float(np.abs(dense).max()))
 
 
-def _row_ranges(unit: Unit) -> list[slice]:
-    """Rows of the tensors that fill one file after the other."""
-    axes = unit.array.tensor_shape
-    if not axes:
+def _chunk_rows(unit: Unit) -> list[slice]:
+    """Returns the range of rows in each chunk of a tensor."""
+    shape = unit.array.tensor_shape
+    if not shape:
         return [slice(None)]
-    starts = range(0, axes[0], unit.array.rows)
-    return [slice(first, min(first + unit.array.rows, axes[0])) for first in starts]
+    rows = unit.array.rows_per_chunk
+    return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]

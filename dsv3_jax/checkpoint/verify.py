@@ -1,6 +1,6 @@
-"""Whether a checkpoint is whole: its tensors by name, all values, and for a store every hash.
+"""Verification of a checkpoint: its tensors by name, all their values, and a store's hashes.
 
-One pass over the files, each tensor in the hands of one thread.
+The files are read once. Each tensor is processed by one thread.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv3_jax.checkpoint import sidecar
-from dsv3_jax.checkpoint.arrays import digest
-from dsv3_jax.checkpoint.check import differences, is_left_out
+from dsv3_jax.checkpoint.arrays import digest, nbytes
+from dsv3_jax.checkpoint.check import copy_mismatch, is_uncounted_mtp_tensor, tensor_problems
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
-from dsv3_jax.checkpoint.scan import Scan, nbytes, unreadable
+from dsv3_jax.checkpoint.scan import Scan, unreadable
 from dsv3_jax.checkpoint.tensor_table import copies
-from dsv3_jax.checkpoint.threads import Progress, in_threads
+from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 
 
 @dataclasses.dataclass
 class ValueStats:
-    """What the values of a tensor, or of many, add up to. Scales are applied."""
+    """Statistics of the dequantized values of one or several tensors."""
 
     tensors: int = 0
+    """Number of tensors."""
     values: int = 0
+    """Number of values."""
     largest: float = 0.0
     """max |w|"""
     squares: float = 0.0
     """sum w^2"""
     scales: tuple[float, float] | None = None
-    """Smallest and largest of the scales above 0."""
+    """Smallest and largest scale above 0. None if no tensor is quantized."""
 
     @property
     def rms(self) -> float:
+        """sqrt(mean w^2)"""
         return math.sqrt(self.squares / max(self.values, 1))
 
     def add(self, part: np.ndarray) -> None:
+        """Adds values of a tensor that is counted already."""
         self.values += part.size
         self.largest = max(self.largest, float(part.max()), -float(part.min()))
         self.squares += sum_of_squares(part)
@@ -54,120 +58,127 @@ class ValueStats:
 
 
 class Verification(NamedTuple):
-    """What a pass over a checkpoint found."""
+    """Result of :func:`verify`."""
 
     tensors: int
+    """Number of tensors in the checkpoint."""
     nbytes: int
+    """Size of all tensors in bytes."""
     stats: dict[str, ValueStats]
-    """Of each tensor by its published name, a weight's with its scale."""
+    """Statistics by published name. Those of a weight include its scales."""
     findings: list[str]
-    """What is wrong, a line each with the name of the tensor."""
+    """Problems, one line each with the name of the tensor."""
 
 
 def verify(
-    checkpoint: OpenCheckpoint, *, workers: int = 1, count: Progress = lambda n: None
+    checkpoint: OpenCheckpoint, *, workers: int = 1, progress: Progress = ignore_progress
 ) -> Verification:
-    """Reads every value once.
+    """Reads every value of a checkpoint once and checks it.
 
-    Names, shapes and dtypes are those of the config; weights are finite, scales finite and above
-    0, or 0 over zeros; copies that MTP layers carry repeat their originals; and a store's tensors
-    hash to what its manifest says. MTP layers that the config does not count may be there: as
-    :func:`dsv3_jax.load` leaves them out, they are read and their values not checked.
+    * Names, shapes and dtypes are those of the config.
+    * Weights are finite. Scales are finite and above 0, or 0 for a block of zeros.
+    * The copies of embedding and head in MTP layers equal their originals.
+    * The tensors and small files of a store have the hashes in its manifest.
+
+    Like :func:`dsv3_jax.load`, it accepts MTP layers that the config does not count. They are
+    hashed, but their values are not checked.
 
     Args:
-      workers: threads. Each holds a piece of a tensor.
-      count: is told of bytes as they are read, :func:`total_bytes` in all.
+      workers: number of threads. Each has one piece of a tensor in memory.
+      progress: called with the number of bytes after each read, :func:`total_bytes` in all.
     """
-    scans = Scans(checkpoint, count)
-    figures = {name: ValueStats(tensors=1) for name in checkpoint.with_values()}
+    scans = Scans(checkpoint, progress)
+    stats = {name: ValueStats(tensors=1) for name in checkpoint.readable_weights()}
 
-    def one(name: str) -> None:
-        scan = scans.of(name)
-        for part in scan.parts(scan.multiple):
-            figures[name].add(part)
-        figures[name].scales = scan.scale_range
-        scans.done(scan)
+    def scan_tensor(name: str) -> None:
+        scan = scans.scan(name)
+        for part in scan.parts(scan.row_multiple):
+            stats[name].add(part)
+        stats[name].scales = scan.scales.range if scan.scales is not None else None
+        scans.add_result(scan)
 
-    in_threads(workers, one, list(figures))
+    run_in_threads(workers, scan_tensor, list(stats))
     scans.hash_others()
     size = total_bytes(checkpoint)
-    return Verification(len(checkpoint.arrays), size, figures, scans.findings())
+    return Verification(len(checkpoint.arrays), size, stats, scans.findings())
 
 
 class Scans:
-    """The scans of one pass over a checkpoint, and what they find; from any thread.
+    """All scans of one pass over a checkpoint, and their results. Safe to use from any thread."""
 
-    Attributes:
-      digests: of the tensors that were read, by name.
-    """
-
-    def __init__(self, checkpoint: OpenCheckpoint, count: Progress):
+    def __init__(self, checkpoint: OpenCheckpoint, progress: Progress):
         self.digests: dict[str, str] = {}
+        """Hashes of the tensors read so far, by name."""
         self._checkpoint = checkpoint
-        self._count = count
-        self._found: dict[str, list[str]] = {}
+        self._progress = progress
+        self._findings: dict[str, list[str]] = {}
 
-    def of(self, name: str) -> Scan:
+    def scan(self, name: str) -> Scan:
+        """Returns a new scan of a tensor."""
         arrays, config = self._checkpoint.arrays, self._checkpoint.config
-        return Scan(name, arrays, config.quantization, self._count)
+        return Scan(name, arrays, config.quantization, self._progress)
 
-    def done(self, scan: Scan) -> None:
-        """All its parts were taken."""
+    def add_result(self, scan: Scan) -> None:
+        """Records the hashes and findings of a scan that has ended."""
         self.digests.update(scan.digests())
-        self._found[scan.name] = scan.findings()
+        self._findings[scan.name] = scan.findings()
 
     def hash_others(self) -> None:
-        """What has no values to scan: tensors that no model reads, or that are not as they should
-        be."""
+        """Hashes the tensors without a scan: those that no model reads, or that are malformed."""
+        quantization = self._checkpoint.config.quantization
+        suffix = quantization.scale_suffix if quantization is not None else ""
         for name, array in self._checkpoint.arrays.items():
-            owner = name.removesuffix(_scale_suffix(self._checkpoint))
-            if name in self.digests or owner in self._found:
+            if name in self.digests or name.removesuffix(suffix) in self._findings:
                 continue
             try:
                 self.digests[name] = digest(array)
             except OSError as error:
-                self._found[name] = [unreadable(name, error)]
-            self._count(nbytes(array))
+                self._findings[name] = [unreadable(name, error)]
+            self._progress(nbytes(array))
 
     def findings(self) -> list[str]:
-        """A line each: of names, shapes and dtypes, of values, of copies, of hashes."""
-        checkpoint, digests = self._checkpoint, self.digests
-        config, arrays = checkpoint.config, checkpoint.arrays
-        missing, unknown, out = differences(config, arrays)
-        unknown = [name for name in unknown if not is_left_out(config, arrays, name)]
-        out = [f"{name}: missing" for name in missing] + out
-        out += [f"{name}: unknown, not a tensor of this config" for name in unknown]
+        """Returns one line per problem: with names and shapes, values, MTP copies, and hashes."""
+        config, arrays = self._checkpoint.config, self._checkpoint.arrays
+        missing, unknown, mismatched = tensor_problems(config, arrays)
+        unknown = [name for name in unknown if not is_uncounted_mtp_tensor(config, arrays, name)]
+        lines = [f"{name}: missing" for name in missing] + mismatched
+        lines += [f"{name}: unknown, not a tensor of this config" for name in unknown]
         for name in arrays:
-            out += self._found.get(name, [])
+            lines += self._findings.get(name, [])
         for name, original in copies(config).items():
-            if name in digests and digests[name] != digests.get(original, digests[name]):
-                out.append(f"{name}: differs from {original}, which it should repeat")
-        if checkpoint.manifest is not None:
-            for name, entry in checkpoint.manifest.tensors.items():
-                if (got := digests.get(name, entry.hash)) != entry.hash:
-                    out.append(f"{name}: expected hash {entry.hash}, got {got}")
-            kept, found = checkpoint.manifest.kept, sidecar.hashes(checkpoint.directory)
-            for name in kept | found:
-                if kept.get(name) != found.get(name):
-                    was, now = kept.get(name, "no such file"), found.get(name, "no such file")
-                    out.append(f"{sidecar.FOLDER}/{name}: expected hash {was}, got {now}")
-        return out
+            got = self.digests.get(name)
+            if got is not None and got != self.digests.get(original, got):
+                lines.append(copy_mismatch(name, original))
+        return lines + self._manifest_findings()
+
+    def _manifest_findings(self) -> list[str]:
+        """Compares the hashes of tensors and small files with a store's manifest."""
+        manifest = self._checkpoint.manifest
+        if manifest is None:
+            return []
+        lines = []
+        for name, record in manifest.tensors.items():
+            if (got := self.digests.get(name, record.hash)) != record.hash:
+                lines.append(f"{name}: expected hash {record.hash}, got {got}")
+        recorded, present = manifest.kept, sidecar.hashes(self._checkpoint.directory)
+        for name in recorded | present:
+            if recorded.get(name) != present.get(name):
+                expected = recorded.get(name, "no such file")
+                got = present.get(name, "no such file")
+                lines.append(f"{sidecar.FOLDER}/{name}: expected hash {expected}, got {got}")
+        return lines
 
 
 def total_bytes(checkpoint: OpenCheckpoint) -> int:
+    """Returns the size of all tensors in bytes."""
     return sum(map(nbytes, checkpoint.arrays.values()))
 
 
 def sum_of_squares(part: np.ndarray) -> float:
-    """In float64: float32 squares over- and underflow within its range."""
+    """Returns the sum of squares in float64, because float32 squares over- and underflow."""
     total = 0.0
     flat = part.reshape(-1)
-    for first in range(0, flat.size, 2**15):  # conversions that stay in the CPU's cache
+    for first in range(0, flat.size, 2**15):  # so that float64 values stay in the CPU's cache
         wide = flat[first : first + 2**15].astype(np.float64)
         total += float(np.einsum("i,i->", wide, wide))
     return total
-
-
-def _scale_suffix(checkpoint: OpenCheckpoint) -> str:
-    quantization = checkpoint.config.quantization
-    return quantization.scale_suffix if quantization is not None else ""

@@ -1,9 +1,8 @@
-"""A model as a Hugging Face directory in DeepSeek's published form."""
+"""Writing a model as a Hugging Face directory in DeepSeek's published form."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.checkpoint.shard_index import index_content, json_text, shard_name
 from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import ModelConfig
@@ -41,83 +41,83 @@ def write_checkpoint(
     shard_bytes: int = 4_300_000_000,
     add_files: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes config.json, the shards and their index; nothing appears until all of it is written
-    and synced. The model is only read. Several processes call this alike; the first of them writes.
+    """Writes config.json, the shards and their index.
+
+    The directory appears under its name only when all files are written and synced. With several
+    processes, all must call this function, and the first one writes.
 
     Args:
-      directory: must not exist.
-      quantization: float8 weights with block scales, as DeepSeek-V3 is published; None writes
-        ``dtype``. Embedding, head, router, norms and eh_proj are of ``dtype`` either way. Weights
-        that the model holds in float8 are written as they are.
-      dtype: DeepSeek publishes bfloat16; float32 keeps a trained model's weights bit for bit.
-      shard_bytes: size past which a new shard begins.
-      add_files: writes further files, such as the tokenizer's, to the directory that it is given,
-        before the whole appears.
+      directory: new directory. It must not exist.
+      quantization: writes float8 weights with block scales, as in the published DeepSeek-V3. None
+        writes ``dtype``. Embedding, head, router, norms and eh_proj always have ``dtype``. Float8
+        weights of the model are written unchanged.
+      dtype: DeepSeek publishes bfloat16. float32 preserves a trained model's weights exactly.
+      shard_bytes: a new shard begins when a file would exceed this size.
+      add_files: called with the unfinished directory to write further files, such as the
+        tokenizer's.
 
     Raises:
-      ValueError: the directory exists or another process is writing it; the model holds float8
-        weights and ``quantization`` is not theirs, or integer weights; the disk is full or fails.
+      ValueError: the directory exists or another process is writing it; the model has float8
+        weights and ``quantization`` differs from theirs; the model has integer weights; or the disk
+        is full or failed.
     """
     check_new(directory)
     barrier("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
-    held = published_tensors(model)
-    float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in held.values())
-    if float8 and quantization != model.config.quantization:
+    weights = published_tensors(model)
+    has_float8 = any(tensor.dtype == ml_dtypes.float8_e4m3fn for tensor in weights.values())
+    if has_float8 and quantization != model.config.quantization:
         raise ValueError(
             f"the model holds float8 weights; expected quantization={model.config.quantization}, "
             f"got {quantization}"
         )
-    if any(tensor.dtype in (np.int8, np.uint8) for tensor in held.values()):
+    if any(tensor.dtype in (np.int8, np.uint8) for tensor in weights.values()):
         raise ValueError(
             "the model holds integer weights, which no published form has; expected one that was "
             "loaded with quantization=None"
         )
     if jax.process_index():
         return
-    tensors = _published(config, held)
+    tensors = _in_published_form(config, weights)
     shards = _split(tensors, shard_bytes)
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    files = {shard_name(i, len(shards)): shard for i, shard in enumerate(shards, 1)}
+    index = index_content(files, sum(tensor.nbytes for tensor in tensors.values()))
     try:
         with new_directory(directory) as partial:
-            for name, shard in zip(names, shards, strict=True):
+            for name, shard in files.items():
                 write_file(partial / name, shard)
-            _write_json(partial / "config.json", config.to_hf())
-            _write_json(partial / INDEX, index)
+            atomic_write(partial / "config.json", json_text(config.to_hf()))
+            atomic_write(partial / INDEX, json_text(index))
             if add_files is not None:
                 add_files(partial)
     except OSError as error:
         raise ValueError(f"{os_error_message(error)}; nothing was written") from None
 
 
-def _published(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Casts every tensor to its published dtype, float8 ones with their scales."""
-    out: dict[str, np.ndarray] = {}
+def _in_published_form(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Casts or quantizes every tensor to its published dtype. Adds the scales of float8 weights."""
+    published: dict[str, np.ndarray] = {}
     table = tensor_table(config)
     for name, tensor in tensors.items():
         if table[name].dtype != "F8_E4M3" or tensor.dtype == ml_dtypes.float8_e4m3fn:
-            out[name] = tensor.astype(_DTYPES[table[name].dtype])
+            published[name] = tensor.astype(_DTYPES[table[name].dtype])
             continue
         assert config.quantization is not None
-        out[name], scale = quantize(tensor, config.quantization)
-        out[name + config.quantization.scale_suffix] = scale
-    return out
+        published[name], scale = quantize(tensor, config.quantization)
+        published[name + config.quantization.scale_suffix] = scale
+    return published
 
 
 def _split(tensors: Mapping[str, np.ndarray], limit: int) -> list[dict[str, np.ndarray]]:
+    """Distributes tensors over shards of at most ``limit`` bytes, in order."""
     shards: list[dict[str, np.ndarray]] = [{}]
-    filled = 0
+    size = 0
     for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > limit:
+        if size and size + tensor.nbytes > limit:
             shards.append({})
-            filled = 0
+            size = 0
         shards[-1][name] = tensor
-        filled += tensor.nbytes
+        size += tensor.nbytes
     return shards
-
-
-def _write_json(path: Path, content: object) -> None:
-    atomic_write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

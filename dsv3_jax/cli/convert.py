@@ -68,7 +68,7 @@ def _summary(plan: ConversionPlan, store: Path, workers: int) -> dict[str, objec
         "source": str(plan.directory),
         "store": str(store),
         "to": plan.to,
-        "keeps_bytes": plan.keeps,
+        "keeps_bytes": plan.keeps_bytes,
         "tensors": len(plan.source),
         "source_bytes": plan.source_bytes,
         "store_bytes": plan.store_bytes,

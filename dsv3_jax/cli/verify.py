@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     size = total_bytes(a)
     if arguments.b is None:
         with ByteProgress(size, "verify") as progress:
-            verification = verify(a, workers=arguments.workers, count=progress.add)
+            verification = verify(a, workers=arguments.workers, progress=progress.add)
         findings = verification.findings
         report = verify_report.verification_json(a, verification)
         if arguments.plot is not None:
@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> None:
         b = open_checkpoint(arguments.b)
         size += total_bytes(b)
         with ByteProgress(size, "compare") as progress:
-            comparison = compare(a, b, workers=arguments.workers, count=progress.add)
+            comparison = compare(a, b, workers=arguments.workers, progress=progress.add)
         findings = comparison.findings
         report = verify_report.comparison_json(a, comparison)
-        if arguments.equal and comparison.first is not None:
-            findings = [*findings, comparison.first]
+        if arguments.equal and comparison.first_difference is not None:
+            findings = [*findings, comparison.first_difference]
         if arguments.plot is not None:
             from dsv3_jax.viz.weights import weight_differences
 

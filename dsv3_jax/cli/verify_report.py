@@ -34,8 +34,8 @@ def comparison_json(a: OpenCheckpoint, comparison: Comparison) -> dict[str, Any]
     sums = _sum_by_kind(a, comparison.differences, Difference())
     return {
         "tensors": len(comparison.differences),
-        "equal": comparison.first is None and not comparison.findings,
-        "first_difference": comparison.first,
+        "equal": comparison.first_difference is None and not comparison.findings,
+        "first_difference": comparison.first_difference,
         "source_hashes": comparison.source_hashes,
         "total": _difference_json(sum(sums.values(), Difference())),
         "kinds": {kind: _difference_json(difference) for kind, difference in sums.items()},

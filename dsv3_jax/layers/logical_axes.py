@@ -1,6 +1,6 @@
-"""What each dimension of each parameter counts, and from that how the model lies on a mesh.
+"""Logical axes of every parameter dimension, and the shardings that follow from them.
 
-Names of axes are the model's; which of them a mesh splits is for :mod:`sharding.rules` to say.
+A logical axis such as ``heads`` belongs to the model. :mod:`sharding.rules` maps it to mesh axes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sharding import Layout, Rules
 from sharding.expert_parallel import check_exchange
 from sharding.fsdp import fsdp_sharding
 
-# By the name of the module that holds the parameter: of its weight, [out, in].
+# Logical axes of a module's weight [out, in], by the name of the module.
 _AXES: dict[str, tuple[str, ...]] = {
     "embed_tokens": ("vocab", "hidden"),
     "lm_head": ("vocab", "hidden"),
@@ -41,25 +41,26 @@ _AXES: dict[str, tuple[str, ...]] = {
     "up_proj": ("ffn", "hidden"),
     "down_proj": ("hidden", "ffn"),
 }
-_INNER = {"experts": "expert_ffn", "shared_experts": "shared_ffn"}
+_FFN_AXES = {"experts": "expert_ffn", "shared_experts": "shared_ffn"}
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def logical_axes(path: ParameterPath) -> tuple[str, ...]:
-    """The axes of the parameter at ``path`` in the tree of a model.
+    """Returns one logical axis per dimension of the parameter at ``path`` in the tree of a model.
 
-    Heads are rows of N + R or N + V a head, or columns of V; latent is C, or C + R. A scale has
-    its weight's axes.
+    The ``heads`` axis has N + R or N + V entries per head in rows of a projection, and V in the
+    columns of ``o_proj``. The ``latent`` axis has C entries, or C + R with the rope key. A scale
+    has the axes of its weight.
     """
-    owner, module, leaf = (str(part) for part in ("", *path)[-3:])
-    if module == "_absorbed":  # UpProjections of attention
+    owner, module, leaf = (str(key) for key in ("", *path)[-3:])
+    if module == "_absorbed":  # attention's copy of kv_b_proj, split by head
         return "heads", "head_dim", "latent"
     if module == "replicas":  # log2phy, logcnt
         return ("expert_score", "replica")[: 2 if leaf == "log2phy" else 1]
     axes = _AXES[module]
     if leaf == "e_score_correction_bias":
         return axes[:1]
-    axes = tuple(_INNER.get(owner, axis) if axis == "ffn" else axis for axis in axes)
+    axes = tuple(_FFN_AXES.get(owner, axis) if axis == "ffn" else axis for axis in axes)
     return ("expert", *axes) if owner == "experts" else axes
 
 
@@ -72,62 +73,70 @@ def parameter_shardings(
     fsdp_axes: tuple[str, ...] = (),
     prefix: ParameterPath = (),
 ) -> dict[ParameterPath, NamedSharding]:
-    """How every parameter of ``model``, or of a module in it, lies on ``mesh``, by its path;
-    shapes are enough.
+    """Returns the sharding of every parameter of a model, or of one of its modules, by path.
 
-    A quantised weight is cut between blocks alone, and its scales with it. Scales of whole rows
-    belong to every part of their row, and are cut by rows only.
+    Shardings never split a quantization block, and a block scale is sharded like its weight. An
+    integer weight with one scale per row has scales that are sharded by rows only, because every
+    shard of a row needs its scale.
 
     Args:
-      fsdp_axes: as of :class:`~sharding.Layout`; without it, how they lie where they are used.
-      prefix: path of ``model`` in the whole, where names below it do not say what its axes are.
+      model: module whose parameters may be arrays or only shapes.
+      fsdp_axes: mesh axes over which parameters are stored sharded (FSDP), as in
+        :class:`~sharding.Layout`. Empty for the shardings that layers compute with.
+      prefix: path of ``model`` in the whole model. It is needed where the paths inside a module do
+        not determine the axes.
 
     Raises:
-      ValueError: a parameter cannot lie as ``rules`` and ``fsdp_axes`` say; the message names it.
-        ``fsdp_axes`` for quantised weights.
+      ValueError: ``rules`` or ``fsdp_axes`` cannot shard a parameter, which the message names; or
+        ``fsdp_axes`` is given for quantized weights.
     """
     if fsdp_axes and quantization is not None:
         raise ValueError(
             f"fsdp_axes: expected weights without quantization, got {type(quantization).__name__}"
         )
     flat = dict(nnx.to_flat_state(nnx.state(model)))
-    out: dict[ParameterPath, NamedSharding] = {}
+    shardings: dict[ParameterPath, NamedSharding] = {}
     for path, variable in flat.items():
-        # What is held beside the parameters, such as attention's up-projections, is no variable.
+        # Precomputed arrays, such as attention's up-projections, are no variables.
         value = variable if isinstance(variable, jax.Array) else variable.get_value()
         shape = value.shape
         axes: tuple[str | None, ...] = logical_axes((*prefix, *path))
         name = dotted((*prefix, *path))
         block = None
         if quantization is not None:
-            if path[-1] in _SCALES and _is_one_a_row(quantization):
+            if path[-1] in _SCALES and _has_scale_per_row(quantization):
                 axes = (*axes[:-1], None)
             elif any((*path[:-1], scale) in flat for scale in _SCALES if path[-1] == "weight"):
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
-        out[path] = rules.sharding(mesh, name, shape, axes, block)
+        shardings[path] = rules.sharding(mesh, name, shape, axes, block)
         if isinstance(variable, nnx.Param):
-            out[path] = fsdp_sharding(name, shape, out[path], fsdp_axes)
-    return out
+            shardings[path] = fsdp_sharding(name, shape, shardings[path], fsdp_axes)
+    return shardings
 
 
-def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None) -> None:
-    """Raises ValueError, or NotImplementedError for an exchange that the platform lacks, where
-    layers of this shape cannot run as ``layout`` says, whatever their parameters.
+def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None = None) -> None:
+    """Checks that layers of this shape can run on ``layout``, whatever their parameters.
 
     Args:
-      experts: places for experts, if not one each.
+      expert_slots: number of expert slots of a layer. By default each expert has one.
+
+    Raises:
+      ValueError: heads do not divide over the devices, the rules shard an axis that layers do not
+        reduce over, or the experts do not fit the exchange.
+      NotImplementedError: the platform lacks the exchange.
     """
-    heads, parts = config.num_attention_heads, layout.num_shards("heads")
-    if heads % parts:
+    heads, devices = config.num_attention_heads, layout.num_shards("heads")
+    if heads % devices:
         raise ValueError(
-            f"num_attention_heads: expected whole heads on each of {parts} devices of mesh axis"
+            f"num_attention_heads: expected whole heads on each of {devices} devices of mesh axis"
             f" {' x '.join(layout.mesh_axes('heads'))}, got {heads}"
         )
     for axis in ("batch", "heads"):
         if shared := [a for a in layout.mesh_axes("cached_tokens") if a in layout.mesh_axes(axis)]:
             raise ValueError(
                 f"rules: expected axes 'cached_tokens' and {axis!r} over different mesh axes, got"
-                f" both over {shared[0]}: devices that share a row's tokens run the same queries"
+                f" both over {shared[0]}: devices that share the tokens of a sequence run the same"
+                " queries"
             )
     for axis in ("hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score"):
         if layout.num_shards(axis) > 1:
@@ -138,7 +147,7 @@ def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None
     check_exchange(
         layout.mesh,
         layout.exchange,
-        num_experts=experts or config.n_routed_experts,
+        num_experts=expert_slots or config.n_routed_experts,
         exchange_axes=layout.exchange_axes,
         reduce_axes=layout.reduce_axes,
         float8=layout.float8_dispatch,
@@ -146,12 +155,15 @@ def check_layout(config: ModelConfig, layout: Layout, experts: int | None = None
     )
 
 
-def _is_one_a_row(quantization: Quantization) -> bool:
+def _has_scale_per_row(quantization: Quantization) -> bool:
     return isinstance(quantization, IntegerQuantization) and quantization.group_size is None
 
 
 def _stored_block(quantization: Quantization) -> tuple[int, int]:
-    """Rows and stored columns that a border may not part: two int4 are one."""
+    """Returns the rows and stored columns that must stay on one device.
+
+    A stored column of int4 holds two values.
+    """
     if not isinstance(quantization, IntegerQuantization):
         return quantization.weight_block_size
     columns = quantization.group_size or 1

@@ -296,8 +296,8 @@ BREAKS: dict[str, Break] = {
     ),
     "written values are not verified": Break(
         "dsv3_jax/checkpoint/unit_conversion.py",
-        "        if found[name] != wanted:\n",
-        "        if found[name] != wanted and not wanted:\n",
+        "        if read_back[name] != written:\n",
+        "        if read_back[name] != written and not written:\n",
         (_CHECKPOINT + "test_interrupted_conversion.py", _CHECKPOINT + "test_conversion.py"),
     ),
     "NaN weights are converted": Break(

@@ -57,7 +57,7 @@ def test_a_directory_goes_before_the_hub(cached, tmp_path, monkeypatch):
     (tmp_path / "elsewhere" / "org").mkdir(parents=True)
     (tmp_path / "elsewhere" / "org" / "name").symlink_to(snapshot)
     (snapshot.parents[1] / "refs" / "main").unlink()
-    assert "not to be had from the Hub" in refusal("org/name")
+    assert "not available from the Hub" in refusal("org/name")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert_holds(loaded("org/name"), want)
 
@@ -65,7 +65,7 @@ def test_a_directory_goes_before_the_hub(cached, tmp_path, monkeypatch):
 def test_a_name_that_is_not_cached(cached):
     cached("org/name")
     message = refusal("org/another")
-    assert message.startswith("model 'org/another': no such directory, and not to be had from the")
+    assert message.startswith("model 'org/another': no such directory, and not available from the")
 
 
 def test_a_snapshot_that_lacks_a_shard(cached):
@@ -210,7 +210,7 @@ def test_no_name_at_all(checkpoint, monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["org/..", "org/.", "org/a--b", "org/-name", "a" * 100 + "/x"])
 def test_names_that_the_hub_does_not_allow(name):
-    assert refusal(name).startswith(f"model {name!r}: no such directory, and not to be had from")
+    assert refusal(name).startswith(f"model {name!r}: no such directory, and not available from")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])

@@ -73,11 +73,11 @@ def test_a_good_directory(checkpoint, options, workers):
     directory, want = checkpoint(**options)
     good = open_checkpoint(directory)
     read = []
-    found = verify(good, workers=workers, count=read.append)
+    found = verify(good, workers=workers, progress=read.append)
     assert found.findings == []
     assert found.tensors == len(good.arrays)
     assert sum(read) == found.nbytes == total_bytes(good)
-    assert list(found.stats) == good.with_values()
+    assert list(found.stats) == good.readable_weights()
     assert set(found.stats) == set(want)
     for name, figures in found.stats.items():
         exact = want[name].astype(np.float64)
@@ -115,7 +115,7 @@ def test_what_no_model_reads_is_read(checkpoint, name):
     damage(directory, lambda t: t.update({name: Stored.of(np.ones(7, np.float32))}))
     opened = open_checkpoint(directory)
     read = []
-    assert verify(opened, count=read.append).findings == []
+    assert verify(opened, progress=read.append).findings == []
     assert sum(read) == total_bytes(opened)
 
 
@@ -154,7 +154,7 @@ SCALES = "expected finite scales above 0, got another"
         (
             {},
             lambda t: t.update({GATE: Stored.of(np.zeros((4, 64), np.int32))}),
-            f"{GATE}: expected F32 or F32, got I32",
+            f"{GATE}: expected F32, got I32",
         ),
         (FP8, lambda t: t.pop(UP + "_scale_inv"), f"{UP}_scale_inv: missing"),
         ({}, poke(GATE, (2, 17), np.nan), f"{GATE}: {NONFINITE} at [2, 17]"),
@@ -327,7 +327,7 @@ def test_differences_are_numpys(two, first, second):
         stored = [side.arrays[name] for side in (a, b)]
         same = first == second or (not is_fp8(name) and stored[0].dtype == stored[1].dtype)
         assert difference.equal_bytes == same
-    assert (found.first is None) == (first == second)
+    assert (found.first_difference is None) == (first == second)
 
 
 def test_the_first_difference_has_a_name(two):
@@ -338,7 +338,7 @@ def test_the_first_difference_has_a_name(two):
     *sides, _, _ = two(FORMS["float32"], FORMS["float32"], change)
     found = compare(*opened(*sides))
     assert found.findings == []
-    assert found.first == f"{GATE}: differs by up to 0.25"
+    assert found.first_difference == f"{GATE}: differs by up to 0.25"
     different = [name for name, d in found.differences.items() if not d.equal_bytes]
     assert different == [GATE, UP]
 
@@ -354,7 +354,10 @@ def test_other_bytes_of_the_same_values(two):
     damage(one, change)
     damage(other, change)
     damage(other, poke(UP, (0, 0), 0x80))  # -0
-    assert compare(*opened(one, other)).first == f"{UP}: other bytes, though of the same values"
+    assert (
+        compare(*opened(one, other)).first_difference
+        == f"{UP}: other bytes, though of the same values"
+    )
 
 
 def test_configs_that_differ(two):
@@ -362,7 +365,7 @@ def test_configs_that_differ(two):
     files.edit_json(other / "config.json", lambda config: config.update(rope_theta=50000))
     found = compare(*opened(one, other))
     assert found.findings == []
-    assert found.first == "config: rope_theta: expected 10000.0, got 50000.0"
+    assert found.first_difference == "config: rope_theta: expected 10000.0, got 50000.0"
 
 
 def test_names_and_shapes_that_differ(tmp_path):
@@ -417,7 +420,7 @@ def test_a_store(store, to):
     assert all(low <= errors[name] <= high for name in errors if is_fp8(name))
     assert all(errors[name] == 0 for name in errors if not is_fp8(name))
     if to == "fp8":
-        assert compared.first is None
+        assert compared.first_difference is None
 
 
 def test_what_a_store_has_is_what_it_was_made_of(store):
