@@ -11,7 +11,7 @@ from dsv3_jax import presets
 from dsv3_jax.checkpoint import array_tree
 from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
-from dsv3_jax.checkpoint.parameter_names import stored_location
+from dsv3_jax.checkpoint.parameter_names import published_name, stored_location
 from dsv3_jax.checkpoint.stored_arrays import stored_arrays
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization
@@ -78,7 +78,9 @@ def assert_places(config):
     assert len(set(held)) == len(held)
     for name, array in arrays.items():
         for expert, tensor in enumerate(array.tensors):
-            assert stored_location(config, tensor) == (name, expert if array.stacked else None)
+            location = stored_location(config, tensor)
+            assert location == (name, expert if array.stacked else None)
+            assert published_name(config, location) == tensor
             assert table[tensor].shape == array.tensor_shape
         # Whole inner chunks in every file, and none larger than a piece may be.
         assert all(c % i == 0 for c, i in zip(array.chunk, array.inner, strict=True))
