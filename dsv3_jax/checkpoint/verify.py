@@ -16,7 +16,7 @@ from dsv3_jax.checkpoint.arrays import digest, nbytes
 from dsv3_jax.checkpoint.check import copy_mismatch, is_uncounted_mtp_tensor, tensor_problems
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.scan import Scan, unreadable
-from dsv3_jax.checkpoint.tensor_table import copies
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 
 
@@ -112,11 +112,20 @@ class Scans:
         self._checkpoint = checkpoint
         self._progress = progress
         self._findings: dict[str, list[str]] = {}
+        self._scales: dict[str, str] = {}
+        """Names of the scales that the config has -> name of the weight."""
+        if (quantization := checkpoint.config.quantization) is not None:
+            table = tensor_table(checkpoint.config)
+            weights = {weight + quantization.scale_suffix: weight for weight in table}
+            self._scales = {scale: weight for scale, weight in weights.items() if scale in table}
 
     def scan(self, name: str) -> Scan:
         """Returns a new scan of a tensor."""
-        arrays, config = self._checkpoint.arrays, self._checkpoint.config
-        return Scan(name, arrays, config.quantization, self._progress)
+        quantization = self._checkpoint.config.quantization
+        # A scale of any other tensor is unknown, and does not change its values.
+        if quantization is not None and name + quantization.scale_suffix not in self._scales:
+            quantization = None
+        return Scan(name, self._checkpoint.arrays, quantization, self._progress)
 
     def add_result(self, scan: Scan) -> None:
         """Records the hashes and findings of a scan that has ended."""
@@ -125,10 +134,9 @@ class Scans:
 
     def hash_others(self) -> None:
         """Hashes the tensors without a scan: those that no model reads, or that are malformed."""
-        quantization = self._checkpoint.config.quantization
-        suffix = quantization.scale_suffix if quantization is not None else ""
         for name, array in self._checkpoint.arrays.items():
-            if name in self.digests or name.removesuffix(suffix) in self._findings:
+            weight = self._scales.get(name, name)
+            if name in self.digests or weight in self._findings:
                 continue
             try:
                 self.digests[name] = digest(array)

@@ -185,6 +185,18 @@ def test_a_finding(checkpoint, options, change, line):
     assert "\n" not in found
 
 
+@pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
+def test_a_scale_of_a_tensor_that_has_none(checkpoint, name):
+    """It is unknown, and does not change the values of the tensor."""
+    directory, want = checkpoint(**FP8)
+    scale = Stored.of(np.full((5, 4), 2.0, np.float32))
+    damage(directory, lambda tensors: tensors.update({f"{name}_scale_inv": scale}))
+    result = verify(open_checkpoint(directory))
+    assert result.findings == [f"{name}_scale_inv: unknown, not a tensor of this config"]
+    assert result.stats[name].largest == pytest.approx(np.abs(want[name]).max(), rel=1e-6)
+    assert result.stats[name].scales is None
+
+
 def test_a_nan_is_found_under_a_scale_that_is_none(checkpoint):
     directory, _ = checkpoint(**FP8)
     damage(directory, poke(UP, (40, 63), 0x7F))
