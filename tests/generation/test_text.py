@@ -1,11 +1,14 @@
 """TextTracker: stop strings, and characters that several tokens share."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import dsv3_jax
 from dsv3_jax.generation.text import TextTracker
+from dsv3_jax.tokenizer import Tokenizer
 from tests.generation.fragments import FRAGMENTS, VOCAB_SIZE, as_text, stop_by_hand
 
 
@@ -210,6 +213,23 @@ class TestStopping:
             assert got == (want := want or got)
         if stop and decoder == "fragments":
             assert want[1:] == stop_by_hand(tokens, stop)
+
+    @pytest.mark.parametrize("name", ["demo", "fragments"])
+    def test_text_equals_decoding_all_tokens(self, name, tokenizer):
+        """Random tokens of real tokenizers, including special ones and parts of characters."""
+        if name == "demo":
+            tokenizer = Tokenizer(Path(dsv3_jax.__file__).parent / "demo")
+        rng = np.random.default_rng(1)
+        for stride in (1, 5, 64, 500):
+            # Ids below 300 are special tokens and single bytes, most of them not a character.
+            limits = rng.choice([min(300, tokenizer.vocab_size), tokenizer.vocab_size], 1000)
+            tokens = rng.integers(0, limits).tolist()
+            tracker = TextTracker(tokenizer, ())
+            for end in range(stride, len(tokens) + stride, stride):
+                tracker.extend(tokens[end - stride : end])
+                if end % 100 < stride:
+                    assert tracker.text == tokenizer.decode(tokens[:end])
+            assert tracker.text == tokenizer.decode(tokens)
 
     @pytest.mark.parametrize("stop", [(), ("no such thing",)])
     def test_tokens_are_decoded_a_bounded_number_of_times(self, stop):
