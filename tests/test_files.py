@@ -1,4 +1,4 @@
-"""Atomic writing, and the check of file names that come from data."""
+"""Atomic writes, locks, and checks of file names that come from data."""
 
 from __future__ import annotations
 

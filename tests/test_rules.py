@@ -104,7 +104,7 @@ def test_the_default_table_names_the_axes_of_make_mesh():
 
 @functools.cache
 def a_layer_of_each_kind(name, quantization):
-    """A model with a published model's widths and one layer of each kind."""
+    """Returns a model with a published model's widths and one layer of each kind."""
     config = presets.get(name)
     config = dataclasses.replace(config, num_hidden_layers=config.first_k_dense_replace + 1)
     return abstract_model(config, dtype=jnp.bfloat16, quantization=quantization)
@@ -113,8 +113,9 @@ def a_layer_of_each_kind(name, quantization):
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT8, INT4], ids=str)
 def test_every_parameter_has_its_axes(name, quantization):
-    """Each dimension has one axis, and an axis one size, except where it includes something
-    more."""
+    """Each dimension has one axis, and each axis one size, except for heads and latent, which have
+    several.
+    """
     config = presets.get(name)
     model = a_layer_of_each_kind(name, quantization)
     sizes = {}
@@ -168,7 +169,7 @@ def test_eight_devices_cut_no_block_of_deepseek_v3(quantization):
 
 
 def test_two_int4_of_a_byte_stay_together():
-    """Groups of an odd number of columns are whole after two of them."""
+    """Two groups of an odd number of columns fill whole bytes."""
     assert _stored_block(INT4) == (1, 64)
     assert _stored_block(IntegerQuantization(4, 96)) == (1, 48)
     assert _stored_block(IntegerQuantization(4, 3)) == (1, 3)
@@ -178,7 +179,7 @@ def test_two_int4_of_a_byte_stay_together():
 
 @pytest.mark.parametrize("block", [None, BlockQuantization()])
 def test_the_first_that_cannot_lie_is_named(block):
-    """V2-Lite's 10944 columns are 1368 per device, ten blocks and a partial one."""
+    """V2-Lite's 10,944 columns are 1,368 per device, which is ten blocks and a partial one."""
     mesh = make_mesh(tensor=8)
     model = a_layer_of_each_kind("deepseek-v2-lite", block)
     if block is None:

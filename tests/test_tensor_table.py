@@ -1,7 +1,7 @@
-"""The table of published tensors against headers of published files, and against accounting.
+"""The table of published tensors, compared with headers of published files and with accounting.
 
-Counts and sums of elements of V3/R1, V3.2, Kimi-K2 and V2-Lite are those that listings of the
-published safetensors headers give (scales included).
+Counts and sums of elements of V3/R1, V3.2, Kimi-K2 and V2-Lite are those in listings of the
+published safetensors headers, scales included.
 """
 
 import dataclasses
@@ -142,8 +142,9 @@ def test_bytes_of_v3(v3):
     ],
 )
 def test_tables_have_not_changed(name, nbytes, layers, digest):
-    """Total bytes, runs of (layers, tensors in each), and the SHA-256 of "name dtype shape"
-    lines."""
+    """Total bytes, runs of (layers, tensors per layer), and the SHA-256 of "name dtype shape"
+    lines.
+    """
     table = tensor_table(presets.get(name))
     assert sum(spec.nbytes for spec in table.values()) == nbytes
     count = Counter(int(m[1]) for n in table if (m := re.match(r"model\.layers\.(\d+)\.", n)))
@@ -156,7 +157,7 @@ def test_tables_have_not_changed(name, nbytes, layers, digest):
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
 def test_the_table_of_another_author(name):
-    """The tests' own list, written independently of the table under test."""
+    """Lists the tensors independently of the table under test."""
     config = presets.get(name)
     table = {n: (spec.dtype, spec.shape) for n, spec in tensor_table(config).items()}
     assert table == sparse.entries(config.to_hf())
@@ -205,7 +206,7 @@ def test_the_table_is_what_accounting_counts(name):
 
 
 def component_of(name, config):
-    """The field of ParameterCount that a published tensor belongs to, by its name alone."""
+    """Returns the field of ParameterCount that a published tensor belongs to, by its name."""
     if match := re.match(r"model\.layers\.(\d+)\.(.*)", name):
         layer, rest = int(match[1]), match[2]
         if layer >= config.num_hidden_layers:

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a Hub that is never reached, and a place to write to."""
+"""Fixtures of the checkpoint tests: an offline Hub, unsynced writes, and a small checkpoint."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from tests.support.checkpoints import random_tensors, write_checkpoint
 
 @pytest.fixture(autouse=True)
 def hub_cache(tmp_path, monkeypatch) -> Path:
-    """The Hub's local cache, empty; and no network."""
+    """Returns the Hub's local cache, which is empty. The network is disabled."""
     cache = tmp_path / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -24,13 +24,13 @@ def hub_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(monkeypatch):
-    """Nobody pulls the plug here, and syncing many small files takes long."""
+    """Replaces fsync, which takes long for many small files. No test cuts the power."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Callable[..., tuple[Path, dict[str, np.ndarray]]]:
-    """Writes a checkpoint of random weights; gives its directory and the values it stands for."""
+    """Writes a checkpoint of random weights. Returns its directory and the exact values."""
 
     def write(config: Mapping[str, Any] | None = None, **options: Any):
         config = dict(config or small_config())

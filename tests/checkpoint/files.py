@@ -1,8 +1,7 @@
-"""safetensors files taken apart and put together by hand, so that tests can write wrong ones.
+"""Reads and writes safetensors files without the package under test, so that tests can damage them.
 
-A file is eight bytes of header length (little endian), a JSON header that gives each tensor its
-dtype, shape and place, and the bytes of all tensors end to end. Nothing here uses the package under
-test.
+A file consists of eight bytes with the length of the header (little endian), a JSON header with the
+dtype, shape and offsets of each tensor, and the bytes of all tensors end to end.
 """
 
 import json
@@ -30,7 +29,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as a file holds it."""
+    """One tensor as it is stored in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,7 +52,7 @@ Tensors = dict[str, Stored]
 
 
 def split(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The parsed header, without its metadata, and all bytes behind it."""
+    """Returns the parsed header, without its metadata, and all bytes after it."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -62,7 +61,7 @@ def split(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def join(path: Path, header: object, data: bytes) -> None:
-    """Writes whatever it is given: `header` as JSON, or bytes as they are."""
+    """Writes a file from any header, which is JSON or bytes, and any data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -77,7 +76,7 @@ def read(path: Path) -> Tensors:
 
 
 def read_directory(directory: Path) -> Tensors:
-    """All tensors of all safetensors files."""
+    """Returns all tensors of all safetensors files in a directory."""
     tensors: Tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= read(path)
@@ -85,7 +84,7 @@ def read_directory(directory: Path) -> Tensors:
 
 
 def write(path: Path, tensors: Mapping[str, Stored]) -> None:
-    """Writes the tensors in the order given, without padding between them."""
+    """Writes the tensors in the given order, without padding between them."""
     header, data = {}, b""
     for name, tensor in tensors.items():
         place = [len(data), len(data) + len(tensor.data)]
@@ -108,7 +107,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrites the header of one file and leaves the data alone."""
+    """Rewrites the header of one file without changing the data."""
     header, data = split(path)
     change(header)
     join(path, header, data)

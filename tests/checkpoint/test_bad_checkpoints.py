@@ -1,4 +1,4 @@
-"""Damaged, incomplete and foreign checkpoints: one line that names the culprit, nothing loaded."""
+"""Damaged, incomplete and foreign checkpoints are refused in one line before anything is loaded."""
 
 import json
 import re
@@ -20,15 +20,15 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def assert_refused(directory, pattern, **options):
-    """ValueError in one line that `pattern` describes in full, and not one weight was loaded."""
+    """Expects a one-line ValueError that `pattern` matches completely, and no loaded weight."""
     with no_array_made(), pytest.raises(ValueError) as caught:  # noqa: PT011
         dsv3_jax.load(directory, **options)
-    # No dot of the pattern is a line break.
+    # A dot of the pattern does not match a line break.
     assert re.fullmatch(pattern, str(caught.value))
 
 
 def test_the_count_of_arrays_sees_a_load(checkpoint):
-    """What the refusals rest on."""
+    """Shows that `no_array_made`, on which the refusals rely, notices a load."""
     directory, _ = checkpoint()
     held = []
     with pytest.raises(AssertionError, match=r"^\d\d+ arrays"), no_array_made():
@@ -166,7 +166,7 @@ def shift(by):
 
 
 def share(header):
-    """Two tensors of one size at one place, so that the other's bytes are nobody's."""
+    """Gives two tensors of the same size the same offsets, so that some bytes belong to none."""
     other = "model.layers.0.post_attention_layernorm.weight"
     header[NORM]["data_offsets"] = header[other]["data_offsets"]
 
@@ -210,7 +210,7 @@ def test_a_gap_before_the_first_tensor(checkpoint):
 
 
 def test_tensors_that_overlap(checkpoint):
-    """Each is as long as its shape says, and the file as long as they reach."""
+    """The offsets of each tensor fit its shape, and the file has the length that they imply."""
     directory, _ = checkpoint()
     header, data = files.split(directory / SINGLE)
     first = min(entry["data_offsets"][1] for entry in header.values())
@@ -338,7 +338,7 @@ def test_a_tensor_that_no_shard_holds(checkpoint):
 
 
 def change(directory, **changes):
-    """Replaces tensors of a single file, or with None removes them."""
+    """Replaces tensors of a single file, or removes those that are None."""
 
     def apply(tensors):
         for name, tensor in changes.items():
@@ -377,7 +377,7 @@ def test_a_missing_scale(checkpoint, name):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("shape", [(2, 3), (2, 2), (3, 2, 1), ()])
 def test_a_scale_of_another_shape(checkpoint, shape, quantization):
-    """40 rows and 64 columns in blocks of [16, 40] are 3 and 2: rounded up, and not transposed."""
+    """40 rows and 64 columns in blocks of [16, 40] are 3 and 2 blocks, rounded up."""
     directory, _ = checkpoint(dtype="fp8", block=(16, 40))
     scale = f"{KV_A}_scale_inv"
     assert files.read(directory / SINGLE)[scale].shape == (3, 2)
@@ -444,7 +444,7 @@ def test_tolerated_tensors(checkpoint, dtype):
 
 
 def test_a_weight_of_integers(checkpoint):
-    """Packed in another way than float8, it would be cast to nonsense."""
+    """An integer format other than float8 would be cast to meaningless values."""
     directory, _ = checkpoint(dtype="bfloat16")
     for dtype in ("I32", "U8"):
         change(directory, **{KV_A: Stored.of(np.ones((40, 64), files.DTYPES[dtype]))})
@@ -469,7 +469,7 @@ def test_a_norm_in_float8(checkpoint):
 
 @pytest.mark.parametrize("name", [KV_A, NORM])
 def test_a_scale_without_a_float8_weight(checkpoint, name):
-    """Someone cast the weight and did not multiply: its values are wrong."""
+    """A tool has cast the weight without multiplying by the scale, so the values are wrong."""
     directory, _ = checkpoint(dtype="bfloat16")
     scale = f"{name}_scale_inv"
     change(directory, **{scale: Stored.of(np.ones((1, 1), np.float32))})
@@ -482,7 +482,7 @@ def test_a_scale_without_a_float8_weight(checkpoint, name):
 
 
 def put_scale(directory, at, value, name=KV_A):
-    """One scale of 3 x 2."""
+    """Changes one scale of a 3 x 2 matrix of scales."""
     scale = files.read(directory / SINGLE)[f"{name}_scale_inv"].array.copy()
     scale[at] = value
     change(directory, **{f"{name}_scale_inv": Stored.of(scale)})
@@ -516,7 +516,7 @@ def test_a_scale_of_zero_over_weights(checkpoint, value, quantization):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_scale_of_zero_over_zeros(checkpoint, quantization):
-    """Of either sign. What such a scale means is clear."""
+    """Zeros of either sign are accepted, because the meaning of such a scale is clear."""
     directory, want = checkpoint(dtype="fp8", block=(16, 40))
     weight = files.read(directory / SINGLE)[KV_A].array.copy()
     weight[32:, 40:] = 0
@@ -530,7 +530,7 @@ def test_a_scale_of_zero_over_zeros(checkpoint, quantization):
 
 
 def assert_refused_late(directory, pattern, **options):
-    """In one line, once values are read."""
+    """Expects a one-line refusal that may come after values have been read."""
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:
         dsv3_jax.load(directory, **options)
     assert re.fullmatch(pattern, str(caught.value))

@@ -1,4 +1,4 @@
-"""What the writer leaves on disk: whole or not at all, readable by others, and the same again."""
+"""Written checkpoints are complete or absent, readable by other programs, and reproducible."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ from tests.support.filled import filled_model
 from tests.support.oracle import dequantize
 
 SCALE = "_scale_inv"
-BLOCKS = BlockQuantization((24, 40))  # partial in both directions, and several of them
+BLOCKS = BlockQuantization((24, 40))  # several blocks, with partial ones in both directions
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_published_tensors_and_config(checkpoint, out, layers, quantization)
 
 
 def test_values_in_bfloat16(checkpoint, out):
-    """The correction bias stays exact."""
+    """The correction bias keeps all its bits."""
     directory, want = checkpoint()
     model, _ = dsv3_jax.load(directory)
     write_checkpoint(model, out)
@@ -79,7 +79,7 @@ def test_a_model_without_its_mtp_layer(checkpoint, out):
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "layout"), [(None, "dp_attention_ep"), (BLOCKS, None)])
 def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layout):
-    """Every file is that of the model without replicas, byte for byte."""
+    """Every file equals that of the model without replicas, byte for byte."""
     config = ModelConfig.from_hf(tiny_config(num_hidden_layers=2))
     config = dataclasses.replace(config, quantization=quantization)
     model = filled_model(config, quantization, layout and make_layout(layout))
@@ -117,7 +117,7 @@ def test_values_in_float8(checkpoint, out, scale_fmt):
         )
         np.testing.assert_allclose(scale, best, rtol=1e-6 if scale_fmt == "float32" else 0)
         got = dequantize(stored[name].array, scale, BLOCKS.weight_block_size)
-        # Half a unit in the last of three places behind the point, or of the smallest numbers.
+        # Half a unit in the last of three bits of the mantissa, or of the smallest numbers.
         step = np.repeat(np.repeat(scale, 24, 0), 40, 1)[: got.shape[0], : got.shape[1]]
         bound = np.maximum(np.abs(want[name]) * 2**-4, step * 2**-10)
         assert (np.abs(got - want[name]) <= bound * 1.0001).all(), name
@@ -128,10 +128,10 @@ def test_values_in_float8(checkpoint, out, scale_fmt):
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "fp8"])
 def test_written_again_nothing_changes(checkpoint, out, source):
-    """A model in float32 that came from float8 is quantised to the very values it had.
+    """A float32 model that came from float8 is quantized to the same values.
 
-    If perhaps with other scales: a block's largest value may have been rounded down to a power of
-    two, which then is the largest of half the scale.
+    Scales may differ: if the largest value of a block was rounded down to a power of two, it is the
+    largest value of half the scale.
     """
     quantization, options = None, {}
     if source == "fp8":
@@ -196,7 +196,7 @@ def test_shards(model, out, limit, quantization):
     assert index["metadata"]["total_size"] == sum(map(sum, sizes))
     for size, following in itertools.pairwise(sizes):
         assert sum(size) <= limit or len(size) == 1
-        assert sum(size) + following[0] > limit  # one more would not have gone in
+        assert sum(size) + following[0] > limit  # one more would have exceeded the limit
     assert sum(sizes[-1]) <= limit or len(sizes[-1]) == 1
     whole = out.with_name("whole")
     write_checkpoint(model, whole, quantization=quantization)
@@ -262,7 +262,7 @@ def test_an_existing_file_is_refused(model, tmp_path):
 
 
 class PowerCut(BaseException):
-    """No ordinary exception, so that nothing may catch it and go on."""
+    """A BaseException, so that no handler of ordinary exceptions catches it."""
 
 
 def test_integer_weights_are_refused(checkpoint, tmp_path, out):
@@ -277,7 +277,7 @@ def test_integer_weights_are_refused(checkpoint, tmp_path, out):
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [CONFIG, "model-00001-of-", "model-00003-of-", INDEX, "rename"])
 def test_interrupted(model, out, monkeypatch, last):
-    """At any point there is no directory of that name; the next run leaves no trace of this one."""
+    """The directory does not exist before the end, and the next run removes partial files."""
     with monkeypatch.context() as interrupted:
         for name in ("write_file", "_write_json"):
             interrupted.setattr(writer, name, until(last, getattr(writer, name)))
@@ -335,7 +335,7 @@ def test_other_files_appear_with_the_weights(model, out):
 
 
 def until(last, write):
-    """`write`, until it has written the file whose name begins with `last`."""
+    """Returns a `write` that raises PowerCut after the file whose name begins with `last`."""
 
     def wrapped(path, *args):
         write(path, *args)

@@ -1,4 +1,4 @@
-"""What a store holds against what its source says, for every target and way of storing."""
+"""Stores have the values of their sources, for every target and source format."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ TARGETS = ("fp8", "bf16", "int8", "int4")
 
 
 def rounded_once(exact: np.ndarray) -> np.ndarray:
-    """float64 to bfloat16 by its neighbours: the nearer one, of two as near the even one."""
+    """Rounds float64 to bfloat16: to the nearer neighbour, or to the even one of two."""
     down = np.abs(exact).astype(np.float32)
     down = np.where(down > np.abs(exact), np.nextafter(down, np.float32(0)), down)
     bits = down.view(np.uint32) >> 16
@@ -43,7 +43,7 @@ def rounded_once(exact: np.ndarray) -> np.ndarray:
 
 
 def twice_rounded(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """float8 values and scales whose product rounds otherwise by way of float32."""
+    """Returns float8 values and scales whose product rounds differently by way of float32."""
     rng = np.random.default_rng(0)
     values = rng.normal(0, 100, 2**22).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
     scales = rng.uniform(0.5, 1, values.shape).astype(np.float32)
@@ -74,7 +74,7 @@ def test_bfloat16_is_the_float64_product_rounded_once(checkpoint, tmp_path, conf
 
 @pytest.mark.slow
 def test_where_rounding_twice_would_show(checkpoint, tmp_path):
-    """Blocks of one element, so that every value has a scale of its own."""
+    """Blocks have one element, so that every value has its own scale."""
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"  # [40, 64]
     directory, _ = checkpoint(dtype="fp8", block=(1, 1))
     values, scales = twice_rounded(16)
@@ -94,7 +94,7 @@ def test_where_rounding_twice_would_show(checkpoint, tmp_path):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "fp8-scales-elsewhere"])
 @pytest.mark.parametrize(("to", "bits", "group"), [("int8", 8, None), ("int4", 4, 128)])
 def test_integers(checkpoint, tmp_path, to, bits, group, storage):
-    """Against the definition, row by row and group by group; and the report of errors."""
+    """Compares rows and groups, and the error report, with the definition."""
     directory, want = checkpoint(CONFIGS["wide"], **STORAGE[storage])
     made = convert(directory, tmp_path / "store", to)
     store = StoreReader(tmp_path / "store")
@@ -201,7 +201,7 @@ def test_a_store_loads_as_its_source_does(checkpoint, tmp_path, storage, quantiz
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_model_with_an_indexer(tmp_path, to):
-    """V3.2 cannot be run here, and can be converted: its norms stay float32."""
+    """V3.2 is converted although it cannot run here. Its norms stay float32."""
     source = write_table(tmp_path / "source", small_v3_2())
     convert(tmp_path / "source", tmp_path / "store", to)
     store = StoreReader(tmp_path / "store")
@@ -266,7 +266,7 @@ def test_orbax_restores_it_sharded(checkpoint, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_workers_and_pieces_do_not_show(checkpoint, tmp_path, monkeypatch, to):
-    """Nor do they in memory: nothing larger than a piece is read or written."""
+    """The result does not depend on them, and nothing larger than a piece is read or written."""
     directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8", shards=3, scales_in_other_shard=True)
     convert(directory, tmp_path / "one", to, workers=1)
     convert(directory, tmp_path / "many", to, workers=5)

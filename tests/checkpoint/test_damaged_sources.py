@@ -1,8 +1,6 @@
-"""Sources that are damaged or foreign: one line that names the culprit, and nothing that passes for
-a store.
+"""Damaged and foreign sources are refused in one line, and leave nothing that looks like a store.
 
-What the files' headers tell is refused before anything is written; only values that are not numbers
-are found on the way.
+Errors in headers are found before anything is written. Only bad values are found later.
 """
 
 import itertools
@@ -47,14 +45,14 @@ Harm = Callable[[Path], object]
 class Damage:
     harm: Harm
     says: str
-    """A pattern that is somewhere in the one line: the tensor's name, or the file's."""
+    """Pattern that occurs in the message: the name of a tensor or of a file."""
     source: str = "fp8"
     in_values: bool = False
-    """Whether it takes reading the values to find it."""
+    """Whether the damage is only visible in the values."""
 
 
 def named(*names: str) -> str:
-    """Any of the names, and no longer one that begins or ends like it."""
+    """Returns a pattern for any of the names, but no longer name that begins or ends with one."""
     return "|".join(rf"(?<![\w.]){re.escape(name)}(?![\w]|\.\w)" for name in names)
 
 
@@ -62,7 +60,7 @@ def named(*names: str) -> str:
 
 
 def holder(directory: Path, name: str) -> Path:
-    """The shard that has the tensor."""
+    """Returns the shard that contains the tensor."""
     return directory / json.loads((directory / INDEX).read_text())["weight_map"][name]
 
 
@@ -78,7 +76,7 @@ def header_length(content: bytes) -> int:
 
 
 def entry(name: str, change: Callable[[dict], object]) -> Harm:
-    """A change of one tensor's entry in its file's header."""
+    """Returns a change of one tensor's entry in the header of its file."""
     return lambda directory: files.edit_header(
         holder(directory, name), lambda header: change(header[name])
     )
@@ -93,7 +91,7 @@ def reshaped(name: str, *shape: int) -> Harm:
 
 
 def tensor(name: str, change: Callable[[Stored], Stored]) -> Harm:
-    """Another tensor in the place of one."""
+    """Returns a replacement of one tensor."""
 
     def harm(directory: Path) -> None:
         def apply(tensors: Tensors) -> None:
@@ -105,7 +103,7 @@ def tensor(name: str, change: Callable[[Stored], Stored]) -> Harm:
 
 
 def value(name: str, number: object) -> Harm:
-    """One value, in the last row."""
+    """Returns a change of one value in the last row."""
 
     def change(stored: Stored) -> Stored:
         array = stored.array.copy()
@@ -116,12 +114,12 @@ def value(name: str, number: object) -> Harm:
 
 
 def code(name: str, byte: int) -> Harm:
-    """One value of float8, by its bits."""
+    """Returns a change of one float8 value, given by its bits."""
     return value(name, np.array([byte], np.uint8).view(ml_dtypes.float8_e4m3fn))
 
 
 def lost(condition: Callable[[str], bool]) -> Harm:
-    """Tensors that are neither in a file nor in the index, as if they had never been."""
+    """Removes tensors from files and index, as if they had never existed."""
 
     def harm(directory: Path) -> None:
         names = [name for name in files.read_directory(directory) if condition(name)]
@@ -134,7 +132,7 @@ def lost(condition: Callable[[str], bool]) -> Harm:
 
 
 def added(new: dict[str, Stored], shard: str = SECOND) -> Harm:
-    """Tensors more, in file and index."""
+    """Adds tensors to file and index."""
 
     def harm(directory: Path) -> None:
         files.edit(directory / shard, lambda tensors: tensors.update(new))
@@ -166,7 +164,7 @@ def quantization(**changes: object) -> Harm:
 
 
 def duplicate_key(directory: Path) -> None:
-    """One name twice in a header, each time with an entry that is right."""
+    """Repeats a name in a header, with two valid entries."""
     path = holder(directory, NORM)
     header, data = files.split(path)
     again = json.dumps({NORM: header[NORM]})[1:-1].encode()
@@ -180,7 +178,7 @@ def in_two_shards(directory: Path) -> None:
 
 
 def shared_place(directory: Path) -> None:
-    """Two tensors of one size at one place."""
+    """Gives two tensors of the same size the same offsets."""
 
     def change(header: dict) -> None:
         names = [name for name in header if header[name]["shape"] == [64]]
@@ -190,7 +188,7 @@ def shared_place(directory: Path) -> None:
 
 
 def gap(directory: Path) -> None:
-    """Eight bytes before the last tensor that belong to nobody."""
+    """Inserts eight bytes before the last tensor that belong to no tensor."""
     header, data = files.split(directory / SECOND)
     last = max(header.values(), key=lambda found: found["data_offsets"])
     begin, end = last["data_offsets"]
@@ -212,7 +210,7 @@ def in_bfloat16(stored: Stored) -> Stored:
 
 
 def another_expert(number: int) -> dict[str, Stored]:
-    """An expert as the others are, with scales."""
+    """Returns another expert like the others, with scales."""
     shapes = {"gate_proj": (48, 64), "up_proj": (48, 64), "down_proj": (64, 48)}
     new: dict[str, Stored] = {}
     for name, shape in shapes.items():
@@ -445,7 +443,7 @@ DAMAGES = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> dict[str, Path]:
-    """Sources without fault, by dtype."""
+    """Returns undamaged sources by dtype."""
     tensors = random_tensors(small_config())
     written = {"fp8": {"block": BLOCK, "scales_in_other_shard": True}, "bfloat16": {}}
     folder = tmp_path_factory.mktemp("sound")
@@ -478,7 +476,7 @@ def test_there_are_many_kinds():
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sound_source_is_converted(source, tmp_path, dtype, target):
-    """What the refusals rest on."""
+    """The refusals are meaningful only if an undamaged source is converted."""
     directory, destination = source(dtype), tmp_path / "store"
     before = snapshot(directory)
     convert(directory, destination, target)
@@ -496,7 +494,7 @@ def test_a_damaged_source_is_refused(source, tmp_path, damage, target):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         convert(directory, destination, target)
     line = str(caught.value)
-    # No dot of the pattern is a line break, and a line is one that a person would read.
+    # A dot of the pattern does not match a line break, and the line is printable.
     assert re.fullmatch(r".{10,500}", line), line
     assert re.search(damage.says, line), line
     assert snapshot(directory) == before
@@ -508,7 +506,7 @@ def test_a_damaged_source_is_refused(source, tmp_path, damage, target):
 
 @pytest.mark.parametrize("target", ["bf16", "int8", "int4"])
 def test_a_scale_that_is_too_large(source, tmp_path, target):
-    """Every number is finite, and their products are not: nothing that could be stored."""
+    """Every stored number is finite, but a product of value and scale is not."""
     directory, destination = source("fp8"), tmp_path / "store"
     value(KV_A_SCALE, 3e38)(directory)
     with pytest.raises(ValueError, match=rf"^({named(KV_A, KV_A_SCALE)}): .*$"):
@@ -518,7 +516,7 @@ def test_a_scale_that_is_too_large(source, tmp_path, target):
 
 @pytest.mark.parametrize("target", ["bf16", "int8", "fp8"])
 def test_a_float_that_is_too_large(tmp_path, target):
-    """The largest of float32 is infinite in bfloat16."""
+    """The largest float32 value is infinite in bfloat16."""
     directory, destination, small = tmp_path / "source", tmp_path / "store", small_config()
     write_checkpoint(directory, small, random_tensors(small), dtype="float32", shards=3)
     value(NORM, 3.4e38)(directory)

@@ -1,4 +1,4 @@
-"""The checkpoint that comes with the package, and the tokenizer beside any checkpoint."""
+"""The checkpoint in the package, and the tokenizer of any checkpoint."""
 
 import json
 import re
@@ -94,7 +94,7 @@ def test_a_tokenizer_is_read_from_the_directory(checkpoint):
     _, of_demo = dsv3_jax.load("demo")
     plain = {"add_special_tokens": False}
     assert tokenizer.encode(TEXT, **plain) == of_demo.encode(TEXT, **plain)
-    assert tokenizer.bos_token is None  # which tokenizer_config.json would have named
+    assert tokenizer.bos_token is None  # tokenizer_config.json would have named it
     shutil.copy(DEMO / "tokenizer_config.json", directory)
     _, tokenizer = dsv3_jax.load(directory)
     assert tokenizer.encode(TEXT) == of_demo.encode(TEXT)

@@ -1,4 +1,4 @@
-"""dsv3 convert --dry-run: the headers of a whole DeepSeek-V3 in files without values."""
+"""`dsv3 convert --dry-run` on the headers of a complete DeepSeek-V3, in files without values."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 unit = 1 if sys.platform == "darwin" else 1024
 print(json.dumps([process.returncode, out, err, time.monotonic() - began, usage.ru_maxrss * unit]))
 """
-# As on a machine with a disk that is large enough.
+# Simulates a disk that is large enough.
 ROOMY = """
 import shutil, sys
 usage = shutil.disk_usage("/")
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
 
 def dry_run(*arguments: object) -> Measured:
-    """In a process of its own."""
+    """Runs the command in a process of its own."""
     words = ["convert", *map(str, arguments), "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, sys.executable, "-c", ROOMY + COMMAND, *words],
@@ -77,7 +77,7 @@ def v3(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def short_v3(tmp_path_factory) -> Path:
-    """As wide as V3, of five layers."""
+    """A model with the widths of V3 and five layers."""
     config = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=5)
     directory = tmp_path_factory.mktemp("short") / "source"
     write_sparse_checkpoint(directory, config.to_hf(), 11)
@@ -85,7 +85,7 @@ def short_v3(tmp_path_factory) -> Path:
 
 
 def sizes(directory: Path) -> dict[str, tuple[int, int]]:
-    """Length and modification time of every file: of these, nobody compares 688 GB."""
+    """Returns length and modification time of every file, instead of comparing 688 GB."""
     stats = {path.name: path.stat() for path in (directory, *directory.iterdir())}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -137,7 +137,7 @@ def test_a_whole_v3(v3, tmp_path, target, least, most):
 
 @pytest.mark.slow
 def test_a_whole_v3_on_too_small_a_disk(v3, tmp_path, capsys, monkeypatch):
-    """What it takes is said all the same."""
+    """The report is printed although the disk is too small."""
     usage = shutil.disk_usage("/")._replace(free=10**11)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert run("convert", v3, tmp_path / "store", "--to", "fp8", "--dry-run") == 2
@@ -149,7 +149,7 @@ def test_a_whole_v3_on_too_small_a_disk(v3, tmp_path, capsys, monkeypatch):
 
 
 def change_header(path: Path, change: Callable[[dict], object]) -> None:
-    """Of a file that is too long to be read."""
+    """Rewrites the header of a file that is too long to be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -178,7 +178,7 @@ def fp8_as_int8(header: dict) -> None:
 
 @pytest.fixture
 def last_shard(short_v3) -> Iterator[Path]:
-    """Of the last expert; afterwards it is as it was."""
+    """Yields the shard of the last expert, and restores it afterwards."""
     path = short_v3 / json.loads((short_v3 / INDEX).read_text())["weight_map"][LAST]
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -236,7 +236,7 @@ def test_what_is_planned_is_what_is_written(source, tmp_path, capsys, target):
         if data is not None and "/c/" in f"/{name}"
     ]
     assert planned["files"] == len(chunks)
-    # An index of 16 bytes a part and a checksum of 4 end each file.
+    # Each file ends with an index of 16 bytes per inner chunk and a checksum of 4 bytes.
     assert 0 <= sum(chunks) - planned["store_bytes"] < 0.02 * planned["store_bytes"] + 1000 * 20
     assert snapshot(source) == before
 

@@ -1,5 +1,6 @@
-"""Stores and directories from elsewhere: no name in them leads out of them, nor out of where they
-are exported to, and whatever else is wrong with them is refused in one line.
+"""Untrusted stores and directories cannot refer to files outside themselves or outside an export.
+
+Everything else that is wrong with them is refused in one line.
 """
 
 import json
@@ -43,7 +44,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """What an evil name could reach from the store and from the destination beside it."""
+    """Returns a directory with files that a malicious name could reach from store or export."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     return tmp_path
 
@@ -58,7 +59,7 @@ def change(store: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def renamed(table: dict[str, Any], old: str, new: str) -> None:
-    """The same table with another key, in its place."""
+    """Renames a key of a table in place."""
     entries = [(new if key == old else key, value) for key, value in table.items()]
     table.clear()
     table.update(entries)
@@ -81,7 +82,7 @@ def assert_refused(store: Path, root: Path, pattern: str, to: Any = None) -> Non
 @pytest.mark.parametrize("to", [None, "bf16"])
 @pytest.mark.parametrize("name", EVIL, ids=ascii)
 def test_a_shard_in_the_manifest(root, store, name, to):
-    """With a header where the name leads, as whoever made the store would have it."""
+    """A header exists at the path that the name leads to, as an attacker would arrange it."""
     name = name.format(root=root) + ".safetensors" * (name not in ("", ".."))
     header = (store / "source" / "headers" / SHARD).read_bytes()
 
@@ -110,7 +111,7 @@ def test_a_kept_file_in_the_manifest(root, store, name):
 
 
 def test_a_hidden_kept_file(root, store):
-    """One could pass for the mark of an unfinished export."""
+    """Such a file could be mistaken for the marker of an unfinished export."""
     mark = ".unfinished.json"
     (store / "source" / mark).write_text("{}")
     hash = xxhash.xxh3_128_hexdigest(b"{}")
@@ -170,7 +171,7 @@ def test_the_hub_is_not_asked_for_them(root, sound, monkeypatch, name):
 
 
 def test_a_kept_file_that_is_a_link(root, store):
-    """It may lead to any file of whoever exports the store."""
+    """A link could refer to any file of the user who exports the store."""
     kept = store / "source" / "tokenizer_config.json"
     kept.rename(root / "private")
     kept.symlink_to(root / "private")
@@ -196,7 +197,7 @@ def test_a_resumed_conversion_does_not_write_through_links(root, store, sound, i
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_destination_that_is_a_link(root, store, sound, there):
-    """To nothing: before any work, and nothing is said to be kept."""
+    """The link is refused before any work, and the message mentions no files to resume."""
     link = root / "link"
     link.symlink_to(root / ("a" if there else "nothing"))
     with pytest.raises(ValueError, match=r"does not exist yet, got the symbolic link .*link$"):
@@ -212,7 +213,7 @@ def test_a_destination_that_is_a_link(root, store, sound, there):
 
 
 def spoil_header(store: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Another header, with its right hash in the manifest."""
+    """Writes another header, with its correct hash in the manifest."""
     path = store / "source" / "headers" / SHARD
     header = json.loads(path.read_bytes())
     edit(header)
@@ -272,7 +273,7 @@ ODD = [None, 3, -1, 0.5, "x", "", [], ["x"], {}, {"x": 1}, True, [[[]]]]
 
 
 def leaves(value: Any, path: tuple = ()) -> list[tuple]:
-    """Paths to every value in JSON, of long tables those of the first entry."""
+    """Returns paths to every value in JSON. Long tables are represented by their first entry."""
     out = [path]
     if isinstance(value, dict):
         for key in list(value)[: None if not path else 1]:
@@ -284,7 +285,7 @@ def leaves(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def refusal(store: Path) -> str | None:
-    """The message with which a store is refused; None if it opens."""
+    """Returns the message with which a store is refused, or None if it opens."""
     try:
         open_checkpoint(store)
     except ValueError as error:

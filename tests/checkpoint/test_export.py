@@ -1,4 +1,4 @@
-"""A store written as a Hugging Face directory: the same bytes again, or another form."""
+"""Stores are exported as Hugging Face directories: with the original bytes, or in another form."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def test_v3_2_comes_back(tmp_path):
 
 
 def test_unused_tensors_and_odd_headers_come_back(checkpoint, tmp_path):
-    """Kimi-K2's rope buffers, metadata, spaces, an order that is not that of the bytes."""
+    """Covers rope buffers, metadata, padding, and headers in another order than the bytes."""
     directory, _ = checkpoint(dtype="fp8")
     buffers = {
         f"model.layers.{layer}.self_attn{UNUSED_SUFFIXES[0]}": Stored.of(
@@ -131,7 +131,7 @@ def test_integers_become_what_they_stand_for(checkpoint, tmp_path, to):
 
 @pytest.mark.slow
 def test_float8_that_the_store_made(checkpoint, tmp_path):
-    """Its values and scales are written as they are, not quantized again."""
+    """Values and scales are written unchanged instead of being quantized again."""
     directory, _ = checkpoint(CONFIGS["wide"], dtype="bfloat16")
     store = converted(directory, "fp8")
     export(store, tmp_path / "hf")
@@ -175,7 +175,7 @@ def test_shards_are_filled_and_scales_stay_with_their_weights(checkpoint, tmp_pa
 
 @pytest.mark.parity
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # it says that it dequantises without a GPU
+@pytest.mark.filterwarnings("ignore")  # it warns that it dequantizes without a GPU
 def test_transformers_loads_float8(checkpoint, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
@@ -264,7 +264,7 @@ def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatc
     finished = list((tmp_path / "hf.partial").glob("*.safetensors"))
     assert len(finished) == 1
     before = finished[0].stat()
-    written[:] = [0] * 100  # never again
+    written[:] = [0] * 100  # no further failure
     export(store, tmp_path / "hf", workers=1)
     assert (tmp_path / "hf" / finished[0].name).stat().st_mtime_ns == before.st_mtime_ns
     assert contents(tmp_path / "hf") == contents(directory)
@@ -273,7 +273,7 @@ def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("second", [None, "bf16"])
 def test_two_exports_to_one_destination_do_not_mix(checkpoint, tmp_path, monkeypatch, second):
-    """One begins while the other is at work, and once more when that has ended."""
+    """A second export is refused while the first one runs, and after it has ended."""
     directory, _ = checkpoint(dtype="fp8", shards=3)
     store = converted(directory)
     plain, refused = exporting.as_bytes, []

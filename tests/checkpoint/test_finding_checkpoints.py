@@ -1,4 +1,4 @@
-"""From a name to a directory: paths, the Hub's local cache, and what is neither."""
+"""Names are resolved to directories: paths, the Hub's local cache, and names that are neither."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cached(checkpoint, hub_cache):
-    """Puts a checkpoint into the Hub's cache as the Hub's client does: links to hashed blobs."""
+    """Puts a checkpoint into the Hub's cache as links to hashed blobs, as the Hub's client does."""
 
     def put(name, **options):
         source, want = checkpoint(**options)
@@ -36,7 +36,7 @@ def cached(checkpoint, hub_cache):
 
 
 def refusal(name, **options):
-    """The message of the one clear line with which `name` is refused."""
+    """Returns the one-line message with which `name` is refused."""
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:
         dsv3_jax.load(name, **options)
     return str(caught.value)
@@ -69,7 +69,7 @@ def test_a_name_that_is_not_cached(cached):
 
 
 def test_a_snapshot_that_lacks_a_shard(cached):
-    """An interrupted download leaves one; without the network nothing can complete it."""
+    """An interrupted download leaves such a snapshot, which needs the network to complete."""
     snapshot, _ = cached("org/name", shards=3)
     (snapshot / "model-00002-of-00003.safetensors").unlink()
     assert refusal("org/name").endswith("missing: model-00002-of-00003.safetensors")
@@ -99,7 +99,7 @@ def test_whatever_the_client_raises_is_one_line(monkeypatch, error, reason):
 
 @pytest.fixture
 def hub(checkpoint, tmp_path, monkeypatch):
-    """A Hub that gives a checkpoint's files by pattern, and the names of those it gave."""
+    """Returns a fake Hub that serves a checkpoint's files by pattern, and records their names."""
 
     def serve(**options):
         source, _ = checkpoint(**options)
@@ -200,7 +200,7 @@ def test_a_path_in_every_spelling(checkpoint, monkeypatch):
     ],
 )
 def test_no_name_at_all(checkpoint, monkeypatch, name):
-    """Also from within a checkpoint: an empty string is not the current directory."""
+    """An empty string is not the current directory, even inside a checkpoint."""
     directory, _ = checkpoint()
     monkeypatch.chdir(directory)
     message = refusal(name)
@@ -223,7 +223,7 @@ def test_a_file_is_not_its_directory(checkpoint, monkeypatch, file):
 
 
 def test_a_description_needs_no_weights(hub):
-    """Of a Hub name only the small files are downloaded, so that prompts are checked first."""
+    """Only small files are downloaded for a Hub name, so that prompts can be checked first."""
     _, given = hub()
     assert (find_config_directory("org/name") / CONFIG).is_file()
     assert given

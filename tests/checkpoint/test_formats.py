@@ -1,4 +1,4 @@
-"""Quantising on the host and on a device: two ways that must make the same numbers."""
+"""Quantization on the host and on a device must produce the same numbers."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -37,8 +37,10 @@ def weights(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["normal", "zeros", "tiny"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_host_and_device_quantise_alike(form, kind):
-    """Scales to one rounding: compilers multiply by the inverse of a constant. A value may then
-    fall on the other side of a half, one step away."""
+    """Scales agree to one rounding, because compilers multiply by the inverse of a constant.
+
+    A value may then fall on the other side of a half, one step away.
+    """
     weight = weights(kind)
     values, scale = formats.quantize(weight, form)
     their_values, their_scale = on_device(weight, form)
@@ -66,7 +68,7 @@ def test_both_dequantise_alike(form):
 @pytest.mark.parametrize("rows", [(0, 200), (7, 60), (130, 131)])
 @pytest.mark.parametrize("columns", [(0, 300), (6, 90), (132, 290)])
 def test_a_part_is_a_part_of_the_whole(form, rows, columns):
-    """At any offset into the blocks, in bfloat16."""
+    """Rounding to bfloat16 is correct at any offset into the blocks."""
     values, scale = formats.quantize(weights("normal"), form)
     N, K = form.block_shape(300)
     dtype = np.dtype(ml_dtypes.bfloat16)

@@ -1,5 +1,6 @@
-"""Conversions that are killed, starved or lied to: none is marked complete unless all of its bytes
-are those that an undisturbed one writes.
+"""Conversions that are killed, run out of disk space, or get wrong data from the disk.
+
+None is marked complete unless it has exactly the bytes of an undisturbed conversion.
 """
 
 import errno
@@ -52,7 +53,7 @@ def fp8_checkpoint(directory: Path, config: dict, seed: int = 0) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch) -> None:
-    """A process that dies loses nothing that it has written; only a power cut would."""
+    """Replaces syncs. Only a power cut, not the death of a process, loses unsynced writes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -63,7 +64,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory, sound) -> dict[str, Path]:
-    """Stores that nothing disturbed, by target."""
+    """Returns undisturbed stores by target."""
     folder = tmp_path_factory.mktemp("wholes")
     for target in TARGETS:
         convert(sound, folder / target, target, workers=1)
@@ -72,7 +73,7 @@ def wholes(tmp_path_factory, sound) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory, sound) -> dict[str, int]:
-    """How often a conversion reads, by target."""
+    """Returns the number of reads of a conversion, by target."""
     folder = tmp_path_factory.mktemp("reads")
     counts = {}
     for target in TARGETS:
@@ -86,7 +87,7 @@ def reads(tmp_path_factory, sound) -> dict[str, int]:
 
 @pytest.fixture
 def source(tmp_path, sound) -> Path:
-    """One's own, to be changed."""
+    """Returns a copy of the source that a test may change."""
     return shutil.copytree(sound, tmp_path / "source")
 
 
@@ -97,7 +98,7 @@ def store(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory, sound, reads) -> Callable[[str, float], Path]:
-    """Stores whose conversion ended by a disk error at a share of the reads, each made once."""
+    """Returns stores whose conversion ended by a disk error after a share of the reads."""
 
     @functools.cache
     def convert_in_part(target: str, share: float) -> Path:
@@ -115,7 +116,7 @@ def halves(tmp_path_factory, sound, reads) -> Callable[[str, float], Path]:
 
 @pytest.fixture
 def interrupted(store, halves) -> Callable[..., Path]:
-    """One's own such store, by default of a conversion that ended at its very last read."""
+    """Returns a copy of such a store. By default the error was at the last read."""
 
     def interrupt(target: str = "fp8", *, share: float = 1.0) -> Path:
         return shutil.copytree(halves(target, share), store)
@@ -124,7 +125,7 @@ def interrupted(store, halves) -> Callable[..., Path]:
 
 
 def refusal(source: Path, store: Path, target: str, **options) -> str:
-    """The one line that a conversion ends with; the store is not marked complete."""
+    """Expects a conversion to fail with one line, and the store not to be marked complete."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         convert(source, store, target, **options)
     line = str(caught.value)
@@ -134,7 +135,7 @@ def refusal(source: Path, store: Path, target: str, **options) -> str:
 
 
 def journal_lines(store: Path) -> int:
-    """0 without a journal: not begun, or whole; a process at work may remove it at any moment."""
+    """Returns the number of lines, or 0 without a journal. It may disappear at any moment."""
     try:
         return (store / JOURNAL).read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -142,20 +143,20 @@ def journal_lines(store: Path) -> int:
 
 
 def converted_tensors(store: Path) -> list[str]:
-    """Of the source: what the journal says is done."""
+    """Returns the source's tensors that the journal lists as converted."""
     lines = (store / JOURNAL).read_text().splitlines()
     return [name for line in lines for name in json.loads(line).get("source", {})]
 
 
 def assert_whole(store: Path, whole: Path) -> None:
-    """The very files of an undisturbed conversion."""
+    """Expects the exact files of an undisturbed conversion."""
     got, want = contents(store), contents(whole)
     assert sorted(got) == sorted(want)
     assert [name for name in want if got[name] != want[name]] == []
 
 
 def resumed(source: Path, store: Path, target: str) -> str | None:
-    """The line that a resumed conversion is refused with; None: it says that the store is whole."""
+    """Returns the line with which a resumed conversion is refused, or None if it completes."""
     try:
         convert(source, store, target, resume=True)
     except ValueError as error:
@@ -164,7 +165,7 @@ def resumed(source: Path, store: Path, target: str) -> str | None:
 
 
 def assert_right_or_refused(source: Path, store: Path, target: str, whole: Path) -> bool:
-    """Resumed, it is refused in one line or whole; returns whether it was refused."""
+    """Resumes, and expects a one-line refusal or completion. Returns whether it was refused."""
     if (line := resumed(source, store, target)) is not None:
         assert re.fullmatch(r".{10,500}", line), line
         assert not (store / MANIFEST).exists()
@@ -178,7 +179,7 @@ def assert_right_or_refused(source: Path, store: Path, target: str, whole: Path)
 
 @pytest.fixture(scope="module")
 def many_experts(tmp_path_factory) -> Path:
-    """128 experts, each large enough that a store has it in a file of its own."""
+    """Returns a model with 128 experts, each large enough to have a file of its own in a store."""
     config = tiny_config(
         hidden_size=160,
         moe_intermediate_size=128,
@@ -200,7 +201,7 @@ def wait_for_lines(child: Child, store: Path, lines: int) -> None:
     [("fp8", 2), *(pytest.param(target, 20, marks=pytest.mark.slow) for target in TARGETS)],
 )
 def test_killed_at_random_moments(many_experts, tmp_path, target, kills):
-    """SIGKILL when the journal has so many lines and some random time more, then on from there."""
+    """Sends SIGKILL at a random time after a number of journal lines, and resumes."""
     whole, store = tmp_path / "whole", tmp_path / "store"
     before = snapshot(many_experts)
     slowly = partial(children.slow_reads, 0.001)
@@ -233,7 +234,7 @@ def test_killed_at_random_moments(many_experts, tmp_path, target, kills):
 
 @pytest.mark.slow
 def test_a_killed_process_of_the_system(many_experts, tmp_path):
-    """As users have it: an interpreter of its own each time."""
+    """Every run has an interpreter of its own, as for users."""
     script = (
         "import os, sys, time\n"
         "read = os.preadv\n"
@@ -265,9 +266,9 @@ def test_a_killed_process_of_the_system(many_experts, tmp_path):
     [("fp8", 2, 1), *(pytest.param(t, 10, 8, marks=pytest.mark.slow) for t in ("fp8", "int4"))],
 )
 def test_killed_at_every_kind_of_call(sound, wholes, tmp_path, target, edge, middle):
-    """From within, at calls that touch the store: as it is made, headers written, marked complete.
+    """Kills the process from inside, at calls that create the store, write headers, or complete it.
 
-    Chunks are written by calls that nobody here sees; the tests above meet those.
+    Chunks are written by native code, which the tests above interrupt.
     """
     store, touched = tmp_path / "store", tmp_path / "touched"
     command = ("convert", sound, store, "--to", target)
@@ -284,7 +285,7 @@ def test_killed_at_every_kind_of_call(sound, wholes, tmp_path, target, edge, mid
         dying = partial(children.dies_at, str(store), number)
         child = Child(tmp_path / "log", *command, "--resume", hook=dying)
         status = child.wait()
-        assert status in (-signal.SIGKILL, 0), child.output  # threads do not count alike
+        assert status in (-signal.SIGKILL, 0), child.output  # calls vary with several threads
         died += status != 0
         child = Child(tmp_path / "log", *command, "--resume")
         assert child.wait() == 0, child.output
@@ -296,7 +297,7 @@ def test_killed_at_every_kind_of_call(sound, wholes, tmp_path, target, edge, mid
 def test_control_c(many_experts, tmp_path):
     store, whole = tmp_path / "store", tmp_path / "whole"
     command = ("convert", many_experts, store, "--to", "fp8")
-    # Half a minute, if it is left alone: no pause of this process outlasts it.
+    # Half a minute without interruption, which is longer than any pause of this process.
     child = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.05))
     wait_for_lines(child, store, 20)
     child.interrupt()
@@ -309,7 +310,7 @@ def test_control_c(many_experts, tmp_path):
 
 
 def test_two_at_once(many_experts, tmp_path):
-    """The second is turned away and the first is not disturbed."""
+    """The second conversion is refused, and the first one is not disturbed."""
     store, whole = tmp_path / "store", tmp_path / "whole"
     command = ("convert", many_experts, store, "--to", "fp8", "--resume")
     first = Child(tmp_path / "log", *command, hook=partial(children.slow_reads, 0.002))
@@ -358,7 +359,7 @@ def test_files_that_cannot_grow(sound, wholes, tmp_path, store, target, limit):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of so many bytes; again, it changes its size."""
+    """Mounts a file system of a given size. A second call changes the size."""
     where = tmp_path / "disk"
     where.mkdir()
 
@@ -378,7 +379,7 @@ def small_disk(tmp_path) -> Iterator[Callable[[int], Path]]:
 
 
 def size_on_disk(directory: Path) -> int:
-    """In whole pages, as tmpfs counts."""
+    """Returns the size in whole pages, as tmpfs counts it."""
     return sum(-(-len(data) // 4096) * 4096 for data in contents(directory).values() if data)
 
 
@@ -439,7 +440,7 @@ def test_a_read_error_names_the_file(source, store, reads, monkeypatch):
 
 
 def test_a_source_that_shrinks_meanwhile(source, store, monkeypatch):
-    """What was there when the headers were read, and is not when the values are."""
+    """A tensor exists when the headers are read, but not when its values are."""
     real = os.preadv
 
     def preadv(*arguments):
@@ -454,7 +455,7 @@ def test_a_source_that_shrinks_meanwhile(source, store, monkeypatch):
 
 
 def flip(path: Path, at: int) -> None:
-    """Another finite number: the lowest bit of a byte that is none of NaN's neighbours."""
+    """Flips the lowest bit of a byte, so that the number is another finite one."""
     content = bytearray(path.read_bytes())
     while content[at] & 0x7F in (0x7E, 0x7F, 0x80, 0):
         at += 1
@@ -463,7 +464,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def write_unnoticed(path: Path, content: bytes) -> None:
-    """Neither the modification time nor, mostly, the size tells."""
+    """Writes a file without changing its modification time and mostly not its size."""
     stat = path.stat()
     path.write_bytes(content)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -501,7 +502,7 @@ def test_a_converted_tensor_that_changed(source, wholes, interrupted, target, na
     sound = {path: path.read_bytes() for path in source.glob("*.safetensors")}
     flip_tensor(source, name)
     assert name in refusal(source, store, target, resume=True)
-    assert name in refusal(source, store, target, resume=True)  # the refusal is no repair
+    assert name in refusal(source, store, target, resume=True)  # a refusal repairs nothing
     for path, content in sound.items():
         write_unnoticed(path, content)
     convert(source, store, target, resume=True)
@@ -514,7 +515,7 @@ def test_a_converted_tensor_that_changed(source, wholes, interrupted, target, na
     slow_except([*itertools.product(["fp8", "int8"], [0.05, 0.3, 0.6, 0.95])], quick=(1, 7)),
 )
 def test_any_tensor_that_changed(source, interrupted, tmp_path, target, share):
-    """Not yet converted, the new values are taken, and all of them."""
+    """If the tensor was not converted yet, all of its new values are used."""
     store = interrupted(target, share=share)
     names = sorted(json.loads((source / INDEX).read_text())["weight_map"])
     copied = ("embed_tokens.weight", "head.weight")
@@ -538,7 +539,7 @@ def another_constant(source: Path) -> None:
 
 
 def another_split(source: Path) -> None:
-    """The same tensors, one of them in another shard."""
+    """Writes the same tensors, one of them in another shard."""
     name = next(iter(files.read(source / SHARD)))
     moved = files.read(source / SHARD)[name]
     other = "model-00003-of-00003.safetensors"
@@ -582,7 +583,7 @@ def test_another_source(source, interrupted, target, change):
     make(source)
     before = contents(store)
     assert re.search(says, refusal(source, store, target, resume=True))
-    # Refused by name, it is as it was; the source may come back.
+    # The store is unchanged by the refusal, and the source may be restored.
     weights = {n: data for n, data in before.items() if n.startswith("weights")}
     after = contents(store)
     assert {n: after.get(n, b"none") for n in weights} == weights
@@ -599,7 +600,7 @@ def test_a_tokenizer_that_changed(source, interrupted, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["fp8", "int4"])
 def test_times_and_places_do_not_matter(source, wholes, interrupted, tmp_path, target):
-    """The same bytes elsewhere, younger, in the files' other order."""
+    """The same bytes are in another directory, with later times, and in another order of files."""
     store = interrupted(target, share=0.6)
     moved = tmp_path / "moved"
     shutil.copytree(source, moved)
@@ -623,15 +624,15 @@ def test_a_torn_last_line(source, wholes, interrupted, cut):
 
 
 def test_a_line_without_its_end_does_not_count():
-    """What is appended to it would be part of it."""
+    """An appended line would otherwise become part of it."""
     whole = b'{"to": "fp8"}\n'
-    assert journal._parsed(whole + b'{"unit": "a"}') == ([{"to": "fp8"}], len(whole))
+    assert journal._parse(whole + b'{"unit": "a"}') == ([{"to": "fp8"}], len(whole))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [b'{"unit": "lay', b"\0" * 64, b"\xff\xfe", b"{", b"[]\n", b"\n"])
 def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
-    """What a power cut may leave of a block that was never written."""
+    """A power cut may leave such bytes of a block that was never written."""
     store = interrupted()
     with (store / JOURNAL).open("ab") as file:
         file.write(tail)
@@ -660,7 +661,7 @@ def test_a_spoiled_journal(source, wholes, interrupted, damage):
 
 @pytest.mark.slow
 def test_odd_lines_in_a_journal(source, wholes, interrupted):
-    """JSON that no conversion writes is refused by its line, and nothing is changed."""
+    """JSON that no conversion writes is refused with its line number, and nothing is changed."""
     store = interrupted("int8")
     journal = store / JOURNAL
     content = journal.read_bytes()
@@ -708,7 +709,7 @@ def test_a_journal_of_another_target(source, wholes, interrupted, first, then):
 
 
 def test_a_journal_out_of_another_store(source, wholes, interrupted, store):
-    """It says that everything is done, but nothing is."""
+    """Its lines list all units as done, although this store has none."""
     journal = (interrupted() / JOURNAL).read_bytes()
     shutil.rmtree(store)
     store.mkdir()
@@ -737,7 +738,7 @@ SPOILS = ["a bit", "the first bit", "zeros", "truncated", "empty", "longer", "de
 
 
 def chunks(store: Path) -> list[Path]:
-    """Files of array data."""
+    """Returns the files of array data."""
     found = (path for path in sorted((store / "weights").rglob("*")) if path.is_file())
     return [path for path in found if path.name != "zarr.json" and not path.name.startswith("_")]
 
@@ -763,7 +764,7 @@ OTHER_SPOILS = ["a bit", "truncated", "longer", "deleted"]
     "ways", ["in turns", *(pytest.param(how, marks=pytest.mark.slow) for how in OTHER_SPOILS)]
 )
 def test_other_spoiled_files(source, wholes, interrupted, tmp_path, ways):
-    """Headers of arrays, orbax's own files, the copies of the source's small files."""
+    """Covers headers of arrays, orbax's own files, and copies of the source's small files."""
     turns = itertools.cycle(OTHER_SPOILS if ways == "in turns" else [ways])
     store = interrupted("bf16")
     every = [path for path in sorted(store.rglob("*")) if path.is_file() and path.stat().st_size]
@@ -785,7 +786,7 @@ def test_other_spoiled_files(source, wholes, interrupted, tmp_path, ways):
 
 
 def test_what_is_written_is_read_back(source, store, monkeypatch):
-    """A disk that says that all is well, and holds other bytes."""
+    """A disk may report success and store other bytes."""
     write = ArrayFiles.write
 
     def forgets(self, name, begin, block):
@@ -797,7 +798,7 @@ def test_what_is_written_is_read_back(source, store, monkeypatch):
 
 
 def test_what_a_killed_writer_leaves(source, wholes, interrupted):
-    """TensorStore writes beside a chunk and renames; the manifest is written so too."""
+    """TensorStore and the manifest write a file next to the target and rename it."""
     store = interrupted()
     leavings = [chunks(store)[0].with_name("0.__lock"), store / ".manifest.json.0a1b2c3d.partial"]
     for path in leavings:
@@ -822,7 +823,7 @@ def test_source_and_destination_lie_apart(source, tmp_path, where):
 
 @pytest.mark.parametrize("what", ["file", "stranger", "checkpoint"])
 def test_a_destination_that_is_something_else(source, sound, store, what):
-    """Nothing of somebody else's is written over, with --resume or without."""
+    """Foreign files are never overwritten, with or without --resume."""
     if what == "file":
         store.write_text("mine")
     elif what == "stranger":

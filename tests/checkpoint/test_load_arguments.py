@@ -1,4 +1,4 @@
-"""load's arguments, what it refuses as verify does, and the end tokens it reads."""
+"""Arguments of `load`, refusals that it shares with `verify`, and end tokens."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_what_verify_refuses_is_refused_alike(checkpoint, written, damage, named
 
 
 class TestEndTokens:
-    """transformers stops at those of generation_config.json and not at those of config.json."""
+    """The end tokens are those of generation_config.json, as in transformers."""
 
     def write(self, directory, content):
         (directory / "generation_config.json").write_text(json.dumps(content))

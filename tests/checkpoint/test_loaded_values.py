@@ -1,4 +1,4 @@
-"""What a loaded model holds against what its files say, for every way of storing them."""
+"""Loaded models have the values of their files, in every storage format."""
 
 import builtins
 import io
@@ -98,7 +98,7 @@ def test_scales_above_are_elsewhere(checkpoint):
 
 @pytest.mark.parametrize("config", ["small", "v2"])
 def test_every_tensor_is_at_the_module_of_its_name(checkpoint, config):
-    """The comparisons above ask the package which parameter has which name; this one does not."""
+    """Reads parameters through attributes, because the other tests use the package's own names."""
     directory, want = checkpoint(CONFIGS[config])
     model, _ = dsv3_jax.load(directory)
     found = {name: module_weight(model, name) for name in want if not is_copy(name)}
@@ -138,7 +138,7 @@ def test_a_dtype_rounds_the_exact_value_once_and_spares_the_bias(checkpoint, sto
     assert_holds(loaded(directory, dtype=dtype), want, dtype)
 
 
-# 5/4 times these float32 scales is next to the middle between two bfloat16 numbers, above it and
+# 5/4 times these float32 scales is next to the midpoint of two bfloat16 numbers, above and
 # below, and nearer to it than float32 can tell: by way of float32 it would be rounded to even.
 CLOSE_TO_A_TIE = ((1 + 2**-8, 1 + 2**-7), (1 + 3 * 2**-8, 1 + 2**-7))
 
@@ -206,7 +206,7 @@ def test_fp8_needs_a_float8_checkpoint(checkpoint, storage):
 
 
 def test_fp8_needs_float8_tensors(checkpoint):
-    """A config that promises float8 over bfloat16 files, as some conversions leave it."""
+    """Some conversions leave a config for float8 next to bfloat16 files."""
     directory, _ = checkpoint(dtype="bfloat16")
     promise = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     edit_json(directory / CONFIG, lambda config: config.update(quantization_config=promise))
@@ -234,7 +234,7 @@ def test_integers_are_kept_and_not_made(checkpoint, storage, name):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_scales_stored_as_exponents(checkpoint, quantization):
-    """F8_E8M0 holds a power of two in one byte; the values are those of float32 scales."""
+    """F8_E8M0 stores a power of two in one byte. The values are those of float32 scales."""
     directory, want = checkpoint(WIDE, dtype="fp8", scale_fmt="ue8m0")
     before = loaded(directory, quantization=quantization)
 
@@ -268,7 +268,7 @@ def test_scales_stored_as_bfloat16(checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_unused_tensors_are_passed_over_and_may_be_odd(checkpoint, quantization):
-    """Of any dtype and shape; this one also puts every tensor behind it at an odd address."""
+    """The tensor may have any dtype and shape. This one also misaligns all tensors after it."""
     directory, _ = checkpoint(dtype="fp8")
     before = loaded(directory, quantization=quantization)
 
@@ -328,7 +328,7 @@ def test_a_reader_hands_out_what_the_files_hold(checkpoint):
 
 
 def test_a_model_does_not_change_with_its_files(checkpoint):
-    """The files may be overwritten once they are loaded: nothing maps them any more."""
+    """The files may be overwritten after loading, because nothing maps them."""
     directory, _ = checkpoint(dtype="fp8")
     model, _ = dsv3_jax.load(directory, quantization="fp8")
     before = loaded(directory, quantization="fp8")

@@ -1,4 +1,4 @@
-"""The MTP layers of a checkpoint: loaded, left out, absent, in pieces, and their copies."""
+"""MTP layers of a checkpoint: loaded, left out, absent, incomplete, and their copies."""
 
 import re
 
@@ -17,12 +17,12 @@ ORIGINALS = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
 
 
 def of_model(tensors):
-    """The tensors of the main model."""
+    """Returns the tensors of the main model."""
     return {name: t for name, t in tensors.items() if not re.match(r"model\.layers\.[23]\.", name)}
 
 
 def keep(directory, wanted):
-    """Removes the tensors that `wanted` is false of, and gives their names."""
+    """Removes the tensors for which `wanted` is false, and returns their names."""
     removed = [name for name in read(directory / SINGLE) if not wanted(name)]
     edit(directory / SINGLE, lambda tensors: [tensors.pop(name) for name in removed])
     return removed
@@ -57,7 +57,7 @@ def test_embedding_and_head_are_held_once(checkpoint):
 @pytest.mark.parametrize("mtp", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
 def test_promised_and_absent(checkpoint, dtype, mtp):
-    """transformers drops the layer when it saves a model, and leaves the config's count."""
+    """transformers drops the layer when it saves a model, but keeps the number in the config."""
     directory, want = checkpoint(dtype=dtype)
     assert keep(directory, lambda name: not name.startswith(MTP))
     model, _ = dsv3_jax.load(directory, mtp=mtp)
@@ -109,7 +109,7 @@ def test_one_layer_of_two(checkpoint):
 
 @pytest.mark.parametrize("mtp", [True, False])
 def test_a_layer_of_the_model_is_not_taken_for_mtp(checkpoint, mtp):
-    """With too small a num_hidden_layers the last layer would silently be dropped."""
+    """If num_hidden_layers is too small, the last layer must not be dropped silently."""
     directory, _ = checkpoint(small_config(num_nextn_predict_layers=0))
     edit_json(directory / CONFIG, lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"^checkpoint: unknown tensor model\.layers\.1\.\S+ and"):
@@ -168,7 +168,7 @@ def test_copies_of_a_layer_that_is_left_out_may_differ(checkpoint, copy):
 
 
 def test_copies_are_compared_by_bytes(checkpoint):
-    """Not a number equals itself here: a damaged value in both is still a copy."""
+    """NaN equals itself in this comparison, so a value that is damaged in both is still a copy."""
     directory, _ = checkpoint()
 
     def spoil(tensors):

@@ -1,4 +1,4 @@
-"""A model spread over eight devices: where its parameters lie, what they hold, what is read."""
+"""A model on eight devices: shardings, values, and the bytes that are read."""
 
 import dataclasses
 import functools
@@ -39,12 +39,12 @@ MESHES = {
 STORAGE = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "shards": 3},
-    # Borders of eight devices cut blocks of either axis, when float8 is not kept.
+    # Shards of eight devices split blocks of either axis, unless float8 is kept.
     "fp8": {"dtype": "fp8", "block": (24, 40), "shards": 3, "scales_in_other_shard": True},
 }
-BLOCK = (8, 8)  # which no border of two devices cuts
+BLOCK = (8, 8)  # two devices do not split them
 
-# By the end of a path, the first that fits.
+# Keyed by the end of a path. The first match counts.
 SPECS = {
     r"experts\.(gate|up)_proj\.\w+": P("expert", "tensor", None),
     r"experts\.down_proj\.\w+": P("expert", None, "tensor"),
@@ -56,7 +56,7 @@ SPECS = {
 
 
 def parameters(model):
-    """Parameters by dotted path."""
+    """Returns parameters by dotted path."""
     flat = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): variable.get_value() for path, variable in flat}
 
@@ -67,18 +67,18 @@ def expected_spec(path):
 
 
 def assert_spread(model, alone, mesh):
-    """As expected over the mesh, and the same bytes as on one device."""
+    """Expects the given shardings, and the same bytes as on one device."""
     assert_same(model, alone)
     for path, value in parameters(model).items():
         spec = expected_spec(path)
-        if value.shape[-1] == 1:  # a scale for the whole row
+        if value.shape[-1] == 1:  # one scale per row
             spec = P(*spec[:-1], None)
         sharding = NamedSharding(mesh, spec)
         assert value.sharding.is_equivalent_to(sharding, value.ndim), path
 
 
 def assert_same(model, other):
-    """The same parameters to the bit."""
+    """Expects the same parameters, bit for bit."""
     got, want = parameters(model), parameters(other)
     assert set(got) == set(want)
     for path, value in got.items():
@@ -88,7 +88,7 @@ def assert_same(model, other):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Directories of CONFIG's checkpoints by their storage, each written once."""
+    """Returns directories of CONFIG's checkpoints by storage. Each is written once."""
 
     @functools.cache
     def write(storage):
@@ -102,7 +102,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_one_device(written):
-    """CONFIG's models on one device, each loaded once."""
+    """Returns CONFIG's models on one device. Each is loaded once."""
 
     @functools.cache
     def load(storage, **options):
@@ -159,7 +159,7 @@ def test_rules_of_ones_own(checkpoint):
 
 # ---- stores --------------------------------------------------------------------------------------
 
-# Two devices cut no block of 128 rows or columns.
+# Two devices split no block of 128 rows or columns.
 STORED = tiny_config(
     num_hidden_layers=2,
     hidden_size=256,
@@ -177,7 +177,7 @@ STORED = tiny_config(
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """A float8 checkpoint and its stores by form."""
+    """Returns a float8 checkpoint and its stores by form."""
     home = tmp_path_factory.mktemp("stores")
     write_checkpoint(home / "hf", STORED, random_tensors(STORED), dtype="fp8")
     for form in ("bf16", "fp8", "int8", "int4"):
@@ -187,7 +187,7 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store_on_one_device(stores):
-    """Models of the stores on one device, each loaded once."""
+    """Returns the models of the stores on one device. Each is loaded once."""
 
     @functools.cache
     def load(form, **options):
@@ -235,7 +235,7 @@ def test_a_store_kept_as_it_is(stores, store_on_one_device, mesh, form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_integers_kept_are_the_integers_dequantised(stores, tokens, form):
-    """One model in three ways: dequantised at use, while loading, and over a mesh."""
+    """Compares dequantization at use, while loading, and over a mesh."""
     at_use = dsv3_jax.load(stores / form, quantization=form, mtp=False)[0]
     while_loading = dsv3_jax.load(stores / form, mtp=False)[0]
     for layer, dense in zip(at_use.layers, while_loading.layers, strict=True):
@@ -291,7 +291,7 @@ def test_a_store_that_lacks_a_chunk(stores, tmp_path, quantization):
 
 
 class Watched:
-    """A tensor that takes down which parts of it are asked for."""
+    """A tensor that records which parts are read."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -311,7 +311,7 @@ class Watched:
 @pytest.mark.parametrize("quantization", ["float32", "fp8 dequantised", "fp8 kept"])
 @pytest.mark.parametrize("mesh", ["expert=8", "expert=4,tensor=2", "data=2,expert=2,tensor=2"])
 def test_every_part_is_read_once_and_by_itself(checkpoint, mesh, quantization):
-    """No reading is wider than a device's share; together they are each tensor once."""
+    """No read exceeds a device's shard, and together they cover each tensor once."""
     storage = "float32" if quantization == "float32" else "fp8"
     directory, _ = checkpoint(
         {**CONFIG, "num_nextn_predict_layers": 0},
@@ -350,7 +350,7 @@ def test_without_a_mesh_each_expert_is_read_by_itself(checkpoint):
 
 
 def test_matrices_are_read_in_pieces(checkpoint, monkeypatch):
-    """A piece of ten rows of whatever width, so that borders of pieces cut blocks of 24."""
+    """Pieces have ten rows, so that their borders split blocks of 24."""
     directory, _ = checkpoint(CONFIG, dtype="fp8", block=(24, 40))
     alone, _ = dsv3_jax.load(directory)
 
@@ -396,7 +396,7 @@ def test_logits(written, on_one_device, tokens, mesh):
     assert_close(logits(dsv3_jax.load(written("float32"), mtp=False, mesh=mesh)[0], tokens), want)
 
 
-# The demo's: test_store_logits.py.
+# test_store_logits.py has those of the demo.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param("expert=8", marks=pytest.mark.slow), "expert=4,tensor=2"]

@@ -1,6 +1,6 @@
-"""Logits of a store against those of its source, on one device and on eight.
+"""Logits of a store compared with those of its source, on one device and on eight.
 
-That the weights are the same to the bit: test_sharded_load.py, in the quick suite.
+`test_sharded_load.py`, in the quick suite, compares the weights bit for bit.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ MESH = {"expert": 4, "data": 2}
 
 
 def same_logits(store, source, mesh=None, **options):
-    """Bit for bit where the devices are the same: the weights are."""
+    """Expects equal bits on the same devices, because the weights are equal."""
     one, other = (
         forward(dsv3_jax.load(path, dtype="float32", mesh=mesh, **options)[0], TOKENS)
         for path in (store, source)
@@ -45,7 +45,7 @@ def test_the_demo(tmp_path, quantization, mesh):
 
 @pytest.mark.parity
 def test_a_checkpoint_of_transformers(tmp_path):
-    """Saved by transformers, converted, loaded; and exported, and read by transformers again."""
+    """A model saved by transformers is converted, loaded, exported, and read by it again."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_transformers(tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("to", ["fp8", "int8", "int4"])
 def test_transformers_computes_an_exported_store(tmp_path, checkpoint, to):
-    """A float8 checkpoint through a store of any form, as bfloat16."""
+    """A float8 checkpoint becomes a store of any form, and is exported as bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 

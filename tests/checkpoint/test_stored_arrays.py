@@ -1,4 +1,4 @@
-"""The arrays of stores of the published models, at their true sizes; and TensorStore takes them."""
+"""Arrays of stores of the published models at their true sizes, which TensorStore accepts."""
 
 import dataclasses
 import itertools
@@ -17,18 +17,18 @@ from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 
 FORMS = {"fp8": BlockQuantization(), "bf16": None, "int8": INT8, "int4": INT4}
-LAYERS = 12  # layers of two digits are among them
+LAYERS = 12  # includes layer numbers of two digits
 
 
 def of_form(model, form, layers=None):
-    """A published model, of so many layers."""
+    """Returns a published model in one form, with the given number of layers."""
     config = presets.get(model)
     layers = layers or config.num_hidden_layers
     return dataclasses.replace(config, quantization=FORMS[form], num_hidden_layers=layers)
 
 
 def short_of_each():
-    """Every form of every model; those that differ from V3 only by their form are V3."""
+    """Returns every form of every model. Models that differ from V3 only by their form are V3."""
     configs = {}
     for model, form in itertools.product(presets.PRESETS, FORMS):
         config = of_form(model, form, LAYERS)
@@ -82,7 +82,7 @@ def assert_places(config):
             assert location == (name, expert if array.stacked else None)
             assert published_name(config, location) == tensor
             assert table[tensor].shape == array.tensor_shape
-        # Whole inner chunks in every file, and none larger than a piece may be.
+        # Every file has whole inner chunks and is at most as large as a piece.
         assert all(c % i == 0 for c, i in zip(array.chunk, array.inner, strict=True))
         packed = 2 if array.dtype == np.uint8 else 1
         assert math.prod(array.chunk) * packed <= PIECE_ELEMENTS
@@ -103,7 +103,7 @@ def test_the_tree_of_a_whole_model_opens(model, form, tmp_path):
 
 
 def assert_opens(config, tmp_path):
-    """Headers alone: hundreds of gigabytes that are a few megabytes."""
+    """Creates only headers: a few megabytes for hundreds of gigabytes."""
     arrays = stored_arrays(config, multiple=128)
     array_tree.create(tmp_path / "weights", arrays.values())
     files = ArrayFiles(tmp_path / "weights")

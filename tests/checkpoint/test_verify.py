@@ -1,4 +1,4 @@
-"""`dsv3 verify`: whole checkpoints pass, each kind of damage has its line, figures are NumPy's."""
+"""`dsv3 verify` accepts complete checkpoints, reports damage, and agrees with NumPy."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def damage(directory, change):
 
 
 def poke(name, place, value):
-    """Writes one value into a stored tensor; into float8 the code, as it is."""
+    """Returns a change of one value in a stored tensor. For float8 it is given by its bits."""
 
     def change(tensors):
         stored = tensors[name]
@@ -126,7 +126,7 @@ def test_mtp_layers_that_were_left_out(checkpoint):
 
 
 def test_mtp_layers_that_are_not_promised(checkpoint):
-    """As load does, verify leaves them out; a store could not give them back."""
+    """Like `load`, verify accepts them and leaves them out. A store could not reproduce them."""
     directory, _ = checkpoint()
     edit_json(directory / CONFIG, lambda config: config.pop("num_nextn_predict_layers"))
     assert findings(directory) == []
@@ -247,7 +247,7 @@ def test_a_disk_that_fails(checkpoint):
 
 
 class Watched:
-    """An array that takes down what is read of it, and how often."""
+    """An array that records which parts are read, and the number of times."""
 
     def __init__(self, array):
         self.array = array
@@ -283,7 +283,7 @@ def test_memory_is_a_few_pieces(checkpoint, monkeypatch):
     monkeypatch.setattr(scan_module, "_PART_ELEMENTS", 2**15)
     directory, _ = checkpoint(small_config(vocab_size=40_000), dtype="bfloat16")
     opened = open_checkpoint(directory)  # embedding, head and copies of 5 MB each
-    verify(opened)  # what is imported and cached once is no matter
+    verify(opened)  # imports and caches are not measured
     tracemalloc.start()
     assert verify(opened).findings == []
     _, most = tracemalloc.get_traced_memory()
@@ -296,7 +296,7 @@ def test_memory_is_a_few_pieces(checkpoint, monkeypatch):
 
 @pytest.fixture
 def two(tmp_path):
-    """Writes a model twice, the second time perhaps changed; gives both and their exact values."""
+    """Writes a model twice, optionally changed. Returns both and their exact values."""
 
     def write(first, second, change=lambda tensors: None):
         config = small_config()
@@ -407,7 +407,7 @@ def test_damage_is_found_on_either_side(two):
 
 @pytest.fixture
 def store(checkpoint, tmp_path):
-    """Converts a directory; gives it and the store."""
+    """Converts a directory. Returns it and the store."""
 
     def make(to, **options):
         directory, _ = checkpoint(**(options or FP8))
@@ -436,7 +436,7 @@ def test_a_store(store, to):
 
 
 def test_what_a_store_has_is_what_it_was_made_of(store):
-    """A flipped bit that leaves good values behind."""
+    """Flips a bit so that the values remain finite."""
     directory, made = store("fp8")
     opened_store = open_checkpoint(made)
     name, array = UP, open_checkpoint(made).arrays[UP]

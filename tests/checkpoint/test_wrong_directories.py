@@ -1,5 +1,6 @@
-"""The commands convert, verify and export, given a directory of another kind or interrupted: one
-line says what it is and which command goes on.
+"""The commands convert, verify and export with a directory of another kind, or interrupted.
+
+One line describes the directory and names the command that continues.
 """
 
 import os
@@ -21,7 +22,7 @@ from tests.support.trees import contents, snapshot
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory) -> dict[str, Path]:
-    """A directory of each kind."""
+    """Returns a directory of each kind."""
     folder = tmp_path_factory.mktemp("kinds")
     config = small_config()
     write_checkpoint(folder / "hf", config, random_tensors(config), dtype="fp8", shards=3)

@@ -1,4 +1,4 @@
-"""The small model of these tests, and the comparison of what it holds with what was written."""
+"""The small model of these tests, and comparisons of its weights with what was written."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from tests.support.checkpoints import BIAS, tiny_config
 
 
 def small_config(**overrides: Any) -> dict[str, Any]:
-    """One layer of each kind: dense, MoE, MTP (which is `model.layers.2`)."""
+    """Returns a config with one layer of each kind: dense, MoE, and MTP (`model.layers.2`)."""
     return tiny_config(
         **{
             "n_group": 2,
@@ -29,7 +29,7 @@ def small_config(**overrides: Any) -> dict[str, Any]:
 
 
 def loaded(path: Path, **options: Any) -> dict[str, np.ndarray]:
-    """The weights of a loaded model, under their published names."""
+    """Returns the weights of a loaded model under their published names."""
     model, _ = dsv3_jax.load(path, **options)
     return published_tensors(model)
 
@@ -37,8 +37,9 @@ def loaded(path: Path, **options: Any) -> dict[str, np.ndarray]:
 def assert_holds(
     got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], dtype: str = "float32"
 ) -> None:
-    """Every tensor is there in its dtype, and each of its values is the wanted one, rounded once:
-    `want` holds exact values in float64, or the values of files.
+    """Expects every tensor in its dtype, with each value rounded once from the exact one.
+
+    `want` has exact values in float64, or the values of files.
     """
     assert set(got) == set(want)
     for name, value in want.items():
@@ -48,10 +49,10 @@ def assert_holds(
 
 
 def rounded_once(value: np.ndarray, dtype: str) -> np.ndarray:
-    """float64 to the nearest number of `dtype`, to even between two.
+    """Rounds float64 to the nearest number of `dtype`, and to even in between.
 
-    NumPy does it itself, but for bfloat16, which ml_dtypes rounds by way of float32. There the bits
-    of a float64 are rounded to seven behind the point: bfloat16's normal numbers.
+    NumPy does so itself, except for bfloat16, which ml_dtypes rounds by way of float32. For normal
+    bfloat16 numbers, the mantissa of the float64 is rounded to seven bits.
     """
     if dtype != "bfloat16":
         return value.astype(dtype)
@@ -64,7 +65,7 @@ def rounded_once(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def same_bytes(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
-    """Equal names, dtypes, shapes and bytes."""
+    """Returns dtype, shape and bytes of each tensor."""
     return _bytes(a) == _bytes(b)
 
 
@@ -76,10 +77,10 @@ def _bytes(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[Any, ...]]:
 def no_array_made() -> Iterator[None]:
     """Fails if JAX made an array meanwhile that is still in use.
 
-    Around `pytest.raises`, that is any array which the calls had in hand when they were left: the
-    exception's traceback keeps their variables.
+    Around `pytest.raises` this includes any local array of the calls that failed, because the
+    traceback of the exception keeps their variables.
     """
-    before = jax.live_arrays()  # the arrays themselves: an id may come again once its array is gone
+    before = jax.live_arrays()  # kept alive, so that no id is reused
     known = set(map(id, before))
     yield
     made = [array.shape for array in jax.live_arrays() if id(array) not in known]
