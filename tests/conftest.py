@@ -1,18 +1,20 @@
-"""Settings of the whole suite: a CPU that simulates eight devices, unless JAX_PLATFORMS names
-another platform, and a compilation cache that is kept between runs."""
+"""Settings of the whole suite: eight simulated CPU devices and a persistent compilation cache.
+
+JAX_PLATFORMS selects another platform.
+"""
 
 import gc
 import os
 import signal
 from pathlib import Path
 
-# A job that a shell started in the background ignores Ctrl-C, and so would its children. The tests
-# of interrupts would fail then.
+# A background job of a shell ignores Ctrl-C, and so would its children. Tests of interrupts would
+# then fail.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Set before anything imports jax, which reads the flags once. Tiny programs take longer to compile
-# than to run: without LLVM's optimizations the suite takes about a fifth less time.
+# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run:
+# without LLVM's optimizations the suite takes about a fifth less time.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     + os.environ.get("XLA_FLAGS", "")
@@ -25,8 +27,8 @@ import pytest
 
 from tests.support import covering
 
-# JAX traces create many long-lived objects. Searching them for cycles as often as Python does by
-# default takes a tenth of the time.
+# JAX traces create many long-lived objects. With Python's default thresholds, garbage collection
+# takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
@@ -38,7 +40,7 @@ def pytest_addoption(parser):
         "--covering-seed",
         type=int,
         default=covering.DEFAULT_SEED,
-        help="draws the random samples beside covering sets (default: %(default)s)",
+        help="seed of the random samples in addition to covering sets (default: %(default)s)",
     )
 
 
@@ -52,7 +54,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def own_compile_cache():
-    """Keeps the suite's compilation cache in tests of the command, which sets its own."""
+    """Restores the suite's compilation cache after tests of the command, which sets its own."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -66,7 +68,7 @@ def own_compile_cache():
 
 @pytest.fixture
 def untyped():
-    """Switches off the suite's type checks, so that our own error messages appear, as for users."""
+    """Disables the suite's type checks, so that our own error messages appear, as for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -74,9 +76,9 @@ def untyped():
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-    """Clears compiled functions before there are too many of them.
+    """Clears compiled functions before there are too many.
 
-    XLA maps memory for each. Linux grants a process 65,530 maps; beyond that it aborts.
+    XLA maps memory for each of them. A Linux process aborts after 65,530 memory maps.
     """
     yield
     maps = Path("/proc/self/maps")

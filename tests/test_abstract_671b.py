@@ -1,4 +1,4 @@
-"""The published models at full size without weights: every parameter by name."""
+"""The published models at full size, without weights: names and shapes of all parameters."""
 
 import functools
 import time
@@ -14,8 +14,8 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.model import DeepSeekV3, parameter_count
 
-# deepseek-r1 is deepseek-v3's network.
-BUILT = (
+# deepseek-r1 is the same network as deepseek-v3.
+MODELS = (
     "deepseek-v3",
     "deepseek-v3.1",
     "kimi-k2",
@@ -23,27 +23,27 @@ BUILT = (
     "deepseek-v2-lite",
     "moonlight-16b",
 )
-STORED_AS = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
 
 @functools.cache
 def as_published(config: ModelConfig) -> DeepSeekV3:
-    """Built once; no test changes it."""
+    """Builds a model once; no test may change it."""
     return abstract_model(config, dtype=jnp.bfloat16, quantization=config.quantization)
 
 
-def held(model: DeepSeekV3) -> dict[str, TensorSpec]:
-    """Returns every published tensor that the model's tree represents, with its stored form."""
-    found: dict[str, TensorSpec] = {}
+def represented_tensors(model: DeepSeekV3) -> dict[str, TensorSpec]:
+    """Returns the shape and dtype of every published tensor that the model's tree represents."""
+    tensors: dict[str, TensorSpec] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         leaf = variable.get_value()
         names, stacked = published_tensor_names(model.config, path)
         if stacked:
             assert leaf.shape[0] == len(names)
-        spec = TensorSpec(leaf.shape[stacked:], STORED_AS[leaf.dtype.name])
-        assert not found.keys() & set(names)
-        found |= dict.fromkeys(names, spec)
-    return found
+        spec = TensorSpec(leaf.shape[stacked:], SAFETENSORS_DTYPES[leaf.dtype.name])
+        assert not tensors.keys() & set(names)
+        tensors |= dict.fromkeys(names, spec)
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +58,31 @@ def test_parameters_of_deepseek_v3(v3):
 
 @pytest.mark.slow
 def test_building_it_abstractly_takes_seconds():
-    """Building it takes little processor time; random initialization once made it a minute."""
+    """Random initialisation once made it take a minute of CPU time."""
     began = time.process_time()
     as_published.__wrapped__(presets.DEEPSEEK_V3)
     assert time.process_time() - began < 15
 
 
 def test_tensors_of_deepseek_v3(v3):
-    tensors = held(v3)
+    tensors = represented_tensors(v3)
     duplicates = copies(presets.DEEPSEEK_V3)
     assert len(tensors) + len(duplicates) == 91_991
-    of_copies = 2 * 129280 * 7168 * 2
-    assert sum(spec.nbytes for spec in tensors.values()) + of_copies == 688_574_839_360
+    copy_bytes = 2 * 129280 * 7168 * 2
+    assert sum(spec.nbytes for spec in tensors.values()) + copy_bytes == 688_574_839_360
 
 
-# deepseek-v3.1 is deepseek-v3's network under another format of scales.
+# deepseek-v3.1 is the same network as deepseek-v3 with another format of scales.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "deepseek-v3")) for name in BUILT],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "deepseek-v3")) for name in MODELS],
 )
 def test_tree_is_the_table_of_published_tensors(name):
     config = presets.get(name)
     table = tensor_table(config)
     for copy in copies(config):
         del table[copy]
-    assert held(as_published(config)) == table
+    assert represented_tensors(as_published(config)) == table
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Parameters, cache bytes and operations against figures calculated independently of this code."""
+"""Parameters, cache bytes and operations, compared with values computed independently."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from dsv3_jax.accounting import (
 V3, V3_2 = presets.DEEPSEEK_V3, presets.DEEPSEEK_V3_2
 KI = 1024
 
-# GLM-5 has V3.2's parts in other sizes; its own model_type is not one that the model builds.
+# GLM-5 has the components of V3.2 in other sizes. The model does not implement its model_type.
 GLM_5 = dataclasses.replace(
     V3_2,
     vocab_size=154880,
@@ -84,27 +84,27 @@ def test_totals_in_billions(config, main, active):
 
 
 def test_every_parameter_of_v2_lite():
-    # The number that the headers of the published files add up to.
+    # Total of the headers of the published files.
     assert count_parameters(presets.DEEPSEEK_V2_LITE).checkpoint == 15_706_484_224
 
 
 def test_active_parameters_of_v3():
     active = active_parameters(V3)
     assert active.total == 37_552_297_472
-    # Less the embedding table, two norms and two latent norms a layer, a norm and 58 biases.
+    # Without the embedding table, two norms and two latent norms per layer, a norm and 58 biases.
     norms = 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 256
     assert active.matmul == 37_552_297_472 - 926_679_040 - norms
     assert round(active.matmul / 1e9, 3) == 36.625
     assert round(active.mtp / 1e9, 3) == 0.688
 
 
-def test_a_token_meets_everything_when_it_chooses_every_expert():
+def test_all_parameters_are_active_if_a_token_uses_every_expert():
     dense = dataclasses.replace(V3, n_routed_experts=8, n_group=1, topk_group=1)
     assert active_parameters(dense).total == count_parameters(dense).main
     assert active_parameters(dense).mtp == count_parameters(dense).mtp
 
 
-def test_indexer_matrices_are_multiplied_and_its_norm_is_not():
+def test_indexer_matrices_count_as_matmul_and_its_norm_does_not():
     more = active_parameters(V3_2).matmul - active_parameters(V3).matmul
     assert more == 61 * (13_959_424 - 2 * 128)
 
@@ -128,28 +128,28 @@ def test_every_mtp_layer_counts():
 
 def test_checkpoint_of_v3():
     assert checkpoint_bytes(V3) == 688_574_839_360
-    # Each copy is 2 bytes an element.
+    # Copies take 2 bytes per element.
     assert checkpoint_bytes(V3, mtp_copies=False) == 688_574_839_360 - 2 * 1_853_358_080
     assert round(checkpoint_bytes(V3, mtp_copies=False) / 1e9, 1) == 684.9
 
 
 def test_checkpoint_of_v3_in_bfloat16():
     plain = dataclasses.replace(V3, quantization=None)
-    # Two bytes an element, and two more for the 59 selection biases.
+    # Two bytes per element, and two more for the 59 selection biases.
     assert checkpoint_bytes(plain) == 2 * 684_489_845_504 + 2 * 59 * 256
     assert round(checkpoint_bytes(plain, mtp_copies=False) / 1e12, 3) == 1.365
 
 
-def test_checkpoint_in_float32_has_four_bytes_an_element():
-    wide = dataclasses.replace(V3, quantization=None, dtype="float32")
-    assert checkpoint_bytes(wide) == 4 * 684_489_845_504
+def test_checkpoint_in_float32_has_four_bytes_per_element():
+    float32 = dataclasses.replace(V3, quantization=None, dtype="float32")
+    assert checkpoint_bytes(float32) == 4 * 684_489_845_504
 
 
 def test_checkpoint_of_v3_2():
-    # 642.12 GiB is what a listing of the published files gives.
+    # Size of the published files: 642.12 GiB.
     assert round(checkpoint_bytes(V3_2) / 2**30, 2) == 642.12
     # The indexer adds fp8 with scales, bfloat16 head weights and a float32 LayerNorm to 62 layers;
-    # norms grow by 2 bytes an element.
+    # norms grow by 2 bytes per element.
     indexer = 8192 * 1536 + 64 * 12 * 4 + 128 * 7168 + 56 * 4 + 2 * 64 * 7168 + 4 * 256
     norms = 62 * (2 * 7168 + 1536 + 512) + 7168 + 3 * 7168
     assert checkpoint_bytes(V3_2) - checkpoint_bytes(V3) == 62 * indexer + 2 * norms
@@ -254,14 +254,14 @@ def test_sparse_decode_of_v3_2():
     assert flops_per_token(V3_2, 1, "decode").indexer == 999_424
 
 
-def test_sparse_is_dense_up_to_the_chosen_keys():
+def test_sparse_attention_is_dense_up_to_index_topk_keys():
     for context in (1, 2047, 2048):
         sparse, dense = (flops_per_token(c, context, "decode") for c in (V3_2, V3))
         assert sparse.attention == dense.attention
     assert flops_per_token(V3_2, 2049, "decode").attention == dense.attention
 
 
-def test_sparse_decode_pays_from_2176_keys():
+def test_sparse_decode_saves_operations_from_2176_keys():
     def saved(context):
         sparse, dense = (flops_per_token(c, context, "decode") for c in (V3_2, V3))
         return dense.attention - sparse.attention - sparse.indexer
@@ -272,14 +272,14 @@ def test_sparse_decode_pays_from_2176_keys():
 @pytest.mark.parametrize("context", [100, 2048, 2049, 6000])
 def test_sparse_prefill_averages_the_causal_triangle(context):
     flops = flops_per_token(V3_2, context, "prefill")
-    # Position t meets min(t, 2048) keys; the closed form is the integral, half a key less.
+    # Position t attends to min(t, 2048) keys. The closed form is the integral, half a key less.
     keys = sum(min(t, 2048) for t in range(1, context + 1)) / context
     assert flops.attention / 16_990_208 == pytest.approx(keys, abs=0.51)
     assert flops.indexer == 999_424 * context / 2
 
 
 def test_decode_intensity():
-    # Operations on each byte of the cache: 2 * 128 * 1088 / 1152.
+    # Operations per byte of the cache: 2 * 128 * 1088 / 1152.
     flops = flops_per_token(V3, 1, "decode").attention
     assert round(flops / cache_bytes_per_token(V3)) == 242
 
@@ -288,6 +288,6 @@ def test_decode_intensity():
     ("context", "phase", "named"),
     [(1, "train", "phase: .*'train'"), (-1, "decode", "context: .*-1")],
 )
-def test_what_is_neither_is_refused(context, phase, named):
+def test_unknown_phases_and_negative_contexts_are_refused(context, phase, named):
     with pytest.raises(ValueError, match=named):
         flops_per_token(V3, context, phase)

@@ -231,7 +231,7 @@ def test_ceilings():
     slow_except(TINY, quick=(2,)),
     ids=key,
 )
-def test_checks_tell_right_from_wrong(case):
+def test_checks_detect_wrong_results(case):
     session = Session("reference")
     assert session.check(encoded(case), repeats=2) == {"wrong": None}
     arrays = inputs.make(case, 0)
@@ -429,7 +429,7 @@ def test_operations_outside_the_stamps_are_found():
     assert outside(*inside[1:]) is None
 
 
-def test_slow_peers_have_one_turn():
+def test_slow_peers_are_timed_once():
     def close(**windows):
         return bench_kernels._names_to_time(
             {n: {"windows": {"us": us}} for n, us in windows.items()}
@@ -442,7 +442,7 @@ def test_slow_peers_have_one_turn():
 
 
 class FakeWorker(Worker):
-    """A worker that returns ``replies`` in order."""
+    """Worker that returns ``replies`` in order."""
 
     def __init__(self, *replies):
         self.asked, self._replies_left = [], iter(replies)
@@ -463,8 +463,8 @@ def said(**us):
     return {name: {"us": windows} for name, windows in us.items()}
 
 
-def test_turns():
-    """The order is peers, ours, ours, peers; a slow peer has only one turn."""
+def test_order_of_timings():
+    """The order is peers, ours, ours, peers; a slow peer is timed only once."""
     of_ours = FakeWorker(said(ours=[12.0, 12.1]), said(ours=[12.0, 12.2, 12.3]))
     first = {"a": {"us": [11.9, 12.0], "busy": 0.9}, "b": {"us": [20.0, 20.0]}}
     of_peers = FakeWorker(first, {"a": {"us": [12.4], "busy": 0.8}})

@@ -1,4 +1,4 @@
-"""The tests that docs/claims.md names exist; and tests that only that page needs."""
+"""Tests that docs/claims.md names: that they exist, and those that only this page needs."""
 
 import re
 from pathlib import Path
@@ -18,22 +18,22 @@ TESTS = Path(__file__).parent
 CLAIMS = TESTS.parent / "docs" / "claims.md"
 
 
-def named() -> dict[str, list[str]]:
-    """Returns a mapping from each file to its tests that the page names."""
-    found: dict[str, list[str]] = {}
+def named_tests() -> dict[str, list[str]]:
+    """Returns the tests that the page names, by file."""
+    tests: dict[str, list[str]] = {}
     for line in CLAIMS.read_text("utf-8").splitlines():
         file = ""
         for word in re.findall(r"`([\w/]+\.py|test_\w+)`", line):
             if word.endswith(".py"):
                 file = word
-                found.setdefault(file, [])
+                tests.setdefault(file, [])
             else:
-                found[file].append(word)
-    return found
+                tests[file].append(word)
+    return tests
 
 
-def test_named_tests_are_there():
-    files = named()
+def test_named_tests_exist():
+    files = named_tests()
     assert len(files) > 10
     for file, tests in files.items():
         text = (TESTS / file).read_text("utf-8")
@@ -50,14 +50,14 @@ def tiny(tmp_path_factory):
 
 
 def counts(model, tokens: list[int]) -> np.ndarray:
-    """Returns the number of tokens that chose each expert, [E]."""
+    """Returns the number of tokens routed to each expert, [E]."""
     _, aux = forward(model, np.array([tokens]))
     return np.asarray(aux.routing_counts)[0]
 
 
 @pytest.mark.slow
 def test_the_same_token_goes_to_other_experts_elsewhere(tiny):
-    """The experts of a token are the difference between the counts with it and without it."""
+    """The experts of the last token are the difference between the counts with and without it."""
     before = [[3, 5, 7], [11, 2, 80], [40, 41, 42]]
     chosen = {tuple(counts(tiny, [*b, 9]) - counts(tiny, b)) for b in before}
     assert all(sum(c) == tiny.config.num_experts_per_tok and max(c) == 1 for c in chosen)
@@ -71,10 +71,10 @@ def test_every_token_has_as_many_experts(tiny):
 
 @pytest.mark.parametrize("tokens", [4096, 8192, 131072])
 def test_a_cache_is_linear_in_its_length(tokens):
-    """Bytes of the cache's pages by their shapes, without page tables and lengths."""
+    """Counts the bytes of the cache's pages, without block tables and lengths."""
 
     config = presets.DEEPSEEK_V3
     spec = CacheSpec.of_config(config, "bfloat16")
     arrays = jax.eval_shape(lambda: jax.tree.leaves(LatentKVCache.init(spec, 1, tokens).pool))
-    found = sum(array.size * array.dtype.itemsize for array in arrays)
-    assert found == tokens * cache_bytes_per_token(config)
+    size = sum(array.size * array.dtype.itemsize for array in arrays)
+    assert size == tokens * cache_bytes_per_token(config)

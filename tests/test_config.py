@@ -1,4 +1,4 @@
-"""config.json: values that are read, refused by name, and written."""
+"""Reading and writing of config.json, and refusals that name the key."""
 
 import dataclasses
 import json
@@ -252,7 +252,7 @@ def refused(source) -> str:
     return message
 
 
-# ---- what is read --------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_rope_may_be_stated_in_both_spellings():
     ],
 )
 def test_absent_keys_have_a_meaning(key, field, value):
-    # One group, so that n_group and topk_group may each be left out.
+    # With one group, n_group and topk_group may each be absent.
     config = ModelConfig.from_hf(v3(**{"n_group": 1, "topk_group": 1, key: ...}))
     assert getattr(config, field) == value
 
@@ -331,7 +331,7 @@ def test_eos_may_be_several(eos, ids):
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -355,7 +355,7 @@ def test_round_trip_of_unpublished_shapes(changes):
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
-def test_what_is_written_is_what_was_published():
+def test_the_written_file_equals_the_published_one():
     boilerplate = (
         "auto_map",
         "aux_loss_alpha",
@@ -368,7 +368,7 @@ def test_what_is_written_is_what_was_published():
     assert presets.DEEPSEEK_V3.to_hf() == published | {"rope_interleave": True}
 
 
-def test_a_suffix_that_no_key_states_is_not_written():
+def test_an_unpublished_scale_suffix_is_not_written():
     odd = dataclasses.replace(
         presets.DEEPSEEK_V3, quantization=BlockQuantization(scale_suffix=".s")
     )
@@ -404,7 +404,7 @@ def test_not_a_number_in_a_file_is_refused(tmp_path):
     assert "rms_norm_eps: expected a finite number, got nan" in refused(tmp_path)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 REQUIRED = sorted(
     {f.name for f in dataclasses.fields(ModelConfig) if f.default is dataclasses.MISSING}
@@ -448,8 +448,8 @@ def test_unknown_keys_are_named_with_their_values(change):
 @pytest.mark.parametrize(
     "model_type", ["llama", "deepseek_v4", "glm_moe_dsa", "", 3, ["deepseek_v3"]]
 )
-def test_another_model_type_is_the_first_complaint(model_type):
-    # The rest of the file does not fit either.
+def test_another_model_type_is_refused_first(model_type):
+    # Other keys of the file are invalid too.
     message = refused({"model_type": model_type, "hidden_act": "gelu", "n_embd": 64})
     assert message.startswith("model_type: expected one of deepseek_v2, deepseek_v3")
     assert message.endswith(f"got {model_type!r}")
@@ -468,7 +468,7 @@ def test_another_model_type_is_the_first_complaint(model_type):
         ("tie_word_embeddings", True),
     ],
 )
-def test_what_is_not_implemented_is_named(key, value):
+def test_values_that_are_not_implemented_are_named(key, value):
     message = refused(v3(**{key: value}))
     assert message.startswith(f"{key}: ")
     assert message.endswith(f"got {json.dumps(value)}")
@@ -513,7 +513,7 @@ def test_what_is_not_implemented_is_named(key, value):
         ("torch_dtype", "", "one of bfloat16, float16, float32"),
     ],
 )
-def test_a_value_of_another_kind_is_named(key, value, expected):
+def test_a_value_of_another_type_is_named(key, value, expected):
     message = refused(v3(**{key: value}))
     assert message.startswith(f"{'dtype' if key == 'torch_dtype' else key}: expected {expected}")
     assert "got " in message
@@ -632,7 +632,7 @@ def test_quantization_is_read_as_strictly(source, named):
     assert "quantization_config" in message
 
 
-def test_dataclasses_check_what_is_built_by_hand():
+def test_dataclasses_check_their_fields():
     with pytest.raises(
         ValueError, match=r"rope_scaling: expected a YarnScaling, got \{'factor': 4\}"
     ):

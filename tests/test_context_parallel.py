@@ -1,4 +1,4 @@
-"""Sequences whose cached tokens are sharded: logits and tokens are those of one device."""
+"""A model with sharded cached tokens gives the logits and tokens of one device."""
 
 import functools
 
@@ -21,8 +21,8 @@ from tests.support.oracle import relative_error
 from tests.support.running import cached_latents, extend, forward
 
 BOUND = 1e-5
-PAGE, ROOM = 4, 60  # tokens a page, tokens a row
-# Nothing, one token, tokens before, at and after page borders, more pages than devices.
+PAGE, ROOM = 4, 60  # tokens per page, tokens per sequence
+# No token, one token, tokens before, at and after page boundaries, more pages than devices.
 STARTS = np.array([0, 1, 3, 4, 5, 15, 33, 50])
 ROWS = len(STARTS)
 TOKENS = np.random.default_rng(2).integers(0, 160, (ROWS, ROOM))
@@ -34,7 +34,7 @@ def of_devices(n):
 
 
 def of_three_kinds():
-    """Splits sequences, their tokens and the heads in two parts each."""
+    """Shards sequences, cached tokens and heads over two devices each."""
     rules = Rules({**DEFAULT_RULES.table, "cached_tokens": "expert"})
     return Layout(make_mesh(data=2, expert=2, tensor=2), rules)
 
@@ -76,7 +76,7 @@ def whole(alone):
     return forward(alone, TOKENS)
 
 
-# ---- who holds what ------------------------------------------------------------------------------
+# ---- distribution of pages -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
@@ -118,7 +118,7 @@ def test_pages_of_an_empty_cache(name):
         assert pages.sharding.shard_shape(pages.shape) == (on_each, PAGE, config.latent_dim)
 
 
-# ---- the merge -----------------------------------------------------------------------------------
+# ---- merging of partial outputs ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bytes_at_once", "collectives"), [(0, [1, 1]), (1 << 20, [1, 0])])

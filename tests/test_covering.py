@@ -8,7 +8,7 @@ from tests.support.covering import covering, covering_set, sampled
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3), (3, 3, 3), (5, 2, 1, 4), (2,) * 6])
-def test_every_two_values_meet(sizes):
+def test_every_pair_of_values_occurs(sizes):
     found = covering_set(sizes)
     assert len(set(found)) == len(found)
     assert set(found) <= set(itertools.product(*map(range, sizes)))
@@ -25,7 +25,7 @@ def test_few_cases():
     assert len(covering_set((2,) * 6)) <= 8
 
 
-def test_a_seed_draws_a_sample_beside_the_covering_set():
+def test_a_seed_selects_a_sample_in_addition_to_the_covering_set():
     sizes = (3, 3, 3)
     drawn = [sampled(sizes, 4, seed) for seed in range(5)]
     assert drawn[0] == sampled(sizes, 4, 0)

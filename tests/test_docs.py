@@ -31,11 +31,11 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """The directory of a reader: a clone, with the folders that the pages' commands read."""
+    """A directory with the folders of a clone that the pages' commands read."""
     for folder in ("docs", "scripts"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
-    # The suite's own compilation cache stays.
+    # Keeps the suite's compilation cache.
     monkeypatch.setattr(compile_cache, "enable", lambda directory=None: tmp_path)
     return tmp_path
 
@@ -44,8 +44,8 @@ def directory(tmp_path, monkeypatch):
     "page",
     [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.slow, id=p.stem) for p in PAGES],
 )
-def test_what_a_page_says_runs(page, directory, capsys):
-    """A text block after a block of commands shows their output."""
+def test_examples_of_a_page_run(page, directory, capsys):
+    """A text block after a block of commands must equal their output."""
     names: dict[str, object] = {}
     printed = None
     for block in blocks(page):
@@ -67,7 +67,7 @@ def test_what_a_page_says_runs(page, directory, capsys):
 
 
 def run_words(words: list[str]) -> None:
-    """Runs one command of a page; other kinds of commands need a mark."""
+    """Runs one command of a page. Commands of other kinds need a '# needs' line."""
     settings = {}
     while re.fullmatch(r"\w+=.*", words[0]):
         key, _, value = words.pop(0).partition("=")
@@ -84,15 +84,15 @@ def run_words(words: list[str]) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
     elif words[0] == "make":
-        # Sets up an environment of its own: CI runs it from a clean clone.
+        # Not run here, because it creates an environment: CI runs it from a clean clone.
         assert " ".join(words) in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
     else:
         raise AssertionError(f"expected a command that can be run or a '# needs' line, got {words}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_blocks_that_are_not_run_can_be_read(page):
-    """Checks flags of dsv3 and Python syntax. ``...`` stands for the words of the previous
+def test_blocks_that_are_not_run_have_valid_syntax(page):
+    """Checks flags of dsv3 and Python syntax. ``...`` repeats the arguments of the previous
     command."""
     before: list[str] = []
     for block in blocks(page):
@@ -116,10 +116,10 @@ def flags(words: list[str], before: list[str]) -> list[str]:
     return words
 
 
-def test_marks_are_few():
-    """Most blocks must run, or the test would show little."""
-    of_pages = [block for page in PAGES for block in blocks(page)]
-    commands = [block for block in of_pages if block.language not in NO_COMMANDS]
+def test_most_blocks_run():
+    """At least half of the commands must run without a '# needs' line."""
+    all_blocks = [block for page in PAGES for block in blocks(page)]
+    commands = [block for block in all_blocks if block.language not in NO_COMMANDS]
     assert len(commands) > 20
     assert sum(block.needs is not None for block in commands) < len(commands) / 2
 
@@ -129,7 +129,8 @@ def test_marks_are_few():
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
-    """Links within the repository need a file and an anchor, others a well-formed address."""
+    """Links within the repository need an existing file and anchor, others a well-formed
+    address."""
     for link in links(page):
         if "://" in link or link.startswith("mailto:"):
             parts = urlsplit(link)
@@ -155,7 +156,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", benchmark_tables.PAGES, ids=name)
-def test_tables_are_of_the_results(page):
+def test_tables_match_the_results(page):
     """``python -m scripts.benchmark_tables`` writes them."""
     text = page.read_text("utf-8")
     assert "begin -->" in text

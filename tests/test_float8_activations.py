@@ -1,4 +1,4 @@
-"""Activations are rounded to float8 for many tokens and nowhere else."""
+"""Activations are rounded to float8 if there are many tokens, and only then."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ BFLOAT16 = tolerance("bfloat16")
 
 
 def rounded(x, scale_fmt="float32"):
-    """Rounds rows to float8 and returns them in float64."""
+    """Rounds ``x`` to float8 and returns it in float64."""
     values, scale = block_quant(jnp.asarray(x, jnp.float32), (1, 128), scale_fmt=scale_fmt)
     return np.asarray(block_dequant(values, scale, (1, 128)), np.float64)
 
@@ -63,7 +63,7 @@ def test_experts(config):
     )
     rng = np.random.default_rng(1)
     tokens = rng.standard_normal((90, 160)).astype(np.float32)
-    sizes = np.array([100, 0, 7, 150, 300, 3, 20, 10], np.int32)  # the last ten rows to none
+    sizes = np.array([100, 0, 7, 150, 300, 3, 20, 10], np.int32)  # the last ten rows have no expert
     rows = rng.integers(0, 90, 600)
     assert len(rows) > FEW_ROWS * len(sizes)
     got = jax.jit(experts)(tokens, rows, sizes)
@@ -71,18 +71,18 @@ def test_experts(config):
     got, x = np.asarray(got), rounded(tokens)[rows]
     hidden = np.zeros((len(rows), gate.shape[1]), jnp.bfloat16)
     ends = np.cumsum(sizes)
-    places = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    for e, place in enumerate(places):
-        g, u = x[place] @ gate[e].T, x[place] @ up[e].T
-        hidden[place] = g / (1 + np.exp(-g)) * u
+    groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    for e, group in enumerate(groups):
+        g, u = x[group] @ gate[e].T, x[group] @ up[e].T
+        hidden[group] = g / (1 + np.exp(-g)) * u
     hidden = rounded(hidden)
-    for e, place in enumerate(places):
-        check(got[place], hidden[place] @ down[e].T, 16 * BFLOAT16)
+    for e, group in enumerate(groups):
+        check(got[group], hidden[group] @ down[e].T, 16 * BFLOAT16)
 
 
 @pytest.mark.slow
 def test_model(config):
-    """Close to the exact model for many tokens, and equal to it for few."""
+    """The model is close to the exact one for many tokens, and equal to it for few."""
     model = DeepSeekV3(config, rngs=nnx.Rngs(0), quantization=BlockQuantization())
     many = jnp.asarray(np.random.default_rng(2).integers(0, 160, (6, 40)))
     few = many[:1]
@@ -98,7 +98,7 @@ def test_model(config):
     np.testing.assert_array_equal(run(state, few), exact[1])
 
 
-def test_weights_that_are_no_float8_stay_as_they_are(config):
+def test_other_weights_keep_exact_activations(config):
     for quantization in (None, IntegerQuantization(bits=8, group_size=None)):
         model = abstract_model(config, quantization=quantization)
         model.use_float8_activations()
@@ -121,6 +121,6 @@ def test_load():
         ({"activations": "float8"}, "expected quantization='fp8', got quantization=No"),
     ],
 )
-def test_what_load_refuses(settings, message):
+def test_load_refuses(settings, message):
     with pytest.raises(ValueError, match=message):
         dsv3_jax.load("demo", **settings)

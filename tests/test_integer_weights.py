@@ -1,7 +1,7 @@
-"""Integer weights inside the model compute the same as the values that they represent.
+"""A model with integer weights computes the same as one with the dequantized values.
 
-Each model is compared with a dense one of the dequantized values, which NumPy computes here from
-the stored integers and scales: float32, to 1e-5 in relative norm.
+NumPy dequantizes the values here, in float32. The relative norm of the difference must be below
+1e-5.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from tests.support.oracle import relative_error
 from tests.support.running import extend, forward
 
 BOUND = 1e-5
-# A weight of the tiny config has at most 96 columns: one group of 128, the last of 16s partial.
+# Weights of the tiny config have at most 96 columns: one group of 128, or a last partial one of 16.
 KINDS = {"int8": INT8, "int4": INT4, "int4 in 16s": IntegerQuantization(bits=4, group_size=16)}
 TOKENS = np.random.default_rng(11).integers(0, 160, (2, 44))
 
@@ -39,7 +39,7 @@ def config(**overrides) -> ModelConfig:
 
 
 def filled(kind: IntegerQuantization) -> DeepSeekV3:
-    """Random integers of the kind, with scales that give weights of about 0.1."""
+    """Returns a model with random integers, and scales for which weights are about 0.1."""
     rng = np.random.default_rng(0)
     graph, state = nnx.split(abstract_model(config(), quantization=kind))
     flat = []
@@ -59,7 +59,7 @@ def filled(kind: IntegerQuantization) -> DeepSeekV3:
 
 
 def dense(model: DeepSeekV3) -> DeepSeekV3:
-    """The same model with dense float32 weights."""
+    """Returns the same model with dequantized float32 weights."""
     state = dict(nnx.to_flat_state(nnx.state(model)))
     graph, target = nnx.split(abstract_model(model.config))
     flat = []
@@ -95,7 +95,7 @@ def pair(request) -> Pair:
 
 
 def of_kinds(*quick: tuple[str, str]):
-    """Parametrizes over kinds and forms, each a program; cases that are not named are slow."""
+    """Parametrizes over kinds and forms of attention. All cases except ``quick`` are slow."""
     return pytest.mark.parametrize(
         ("pair", "form"),
         [
@@ -154,8 +154,8 @@ def test_cached_mtp(pair, form):
         draft(*nnx.split(model), jnp.asarray(hidden), tokens, counts, cache, form)
         for model in (pair.integers, pair.dense)
     )
-    for row, count in enumerate(counts.tolist()):
-        assert relative_error(got[row, :count], want[row, :count]) < BOUND
+    for sequence, count in enumerate(counts.tolist()):
+        assert relative_error(got[sequence, :count], want[sequence, :count]) < BOUND
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_names_shapes_and_storage_are_the_table_s():
         model = pair_of(name).integers
         of_kind = dataclasses.replace(model.config, quantization=kind, dtype="float32")
         stored = {np.int8: "I8", np.uint8: "U8", np.float32: "F32"}
-        held = {
+        represented = {
             name.replace("weight_scale", "weight" + kind.scale_suffix): (
                 tensor.shape,
                 stored[tensor.dtype.type],
@@ -182,7 +182,7 @@ def test_names_shapes_and_storage_are_the_table_s():
             for name, tensor in published_tensors(model).items()
         }
         table = tensor_table(of_kind)
-        assert held == {name: (spec.shape, spec.dtype) for name, spec in table.items()}
+        assert represented == {name: (spec.shape, spec.dtype) for name, spec in table.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

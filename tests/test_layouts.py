@@ -139,7 +139,7 @@ def test_logits_of_mtp_layers(laid, tokens, want, name):
 
 
 @pytest.mark.slow
-def test_sums_that_come_back_in_bfloat16(directory, tokens, want):
+def test_partial_sums_in_bfloat16(directory, tokens, want):
     """Each of up to K terms of a layer's sum is rounded once, by at most half of 2^-8 of itself."""
     layout = make_layout("dp_attention_ep", exchange="all_to_all", bfloat16_combine=True)
     got = forward(dsv3_jax.load(directory, layout=layout, mtp=False)[0], tokens)[0]
@@ -230,7 +230,7 @@ def placements(*replicas):
 def test_logits_do_not_depend_on_placement(laid, tokens, want, name, replicas):
     model = laid(name)
     for placement in placements(*replicas):
-        model = model.place_experts(placement)  # from the placement before
+        model = model.place_experts(placement)  # from the previous placement
         assert model.layers[1].mlp.experts.up_proj.weight.shape[0] == placement.phy2log.shape[1]
         assert_same(forward(model, tokens), want)
 
@@ -305,7 +305,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     """The placement changes between two pieces, by the counts so far, without compiling."""
     layout = make_layout("dp_attention_ep")
     model = dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16))[0]
-    tokenizer = write_tokenizer(tmp_path)  # pieces are of text
+    tokenizer = write_tokenizer(tmp_path)  # the stream yields text
     generator = Generator(
         model, tokenizer, 64, prefill_chunk=4, stride=4, batch_sizes=(8,), count_routing=True
     )
@@ -334,9 +334,9 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     ("name", "dense", "moe"),
     [
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
-        # With the kernel's reference: rows there, their counts, and rows back.
+        # The kernel's reference: packed tokens, their counts, and partial sums.
         slow("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
-        # Each half exchanges for itself.
+        # Each half of the devices has its own exchange.
         slow("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         slow("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         slow("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
@@ -353,14 +353,14 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     ],
 )
 def test_collectives(laid, name, dense, moe):
-    """Data-parallel attention has none, shared tokens one, experts one exchange there and back."""
+    """Data-parallel attention has none, shared tokens one, experts one dispatch and one combine."""
     model = laid(name, mtp=name in WITH_MTP)
     assert Counter(each.name for each in layer_collectives(model, 0)) == dense
     assert Counter(each.name for each in layer_collectives(model, 1)) == moe
 
 
 def test_groups_of_collectives():
-    """XLA's notations: a list, a shape, a transposed shape, and all devices."""
+    """XLA writes groups as a list, a shape, a transposed shape, or not at all for all devices."""
     text = """
       %a = f32[2]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
       %b = (f32[2], f32[4]) all-gather-start(%x), replica_groups=[2,2]<=[4], dimensions={0}
@@ -386,14 +386,14 @@ def refused(pattern, run):
 
 
 @pytest.mark.parametrize("name", ["single", "tensor_parallel"])
-def test_sums_that_do_not_travel_have_no_dtype_for_it(name):
+def test_bfloat16_combine_needs_sharded_experts(name):
     refused(
         "^bfloat16_combine: expected rules that shard experts",
         lambda: make_layout(name, bfloat16_combine=True),
     )
 
 
-def test_devices_of_one_sided_count_from_zero():
+def test_one_sided_needs_devices_in_order():
     backwards = make_layout("dp_attention_ep", devices=jax.devices()[::-1], exchange="one_sided")
     refused(
         "^one_sided: expected devices 0 to 7 in row-major order",
@@ -401,7 +401,7 @@ def test_devices_of_one_sided_count_from_zero():
     )
 
 
-def test_what_cannot_be_laid_out(directory, laid):
+def test_layouts_that_are_refused(directory, laid):
     four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
     refused(
         "^num_attention_heads: expected whole heads on each of 8 devices .* tensor, got 4",
@@ -447,7 +447,7 @@ def test_every_preset_takes_deepseek_v3():
     model = abstract_model(config, dtype=jnp.bfloat16, quantization=BlockQuantization())
     for preset in PRESETS.values():
         if preset.redundant_experts:
-            continue  # their experts are not the model's 256
+            continue  # for other models' numbers of experts
         sizes = {"data": 1, "expert": 1, "tensor": 1} | preset.mesh_sizes(8)
         mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
         parameter_shardings(model, mesh, preset.rules, BlockQuantization())

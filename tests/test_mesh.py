@@ -1,3 +1,5 @@
+"""Construction of meshes."""
+
 import dataclasses
 import inspect
 
@@ -8,14 +10,14 @@ from jax.sharding import AxisType
 from sharding import MESH_AXES, make_mesh
 
 
-def test_axes_have_the_sizes_asked_for():
+def test_axes_have_the_given_sizes():
     mesh = make_mesh(data=2, expert=4)
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == {"data": 2, "expert": 4, "tensor": 1}
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_a_part_of_the_devices():
+def test_a_subset_of_the_devices():
     assert make_mesh(tensor=2, devices=jax.devices()[:2]).devices.size == 2
 
 
@@ -45,8 +47,8 @@ class Device:
         return 16 * self.coords[0] + self.coords[1]
 
 
-def test_a_dimension_of_a_slice_is_cut_in_two():
-    """tpu_pod's 32 x 8 mesh needs this on a v6e of 16 x 16."""
+def test_a_dimension_of_a_slice_is_split_in_two():
+    """The 32 x 8 mesh of tpu_pod needs this on a v6e slice of 16 x 16."""
     chips = [Device("tpu", "TPU v6 lite", (x, y, 0)) for x in range(16) for y in range(16)]
     mesh = unchecked(data=32, tensor=8, devices=chips)
     assert mesh.devices.shape == (32, 1, 8)

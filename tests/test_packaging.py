@@ -18,14 +18,14 @@ TOP = ("dsv3_jax", *own_packages.NAMES)
 
 
 def test_packages_are_listed():
-    """A package that pyproject does not list would be missing from an installation."""
+    """Packages that pyproject does not list are missing from an installation."""
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    there = {
+    existing = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for package in TOP
         for path in (ROOT / package).rglob("*.py")
     }
-    assert listed == there | {"dsv3_jax.demo"}
+    assert listed == existing | {"dsv3_jax.demo"}
     assert {name.partition(".")[0] for name in listed} == set(TOP)
 
 

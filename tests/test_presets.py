@@ -1,7 +1,5 @@
-"""The published models: numbers that follow from their configurations.
-
-Each figure was calculated from the published equations, independently of this code.
-"""
+"""Derived numbers of the published models, compared with values computed by hand from the
+papers."""
 
 import pytest
 
@@ -37,7 +35,7 @@ def test_yarn_magnitude(name, magnitude):
     assert yarn.magnitude(yarn.mscale) == yarn.magnitude(yarn.mscale_all_dim)
 
 
-def test_no_extension_has_no_magnitude():
+def test_magnitude_without_extension_is_one():
     yarn = presets.DEEPSEEK_V3.rope_scaling
     assert yarn is not None
     for factor in (0.5, 1.0):
@@ -46,7 +44,7 @@ def test_no_extension_has_no_magnitude():
 
 
 @pytest.mark.parametrize(
-    ("name", "moe_layers", "scoring", "experts_in_a_group", "mtp_layers"),
+    ("name", "moe_layers", "scoring", "experts_per_group", "mtp_layers"),
     [
         ("deepseek-v3", 58, "sigmoid", 32, 1),
         ("deepseek-v3.1", 58, "sigmoid", 32, 1),
@@ -57,16 +55,16 @@ def test_no_extension_has_no_magnitude():
         ("moonlight-16b", 26, "sigmoid", 64, 0),
     ],
 )
-def test_layers_and_routing(name, moe_layers, scoring, experts_in_a_group, mtp_layers):
+def test_layers_and_routing(name, moe_layers, scoring, experts_per_group, mtp_layers):
     config = presets.get(name)
     assert config.num_moe_layers == moe_layers
     assert config.scoring_func == scoring
-    assert config.n_routed_experts // config.n_group == experts_in_a_group
+    assert config.n_routed_experts // config.n_group == experts_per_group
     assert config.num_nextn_predict_layers == mtp_layers
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_head_widths_are_the_family_s(name):
+def test_all_models_have_the_same_head_dimensions(name):
     config = presets.get(name)
     assert (config.qk_head_dim, config.latent_dim, config.v_head_dim) == (192, 576, 128)
 
@@ -88,7 +86,7 @@ def test_only_v3_2_has_an_indexer(name):
         ("moonlight-16b", None),
     ],
 )
-def test_published_weights(name, scale_fmt):
+def test_published_quantization(name, scale_fmt):
     quantization = presets.get(name).quantization
     assert (quantization and quantization.scale_fmt) == scale_fmt
     assert quantization is None or quantization.weight_block_size == (128, 128)

@@ -58,5 +58,5 @@ def test_pauses_after_copies_to_the_host():
     names = ["a", TO_HOST, "a", "b", TO_HOST, "a", "c"]
     starts = [0, 1000, 6000, 7000, 10_000, 10_500, 30_000]
     found = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
-    # 4 us after the first copy; the second ends while "a" already runs; "c" follows a kernel.
+    # 4 us after the first copy; the second ends while "a" is already running; "c" follows a kernel.
     assert host_waits_us(found, 2) == pytest.approx(2.0)

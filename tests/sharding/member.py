@@ -23,7 +23,9 @@ def gather() -> None:
     for spec in (P("data"), P(None), P(None, None)):
         sharding = NamedSharding(mesh, spec)
         tree = {
-            "spread": jax.make_array_from_callback(want.shape, sharding, lambda index: want[index]),
+            "sharded": jax.make_array_from_callback(
+                want.shape, sharding, lambda index: want[index]
+            ),
             "here": jnp.asarray(want),
             "host": want,
         }
@@ -33,32 +35,32 @@ def gather() -> None:
 
 
 def late(number: str, timeout_s: str) -> None:
-    """The given process joins too late."""
+    """Joins too late in the given process."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == number:
         time.sleep(100)
     initialize(timeout_s=int(timeout_s))
 
 
-def dies(how: str, others: str, peer_timeout_s: str) -> None:
+def dies(manner: str, others: str, peer_timeout_s: str) -> None:
     """Kills the last process or makes it raise, while the others compute with it or are idle."""
     initialize(timeout_s=60, peer_timeout_s=int(peer_timeout_s))
     mesh = make_mesh(data=jax.device_count())
     ones = np.ones(jax.device_count(), np.float32)
-    spread = jax.make_array_from_callback(
+    sharded = jax.make_array_from_callback(
         ones.shape, NamedSharding(mesh, P("data")), lambda index: ones[index]
     )
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
-    assert float(total(spread)) == jax.device_count()
+    assert float(total(sharded)) == jax.device_count()
     print("together")
     if jax.process_index() == jax.process_count() - 1:
         time.sleep(0.5)
-        if how == "raises":
+        if manner == "raises":
             raise RuntimeError("planted")
         os.kill(os.getpid(), signal.SIGKILL)
     if others == "idle":
         time.sleep(100)
     while True:
-        total(spread).block_until_ready()
+        total(sharded).block_until_ready()
 
 
 if __name__ == "__main__":

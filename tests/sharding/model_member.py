@@ -36,25 +36,27 @@ def reads(directory: str, out: str, sizes: str) -> None:
     """Writes what the host reads of a sharded state, and measures draft depths."""
     network, generator = loaded(directory, sizes)
     programs = generator._programs
-    rows = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(MESH_AXES))
+    by_sequence = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(MESH_AXES))
 
     @jax.jit
-    def lay_apart(state):
+    def shard_by_sequence(state):
         return jax.tree.map(
             lambda leaf: (
-                jax.lax.with_sharding_constraint(leaf, rows) if leaf.shape[:1] == (4,) else leaf
+                jax.lax.with_sharding_constraint(leaf, by_sequence)
+                if leaf.shape[:1] == (4,)
+                else leaf
             ),
             state,
         )
 
     def decode(*arguments):
-        """The program, but its result is split over the devices by sequence."""
-        # One program, and it is waited for: XLA's CPU client launches and runs programs on one
-        # small thread pool, and many collectives in flight at once can block each other there.
-        return jax.block_until_ready(lay_apart(programs.decode(*arguments)))
+        """Runs the decode program and shards its result by sequence."""
+        # Waits for each program. XLA's CPU client launches and runs programs on one small thread
+        # pool, where many collectives at a time can block each other.
+        return jax.block_until_ready(shard_by_sequence(programs.decode(*arguments)))
 
     generator._programs = dataclasses.replace(programs, decode=decode)
-    apart = completions(generator)
+    sharded = completions(generator)
     generator._programs = programs
 
     plan.AUTO_DEPTHS = (0, 1)  # two programs to compile instead of four
@@ -67,7 +69,7 @@ def reads(directory: str, out: str, sizes: str) -> None:
     DepthChooser.observe = watched
     for _ in range(3):
         auto = completions(generator, draft="ngram", draft_depth="auto")
-    write(out, apart=apart, auto=auto, observed=observed)
+    write(out, sharded=sharded, auto=auto, observed=observed)
 
 
 def loaded(directory: str, sizes: str) -> tuple[dsv3_jax.DeepSeekV3, dsv3_jax.Generator]:

@@ -7,16 +7,17 @@ import numpy as np
 
 
 def random_cases(count: int, seed: int):
-    """(weight [1, E], arguments): uniform, zipf, sparse and equal loads, clusters of all kinds."""
+    """Yields (weight [1, E], arguments): uniform, zipf, sparse and equal loads on random
+    clusters."""
     rng = np.random.default_rng(seed)
     for case in range(count):
-        nodes, gpus_a_node, of_gpu = (int(rng.integers(1, high)) for high in (5, 5, 6))
-        gpus, P = nodes * gpus_a_node, nodes * gpus_a_node * of_gpu
+        nodes, gpus_per_node, slots_per_gpu = (int(rng.integers(1, high)) for high in (5, 5, 6))
+        gpus, P = nodes * gpus_per_node, nodes * gpus_per_node * slots_per_gpu
         groups = nodes * int(rng.integers(1, 4))
         if groups > P:
             groups = nodes
         E = groups * int(rng.integers(1, P // groups + 1))
-        if case % 4 == 1:  # global: the nodes do not divide the groups, which divide nothing else
+        if case % 4 == 1:  # global policy: num_nodes does not divide num_groups
             groups = nodes * int(rng.integers(0, 3)) + 1 if nodes > 1 else 1
         kind = (case // 4) % 4
         if kind == 0:
@@ -31,28 +32,28 @@ def random_cases(count: int, seed: int):
 
 
 def heaviest_of_greedy(load, num_replicas, num_groups, num_nodes, num_gpus) -> float:
-    """Returns the load of the heaviest GPU under EPLB's greedy algorithm, written on lists."""
+    """Returns the load of the heaviest GPU under EPLB's greedy algorithm, implemented on lists."""
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
 
     def packed(items, packs):
-        """Packs items (load, value), the heaviest first into the lightest pack with room."""
+        """Packs items (load, value): the heaviest first, into the lightest pack with room."""
         room, bins = len(items) // packs, [[] for _ in range(packs)]
         for item in sorted(items, key=lambda item: -item[0]):
-            free = [held for held in bins if len(held) < room]
-            min(free, key=lambda held: sum(load for load, _ in held)).append(item)
+            free = [items for items in bins if len(items) < room]
+            min(free, key=lambda items: sum(load for load, _ in items)).append(item)
         return bins
 
     size = len(load) // num_groups
-    groups = [list(load[at : at + size]) for at in range(0, len(load), size)]
+    groups = [list(load[i : i + size]) for i in range(0, len(load), size)]
     heaviest = 0.0
     for node in packed([(sum(group), group) for group in groups], num_nodes):
         experts = itertools.chain.from_iterable(group for _, group in node)
-        heap = [(-load, at, load, 1) for at, load in enumerate(experts)]
+        heap = [(-load, i, load, 1) for i, load in enumerate(experts)]
         heapq.heapify(heap)
         for _ in range(num_replicas // num_nodes - len(heap)):
-            _, at, load_of, count = heap[0]
-            heapq.heapreplace(heap, (-load_of / (count + 1), at, load_of, count + 1))
+            _, i, load, count = heap[0]
+            heapq.heapreplace(heap, (-load / (count + 1), i, load, count + 1))
         replicas = [(load / count, None) for _, _, load, count in heap for _ in range(count)]
         gpus = packed(replicas, num_gpus // num_nodes)
         heaviest = max(heaviest, *(sum(load for load, _ in gpu) for gpu in gpus))
@@ -61,12 +62,12 @@ def heaviest_of_greedy(load, num_replicas, num_groups, num_nodes, num_gpus) -> f
 
 def check_tables(phy2log, log2phy, logcnt, num_experts):
     """Checks that the three arrays agree on every replica of every expert."""
-    for of_place, of_expert, count in zip(phy2log, log2phy, logcnt, strict=True):
-        assert len(of_expert) == len(count) == num_experts
+    for experts, slots_by_expert, count in zip(phy2log, log2phy, logcnt, strict=True):
+        assert len(slots_by_expert) == len(count) == num_experts
         for expert in range(num_experts):
-            places = [place for place, held in enumerate(of_place) if held == expert]
-            assert places, f"expert {expert} stands nowhere"
-            assert count[expert] == len(places)
-            padding = [-1] * (of_expert.shape[1] - len(places))
-            assert of_expert[expert].tolist() == places + padding
-        assert sum(count) == len(of_place)
+            slots = [slot for slot, held in enumerate(experts) if held == expert]
+            assert slots, f"expert {expert} has no slot"
+            assert count[expert] == len(slots)
+            padding = [-1] * (slots_by_expert.shape[1] - len(slots))
+            assert slots_by_expert[expert].tolist() == slots + padding
+        assert sum(count) == len(experts)

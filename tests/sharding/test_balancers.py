@@ -1,4 +1,4 @@
-"""Requests assigned to data-parallel shards: cases worked out by hand, and properties of all."""
+"""Assignment of requests to data-parallel shards: small cases by hand, and general properties."""
 
 import itertools
 
@@ -13,11 +13,12 @@ def prefill(tokens, loads, capacities):
 
 
 def test_prefill_by_hand():
-    """9 and 8 to shards 0 and 1; 5 to shard 1, 13; 4 to shard 0, 13; 2 to shard 0, the lower."""
+    """9 goes to shard 0, 8 to 1, 5 to 1 (then 13), 4 to 0 (then 13), and 2 to 0, the lower
+    shard."""
     assert prefill([5, 9, 2, 8, 4], [0, 0], [100, 100]) == [1, 0, 0, 1, 0]
 
 
-def test_prefill_counts_what_shards_still_have():
+def test_prefill_counts_current_loads():
     assert prefill([5, 3], [4, 0], [100, 100]) == [1, 0]
 
 
@@ -25,18 +26,18 @@ def test_the_largest_goes_first_whatever_the_order():
     assert prefill([1, 1, 10], [0, 0], [10, 10]) == [1, 1, 0]
 
 
-def test_of_equal_loads_the_one_with_fewer_requests():
-    """Both shards end with 4 after 4, 2 and 2; the next goes to the one with one request."""
+def test_ties_go_to_the_shard_with_fewer_requests():
+    """Both shards have load 4 after 4, 2 and 2; the next goes to the shard with one request."""
     assert prefill([2, 2, 4, 1], [0, 0], [9, 9]) == [1, 1, 0, 0]
     assert assign_decode([1], [5, 5], [9, 9], [3, 2], [8, 8]).tolist() == [1]
     assert assign_decode([1], [5, 5], [9, 9], [2, 2], [8, 8]).tolist() == [0]
 
 
-def test_equal_requests_go_in_their_order():
+def test_equal_requests_are_assigned_in_order():
     assert prefill([3, 3, 3], [0, 0, 0], [3, 3, 3]) == [0, 1, 2]
 
 
-def test_what_has_no_room_waits_and_smaller_ones_go():
+def test_a_request_without_room_is_unassigned_and_smaller_ones_are_not():
     assert prefill([6, 5, 2, 1], [4, 7], [10, 10]) == [0, UNASSIGNED, 1, 1]
 
 
@@ -45,12 +46,12 @@ def test_a_shard_at_its_capacity_gets_nothing_but_empty_requests():
 
 
 def test_decode_goes_where_the_cache_is_least_used():
-    """Chooses that shard although it has more requests."""
+    """The chosen shard has more requests."""
     assert assign_decode([2], [10, 4], [20, 20], [1, 6], [8, 8]).tolist() == [1]
 
 
-def test_decode_needs_a_row_and_a_cache():
-    """Shard 0 has no slot left, shard 1 no cache; the last request waits for a slot of shard 2."""
+def test_decode_needs_a_batch_slot_and_cache():
+    """Shard 0 has no slot left and shard 1 no cache; shard 2 has one slot for two requests."""
     rooms = {"max_cache": [20, 20, 90], "max_requests": [4, 4, 4]}
     got = assign_decode([6, 7], [0, 15, 50], shard_requests=[4, 0, 3], **rooms)
     assert got.tolist() == [UNASSIGNED, 2]
@@ -74,9 +75,9 @@ def random_decode(rng):
     }
 
 
-def test_no_shard_is_overfilled_and_none_waits_beside_room():
+def test_capacities_are_respected_and_used():
     rng = np.random.default_rng(0)
-    waited = 0
+    unassigned = 0
     for _ in range(300):
         given = random_decode(rng)
         before = {name: values.copy() for name, values in given.items()}
@@ -93,14 +94,14 @@ def test_no_shard_is_overfilled_and_none_waits_beside_room():
         assert (cache <= given["max_cache"]).all()
         assert (requests <= given["max_requests"]).all()
         for size in given["cache"][shards == UNASSIGNED]:
-            waited += 1
+            unassigned += 1
             assert not (
                 (cache + size <= given["max_cache"]) & (requests < given["max_requests"])
             ).any()
-    assert waited > 100
+    assert unassigned > 100
 
 
-def test_within_a_third_of_the_best():
+def test_maximum_load_is_within_a_third_of_the_optimum():
     """Graham's bound for longest-first: 4/3 - 1/(3S) of the optimum, found by exhaustive search."""
     rng = np.random.default_rng(1)
     for _ in range(25):
@@ -108,13 +109,14 @@ def test_within_a_third_of_the_best():
         tokens = rng.integers(1, 50, R)
         shards = assign_prefill(tokens, [0] * S, [1000] * S)
         got = np.bincount(shards, tokens, S).max()
-        best = min(
-            np.bincount(way, tokens, S).max() for way in itertools.product(range(S), repeat=R)
+        optimum = min(
+            np.bincount(assignment, tokens, S).max()
+            for assignment in itertools.product(range(S), repeat=R)
         )
-        assert best <= got <= best * (4 / 3 - 1 / (3 * S)) + 1e-9
+        assert optimum <= got <= optimum * (4 / 3 - 1 / (3 * S)) + 1e-9
 
 
-def test_counts_end_within_one():
+def test_counts_differ_by_at_most_one():
     rng = np.random.default_rng(2)
     for _ in range(50):
         requests = rng.integers(0, 10, 5)

@@ -1,5 +1,4 @@
-"""Several processes on this machine: the same model in all of them, and the reaction of the others
-when one is missing."""
+"""Runs with several processes on this machine, also with a process that is missing or dies."""
 
 import json
 import os
@@ -29,7 +28,7 @@ def launch(*words, processes, devices=1, grace=20.0, member="member.py"):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
     began = time.monotonic()
-    ran = subprocess.run(
+    result = subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,
         env=environment,
@@ -37,7 +36,7 @@ def launch(*words, processes, devices=1, grace=20.0, member="member.py"):
         text=True,
         timeout=300,
     )
-    return ran.returncode, ran.stdout + ran.stderr, time.monotonic() - began
+    return result.returncode, result.stdout + result.stderr, time.monotonic() - began
 
 
 @pytest.mark.parametrize(
@@ -108,18 +107,18 @@ def test_the_same_model(checkpoint, alone, tmp_path, processes, devices, sizes):
 
 
 @pytest.mark.slow
-def test_what_the_host_reads(checkpoint, alone, tmp_path):
+def test_host_reads_are_equal_in_all_processes(checkpoint, alone, tmp_path):
     words = ("reads", checkpoint, tmp_path, '{"expert": 4}')
     both = found(tmp_path, *words, processes=2, devices=2)
     for each in both:
-        assert each["apart"] == alone[1]
+        assert each["sharded"] == alone[1]
         assert each["auto"] == alone[1]
     # Measured costs decide what runs next, so they must be equal in all processes.
     assert both[0]["observed"] == both[1]["observed"]
     assert any(seconds is not None for _, seconds in both[0]["observed"])
 
 
-# ---- one is missing ------------------------------------------------------------------------------
+# ---- a missing process ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_what_the_host_reads(checkpoint, alone, tmp_path):
         (0, r"expected all processes within 3 s, got no coordinator at 127\.0\.0\.1:\d+ in this"),
     ],
 )
-def test_a_process_that_never_arrives(missing, expected):
+def test_a_process_that_never_connects(missing, expected):
     status, output, seconds = launch("late", missing, 3, processes=2, grace=0.1)
     assert status == 1
     assert re.search(rf"^\[{1 - missing}\] TimeoutError: distributed: {expected}", output, re.M)
@@ -211,17 +210,17 @@ print(jax.process_count(), "process")
 """
 
 
-def test_a_single_process_and_half_of_the_arguments():
+def test_a_single_process_and_incomplete_arguments():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", ALONE]
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    said = "sharding.distributed: a single process: no coordinator given, no cluster found"
-    assert ran.stderr.count(said) == 1
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    logged = "sharding.distributed: a single process: no coordinator given, no cluster found"
+    assert result.stderr.count(logged) == 1
     expected = (
         "distributed: expected coordinator, num_processes and process_id together where no cluster"
         " supplies them, got "
     )
-    assert ran.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         f"{expected}'ADDRESS', None and None",
         f"{expected}'ADDRESS', 2 and None",
         "coordinator: expected a free port of this host, got PORT",

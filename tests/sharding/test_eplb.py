@@ -1,4 +1,4 @@
-"""Placements of experts are valid, and at least as even as the greedy ones."""
+"""Placements of experts are valid, and at least as balanced as the greedy ones."""
 
 import numpy as np
 import pytest
@@ -46,24 +46,24 @@ def check_placement(weight, phy2log, P, groups, nodes, gpus):
     if groups % nodes:
         return
     for layer in phy2log:
-        held = [set((node // (E // groups)).tolist()) for node in layer.reshape(nodes, -1)]
-        assert [len(of_node) for of_node in held] == [groups // nodes] * nodes
+        node_groups = [set((node // (E // groups)).tolist()) for node in layer.reshape(nodes, -1)]
+        assert [len(on_node) for on_node in node_groups] == [groups // nodes] * nodes
 
 
 @pytest.mark.slow
 def test_a_thousand_loads():
-    """Each placement is valid and at least as even as the greedy one; many are more even."""
+    """Each placement is valid and no less balanced than the greedy one; many are better."""
     better = hierarchical = 0
     for weight, arguments in random_cases(1000, seed=0):
         tables = rebalance_experts(weight, *arguments)
         check_tables(*tables, weight.shape[1])
         check_placement(weight, tables[0], *arguments)
         gpus = arguments[3]
-        even = balancedness(weight, tables[0], gpus)[0]
+        balance = balancedness(weight, tables[0], gpus)[0]
         heaviest = heaviest_of_greedy(weight[0].tolist(), *arguments)
         greedy = weight.sum() / gpus / heaviest if heaviest else 1.0
-        assert even >= greedy - 1e-9, (weight, arguments)
-        better += even > greedy + 1e-9
+        assert balance >= greedy - 1e-9, (weight, arguments)
+        better += balance > greedy + 1e-9
         hierarchical += arguments[1] % arguments[2] == 0
     assert 100 < better < 1000
     assert 500 < hierarchical < 1000
@@ -81,7 +81,7 @@ def test_deepseek_v3(arguments):
     assert (balancedness(weight, phy2log, arguments[3]) >= greedy - 1e-12).all()
 
 
-def test_layers_do_not_know_each_other():
+def test_layers_are_independent():
     weight = np.random.default_rng(2).random((4, 24))
     together = rebalance_experts(weight, 32, 4, 2, 8)[0]
     for layer in range(4):
@@ -89,7 +89,7 @@ def test_layers_do_not_know_each_other():
         np.testing.assert_array_equal(together[layer], alone[0])
 
 
-def test_units_do_not_matter():
+def test_units_of_loads_do_not_matter():
     weight = np.random.default_rng(3).integers(0, 1000, (2, 24))
     want = rebalance_experts(weight, 32, 4, 2, 8)
     for scaled in (weight.tolist(), weight * 4.0, weight.astype(np.float32)):
@@ -107,52 +107,53 @@ def test_one_replica_each_and_no_load():
 
 
 def test_all_load_on_one_expert_is_shared_by_all_gpus():
-    """Of 12 expert slots the others need 4: 8 are left, two for each GPU."""
+    """The other experts need 4 of 12 slots; 8 are left, two per GPU."""
     phy2log, _, logcnt = rebalance_experts([[0, 0, 60, 0, 0]], 12, 1, 1, 4)
     assert logcnt.tolist() == [[1, 1, 8, 1, 1]]
     assert balancedness([[0, 0, 60, 0, 0]], phy2log, 4).tolist() == [1.0]
 
 
-def test_groups_change_nodes_where_that_helps():
-    """Greedy packing gives nodes 9+6+5 and 8+7+1; one exchange balances them."""
+def test_groups_are_swapped_between_nodes():
+    """Greedy packing gives nodes 9+6+5 and 8+7+1; one swap balances them."""
     load = np.array([9.0, 8, 7, 6, 5, 1])
     greedy = pack(load, 2)
     assert sorted(load[greedy].sum(1)) == [16, 20]
     assert sorted(load[improve(load, greedy)].sum(1)) == [18, 18]
-    even = balancedness([load], rebalance_experts([load], 6, 6, 2, 2)[0], 2)
-    assert even.tolist() == [1.0]
+    balance = balancedness([load], rebalance_experts([load], 6, 6, 2, 2)[0], 2)
+    assert balance.tolist() == [1.0]
 
 
-def test_evener_nodes_are_not_taken_where_gpus_are_worse():
-    """More even nodes can make a GPU heavier: the better of both placements is taken."""
+def test_balanced_nodes_are_not_taken_if_gpus_become_worse():
+    """Better balanced nodes can make a GPU heavier; the better placement is returned."""
     differ = 0
     for weight, (P, groups, nodes, gpus) in random_cases(400, seed=4):
         if groups % nodes or groups in (1, nodes):
             continue
         size = weight.shape[1] // groups
-        of_group = weight.reshape(groups, size).sum(1, dtype=float)
+        group_loads = weight.reshape(groups, size).sum(1, dtype=float)
         heaviest = []
-        for packs in (pack(of_group, nodes), improve(of_group, pack(of_group, nodes))):
+        for packs in (pack(group_loads, nodes), improve(group_loads, pack(group_loads, nodes))):
             loads = []
             for node in packs:
-                of_node = weight.reshape(groups, size)[node].reshape(1, -1)
-                placed = rebalance_experts(of_node, P // nodes, 1, 1, gpus // nodes)[0]
-                even = balancedness(of_node, placed, gpus // nodes)[0]
-                loads.append(of_node.sum() / (gpus // nodes) / even)
+                node_loads = weight.reshape(groups, size)[node].reshape(1, -1)
+                placed = rebalance_experts(node_loads, P // nodes, 1, 1, gpus // nodes)[0]
+                balance = balancedness(node_loads, placed, gpus // nodes)[0]
+                loads.append(node_loads.sum() / (gpus // nodes) / balance)
             heaviest.append(max(loads))
-        even = balancedness(weight, rebalance_experts(weight, P, groups, nodes, gpus)[0], gpus)[0]
+        placed = rebalance_experts(weight, P, groups, nodes, gpus)[0]
+        balance = balancedness(weight, placed, gpus)[0]
         if weight.sum():
-            assert even == pytest.approx(weight.sum() / gpus / min(heaviest), rel=1e-9)
+            assert balance == pytest.approx(weight.sum() / gpus / min(heaviest), rel=1e-9)
         differ += heaviest[0] < heaviest[1] * (1 - 1e-9)
     assert differ
 
 
-def test_one_item_a_pack_stays_where_it_is():
+def test_one_item_per_pack_is_not_moved():
     assert pack(np.array([1.0, 3, 2]), 3).tolist() == [[0], [1], [2]]
 
 
-def test_improved_packs_cannot_be_improved_by_an_exchange():
-    """No exchange with another pack improves the heaviest; every item is still packed once."""
+def test_no_swap_improves_improved_packs():
+    """No swap with another pack improves the heaviest, and every item is still packed once."""
     rng = np.random.default_rng(5)
     for _ in range(50):
         packs, room = (int(n) for n in rng.integers(2, 6, 2))
@@ -164,10 +165,11 @@ def test_improved_packs_cannot_be_improved_by_an_exchange():
         assert total.max() <= load[before].sum(1).max() + 1e-12
         heavy = total.argmax()
         for other in set(range(packs)) - {heavy}:
-            for mine in load[after[heavy]]:
-                for its in load[after[other]]:
-                    exchanged = max(total[heavy] - mine + its, total[other] + mine - its)
-                    assert exchanged >= total[heavy] - 1e-9
+            for item in load[after[heavy]]:
+                for other_item in load[after[other]]:
+                    change = other_item - item
+                    swapped = max(total[heavy] + change, total[other] - change)
+                    assert swapped >= total[heavy] - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_refusals(change, message):
         rebalance_experts(**{**arguments, "num_gpus": 8, **change})
 
 
-def test_the_global_policy_looks_at_neither_groups_nor_nodes():
+def test_the_global_policy_ignores_groups_and_nodes():
     want = rebalance_experts(EXAMPLE, 16, 1, 1, 8)[0]
     for groups, nodes in ((4, 3), (1, 2), (5, 2)):
         np.testing.assert_array_equal(rebalance_experts(EXAMPLE, 16, groups, nodes, 8)[0], want)
@@ -217,7 +219,7 @@ def test_the_global_policy_looks_at_neither_groups_nor_nodes():
         ([[0, 1, 2, 2]], 1, "phy2log: expected at most 1 replicas of an expert, got 2"),
     ],
 )
-def test_tables_of_no_placement(phy2log, max_rep, message):
+def test_replica_tables_refuses(phy2log, max_rep, message):
     with pytest.raises(ValueError, match=rf"\A{message}\Z"):
         replica_tables(np.array(phy2log), 3, max_rep)
 

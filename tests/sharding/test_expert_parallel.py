@@ -1,4 +1,4 @@
-"""Experts on simulated devices give the sums of one device, for every exchange."""
+"""Every exchange computes the same mixture of experts on simulated devices as one device."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ from tests.support.covering import slow_except
 
 M, D, F, E, K = 48, 128, 16, 32, 3
 
-# Sizes of the mesh's axes, the axes that split tokens, and the axes to sum over.
+# Sizes of the mesh axes, exchange_axes, and reduce_axes.
 MESHES = {
     "8": ({"x": 8}, ("x",), ()),
     "4x2": ({"x": 4, "y": 2}, ("x", "y"), ()),
@@ -37,12 +37,12 @@ MESHES = {
 }
 EXCHANGES = {
     "all_gather": {"exchange": "all_gather"},
-    "all_gather in pieces": {"exchange": "all_gather", "pairs_per_call": 5},
+    "all_gather in several calls": {"exchange": "all_gather", "pairs_per_call": 5},
     "all_to_all": {"exchange": "all_to_all", "capacity": M},
     "all_to_all in rounds": {"exchange": "all_to_all", "capacity": 2},
-    "all_to_all in pieces": {"exchange": "all_to_all", "capacity": 4, "pairs_per_call": 7},
+    "all_to_all in several calls": {"exchange": "all_to_all", "capacity": 4, "pairs_per_call": 7},
     "ragged_all_to_all": {"exchange": "ragged_all_to_all"},
-    "ragged_all_to_all in pieces": {"exchange": "ragged_all_to_all", "pairs_per_call": 7},
+    "ragged_all_to_all in several calls": {"exchange": "ragged_all_to_all", "pairs_per_call": 7},
     "one_sided": {"exchange": "one_sided"},
 }
 
@@ -50,7 +50,7 @@ EXCHANGES = {
 def ragged_emulated(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """jax.lax.ragged_all_to_all as documented, from all-gathers; garbage if sizes contradict."""
+    """Emulates jax.lax.ragged_all_to_all with all-gathers. Returns garbage if sizes contradict."""
     me = lax.axis_index(axis_name)
     operands = lax.all_gather(operand, axis_name)
     slices = lax.all_gather(jnp.stack([input_offsets, send_sizes, output_offsets]), axis_name)
@@ -66,14 +66,17 @@ def ragged_emulated(
 
 
 def one_sided_emulated(rows, counts, *, axes):
-    """pallas_kernels.token_exchange as documented. Past the counts it returns rows of zeros with
-    experts, work that experts_mlp refuses, and NaN on the way back."""
+    """Emulates pallas_kernels.token_exchange, with garbage in rows past the counts.
+
+    For packed tokens, garbage is a token of zeros with valid experts, which experts_mlp detects.
+    For partial sums it is NaN.
+    """
     received, counts = token_exchange(rows, counts, axes=axes, implementation="reference")
     garbage = jnp.broadcast_to(received[:, :1].at[..., :D].set(0), received.shape)
     if jnp.issubdtype(rows.dtype, jnp.floating):
         garbage = jnp.full_like(received, jnp.nan)
-    came = jnp.arange(rows.shape[1]) < counts[:, None]
-    return jnp.where(came[..., None], received, garbage), counts
+    is_received = jnp.arange(rows.shape[1]) < counts[:, None]
+    return jnp.where(is_received[..., None], received, garbage), counts
 
 
 def make_mesh(sizes):
@@ -82,27 +85,27 @@ def make_mesh(sizes):
 
 
 def experts_mlp(gate, up, down):
-    """``run`` of mix_experts, which returns NaN in all rows that it may leave undefined.
+    """Returns an MLP for mix_experts with NaN in all rows that may be undefined.
 
-    And in all if it is given work that is none: more rows than came, or a row of zeros, which fill
-    messages up.
+    It returns NaN in all rows if its input is invalid: more rows than there are, or a row of zeros
+    (the padding of messages).
     """
-    product = functools.partial(grouped_matmul, implementation="reference")
+    matmul = functools.partial(grouped_matmul, implementation="reference")
 
-    def run(tokens, rows, group_sizes):
+    def mlp(tokens, rows, group_sizes):
         x = tokens[rows]
-        hidden = jax.nn.silu(product(x, gate, group_sizes)) * product(x, up, group_sizes)
-        out = product(hidden, down, group_sizes)
+        hidden = jax.nn.silu(matmul(x, gate, group_sizes)) * matmul(x, up, group_sizes)
+        out = matmul(hidden, down, group_sizes)
         pairs = jnp.sum(group_sizes)
         defined = jnp.arange(len(rows)) < pairs
-        sound = (pairs <= len(rows)) & jnp.all(jnp.any(x, axis=1) | ~defined)
-        return jnp.where(defined[:, None] & sound, out, jnp.nan)
+        is_valid = (pairs <= len(rows)) & jnp.all(jnp.any(x, axis=1) | ~defined)
+        return jnp.where(defined[:, None] & is_valid, out, jnp.nan)
 
-    return run
+    return mlp
 
 
 def sharded(mesh, axes, reduce_axes=(), check_vma=True, **options):
-    """(tokens, experts, weights, *matrices) of all devices -> y of all tokens."""
+    """Returns a function (tokens, experts, weights, *matrices) -> y over all devices."""
 
     def body(tokens, experts, weights, *matrices):
         return mix_experts(
@@ -123,7 +126,7 @@ def sharded(mesh, axes, reduce_axes=(), check_vma=True, **options):
 
 @functools.cache
 def compiled(name, exchange, dtype=jnp.float32, **options):
-    """One compiled function for all inputs of a mesh, an exchange and a dtype."""
+    """Compiles one function per mesh, exchange and dtype, for all inputs."""
     sizes, axes, reduce_axes = MESHES[name]
     function = sharded(make_mesh(sizes), axes, reduce_axes, **EXCHANGES[exchange], **options)
     shapes = [((M, D), dtype), ((M, K), jnp.int32), ((M, K), jnp.float32)]
@@ -134,20 +137,20 @@ def compiled(name, exchange, dtype=jnp.float32, **options):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_emulated)
             patch.setattr(expert_parallel, "mesh_platform", lambda mesh: None)
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-    # The programs are small, and compiling them is what takes the time.
+    # Compilation takes most of the time, because the programs are small.
     return lowered.compile({"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def arrays(dtype=jnp.float32):
-    """Tokens and the experts' matrices."""
+    """Returns tokens and the experts' matrices."""
     draw = np.random.default_rng(0).standard_normal
     shapes = ((M, D), (E, F, D), (E, F, D), (E, D, F))
     return tuple(jnp.asarray(draw(s) / np.sqrt(s[-1]) ** (len(s) - 2), dtype) for s in shapes)
 
 
 def reference(tokens, experts, weights, gate, up, down):
-    """Computes every expert for every token, then picks the chosen ones: no sorting, no devices."""
+    """Computes all experts for every token and selects; uses neither sorting nor a mesh."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = tokens.dtype
     hidden = jax.nn.silu(einsum("md,efd->mef", tokens, gate).astype(dtype))
@@ -179,7 +182,7 @@ def inputs(choice, dtype=jnp.float32):
     tokens, *matrices = arrays(dtype)
     weights = np.random.default_rng(2).random((M, K), np.float32)
     weights[4:7] = 0
-    # A weight that belongs to no expert is never read.
+    # Weights of padding must not be read.
     nowhere = (CHOICES[choice] < 0) | (CHOICES[choice] >= E)
     experts = jnp.asarray(CHOICES[choice], jnp.int32)
     return (tokens, experts, jnp.where(nowhere, jnp.nan, weights), *matrices)
@@ -202,14 +205,14 @@ COMBINATIONS = [
     (name, exchange)
     for name in MESHES
     for exchange in EXCHANGES
-    # Without axes nothing is exchanged.
+    # Without exchange axes all exchanges are the same.
     if MESHES[name][1] or exchange == "all_gather"
-    if name == "8" or "pieces" not in exchange
+    if name == "8" or "several calls" not in exchange
     if name not in ("1", "2", "4x2") or exchange in ("all_gather", "all_to_all")
 ]
 
 
-# Every exchange over one axis; each kind of mesh with programs that tests below compile too.
+# Every exchange over one axis, and each kind of mesh with programs that other tests compile too.
 QUICK = [
     *(("8", exchange) for exchange in EXCHANGES),
     *(
@@ -251,13 +254,13 @@ def test_float8_is_rounding_the_tokens_first(name, exchange, dtype):
     assert not np.allclose(want, expected("padding", dtype), atol=bound(dtype))
 
 
-def test_float8_rounds_even_if_nothing_travels():
+def test_float8_rounds_without_an_exchange():
     function = compiled("2x4 both reduced", "all_gather", float8=True)
     agree(function(*inputs("free")), expected("free", float8=True), 1e-5)
 
 
 def bound(dtype):
-    """bfloat16: a hidden value that is nearly halfway may round either way."""
+    """Returns the tolerance. In bfloat16 a value near the middle may round either way."""
     return 1e-5 if dtype == jnp.float32 else 2e-2
 
 
@@ -325,7 +328,7 @@ def test_gradients_through_all_gather(name, check_vma):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     jax.tree.map(close, executable(tokens, weights, matrices), want)
     if not reduce_axes:
-        # One of each there and back, and the sum of the loss over devices, which the test adds.
+        # One of each for dispatch and combine, in both directions, and the sum of the loss.
         count = {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 1}
         assert collectives(executable) == count
 
@@ -380,15 +383,17 @@ def test_ragged_slices(load):
     counts = np.random.default_rng(4).integers(0, 4, (n, n))
     keep = {"empty": 0, "one sender": np.arange(n)[:, None] == 2, "one receiver": np.arange(n) == 3}
     counts = counts * keep.get(load, 1)
-    there, back = zip(*(ragged_slices(jnp.asarray(counts), me) for me in range(n)), strict=True)
+    dispatch, combine = zip(
+        *(ragged_slices(jnp.asarray(counts), me) for me in range(n)), strict=True
+    )
     senders = [[(s, r, i) for r in range(n) for i in range(counts[s, r])] for s in range(n)]
     receivers = [[(s, r, i) for s in range(n) for i in range(counts[s, r])] for r in range(n)]
-    assert emulate(senders, there) == receivers
-    assert emulate(receivers, back) == senders
+    assert emulate(senders, dispatch) == receivers
+    assert emulate(receivers, combine) == senders
 
 
 def emulate(rows, slices):
-    """A ragged all-to-all of lists; positions that are not written stay None."""
+    """Emulates a ragged all-to-all on lists; positions that are not written stay None."""
     n = len(rows)
     out = [[None] * int(sum(slices[device].recv_sizes)) for device in range(n)]
     for source, (starts, sizes, targets, _) in enumerate(slices):
@@ -409,11 +414,9 @@ def test_default_capacity():
 
 
 def test_default_pairs():
-    assert (
-        default_pairs_per_call(64 * 32, 8, 32) == 16384
-    )  # no fewer: a loop costs more than it saves
-    assert default_pairs_per_call(4096 * 8, 8, 8) == 65536  # twice as many as come to each
-    assert default_pairs_per_call(4096 * 2, 8, 2) == 65536  # all that there are
+    assert default_pairs_per_call(64 * 32, 8, 32) == 16384  # the lower limit
+    assert default_pairs_per_call(4096 * 8, 8, 8) == 65536  # twice the expected number
+    assert default_pairs_per_call(4096 * 2, 8, 2) == 65536  # all pairs
 
 
 @pytest.mark.slow
@@ -463,14 +466,14 @@ def test_no_ragged_exchange_on_a_cpu():
         jax.eval_shape(function, *inputs("free"))
 
 
-def test_one_sided_stores_stay_in_a_process(monkeypatch):
+def test_one_sided_needs_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="one_sided: expected devices of one process"):
         check_exchange(make_mesh({"x": 8}), "one_sided", num_experts=E, exchange_axes=("x",))
 
 
 @pytest.mark.parametrize(("some", "got"), [([1, 0], "1, 0"), ([2, 3], "2, 3")])
-def test_one_sided_stores_go_by_the_number_of_a_device(some, got):
+def test_one_sided_needs_devices_in_order(some, got):
     mesh = Mesh(np.array(jax.devices())[some], ("x",))
     options = {"num_experts": E, "exchange_axes": ("x",)}
     assert check_exchange(mesh, "all_to_all", **options) == E // 2

@@ -19,23 +19,23 @@ BOTH = ("data", "expert")
 
 
 @pytest.mark.parametrize(
-    ("shape", "used", "over", "want"),
+    ("shape", "compute", "fsdp_axes", "want"),
     [
         ((16, 3), P(), BOTH, P(BOTH, None)),
-        ((12, 16), P(), BOTH, P(None, BOTH)),  # the first that divides
+        ((12, 16), P(), BOTH, P(None, BOTH)),  # the first dimension that divides
         ((16, 3), P(), ("data",), P("data", None)),
         ((8, 6, 10), P("expert"), BOTH, P(("expert", "data"), None, None)),
         ((4, 6, 10), P("expert"), BOTH, P("expert", "data", None)),
-        ((16, 3), P(), ("tensor",), P()),  # of one device
-        ((4, 7), P(BOTH), BOTH, P(BOTH)),  # no copies
+        ((16, 3), P(), ("tensor",), P()),  # an axis of one device
+        ((4, 7), P(BOTH), BOTH, P(BOTH)),  # nothing is replicated
         ((16,), P(), BOTH, P()),
     ],
 )
-def test_where_parts_are_stored(shape, used, over, want):
-    assert fsdp_sharding("w", shape, NamedSharding(MESH, used), over).spec == want
+def test_fsdp_sharding(shape, compute, fsdp_axes, want):
+    assert fsdp_sharding("w", shape, NamedSharding(MESH, compute), fsdp_axes).spec == want
 
 
-def test_what_cannot_be_stored_in_parts():
+def test_refusals():
     with pytest.raises(
         ValueError, match=r"^w: expected .* divides over 8 .* data x expert.*\(12, 9"
     ):
@@ -51,11 +51,11 @@ def test_what_cannot_be_stored_in_parts():
         parameter_shardings(model, MESH, DEFAULT_RULES, BlockQuantization(), fsdp_axes=BOTH)
 
 
-def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
+def test_every_matrix_of_deepseek_v3_is_stored_sharded():
     layout = make_layout("train", expert_devices=4)
     model = abstract_model(presets.DEEPSEEK_V3)
-    lies = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
-    whole = {path for path, sharding in lies.items() if sharding.is_fully_replicated}
+    shardings = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
+    whole = {path for path, sharding in shardings.items() if sharding.is_fully_replicated}
     assert {path[-1] for path in whole} == {"weight", "e_score_correction_bias"}
     assert {path[-2] for path in whole if path[-1] == "weight"} == {
         *("norm", "input_layernorm", "post_attention_layernorm", "q_a_layernorm"),
@@ -64,26 +64,24 @@ def test_every_matrix_of_deepseek_v3_is_stored_in_parts():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gathered_and_its_gradient(dtype):
-    """Sums of eight devices' gradients, rounded once."""
+def test_gather_and_its_gradient(dtype):
+    """The gradient sums those of eight devices and is rounded once."""
     layout = Layout(MESH, Rules({"batch": BOTH, "expert": "expert"}), fsdp_axes=BOTH)
     weight = jax.random.normal(jax.random.key(0), (8, 4, 2)).astype(dtype)
     factors = jax.random.normal(jax.random.key(1), (8, 8, 4, 2)).astype(dtype)
-    used, parts = P("expert"), P(("expert", "data"))
+    compute, storage = P("expert"), P(("expert", "data"))
 
-    def body(part, factor):
-        mine = gather_parameter(part, used, parts)
-        assert mine.shape == (2, 4, 2)
+    def body(shard, factor):
+        gathered = gather_parameter(shard, compute, storage)
+        assert gathered.shape == (2, 4, 2)
         e = jax.lax.axis_index("expert") * 2
-        return jnp.sum(mine * jax.lax.dynamic_slice_in_dim(factor[0], e, 2)).reshape(1)
+        return jnp.sum(gathered * jax.lax.dynamic_slice_in_dim(factor[0], e, 2)).reshape(1)
 
-    spread = layout.shard_map(body, (parts, P(BOTH)), P(BOTH))
-    got = jax.jit(jax.grad(lambda w: jnp.sum(spread(w, factors))))(weight)
+    sharded = layout.shard_map(body, (storage, P(BOTH)), P(BOTH))
+    got = jax.jit(jax.grad(lambda w: jnp.sum(sharded(w, factors))))(weight)
     # Device (d, e) multiplies its own experts by its own factors.
     own = np.asarray(factors, np.float32).reshape(2, 4, 4, 2, 4, 2)
     want = np.stack([own[:, e, e].sum(axis=0) for e in range(4)]).reshape(8, 4, 2)
     np.testing.assert_allclose(got.astype(np.float32), want.astype(dtype), rtol=1e-6)
-    whole = jax.jit(layout.shard_map(lambda p: gather_parameter(p, used, parts), (parts,), used))(
-        weight
-    )
-    np.testing.assert_array_equal(whole, weight)
+    gather = layout.shard_map(lambda p: gather_parameter(p, compute, storage), (storage,), compute)
+    np.testing.assert_array_equal(jax.jit(gather)(weight), weight)

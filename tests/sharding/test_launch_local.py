@@ -1,4 +1,4 @@
-"""The launcher itself, with commands that need no jax."""
+"""The launcher, with commands that need no jax."""
 
 import re
 import signal
@@ -30,26 +30,26 @@ def python(n, code, *words):
 
 def test_lines_begin_with_the_number():
     words = python(2, SAY, "--flag", "-n")
-    ran = launch("--devices-per-process", 2, *words)
-    assert ran.returncode == 0
-    assert sorted(ran.stdout.splitlines()) == [
+    result = launch("--devices-per-process", 2, *words)
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == [
         "[0] 0 of 2 sees 0,1 ['--flag', '-n']",
         "[1] 1 of 2 sees 2,3 ['--flag', '-n']",
     ]
-    assert sorted(ran.stderr.splitlines()) == ["[0] two", "[1] two"]
+    assert sorted(result.stderr.splitlines()) == ["[0] two", "[1] two"]
 
 
 def test_status_of_the_first_that_fails():
     code = NUMBER + "time.sleep(0.4 * n); sys.exit(3 + n)"
-    ran = launch(*python(3, code))
-    assert ran.returncode == 3
+    result = launch(*python(3, code))
+    assert result.returncode == 3
 
 
 def test_all_end_when_one_fails():
     began = time.monotonic()
-    ran = launch(*python(2, NUMBER + "n or sys.exit(7); print('began'); time.sleep(60)"))
-    assert ran.returncode == 7
-    assert "[1] began" in ran.stdout
+    result = launch(*python(2, NUMBER + "n or sys.exit(7); print('began'); time.sleep(60)"))
+    assert result.returncode == 7
+    assert "[1] began" in result.stdout
     assert time.monotonic() - began < 15
 
 
@@ -59,9 +59,9 @@ def test_a_process_that_ignores_sigterm_and_its_child():
         " n or (time.sleep(0.5), sys.exit(7));"
         " p = subprocess.Popen(['sleep', '60']); print(p.pid); p.wait()"
     )
-    ran = launch(*python(2, code))
-    assert ran.returncode == 7
-    assert is_gone(re.findall(r"\[1\] (\d+)", ran.stdout)[0])
+    result = launch(*python(2, code))
+    assert result.returncode == 7
+    assert is_gone(re.findall(r"\[1\] (\d+)", result.stdout)[0])
 
 
 def is_gone(pid: str) -> bool:
@@ -73,19 +73,22 @@ def is_gone(pid: str) -> bool:
 
 
 def test_a_signal_counts_as_a_shell_counts_it():
-    ran = launch(*python(1, "import os; os.kill(os.getpid(), 9)"))
-    assert ran.returncode == 128 + 9
+    result = launch(*python(1, "import os; os.kill(os.getpid(), 9)"))
+    assert result.returncode == 128 + 9
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all(number, status):
     command = [sys.executable, str(LAUNCHER)]
     command += map(str, python(2, "import time; print('began'); time.sleep(60)"))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
-        assert ran.stdout is not None
-        assert {ran.stdout.readline(), ran.stdout.readline()} == {b"[0] began\n", b"[1] began\n"}
-        ran.send_signal(number)
-        assert ran.wait(15) == status
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as result:
+        assert result.stdout is not None
+        assert {result.stdout.readline(), result.stdout.readline()} == {
+            b"[0] began\n",
+            b"[1] began\n",
+        }
+        result.send_signal(number)
+        assert result.wait(15) == status
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_a_signal_ends_all(number, status):
     ],
 )
 def test_bad_usage(words, expected):
-    ran = launch(*words)
-    assert ran.returncode == 2
-    assert expected in ran.stderr
-    assert "Traceback" not in ran.stderr
+    result = launch(*words)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Choice of replicas, the weights in each expert slot, and shapes that never change."""
+"""Replicas are chosen round-robin, slots have the right weights, and shapes never change."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_identity(P):
     assert placement.logcnt.max() - placement.logcnt.min() == ((P or 12) % 12 > 0)
 
 
-def test_every_token_finds_its_expert():
+def test_every_slot_has_the_chosen_expert():
     rng = np.random.default_rng(0)
     for seed in range(5):
         placement = Placement.balanced(loads(seed), 24, 4, 2, 8)
@@ -55,7 +55,7 @@ def test_every_token_finds_its_expert():
             np.testing.assert_array_equal(phy2log[chosen], experts)
 
 
-def test_tokens_take_replicas_in_turn():
+def test_replicas_are_used_round_robin():
     """Expert 0 is in slots 0, 2 and 4, expert 1 in slot 3, expert 2 in slot 1."""
     placement = Placement.from_phy2log(np.array([[0, 2, 0, 1, 0]]), 3)
     experts = jnp.array([[0, 1], [0, 2], [2, 0], [0, 1], [1, 0]], jnp.int32)
@@ -63,7 +63,7 @@ def test_tokens_take_replicas_in_turn():
     assert chosen.tolist() == [[0, 3], [2, 1], [1, 4], [0, 3], [3, 2]]
 
 
-def test_replicas_take_equal_parts():
+def test_replicas_get_equal_numbers_of_tokens():
     placement = Placement.balanced(loads(1), 16, 4, 2, 8)
     for expert in range(12):
         experts = jnp.full((100, 1), expert, jnp.int32)
@@ -82,22 +82,22 @@ def test_a_choice_does_not_depend_on_other_tokens():
     others = rng.integers(0, 12, (30, 3)).astype(np.int32)
     others[7] = experts[7]
     np.testing.assert_array_equal(choose_replicas(jnp.asarray(others), *tables)[7], want[7])
-    turned = choose_replicas(jnp.asarray(experts[:, ::-1]), *tables)
-    np.testing.assert_array_equal(turned[:, ::-1], want)
+    reversed_choice = choose_replicas(jnp.asarray(experts[:, ::-1]), *tables)
+    np.testing.assert_array_equal(reversed_choice[:, ::-1], want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e4m3fn, np.uint8])
-def test_weights_stand_where_tokens_go(dtype):
-    """A token meets its own expert's weights, whatever the placement."""
+def test_slots_have_their_experts_weights(dtype):
+    """A token gets its own expert's weights under every placement."""
     stack = jnp.asarray(np.random.default_rng(4).integers(0, 100, (12, 3, 5)), dtype)
     experts = jnp.asarray(np.random.default_rng(5).integers(0, 12, (9, 2)), jnp.int32)
     for seed in range(3):
         placement = Placement.balanced(loads(seed), 24, 4, 2, 8)
-        laid_out = physical_experts(stack, placement.phy2log[1])
-        assert (laid_out.shape, laid_out.dtype) == ((24, 3, 5), stack.dtype)
+        slot_weights = physical_experts(stack, placement.phy2log[1])
+        assert (slot_weights.shape, slot_weights.dtype) == ((24, 3, 5), stack.dtype)
         chosen = choose_replicas(experts, placement.log2phy[1], placement.logcnt[1])
         np.testing.assert_array_equal(
-            np.asarray(laid_out[chosen], np.float32), np.asarray(stack[experts], np.float32)
+            np.asarray(slot_weights[chosen], np.float32), np.asarray(stack[experts], np.float32)
         )
 
 

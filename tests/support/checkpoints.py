@@ -1,7 +1,7 @@
 """Tiny checkpoints in the published Hugging Face format: config, random tensors, files on disk.
 
-Sizes are deliberately no multiples of 128, so a block-quantised tensor always has a partial block.
-They are also below 128: for several blocks in one tensor, pass a smaller block or larger sizes.
+No size is a multiple of 128, so that every block-quantised tensor has a partial block. All are
+below 128: for several blocks in one tensor, pass a smaller block or larger sizes.
 """
 
 import json
@@ -25,7 +25,7 @@ BIAS = "e_score_correction_bias"
 
 
 def tiny_config(**overrides: Any) -> Config:
-    """The config.json of a tiny DeepSeek-V3, keyed as published; `overrides` replace or add."""
+    """Returns the config.json of a tiny DeepSeek-V3; `overrides` replace or add keys."""
     config: Config = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -155,18 +155,19 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
 
 
 def is_fp8(name: str) -> bool:
-    """Whether a block-quantised checkpoint stores a tensor in FP8: all projections but eh_proj."""
+    """Returns whether a float8 checkpoint stores a tensor in float8: projections except eh_proj."""
     projection = name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
     return projection and not name.endswith("eh_proj.weight")
 
 
 def random_tensors(config: Config, seed: int = 0) -> Tensors:
-    """float32 tensors for every name of `tensor_shapes`, with activations of order one.
+    """Returns a float32 tensor for every name of `tensor_shapes`. Activations are of order one.
 
-    A tensor depends on the seed and its own name only, so two configs agree wherever names and
-    shapes do. Norms are 1 + 0.1 n, matrices n / sqrt(in), embeddings n. Router weights are three
-    times as large and the correction bias is 0.3 n around -0.4: scores and bias decide together,
-    and kept experts often have negative biased scores, so masking with 0 for -inf is visible.
+    A tensor depends only on the seed and its own name, so that two configs have equal tensors where
+    names and shapes are equal. With n from the normal distribution, norms are 1 + 0.1 n, matrices
+    n / sqrt(in) and embeddings n. Router weights are three times as large, and the correction bias
+    is 0.3 n around -0.4. Scores and bias then both influence the selection, and selected experts
+    often have negative biased scores, which reveals a mask with 0 instead of -inf.
     """
     tensors: Tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -181,7 +182,7 @@ def random_tensors(config: Config, seed: int = 0) -> Tensors:
             gain = 3.0 if name.endswith("mlp.gate.weight") else 1.0
             value = gain * normal / math.sqrt(shape[1])
         tensors[name] = value.astype(np.float32)
-    for name in tensors:  # an MTP layer carries byte copies of the embedding and the head
+    for name in tensors:  # an MTP layer has exact copies of the embedding and the head
         if ".layers." in name and name.endswith(".embed_tokens.weight"):
             tensors[name] = tensors["model.embed_tokens.weight"].copy()
         elif name.endswith(".shared_head.head.weight"):
@@ -192,22 +193,23 @@ def random_tensors(config: Config, seed: int = 0) -> Tensors:
 def quantize_blocks(
     weight: npt.NDArray[Any], block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-    """float8_e4m3fn [out, in] and float32 scale [ceil(out/b0), ceil(in/b1)] = amax / 448 per block.
+    """Quantizes a matrix [out, in] to float8_e4m3fn with one float32 scale per block.
 
-    `power_of_two` rounds each scale up to a power of two (ue8m0). A block of zeros gets scale 1.
+    Scales are [ceil(out/b0), ceil(in/b1)] and equal amax / 448; `power_of_two` rounds them up to
+    powers of two (ue8m0). A block of zeros has scale 1.
     """
     rows, columns = weight.shape
     scale = np.ones((-(-rows // block[0]), -(-columns // block[1])), np.float32)
     quantized = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     for i, j in np.ndindex(scale.shape):
         part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-        wanted = float(np.abs(weight[part]).max()) / FP8_MAX
-        if wanted == 0:
+        exact = float(np.abs(weight[part]).max()) / FP8_MAX
+        if exact == 0:
             continue
         if power_of_two:
-            mantissa, exponent = math.frexp(wanted)  # mantissa in [1/2, 1)
-            wanted = math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
-        scale[i, j] = wanted
+            mantissa, exponent = math.frexp(exact)  # mantissa in [1/2, 1)
+            exact = math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+        scale[i, j] = exact
         scaled = weight[part].astype(np.float64) / np.float64(scale[i, j])
         quantized[part] = np.clip(scaled, -FP8_MAX, FP8_MAX).astype(quantized.dtype)
     return quantized, scale
@@ -224,24 +226,25 @@ def write_checkpoint(
     scale_fmt: Literal["ue8m0"] | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> Tensors:
-    """Write config.json and safetensors files; give the float64 tensors a correct loader must see.
+    """Writes config.json and safetensors files. Returns the tensors that a correct loader must
+    read, in float64.
 
-    One shard is model.safetensors; more are model-0000i-of-0000n.safetensors with an index, the
-    tensors in order and each scale beside its weight, or in the next shard with
-    `scales_in_other_shard`. bfloat16 and fp8 keep the correction bias in float32, as published; fp8
-    keeps in bfloat16 what `is_fp8` excludes. The written config.json is `config` with torch_dtype
-    set to that of the unquantised tensors, and for fp8 a quantization_config.
+    One shard is model.safetensors; more are model-0000i-of-0000n.safetensors with an index. Tensors
+    are written in order. A scale follows its weight, or is in the next shard with
+    `scales_in_other_shard`. With dtype bfloat16 or fp8 the correction bias stays float32, as
+    published. With fp8, tensors that `is_fp8` excludes are bfloat16. The written config.json is
+    `config` with the torch_dtype of the unquantised tensors and, for fp8, a quantization_config.
 
-    Raises ValueError for an unknown dtype or scale_fmt, and for an option that needs fp8 or another
-    number of shards.
+    Raises ValueError for an unknown dtype or scale_fmt, an option that needs fp8, or too few or too
+    many shards.
     """
     if dtype not in ("float32", "bfloat16", "fp8") or scale_fmt not in (None, "ue8m0"):
         raise ValueError(f"unknown dtype {dtype!r} or scale_fmt {scale_fmt!r}")
     if (scale_fmt or scales_in_other_shard) and dtype != "fp8":
         raise ValueError(f"scale_fmt, scales_in_other_shard: expected dtype 'fp8', got {dtype!r}")
-    fewest = 2 if scales_in_other_shard else 1
-    if not fewest <= shards <= len(tensors):
-        raise ValueError(f"shards: expected {fewest} to {len(tensors)}, got {shards}")
+    least = 2 if scales_in_other_shard else 1
+    if not least <= shards <= len(tensors):
+        raise ValueError(f"shards: expected {least} to {len(tensors)}, got {shards}")
 
     files: list[Tensors] = [{} for _ in range(shards)]
     expected: Tensors = {}
@@ -253,8 +256,8 @@ def write_checkpoint(
             files[other][f"{name}_scale_inv"] = scale
             expected[name] = dequantize(stored, scale, block)
         else:
-            keep = dtype == "float32" or name.endswith(BIAS)
-            stored = np.asarray(value).astype(np.float32 if keep else ml_dtypes.bfloat16)
+            is_float32 = dtype == "float32" or name.endswith(BIAS)
+            stored = np.asarray(value).astype(np.float32 if is_float32 else ml_dtypes.bfloat16)
             expected[name] = stored.astype(np.float64)
         files[shard][name] = np.ascontiguousarray(stored)
 

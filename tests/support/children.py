@@ -1,6 +1,6 @@
-"""Runs the dsv3 command in processes of its own, which can be killed or run out of disk.
+"""Runs the dsv3 command in child processes, which can be killed or run out of disk space.
 
-They are forked from a server that has imported the command, so that each starts at once.
+They are forked from a server that has already imported the command, so that they start quickly.
 """
 
 import errno
@@ -42,7 +42,7 @@ class Child:
 
     @property
     def output(self) -> str:
-        """stdout and stderr."""
+        """stdout and stderr of the command so far."""
         return self._log.read_text()
 
     def kill(self) -> None:
@@ -69,7 +69,7 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
         os.dup2(file.fileno(), 2)
     # A process that a shell started in the background ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.fsync = lambda descriptor: None  # no power cut happens here, and syncing is slow
+    os.fsync = lambda descriptor: None  # syncing is slow, and these tests have no power failures
     if hook is not None:
         hook()
     status = main(arguments)
@@ -82,32 +82,33 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
 
 
 def slow_reads(seconds: float) -> None:
-    """Delays every read of a tensor, so that a small checkpoint takes a while."""
+    """Delays every read of a tensor, so that even a small checkpoint takes some time."""
     _wrap(os, "preadv", partial(time.sleep, seconds))
 
 
 def small_files(limit: int) -> None:
-    """Lets no file grow past `limit` bytes, as on a full disk."""
+    """Makes writes past `limit` bytes of a file fail, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def believes_in_space() -> None:
-    """Makes the disk look empty, so that it fills up although the check of free space passed."""
+    """Makes the disk look empty, so that it becomes full although the check of free space
+    passed."""
     usage = shutil.disk_usage("/")
     shutil.disk_usage = lambda path: usage._replace(total=2**60, free=2**60)
     real = os.statvfs
 
     def statvfs(path: Any) -> os.statvfs_result:
-        found = list(real(path))
-        found[2:5] = [2**40] * 3  # blocks; free ones; those for everyone
-        return os.statvfs_result(found)
+        fields = list(real(path))
+        fields[2:5] = [2**40] * 3  # f_blocks, f_bfree, f_bavail
+        return os.statvfs_result(fields)
 
     os.statvfs = statvfs
 
 
 def dies_at(directory: str, number: int) -> None:
-    """Sends SIGKILL to itself at the given one of the calls that touch files below `directory`."""
+    """Sends SIGKILL to this process at the `number`-th call that touches files in `directory`."""
     count = 0
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -139,7 +140,7 @@ def _touches(event: str, arguments: tuple[Any, ...], directory: str) -> bool:
 
 
 class FailingReads:
-    """`os.preadv` that fails from its `after`-th call on; counts its calls."""
+    """Replacement for `os.preadv` that counts its calls and fails after the first `after` calls."""
 
     def __init__(self, after: int):
         self.after = after

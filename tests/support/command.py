@@ -7,5 +7,5 @@ def run(*arguments: object) -> int:
     """Runs the command and returns its exit status, also if argparse exits."""
     try:
         return main([str(argument) for argument in arguments])
-    except SystemExit as left:
-        return int(left.code or 0)
+    except SystemExit as exit:
+        return int(exit.code or 0)

@@ -1,8 +1,8 @@
 """Measures the cost of each test: ``pytest -p tests.support.cost --cost-out F``.
 
-F gets one line of JSON per test, its fixtures included: CPU seconds of this process and of the
-processes it has waited for, wall-clock seconds, seconds in XLA's compiler and the number of
-programs compiled. ``python -m tests.support.cost F`` adds them up by file. A file that exists is
+F gets one line of JSON per test, fixtures included: CPU seconds of this process and of child
+processes that it has waited for, wall-clock seconds, seconds in XLA's compiler and the number of
+compiled programs. ``python -m tests.support.cost F`` sums them by file. An existing file is
 extended, so that the workers of pytest-xdist can share it.
 """
 

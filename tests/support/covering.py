@@ -1,9 +1,9 @@
-"""Pairwise covering sets of products of parameters: few cases instead of the full product.
+"""Pairwise covering sets: few test cases instead of the full product of parameters.
 
 ``@covering({"dtype": [...], "sizes": [...], "N, K": [(16, 24), ...]})`` parametrizes a test with
-cases among which every two values of different axes meet, and with a random sample of the product.
-The sample's seed is at the end of its cases' names and in pytest's header; ``pytest
---covering-seed N`` draws another.
+cases that contain every pair of values of two axes, and with a random sample of the product. The
+seed of the sample is at the end of its cases' names and in pytest's header; ``pytest
+--covering-seed N`` selects another sample.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def covering(
     """Parametrizes a test with a covering set of the product of ``axes`` and a random sample.
 
     Args:
-      axes: the names of each axis' parameters, with commas between them, and its values: a tuple
-        for each case where an axis has several names.
+      axes: for each axis, the name of its parameter and the values. An axis of several parameters
+        has their names, separated by commas, and a tuple for each value.
       sample: number of cases in addition to the covering set.
-      slow_rest: the rest of the product becomes slow tests; otherwise it is left out.
+      slow_rest: whether to add the rest of the product as slow tests.
     """
     return pytest.mark.covering(axes, sample=sample, slow_rest=slow_rest)
 
@@ -83,11 +83,13 @@ def _parameters(
     axes: Mapping[str, Sequence[Any]], seed: int, *, sample: int, slow_rest: bool
 ) -> list[Any]:
     sizes = [len(values) for values in axes.values()]
-    chosen, drawn = covering_set(sizes), sampled(sizes, sample, seed)
-    rest = set(itertools.product(*map(range, sizes))) - {*chosen, *drawn} if slow_rest else ()
+    chosen, random_cases = covering_set(sizes), sampled(sizes, sample, seed)
+    rest = (
+        set(itertools.product(*map(range, sizes))) - {*chosen, *random_cases} if slow_rest else ()
+    )
     return [
         *(_parameter(axes, case) for case in chosen),
-        *(_parameter(axes, case, ending=f"-seed{seed}") for case in drawn),
+        *(_parameter(axes, case, ending=f"-seed{seed}") for case in random_cases),
         *(_parameter(axes, case, marks=(pytest.mark.slow,)) for case in sorted(rest)),
     ]
 

@@ -1,4 +1,4 @@
-"""Parses README.md and docs/ for the tests: blocks of code, links, anchors."""
+"""Parses the code blocks, links and anchors of README.md and docs/."""
 
 import dataclasses
 import re
@@ -24,15 +24,16 @@ class Block:
 
     @property
     def needs(self) -> str | None:
-        """What the block's first line says it needs, or None if the tests can run the block."""
+        """Requirement that the block's first line states, or None if the tests can run the
+        block."""
         first = self.text.partition("\n")[0]
         return first.removeprefix("# needs ") if first.startswith("# needs ") else None
 
     @property
     def file(self) -> str | None:
-        """The file name in the block's first line, if the block is a file."""
-        found = re.match(r"# ([\w.]+\.py)\n", self.text)
-        return found and found[1]
+        """File name in the block's first line, if the block is the content of a file."""
+        match = re.match(r"# ([\w.]+\.py)\n", self.text)
+        return match and match[1]
 
     def commands(self) -> Iterator[list[str]]:
         """Yields the words of each line of shell."""

@@ -1,4 +1,4 @@
-"""Models with random weights from NumPy: nothing is compiled to make them."""
+"""Models with random weights from NumPy, which need no compilation."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from sharding import Layout
 def filled_model(
     config: ModelConfig, quantization: Quantization | None = None, layout: Layout | None = None
 ) -> DeepSeekV3:
-    """A float32 model; quantised weights are random bytes."""
+    """Returns a float32 model with normal weights. Quantised weights are random bytes."""
     rng = np.random.default_rng(0)
     model = abstract_model(config, quantization=quantization)
     shardings = None

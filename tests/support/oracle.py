@@ -1,9 +1,9 @@
-"""DeepSeek V2/V3 in float64 NumPy: the independent answer the tests compare our model against.
+"""DeepSeek V2/V3 in float64 NumPy: the independent implementation that tests compare with.
 
 Written from the formulas of the V2 report (arXiv 2405.04434), the V3 report (arXiv 2412.19437) and
 the YaRN paper (arXiv 2309.00071), with the keys of the published config.json and the published
-tensor names. It shares no code with the packages under test and imports no JAX; clarity is
-preferred to speed.
+tensor names. It shares no code with the packages under test and does not import JAX. It is
+written for clarity, not for speed.
 
 Letters: B batch, T queries, S keys (= T here), D hidden, H heads, N nope, R rope, V value, C latent
 rank, E experts, K experts per token, W vocabulary. Linear weights are [out, in] as published:
@@ -23,34 +23,32 @@ Config = dict[str, Any]
 
 @dataclass
 class OracleOutput:
-    """What one forward pass of `Oracle` gives; every real array is float64.
-
-    logits       [B, T, W].
-    mtp_logits   one [B, T-1-k, W] per MTP layer k; position i predicts token i + 2 + k.
-    routing      one int64 [B, T, K] per MoE layer of the main model: the chosen experts, rising.
-    hidden       [B, T, D], after the final norm.
-    latents      one [B, T, C + R] per layer of the main model: the normed latent, then the rotated
-                 shared rope key in half layout (`rotate`), which is what a latent cache holds.
-    mtp_latents  one [B, T-1-k, C + R] per MTP layer, rotated at the position of the hidden state
-                 that the layer is fed (not at that of the token).
-    """
+    """Result of one forward pass of `Oracle`. All real arrays are float64."""
 
     logits: Array
+    """[B, T, W]."""
     mtp_logits: tuple[Array, ...]
+    """[B, T-1-k, W] of each MTP layer k. Position i predicts token i + 2 + k."""
     routing: list[npt.NDArray[np.int64]]
+    """Selected experts [B, T, K] of each MoE layer of the main model, in ascending order."""
     hidden: Array
+    """[B, T, D], after the final norm."""
     latents: list[Array]
+    """Content of a latent cache, [B, T, C + R], for each layer of the main model: the normed
+    latent, then the shared rope key, rotated, in half layout (`rotate`)."""
     mtp_latents: tuple[Array, ...]
+    """[B, T-1-k, C + R] of each MTP layer, rotated at the position of the layer's hidden state (not
+    at the position of its token)."""
 
 
 class Oracle:
     """One model of the family, from a parsed config.json and the dequantised tensors.
 
-    `latent_norm_eps` is the epsilon of q_a_layernorm and kv_a_layernorm, by default `rms_norm_eps`.
-    DeepSeek's and transformers' Python models leave it at 1e-6 whatever the config says, which
-    differs where rms_norm_eps is not 1e-6 (Moonlight, GLM-5).
+    `latent_norm_eps` is the epsilon of q_a_layernorm and kv_a_layernorm; the default is
+    `rms_norm_eps`. DeepSeek's and transformers' Python models always use 1e-6, which makes a
+    difference if rms_norm_eps is not 1e-6 (Moonlight, GLM-5).
 
-    Raises ValueError for a config that asks for something the formulas here do not cover.
+    Raises ValueError for a config that the formulas here do not cover.
     """
 
     def __init__(
@@ -75,13 +73,13 @@ class Oracle:
         absorbed: bool = False,
         mtp_hidden: Literal["post_norm", "pre_norm"] = "post_norm",
     ) -> OracleOutput:
-        """The whole model on tokens [B, T], causal, without a cache.
+        """Runs the whole model on tokens [B, T], causally and without a cache.
 
         `absorbed` folds W_UK into the query and W_UV into the output (one key head of width C + R)
-        instead of expanding the latent into H heads; both are the same function.
-        `mtp_hidden` says which hidden state an MTP layer is fed: after or before the norm that
-        precedes the head, which is model.norm for the first MTP layer and the previous layer's
-        shared_head.norm for the next ones.
+        instead of expanding the latent into H heads. Both compute the same function.
+        `mtp_hidden` selects the input of an MTP layer: the hidden state after or before the norm
+        that precedes the head. That norm is model.norm for the first MTP layer and the previous
+        layer's shared_head.norm for the next ones.
         """
         if mtp_hidden not in ("post_norm", "pre_norm"):
             raise ValueError(f"mtp_hidden: expected 'post_norm' or 'pre_norm', got {mtp_hidden!r}")
@@ -119,9 +117,9 @@ class Oracle:
     ) -> tuple[Array, Array]:
         """h'_i = W_eh [RMSNorm_e(Emb(t_{i+1+k})) ; RMSNorm_h(h_i)], then a decoder layer at i.
 
-        `shifted` [B, T-1-k] holds t_{i+1+k}; `previous` is longer, and its tail has no next token.
-        The checkpoint's eh_proj takes the embedding first; equation 21 of the V3 report writes it
-        second.
+        `shifted` [B, T-1-k] contains t_{i+1+k}. `previous` is longer; its last positions have no
+        next token. The checkpoint's eh_proj takes the embedding first; equation 21 of the V3 report
+        has it second.
         """
         prefix = f"model.layers.{layer}"
         embedded = self.tensors["model.embed_tokens.weight"][shifted]
@@ -134,7 +132,7 @@ class Oracle:
     def _decoder_layer(
         self, layer: int, x: Array, absorbed: bool
     ) -> tuple[Array, Array, npt.NDArray[np.int64] | None]:
-        """x += MLA(norm(x)); x += FFN(norm(x)). Gives x, the latent, and the routing or None."""
+        """x += MLA(norm(x)); x += FFN(norm(x)). Returns x, the latent, and the routing or None."""
         prefix = f"model.layers.{layer}"
         attended, latent = self._attention(
             f"{prefix}.self_attn", self._norm(f"{prefix}.input_layernorm", x), absorbed
@@ -148,7 +146,7 @@ class Oracle:
         return x + mixed, latent, chosen
 
     def _attention(self, prefix: str, x: Array, absorbed: bool) -> tuple[Array, Array]:
-        """Multi-head latent attention of x [B, T, D]; gives the output [B, T, D] and the latent.
+        """Multi-head latent attention of x [B, T, D]. Returns the output [B, T, D] and the latent.
 
         c = RMSNorm(W_DKV x); k_r = RoPE(W_KR x), one for all heads; q = W_UQ RMSNorm(W_DQ x), or
         W_Q x without q_lora_rank. With p_hts = softmax over s <= t of
@@ -196,12 +194,13 @@ class Oracle:
         return out, np.concatenate([c, k_rope], axis=-1)
 
     def _angles(self, length: int) -> tuple[Array, Array]:
-        """cos and sin [T, R/2] of position * frequency, with YaRN's multiplier."""
+        """Returns cos and sin [T, R/2] of position * frequency, times YaRN's multiplier."""
         angles = np.arange(length, dtype=np.float64)[:, None] * self.frequencies
         return self.rope_gain * np.cos(angles), self.rope_gain * np.sin(angles)
 
     def _moe(self, prefix: str, x: Array) -> tuple[Array, npt.NDArray[np.int64]]:
-        """sum over chosen e of w_e expert_e(x) + shared(x), unscaled; and the choice [B, T, K]."""
+        """Returns the sum of w_e expert_e(x) over selected e, plus shared(x) unscaled, and the
+        selected experts [B, T, K]."""
         flat = x.reshape(-1, x.shape[-1])
         logits = flat @ self.tensors[f"{prefix}.gate.weight"].T
         bias = self.tensors.get(f"{prefix}.gate.e_score_correction_bias")
@@ -212,7 +211,7 @@ class Oracle:
             if rows.size:
                 y = self._mlp(f"{prefix}.experts.{expert}", flat[rows])
                 out[rows] += weights[rows, slots, None] * y
-        if self.config.get("n_shared_experts"):  # several are one MLP of as many times the width
+        if self.config.get("n_shared_experts"):  # n shared experts are one MLP of n times the width
             out += self._mlp(f"{prefix}.shared_experts", flat)
         return out.reshape(x.shape), chosen.reshape(*x.shape[:-1], chosen.shape[-1])
 
@@ -234,17 +233,17 @@ class Oracle:
 
 
 def route(config: Config, logits: Array, bias: Array | None) -> tuple[npt.NDArray[np.int64], Array]:
-    """The experts [n, K] (sorted) and their weights [n, K] for router logits [n, E].
+    """Returns the selected experts [n, K] (sorted) and their weights [n, K] for logits [n, E].
 
-    noaux_tc              s = sigmoid(logits), chosen by s + bias; a group scores the sum of its two
-                          best; w = s_chosen, / (sum + 1e-20) if norm_topk_prob, always times the
-                          factor. The bias only selects.
-    greedy                s = softmax(logits), chosen by s over all experts.
-    group_limited_greedy  s = softmax(logits), chosen by s; a group scores its best.
-    With softmax, w = s_chosen / (sum + 1e-20) if norm_topk_prob, else s_chosen times the factor.
+    noaux_tc              s = sigmoid(logits), selected by s + bias. A group's score is the sum of
+                          its two best. w = s_selected, / (sum + 1e-20) if norm_topk_prob, always
+                          times the factor. The bias influences only the selection.
+    greedy                s = softmax(logits), selected by s over all experts. group_limited_greedy
+    s = softmax(logits), selected by s. A group's score is its best. With softmax, w = s_selected /
+    (sum + 1e-20) if norm_topk_prob, else s_selected times the factor.
 
-    Experts outside the topk_group best groups are -inf: a kept expert with a negative biased score
-    still beats them, which zero would not give.
+    Experts outside the topk_group best groups get -inf, so that an expert inside them with a
+    negative biased score is still preferred. With zero it would not be.
     """
     method = config["topk_method"]
     scores = sigmoid(logits) if method == "noaux_tc" else softmax(logits)
@@ -272,12 +271,13 @@ def route(config: Config, logits: Array, bias: Array | None) -> tuple[npt.NDArra
 
 
 def top_k(values: Array, k: int) -> npt.NDArray[np.int64]:
-    """Indices [n, k] of the k largest of each row of values [n, m], in rising order of index."""
+    """Returns the indices [n, k] of the k largest values in each row of [n, m], in ascending
+    order."""
     return np.sort(np.argsort(-values, axis=-1, kind="stable")[:, :k], axis=-1)
 
 
 def rope_settings(config: Config) -> Config:
-    """rope_theta, rope_type and the YaRN numbers, from either spelling of them in config.json.
+    """Returns rope_theta, rope_type and the YaRN numbers from either form of config.json.
 
     Published files have rope_theta beside rope_scaling; transformers 5 writes rope_parameters.
     """
@@ -293,13 +293,13 @@ def mscale(factor: float, weight: float) -> float:
 
 
 def rope_frequencies(config: Config) -> tuple[Array, float]:
-    """Radians per position [R/2] and the multiplier of cos and sin.
+    """Returns radians per position [R/2] and the multiplier of cos and sin.
 
     f_i = theta^(-2i/R). YaRN: dim(n) = R ln(original / (2 pi n)) / (2 ln theta);
     low = max(floor dim(beta_fast), 0), high = min(ceil dim(beta_slow), R - 1);
     r_i = clip((i - low) / (high - low), 0, 1); f_i <- r_i f_i / factor + (1 - r_i) f_i.
-    Applied at every length, as transformers does; DeepSeek's demo applies it only when its
-    max_seq_len exceeds the original length.
+    It applies at every length, as in transformers. DeepSeek's demo applies it only if max_seq_len
+    exceeds the original length.
     """
     settings, rope = rope_settings(config), config["qk_rope_head_dim"]
     theta = float(settings["rope_theta"])
@@ -308,9 +308,9 @@ def rope_frequencies(config: Config) -> tuple[Array, float]:
     if settings["rope_type"] == "default":
         return plain, 1.0
 
-    def dim(turns: float) -> float:
+    def dim(rotations: float) -> float:
         original = settings["original_max_position_embeddings"]
-        return rope * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+        return rope * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(theta))
 
     low = max(math.floor(dim(settings.get("beta_fast", 32))), 0)
     high: float = min(math.ceil(dim(settings.get("beta_slow", 1))), rope - 1)
@@ -334,7 +334,7 @@ def softmax_scale(config: Config) -> float:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the interleaved pairs (x0, x1), (x2, x3), ... of x [..., R]; gives half layout."""
+    """Rotates the interleaved pairs (x0, x1), (x2, x3), ... of x [..., R]. Returns half layout."""
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
@@ -345,7 +345,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """e^x / sum e^x over the last axis; -inf gives 0. An x with no elements gives itself."""
+    """e^x / sum e^x over the last axis; -inf gives 0. An empty x is returned as it is."""
     if x.size == 0:
         return x
     exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
@@ -381,7 +381,7 @@ def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Raise ValueError, naming the key, for a config whose answer here would be silently wrong."""
+    """Raises ValueError with the key's name for a config that would be computed wrongly here."""
     allowed: dict[str, tuple[Any, ...]] = {
         "attention_bias": (False, None),
         "hidden_act": ("silu", None),

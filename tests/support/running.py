@@ -1,4 +1,4 @@
-"""Compiled calls of a model. Models of one config share a program, whatever their weights."""
+"""Compiled calls of a model. Models of one config share a compiled program."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from dsv3_jax.outputs import Aux
 def forward(
     model: DeepSeekV3, tokens: npt.ArrayLike, mtp_hidden: MTPHidden = "post_norm"
 ) -> tuple[jax.Array, Aux]:
-    """`model(tokens, return_aux=True)`."""
+    """Returns `model(tokens, return_aux=True)`, compiled."""
     graph, state = nnx.split(model)
     return _forward(graph, state, jnp.asarray(tokens), mtp_hidden)
 
@@ -39,7 +39,7 @@ def extend(
     cache: LatentKVCache,
     form: Form,
 ) -> tuple[jax.Array, LatentKVCache]:
-    """`model.extend`, but with logits instead of hidden states."""
+    """Returns `model.extend`, compiled, with logits instead of hidden states."""
     graph, state = nnx.split(model)
     return _extend(graph, state, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32), cache, form)
 
@@ -58,15 +58,18 @@ def _extend(
     return model.logits(hidden.post_norm), cache
 
 
-def cached_latents(cache: LatentKVCache, layer: int, row: int) -> npt.NDArray[np.float32]:
-    """Returns the latents [length, C+R] that the cache holds for one sequence."""
-    pages = np.asarray(cache.pool.layers[layer]["latent"])[np.asarray(cache.block_tables)[row]]
-    return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[row])]
+def cached_latents(cache: LatentKVCache, layer: int, sequence: int) -> npt.NDArray[np.float32]:
+    """Returns the cached latents [length, C+R] of one sequence."""
+    pages = np.asarray(cache.pool.layers[layer]["latent"])[np.asarray(cache.block_tables)[sequence]]
+    return pages.reshape(-1, pages.shape[-1])[: int(cache.lengths[sequence])]
 
 
 def optimized(generator: Generator) -> Generator:
-    """The same Generator, whose programs are compiled with LLVM's optimizations. The suite goes
-    without them (tests/conftest.py); tests that run a program for a minute are faster with them."""
+    """Enables LLVM's optimizations for the Generator's programs and returns it.
+
+    The suite disables them (tests/conftest.py). Tests that run a program for a minute are faster
+    with them.
+    """
     programs = generator._programs
     options = {"xla_backend_optimization_level": "2"}
     generator._programs = dataclasses.replace(

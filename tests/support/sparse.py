@@ -1,4 +1,4 @@
-"""Checkpoints of any size as sparse files: true headers, and holes instead of values.
+"""Checkpoints of any size as sparse files, with correct headers and holes instead of values.
 
 Names and shapes come from `tensor_shapes`, so that nothing depends on the package under test.
 """
@@ -12,11 +12,12 @@ from .checkpoints import BIAS, Config, is_fp8, tensor_shapes
 ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 BLOCK = 128
 
-Entry = tuple[str, tuple[int, ...]]  # dtype, shape
+Entry = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
 def entries(config: Config) -> dict[str, Entry]:
-    """Yields every tensor of a published float8 checkpoint, each scale after its weight."""
+    """Returns every tensor of a published float8 checkpoint, each scale after its weight."""
     out: dict[str, Entry] = {}
     for name, shape in tensor_shapes(config).items():
         if is_fp8(name):
@@ -33,14 +34,14 @@ def nbytes(entry: Entry) -> int:
 
 
 def write_sparse_checkpoint(directory: Path, config: Config, shards: int) -> None:
-    """Shards of about one size; a scale goes into the shard behind its weight's.
+    """Writes shards of about equal size. A scale is in the shard after its weight's.
 
-    `config` is written as it is, and says itself that it is float8.
+    `config` is written unchanged and must contain the quantization_config.
     """
-    held = entries(config)
-    total, written = sum(map(nbytes, held.values())), 0
+    tensors = entries(config)
+    total, written = sum(map(nbytes, tensors.values())), 0
     files: list[dict[str, Entry]] = [{} for _ in range(shards)]
-    for name, entry in held.items():
+    for name, entry in tensors.items():
         shard = written * shards // total
         if name.endswith("_scale_inv"):
             shard = (shard + 1) % shards

@@ -1,6 +1,6 @@
-"""Checkpoints with every tensor of a config's own table, for models that `random_tensors` lacks.
+"""Checkpoints with every tensor of `tensor_table`, for models that `random_tensors` does not cover.
 
-Names, shapes and dtypes are the table's, so nothing here says whether the table is right.
+Names, shapes and dtypes come from the table, so that these checkpoints cannot test the table.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def small_v3_2() -> ModelConfig:
-    """A model with a sparse-attention indexer, published in float8."""
+    """Returns a small config with a sparse-attention indexer, published in float8."""
     return dataclasses.replace(
         ModelConfig.from_hf(small_config()),
         model_type="deepseek_v32",
@@ -38,7 +38,7 @@ def small_v3_2() -> ModelConfig:
 
 
 def write_table(directory: Path, config: ModelConfig, shards: int = 3) -> Tensors:
-    """Writes config.json, shards and their index; gives the tensors."""
+    """Writes config.json, shards and their index. Returns the tensors."""
     tensors: Tensors = {}
     for name, spec in tensor_table(config).items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))

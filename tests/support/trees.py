@@ -1,4 +1,4 @@
-"""The contents of a directory, to compare with earlier contents or with another directory."""
+"""Contents of directories, for comparisons."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[bytes | None, int]]:
-    """Returns bytes and modification times, also the directory's own, which any write changes."""
+    """Returns bytes and modification times, including the directory's own, which any write
+    changes."""
     out: dict[str, tuple[bytes | None, int]] = {".": (None, directory.stat().st_mtime_ns)}
     for name, content in contents(directory).items():
         out[name] = content, (directory / name).stat().st_mtime_ns
