@@ -1,20 +1,20 @@
-"""Five published ways to attend to cached tokens: what each caches, reads and computes.
+"""Costs of five published variants of decode attention: operations, and bytes cached and read.
 
-The names are those of a study of DeepSeek-V2's attention (madsys-dev/deepseekv2-profile), each for
-what it does to the way before it:
+The names come from a study of DeepSeek-V2's attention (madsys-dev/deepseekv2-profile). Each says
+what the variant changes:
 
 * ``CD``, cache decompressed: every head's key and value are cached.
-* ``CC``, cache compressed: the latent and the rope key are cached; every step makes all keys and
-  values of them again.
-* ``A_CC``, absorbed: W_UK goes into the query and W_UV into the output, and ``[latent | rope key]``
-  becomes the key of each head, a copy a head.
+* ``CC``, cache compressed: the latent and the rope key are cached, and every step computes all keys
+  and values from them again.
+* ``A_CC``, absorbed: W_UK is folded into the query and W_UV into the output, and each head gets a
+  copy of ``[latent | rope key]`` as its key.
 * ``A_CC_ME``, move elision: no copies. All heads read the cache itself, and scores are the sum of a
-  latent and a rope part. It is what this package's "absorbed" is.
-* ``AM_CC_ME``, absorbed and materialised: W_UQ times W_UK, and W_UV times W_O, are one matrix a
-  head each.
+  latent part and a rope part. It is the form "absorbed" of this package.
+* ``AM_CC_ME``, absorbed and materialised: the products W_UQ W_UK and W_UV W_O are computed
+  beforehand, as one matrix per head each.
 
-How they attend stands in ``layers/attention_variants.py``. Letters as in ``accounting.py``, Q the
-rank of queries, S cached tokens.
+``layers/attention_variants.py`` implements them. The letters are those of ``accounting.py``; Q is
+the rank of queries, S the number of cached tokens.
 """
 
 from __future__ import annotations
@@ -31,52 +31,53 @@ ATTN_IMPLS: tuple[AttnImpl, ...] = get_args(AttnImpl)
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of the attention of one decode step of one row, all decoder layers together. Bytes are of
-    bfloat16."""
+    """Cost of attention in one decode step of one sequence, summed over the decoder layers.
+
+    Bytes are those of bfloat16.
+    """
 
     flops: int
-    """Projections, scores and sums, a multiply-add being two."""
+    """Floating-point operations of projections, scores and sums. A multiply-add counts as two."""
     weight_bytes: int
-    """Of the matrices: read once a step, however many rows it has."""
+    """Bytes of the matrices. They are read once per step, whatever the batch size."""
     cache_bytes: int
-    """Of the cached tokens, read."""
+    """Bytes of the cached tokens, which the step reads."""
     unpacked_bytes: int
-    """Of keys and values that the step makes of the cached tokens: written and read back, but for
-    what a compiler fuses."""
+    """Bytes of the keys and values that the step computes from the cached tokens. They are written
+    and read back, except where the compiler fuses both."""
 
 
 def check_attn_impl(name: object) -> None:
-    """Raises ValueError where it is none of the five."""
+    """Raises ValueError unless ``name`` is one of the five variants."""
     if name not in ATTN_IMPLS:
         raise ValueError(f"attn_impl: expected one of {', '.join(ATTN_IMPLS)}, got {name!r}")
 
 
 def cached_numbers(config: ModelConfig, attn_impl: AttnImpl | None = None) -> int:
-    """That one token leaves in one layer: ``H (N + R + V)`` for ``CD``, else ``C + R``."""
+    """Returns how many numbers a token caches per layer: C + R, or H (N + R + V) for ``CD``."""
     if attn_impl == "CD":
         return config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     return config.latent_dim
 
 
 def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> AttentionCost:
-    """What a generated token costs at ``context`` cached tokens, itself among them.
+    """Returns the cost of generating one token with ``context`` cached tokens, itself included.
 
-    Multiply-adds of a layer are the elements of its matrices, once each, and those of each cached
-    token:
+    A layer has one multiply-add per element of its matrices, and those of each cached token:
 
-    | | a cached token | matrices, beside q_a_proj and kv_a_proj |
+    | | per cached token | matrices besides q_a_proj and kv_a_proj |
     |---|---|---|
     | CD | H (N + R + V) | H (Q (N + R) + (N + V) C + V D) |
     | CC | H ((N + V) C + N + R + V) | H (Q (N + R) + V D) |
-    | A_CC, A_CC_ME | H (2 C + R) | as of CD |
+    | A_CC, A_CC_ME | H (2 C + R) | same as CD |
     | AM_CC_ME | H (2 C + R) | H (Q (C + R) + C D) |
 
-    ``unpacked_bytes``: ``CC`` makes H (N + R + V) numbers of a cached token, ``A_CC`` H (C + R).
-    Where ``q_lora_rank`` is null, Q is D, and there is no q_a_proj.
+    ``unpacked_bytes`` are H (N + R + V) numbers per cached token for ``CC``, H (C + R) for
+    ``A_CC``, and 0 for the others. If ``q_lora_rank`` is null, Q is D and there is no q_a_proj.
 
     Raises:
-      ValueError: no such name, a context of less than one token, or a model with an indexer, which
-        attends to some of its tokens.
+      ValueError: an unknown name, a context of less than one token, or a model with an indexer,
+        which attends to a part of its tokens only.
     """
     check_attn_impl(attn_impl)
     if context < 1:
@@ -102,8 +103,8 @@ def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> 
         weights += H * (Q * (C + R) + C * D)
     else:
         weights += H * (Q * (N + R) + V * D) + kv_b
-    a_token = H * (N + R + V) if attn_impl in ("CD", "CC") else H * (2 * C + R)
-    macs = weights + S * a_token
+    per_token = H * (N + R + V) if attn_impl in ("CD", "CC") else H * (2 * C + R)
+    macs = weights + S * per_token
     if attn_impl == "CC":
         macs += (S - 1) * kv_b
     unpacked = {"CC": H * (N + R + V), "A_CC": H * (C + R)}.get(attn_impl, 0)

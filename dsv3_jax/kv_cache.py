@@ -240,6 +240,19 @@ class LatentKVCache:
             self, sequences=dataclasses.replace(self.sequences, lengths=lengths)
         )
 
+    def add_routing_counts(
+        self, first_layer: int, counts: Sequence[Int[Array, " E"]]
+    ) -> LatentKVCache:
+        """Adds the counts of consecutive MoE layers from ``first_layer`` on.
+
+        If routing is not counted, nothing changes.
+        """
+        if self.routing_counts is None or not counts:
+            return self
+        layers = slice(first_layer, first_layer + len(counts))
+        total = self.routing_counts.at[layers].add(jnp.stack(counts))
+        return dataclasses.replace(self, routing_counts=total)
+
     def counting_routing(self, num_layers: int, num_experts: int) -> LatentKVCache:
         """Returns the cache with routing counts of zero."""
         return dataclasses.replace(

@@ -289,11 +289,8 @@ class DeepSeekV3(nnx.Module):
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
-        cache = dataclasses.replace(
-            cache,
-            pool=dataclasses.replace(cache.pool, layers=tuple(new_pages)),
-            routing_counts=_add_counts(cache.routing_counts, 0, expert_counts),
-        )
+        pool = dataclasses.replace(cache.pool, layers=tuple(new_pages))
+        cache = dataclasses.replace(cache, pool=pool).add_routing_counts(0, expert_counts)
         return self._hidden(x), cache.with_lengths(cache.lengths + counts.astype(jnp.int32))
 
     def extend_mtp(
@@ -325,14 +322,9 @@ class DeepSeekV3(nnx.Module):
         layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
         y, pages, stats = layer.extend(joined, self._rotation(tokens, starts), layer_cache, form)
-        expert_counts = [] if stats is None else [stats.counts]
-        cache = dataclasses.replace(
-            cache,
-            pool=dataclasses.replace(cache.pool, mtp=(pages,)),
-            routing_counts=_add_counts(
-                cache.routing_counts, self.config.num_moe_layers, expert_counts
-            ),
-        )
+        cache = dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, mtp=(pages,)))
+        if stats is not None:
+            cache = cache.add_routing_counts(self.config.num_moe_layers, [stats.counts])
         return Hidden(y, layer.shared_head.norm(y)), cache
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch W"]:
@@ -380,15 +372,6 @@ def _extend_layer(
     """
     x, pages, stats = nnx.merge(graph, weights).extend(x, rotation, cache, form)
     return x, pages, None if stats is None else stats.counts
-
-
-def _add_counts(
-    counts: Int[Array, "L_moe E"] | None, first_layer: int, new: list[jax.Array]
-) -> Int[Array, "L_moe E"] | None:
-    """Adds the counts of the MoE layers from ``first_layer`` on, if routing is counted."""
-    if counts is None or not new:
-        return counts
-    return counts.at[first_layer : first_layer + len(new)].add(jnp.stack(new))
 
 
 def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:

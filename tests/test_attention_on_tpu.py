@@ -20,7 +20,7 @@ from tests.pallas_kernels.tpu_topology import (
     one_device,
 )
 
-CONFIG, ROWS, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
+CONFIG, BATCH, CONTEXT = presets.DEEPSEEK_V3, 16, 32768
 
 
 def program(form, T, *, steps=1, platform="tpu"):
@@ -35,11 +35,11 @@ def program(form, T, *, steps=1, platform="tpu"):
 
     def empty():
         spec = CacheSpec.of_config(CONFIG, jnp.bfloat16)
-        cache = LatentKVCache.init(spec, ROWS, CONTEXT, platform=platform)
+        cache = LatentKVCache.init(spec, BATCH, CONTEXT, platform=platform)
         return cache.block_tables, cache.lengths, cache.pool.layers[0]
 
     def run(state, x, tables, starts, pages):
-        attention, valid = nnx.merge(graph, state), jnp.ones((ROWS, T), jnp.bool_)
+        attention, valid = nnx.merge(graph, state), jnp.ones((BATCH, T), jnp.bool_)
 
         def step(i, carry):
             x, pages = carry
@@ -50,15 +50,15 @@ def program(form, T, *, steps=1, platform="tpu"):
 
         return jax.lax.fori_loop(0, steps, step, (x, pages))
 
-    mesh, whole = one_device("v5p"), PartitionSpec()
-    x = jax.ShapeDtypeStruct((ROWS, T, CONFIG.hidden_size), jnp.bfloat16)
+    mesh, replicated = one_device("v5p"), PartitionSpec()
+    x = jax.ShapeDtypeStruct((BATCH, T, CONFIG.hidden_size), jnp.bfloat16)
     arrays = state, x, *jax.eval_shape(empty)
-    laid = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, whole)),
+    arguments = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, replicated)),
         arrays,
     )
-    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return compiled(jax.jit(run, donate_argnums=4).lower(*laid)), laid[-1]
+    run = jax.shard_map(run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    return compiled(jax.jit(run, donate_argnums=4).lower(*arguments)), arguments[-1]
 
 
 def copies(compiled_program, pages) -> int:

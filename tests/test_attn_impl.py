@@ -1,4 +1,4 @@
-"""The five published attention variants give one answer: that of the whole pass without a cache.
+"""The five published attention variants have equal logits: those of a pass without a cache.
 
 Float32, to 1e-5. Sequences have different lengths, and each spans several pages and several context
 blocks.
@@ -34,8 +34,8 @@ from tests.support.running import extend, forward
 BOUND = 1e-5
 PAGE, ROOM = 8, 48
 PROMPTS, LENGTHS = np.array([33, 12, 1]), np.array([41, 18, 7])
-ROWS = len(LENGTHS)
-TOKENS = np.random.default_rng(3).integers(0, 160, (ROWS, LENGTHS.max()))
+BATCH = len(LENGTHS)
+TOKENS = np.random.default_rng(3).integers(0, 160, (BATCH, LENGTHS.max()))
 V3, LITE = presets.DEEPSEEK_V3, presets.DEEPSEEK_V2_LITE
 
 every_impl = pytest.mark.parametrize("attn_impl", ATTN_IMPLS)
@@ -45,7 +45,7 @@ every_impl = pytest.mark.parametrize("attn_impl", ATTN_IMPLS)
 def _short_blocks():
     """Sets context blocks to two pages per sequence, so that 41 tokens span three blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(attention_variants, "_STEP_TOKENS", 2 * PAGE)
         yield
 
@@ -63,25 +63,25 @@ def using(model: DeepSeekV3, attn_impl) -> DeepSeekV3:
 
 
 def empty(model: DeepSeekV3) -> LatentKVCache:
-    return LatentKVCache.init(model.cache_spec(), ROWS, ROOM, page_size=PAGE)
+    return LatentKVCache.init(model.cache_spec(), BATCH, ROOM, page_size=PAGE)
 
 
-def check_feed(model, whole, targets, cache, chunk, form) -> LatentKVCache:
+def check_chunks(model, whole, targets, cache, chunk, form) -> LatentKVCache:
     """Extends each sequence to its target by `chunk` tokens and compares with the whole pass."""
     while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
         starts = np.asarray(cache.lengths)
-        window = np.zeros((ROWS, chunk), np.int64)
-        for row, (at, count) in enumerate(zip(starts, counts, strict=True)):
-            window[row, :count] = TOKENS[row, at : at + count]
+        window = np.zeros((BATCH, chunk), np.int64)
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            window[b, :count] = TOKENS[b, start : start + count]
         logits, cache = extend(model, window, counts, cache, form)
-        for row, (at, count) in enumerate(zip(starts, counts, strict=True)):
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if count:
-                got, want = logits[row, :count], whole[row, at : at + count]
+                got, want = logits[b, :count], whole[b, start : start + count]
                 assert relative_error(got, want) < BOUND
     return cache
 
 
-# ---- one answer ----------------------------------------------------------------------------------
+# ---- equal results-------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[40], ids=["q_lora"])
@@ -113,10 +113,10 @@ def test_prefill_and_decode_equal_the_whole(attn_impl, layer, whole):
     cache = empty(variant)
     # With a compressed cache every variant prefills like the default: one program.
     prefilled = variant if attn_impl == "CD" else layer
-    cache = check_feed(prefilled, whole, PROMPTS, cache, 11, "expanded")
+    cache = check_chunks(prefilled, whole, PROMPTS, cache, 11, "expanded")
     # With precomputed weights, as in a decode loop, and without.
     decoding = variant if layer.config.q_lora_rank is None else variant.precompute_for_decode()
-    cache = check_feed(decoding, whole, LENGTHS, cache, 2, "absorbed")
+    cache = check_chunks(decoding, whole, LENGTHS, cache, 2, "absorbed")
     assert cache.lengths.tolist() == LENGTHS.tolist()
 
 
@@ -196,7 +196,7 @@ def test_another_name_is_refused():
 def test_a_cache_made_for_another_is_refused(attn_impl, made_for, columns, layer):
     cache = empty(using(layer, made_for))
     with pytest.raises(ValueError, match=columns):
-        extend(using(layer, attn_impl), TOKENS[:, :1], np.ones(ROWS), cache, "absorbed")
+        extend(using(layer, attn_impl), TOKENS[:, :1], np.ones(BATCH), cache, "absorbed")
 
 
 def test_costs_that_have_no_formula_are_refused():
@@ -248,8 +248,8 @@ def test_figures_of_the_documentation():
     assert [round(c.weight_bytes / 1e9, 1) for c in (am_cc_me, a_cc_me)] == [73.0, 22.8]
     assert round(a_cc.unpacked_bytes / 1e9, 1) == 36.8
     assert round(cc.flops / a_cc_me.flops) == 91
-    held = [cache_bytes_per_token(V3, attn_impl=name) * 128 * 1024 / 1e9 for name in ("CD", "CC")]
-    assert [round(size, 1) for size in held] == [655.0, 9.2]
+    sizes = [cache_bytes_per_token(V3, attn_impl=name) * 128 * 1024 / 1e9 for name in ("CD", "CC")]
+    assert [round(size, 1) for size in sizes] == [655.0, 9.2]
 
 
 @pytest.mark.parametrize("config", [V3, LITE], ids=["q_lora", "no_q_lora"])

@@ -1,4 +1,4 @@
-"""Every way to run a prompt gives one answer: whole, cached, in chunks, absorbed, expanded.
+"""Logits of a prompt are equal in every form: whole, cached, in chunks, absorbed, expanded.
 
 Float32, compared to 1e-5 with the whole forward pass, which test_model_oracle.py compares with the
 oracle. Sequences have different lengths and right padding, pages are scattered, positions go past
@@ -25,16 +25,16 @@ from tests.support.running import cached_latents, extend, forward
 BOUND = 1e-5
 PAGE, PAGES, SPARE = 8, 15, 5  # tokens per page, pages per sequence, pages of no sequence
 LENGTHS = np.array([113, 38, 7])
-ROWS = len(LENGTHS)
+BATCH = len(LENGTHS)
 VOCAB = 160
-TOKENS = np.random.default_rng(3).integers(0, VOCAB, (ROWS, LENGTHS.max()))
+TOKENS = np.random.default_rng(3).integers(0, VOCAB, (BATCH, LENGTHS.max()))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_blocks():
     """Sets context blocks to two and three pages, so that 113 tokens span several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
         yield
 
@@ -49,45 +49,45 @@ def model(tmp_path_factory) -> DeepSeekV3:
 
 @pytest.fixture(scope="module")
 def whole(model) -> np.ndarray:
-    """Logits [ROWS, 113, VOCAB] of one pass. It is causal, so padding has no effect."""
+    """Logits [BATCH, 113, VOCAB] of one pass. It is causal, so padding has no effect."""
     return np.asarray(forward(model, TOKENS)[0])
 
 
 @pytest.fixture
 def empty(model) -> LatentKVCache:
     """A cache with sequences scattered over more pages than needed; spare pages are not empty."""
-    numbers = np.random.default_rng(5).permutation(ROWS * PAGES + SPARE).astype(np.int32)
-    tables, spare = numbers[SPARE:].reshape(ROWS, PAGES), numbers[:SPARE]
+    numbers = np.random.default_rng(5).permutation(BATCH * PAGES + SPARE).astype(np.int32)
+    tables, spare = numbers[SPARE:].reshape(BATCH, PAGES), numbers[:SPARE]
     assert not (np.diff(tables) == 1).all()
     pages = jnp.zeros((len(numbers), PAGE, model.config.latent_dim)).at[spare].set(1e4)
     return LatentKVCache(
         pool=PagePool(({"latent": pages},) * model.config.num_hidden_layers),
-        sequences=SequenceTables(jnp.asarray(tables), jnp.zeros(ROWS, jnp.int32)),
+        sequences=SequenceTables(jnp.asarray(tables), jnp.zeros(BATCH, jnp.int32)),
     )
 
 
-def feed(model, tokens, targets, cache, chunk, form):
+def run_in_chunks(model, tokens, targets, cache, chunk, form):
     """Extends each sequence to its target length, `chunk` tokens at a time.
 
-    Returns the logits [ROWS, max target, VOCAB], zero where there was no token, and the cache.
+    Returns the logits [BATCH, max target, VOCAB], zero where there was no token, and the cache.
     Padding is token 0, which the sequences contain too.
     """
-    logits = np.zeros((ROWS, max(targets), VOCAB), np.float32)
+    logits = np.zeros((BATCH, max(targets), VOCAB), np.float32)
     while (counts := np.clip(targets - np.asarray(cache.lengths), 0, chunk)).any():
         starts = np.asarray(cache.lengths)
-        window = np.zeros((ROWS, chunk), np.int64)
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            window[row, :count] = tokens[row, start : start + count]
+        window = np.zeros((BATCH, chunk), np.int64)
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            window[b, :count] = tokens[b, start : start + count]
         out, cache = extend(model, window, counts, cache, form)
         out = np.asarray(out)
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            logits[row, start : start + count] = out[row, :count]
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            logits[b, start : start + count] = out[b, :count]
     return logits, cache
 
 
 def check(logits, whole, lengths=LENGTHS):
-    for row, length in enumerate(lengths):
-        assert relative_error(logits[row, :length], whole[row, :length]) < BOUND
+    for b, length in enumerate(lengths):
+        assert relative_error(logits[b, :length], whole[b, :length]) < BOUND
 
 
 def slow(*values):
@@ -109,99 +109,102 @@ def slow(*values):
     ],
 )
 def test_chunks_equal_the_whole(chunk, form, model, whole, empty):
-    logits, cache = feed(model, TOKENS, LENGTHS, empty, chunk, form)
+    logits, cache = run_in_chunks(model, TOKENS, LENGTHS, empty, chunk, form)
     assert cache.lengths.tolist() == LENGTHS.tolist()
     check(logits, whole)
 
 
-def test_decode_behind_a_prefill(model, whole, empty):
+def test_decode_after_a_prefill(model, whole, empty):
     """As in a generator: the prompt in expanded chunks, then token by token, absorbed."""
     prompts = np.array([90, 20, 1])
-    before, cache = feed(model, TOKENS, prompts, empty, 7, "expanded")
-    after, _ = feed(model, TOKENS, LENGTHS, cache, 1, "absorbed")
+    before, cache = run_in_chunks(model, TOKENS, prompts, empty, 7, "expanded")
+    after, _ = run_in_chunks(model, TOKENS, LENGTHS, cache, 1, "absorbed")
     after[:, : prompts.max()] += before
     check(after, whole)
 
 
 @pytest.mark.slow
 def test_both_forms_leave_the_same_cache(model, empty):
-    caches = [feed(model, TOKENS, LENGTHS, empty, 7, form)[1] for form in ("expanded", "absorbed")]
+    caches = [
+        run_in_chunks(model, TOKENS, LENGTHS, empty, 7, form)[1]
+        for form in ("expanded", "absorbed")
+    ]
     for layer in range(model.config.num_hidden_layers):
-        for row in range(ROWS):
-            expanded, absorbed = (cached_latents(cache, layer, row) for cache in caches)
-            assert expanded.shape == (LENGTHS[row], model.config.latent_dim)
+        for b in range(BATCH):
+            expanded, absorbed = (cached_latents(cache, layer, b) for cache in caches)
+            assert expanded.shape == (LENGTHS[b], model.config.latent_dim)
             assert relative_error(absorbed, expanded) < BOUND
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_order_of_pages_is_nothing_to_the_result(form, model, empty):
-    plain = LatentKVCache.init(model.cache_spec(), ROWS, PAGE * PAGES, page_size=PAGE)
-    assert plain.block_tables.tolist() == np.arange(ROWS * PAGES).reshape(ROWS, PAGES).tolist()
+def test_the_order_of_pages_does_not_matter(form, model, empty):
+    plain = LatentKVCache.init(model.cache_spec(), BATCH, PAGE * PAGES, page_size=PAGE)
+    assert plain.block_tables.tolist() == np.arange(BATCH * PAGES).reshape(BATCH, PAGES).tolist()
     padding = ((0, SPARE), (0, 0), (0, 0))  # the same shapes, hence the same program
     pool = jax.tree.map(lambda pages: jnp.pad(pages, padding), plain.pool)
     plain = dataclasses.replace(plain, pool=pool)
-    one, _ = feed(model, TOKENS, LENGTHS, plain, 7, form)
-    other, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    one, _ = run_in_chunks(model, TOKENS, LENGTHS, plain, 7, form)
+    other, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, form)
     np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_table_entries_past_a_row_may_be_anything(form, model, empty):
+def test_unused_table_entries_are_not_read(form, model, empty):
     """Table entries that name another sequence's pages, or no page at all, are not read."""
-    clean, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    clean, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, form)
     tables = np.array(empty.block_tables)
-    spare = np.setdiff1d(np.arange(ROWS * PAGES + SPARE), tables)
+    spare = np.setdiff1d(np.arange(BATCH * PAGES + SPARE), tables)
     tables[1, 5:10], tables[1, 10:], tables[2, 1:] = spare, 10**6, -1
     sequences = dataclasses.replace(empty.sequences, block_tables=jnp.asarray(tables))
     messy = dataclasses.replace(empty, sequences=sequences)
-    got, _ = feed(model, TOKENS, LENGTHS, messy, 7, form)
+    got, _ = run_in_chunks(model, TOKENS, LENGTHS, messy, 7, form)
     np.testing.assert_array_equal(got, clean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [slow("expanded"), "absorbed"])
-def test_pages_of_a_tpu(form, model, empty):
+def test_wider_pages_of_a_tpu(form, model, empty):
     """Pages may be wider than tokens; the extra columns do not matter."""
     settings = {"page_size": PAGE, "platform": "tpu"}
-    cache = LatentKVCache.init(model.cache_spec(), ROWS, PAGE * PAGES, **settings)
+    cache = LatentKVCache.init(model.cache_spec(), BATCH, PAGE * PAGES, **settings)
     wide = cache.pool.layers[0]["latent"].shape[-1]
     assert wide == 128 > model.config.latent_dim
     columns = ((0, 0), (0, 0), (0, wide - model.config.latent_dim))
     pool = jax.tree.map(lambda p: jnp.pad(p, columns, constant_values=jnp.nan), empty.pool)
-    got, _ = feed(model, TOKENS, LENGTHS, dataclasses.replace(empty, pool=pool), 7, form)
-    want, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+    got, _ = run_in_chunks(model, TOKENS, LENGTHS, dataclasses.replace(empty, pool=pool), 7, form)
+    want, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, form)
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_rewind_equals_a_fresh_run(form, model, empty):
     """Lowering `lengths` removes tokens; their cache entries are overwritten later."""
-    kept = np.array([61, 30, 0])
+    kept_lengths = np.array([61, 30, 0])
     targets = np.array([80, 38, 12])
     other = TOKENS.copy()
-    for row, count in enumerate(kept):
-        other[row, count:] = (other[row, count:] + 1) % VOCAB
+    for b, count in enumerate(kept_lengths):
+        other[b, count:] = (other[b, count:] + 1) % VOCAB
 
-    _, cache = feed(model, TOKENS, LENGTHS, empty, 7, "expanded")
-    rewound = cache.with_lengths(jnp.asarray(kept, jnp.int32))
-    again, _ = feed(model, other, targets, rewound, 7, form)
-    fresh, _ = feed(model, other, targets, empty, 7, form)
-    for row, (start, target) in enumerate(zip(kept, targets, strict=True)):
-        assert relative_error(again[row, start:target], fresh[row, start:target]) < BOUND
+    _, cache = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, "expanded")
+    rewound = cache.with_lengths(jnp.asarray(kept_lengths, jnp.int32))
+    again, _ = run_in_chunks(model, other, targets, rewound, 7, form)
+    fresh, _ = run_in_chunks(model, other, targets, empty, 7, form)
+    for b, (start, target) in enumerate(zip(kept_lengths, targets, strict=True)):
+        assert relative_error(again[b, start:target], fresh[b, start:target]) < BOUND
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_padding_changes_no_row(form, model, empty):
+def test_padding_changes_no_sequence(form, model, empty):
     """Other padding tokens, or tokens in a finished sequence, change nothing else, bit for bit."""
-    _, cache = feed(model, TOKENS, np.array([50, 20, 7]), empty, 7, "expanded")
+    _, cache = run_in_chunks(model, TOKENS, np.array([50, 20, 7]), empty, 7, "expanded")
     window = TOKENS[:, 50:57].copy()
     counts = np.array([7, 4, 0])
     out, longer = extend(model, window, counts, cache, form)
     window[1, 4:] = (window[1, 4:] + 1) % VOCAB
     window[2] = (window[2] + 1) % VOCAB
     again, longer_again = extend(model, window, counts, cache, form)
-    for row, count in enumerate(counts):
-        np.testing.assert_array_equal(out[row, :count], again[row, :count])
+    for b, count in enumerate(counts):
+        np.testing.assert_array_equal(out[b, :count], again[b, :count])
     assert longer.lengths.tolist() == [57, 24, 7]
     pools = jax.tree.leaves(longer.pool), jax.tree.leaves(longer_again.pool)
     for one, other in zip(*pools, strict=True):
@@ -213,18 +216,18 @@ def test_padding_changes_no_row(form, model, empty):
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_a_row_does_not_depend_on_its_neighbours(form, model, empty):
-    shared, _ = feed(model, TOKENS, LENGTHS, empty, 7, form)
+def test_sequences_are_independent(form, model, empty):
+    shared, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, form)
     changed = TOKENS.copy()
     changed[[0, 2]] = (changed[[0, 2]] + 1) % VOCAB
-    other, _ = feed(model, changed, np.array([60, LENGTHS[1], 30]), empty, 7, form)
+    other, _ = run_in_chunks(model, changed, np.array([60, LENGTHS[1], 30]), empty, 7, form)
     assert relative_error(other[1, : LENGTHS[1]], shared[1, : LENGTHS[1]]) < BOUND
 
 
 def test_a_prompt_of_many_blocks_really_has_them(model):
     """The compiled programs used the patched sizes."""
     longest = LENGTHS.max()
-    assert longest > 5 * attention._CONTEXT_TOKENS / ROWS
+    assert longest > 5 * attention._CONTEXT_TOKENS / BATCH
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
 
 

@@ -24,26 +24,26 @@ BOUND = 1e-5
 PAGE, ROOM = 4, 60  # tokens per page, tokens per sequence
 # No token, one token, tokens before, at and after page boundaries, more pages than devices.
 STARTS = np.array([0, 1, 3, 4, 5, 15, 33, 50])
-ROWS = len(STARTS)
-TOKENS = np.random.default_rng(2).integers(0, 160, (ROWS, ROOM))
+BATCH = len(STARTS)
+TOKENS = np.random.default_rng(2).integers(0, 160, (BATCH, ROOM))
 CONFIG = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
 
 
-def of_devices(n):
+def sharing_tokens(n):
     return make_layout("context_parallel", devices=jax.devices()[:n])
 
 
-def of_three_kinds():
+def sharing_everything():
     """Shards sequences, cached tokens and heads over two devices each."""
     rules = Rules({**DEFAULT_RULES.table, "cached_tokens": "expert"})
     return Layout(make_mesh(data=2, expert=2, tensor=2), rules)
 
 
 LAYOUTS = {
-    "2": lambda: of_devices(2),
-    "4": lambda: of_devices(4),
-    "8": lambda: of_devices(8),
-    "rows and heads too": of_three_kinds,
+    "2": lambda: sharing_tokens(2),
+    "4": lambda: sharing_tokens(4),
+    "8": lambda: sharing_tokens(8),
+    "sequences and heads too": sharing_everything,
 }
 
 
@@ -52,7 +52,7 @@ def _small():
     """Sets context blocks to two and three pages, so that outputs of a prompt's chunk are summed
     and those of a decode step gathered."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * ROWS)
+        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
         patch.setattr(context_parallel, "_GATHERED_BYTES", 38_000)
         yield
@@ -66,14 +66,14 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(directory):
+def on_one_device(directory):
     return dsv3_jax.load(directory)[0]
 
 
 @pytest.fixture(scope="module")
-def whole(alone):
+def whole(on_one_device):
     """Logits of one pass over all sequences on one device."""
-    return forward(alone, TOKENS)
+    return forward(on_one_device, TOKENS)
 
 
 # ---- distribution of pages -----------------------------------------------------------------------
@@ -86,17 +86,17 @@ def test_shares(page_size, parts):
     lengths = np.arange(40)
 
     @jax.jit
-    def shares(lengths):
+    def local_parts(lengths):
         all_parts = [PageShard(page_size, parts, part) for part in range(parts)]
         return [(s.local_lengths(lengths), s.local_positions(lengths)) for s in all_parts]
 
-    for part, (held_lengths, (held, places)) in enumerate(shares(jnp.asarray(lengths))):
+    for part, (local_lengths, (cached, positions)) in enumerate(local_parts(jnp.asarray(lengths))):
         own = [s for s in lengths if s // page_size % parts == part]
         want = [sum(s < length for s in own) for length in lengths]
-        np.testing.assert_array_equal(held_lengths, want)
-        held = np.asarray(held)
-        np.testing.assert_array_equal(lengths[held], own)
-        np.testing.assert_array_equal(np.asarray(places)[held], np.arange(len(own)))
+        np.testing.assert_array_equal(local_lengths, want)
+        cached = np.asarray(cached)
+        np.testing.assert_array_equal(lengths[cached], own)
+        np.testing.assert_array_equal(np.asarray(positions)[cached], np.arange(len(own)))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -110,12 +110,13 @@ def test_pages_of_an_empty_cache(name):
     num_pages = len(cache.pool.layers[0]["latent"])
     assert sorted(tables.ravel()) == list(range(num_pages))
     assert tables.shape[1] == -(-17 // n) * n
-    on_each = num_pages // (layout.num_shards("batch") * n)
-    rows_each = 4 // layout.num_shards("batch")
-    for row, page in np.ndindex(*tables.shape):
-        assert tables[row, page] // on_each == row // rows_each * n + page % n
+    pages_per_device = num_pages // (layout.num_shards("batch") * n)
+    sequences_per_device = 4 // layout.num_shards("batch")
+    for b, page in np.ndindex(*tables.shape):
+        assert tables[b, page] // pages_per_device == b // sequences_per_device * n + page % n
     for pages in jax.tree.leaves(cache.pool):
-        assert pages.sharding.shard_shape(pages.shape) == (on_each, PAGE, config.latent_dim)
+        shard_shape = pages.sharding.shard_shape(pages.shape)
+        assert shard_shape == (pages_per_device, PAGE, config.latent_dim)
 
 
 # ---- merging of partial outputs ------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
     """Compares with the formula in float64, with one collective or two, for queries for which some
     or all devices have no token, and log-sum-exps whose exponentials float32 cannot hold."""
     monkeypatch.setattr(context_parallel, "_GATHERED_BYTES", bytes_at_once)
-    layout, rng = of_devices(4), np.random.default_rng(0)
+    layout, rng = sharing_tokens(4), np.random.default_rng(0)
     outs, lses = rng.standard_normal((4, 2, 3, 4, 8)), 300 * rng.standard_normal((4, 2, 3, 4))
     blind = rng.random(lses.shape) < 0.4
     blind[:, 0, 0], blind[2] = True, True
@@ -155,32 +156,32 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
 def empty(model):
     """A cache whose slots are NaN before they are written."""
     spec = model.cache_spec(mtp=True)
-    cache = LatentKVCache.init(spec, ROWS, ROOM, page_size=PAGE, layout=model.layout)
+    cache = LatentKVCache.init(spec, BATCH, ROOM, page_size=PAGE, layout=model.layout)
 
-    def spoilt(x):
+    def nan_filled(x):
         return jax.device_put(np.full(x.shape, np.nan, np.float32), x.sharding)
 
-    return jax.tree.map(lambda x: spoilt(x) if x.dtype == jnp.float32 else x, cache)
+    return jax.tree.map(lambda x: nan_filled(x) if x.dtype == jnp.float32 else x, cache)
 
 
-def feed(model, cache, want, counts, form, queries):
+def extend_and_check(model, cache, want, counts, form, queries):
     """Runs each sequence's next tokens, checks their logits, and returns the longer cache."""
     starts = np.asarray(cache.lengths)
-    places = np.minimum(starts[:, None] + np.arange(queries), ROOM - 1)
-    tokens = np.take_along_axis(TOKENS, places, axis=1)
+    positions = np.minimum(starts[:, None] + np.arange(queries), ROOM - 1)
+    tokens = np.take_along_axis(TOKENS, positions, axis=1)
     logits, cache = extend(model, tokens, counts, cache, form)
-    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if count:
-            expected = want[row, start : start + count]
-            assert relative_error(np.asarray(logits)[row, :count], expected) < BOUND
+            expected = want[b, start : start + count]
+            assert relative_error(np.asarray(logits)[b, :count], expected) < BOUND
     return cache
 
 
-def prefilled(model, want):
+def prefilled_cache(model, want):
     """A cache with STARTS tokens, filled in chunks."""
     cache = empty(model)
     while (counts := np.clip(STARTS - np.asarray(cache.lengths), 0, 13)).any():
-        cache = feed(model, cache, want, counts, "expanded", 13)
+        cache = extend_and_check(model, cache, want, counts, "expanded", 13)
     return cache
 
 
@@ -188,22 +189,22 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("2", "4", "8")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SLOW, "rows and heads too"])
+@pytest.mark.parametrize("name", [*SLOW, "sequences and heads too"])
 def test_logits_of_prefill_and_decode(directory, whole, name):
     """Expanded in chunks; absorbed with three tokens at once, which may be on two devices; and one
     by one across a page border."""
     model, want = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0], np.asarray(whole[0])
-    cache = prefilled(model, want)
+    cache = prefilled_cache(model, want)
     counts = np.array([3, 3, 2, 3, 3, 3, 1, 0])
-    cache = feed(model, cache, want, counts, "absorbed", 3)
+    cache = extend_and_check(model, cache, want, counts, "absorbed", 3)
     for _ in range(3):
-        cache = feed(model, cache, want, (STARTS != 4).astype(int), "absorbed", 1)
+        cache = extend_and_check(model, cache, want, (STARTS != 4).astype(int), "absorbed", 1)
     lengths = STARTS + counts + 3 * (STARTS != 4)
     assert cache.lengths.tolist() == lengths.tolist()
-    for row, length in enumerate(lengths):
-        held = cached_latents(cache, 0, row)
-        assert len(held) == length
-        assert np.isfinite(held).all()
+    for b, length in enumerate(lengths):
+        cached = cached_latents(cache, 0, b)
+        assert len(cached) == length
+        assert np.isfinite(cached).all()
 
 
 @pytest.fixture
@@ -233,16 +234,16 @@ def generated(model, draft, **settings):
         ),
     ],
 )
-def test_generated_tokens(directory, alone, name, draft):
+def test_generated_tokens(directory, on_one_device, name, draft):
     """Each token is the most probable one in a pass over the whole text on one device."""
     model = dsv3_jax.load(directory, layout=LAYOUTS[name]())[0]
     lengths = [17, 9, 20, 12]
     got, _ = generated(model, draft, max_new_tokens=lengths, draft_depth=2)
     assert [len(tokens) for tokens in got] == lengths
-    padded = np.zeros((ROWS, ROOM), int)  # a shape that is compiled already
+    padded = np.zeros((BATCH, ROOM), int)  # a shape that is compiled already
     for row, prompt, tokens in zip(padded, PROMPTS, got, strict=False):
         row[: len(prompt) + len(tokens)] = prompt + tokens
-    best = np.asarray(forward(alone, padded)[0]).argmax(axis=-1)
+    best = np.asarray(forward(on_one_device, padded)[0]).argmax(axis=-1)
     for row, prompt, tokens in zip(best, PROMPTS, got, strict=False):
         begin = len(prompt) - 1
         assert tokens == row[begin : begin + len(tokens)].tolist()
@@ -252,20 +253,20 @@ def test_generated_tokens(directory, alone, name, draft):
 @pytest.mark.usefixtures("small_pages")
 def test_drafts_of_a_trained_model():
     """The demo's MTP layer makes the same drafts with the same acceptance."""
-    (want, of_one), (got, of_four) = (
+    (want, stats_of_one), (got, stats_of_four) = (
         generated(dsv3_jax.load("demo", layout=layout)[0], "mtp", max_new_tokens=28, draft_depth=3)
         for layout in (None, LAYOUTS["4"]())
     )
     assert got == want
-    assert of_four == of_one
-    assert sum(sum(s.accepted) for s in of_one) > 20
+    assert stats_of_four == stats_of_one
+    assert sum(sum(s.accepted) for s in stats_of_one) > 20
 
 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axis", ["batch", "heads"])
-def test_queries_of_devices_that_share_tokens_are_the_same(axis):
+def test_devices_that_share_tokens_run_the_same_queries(axis):
     config = ModelConfig.from_hf(CONFIG)
     rules = {**dict.fromkeys(DEFAULT_RULES.table), "cached_tokens": "data", axis: "data"}
     check_layout(config, Layout(make_mesh(tensor=8), Rules(rules)))  # an axis of one device

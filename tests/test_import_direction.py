@@ -89,6 +89,17 @@ def test_siblings_do_not_know_each_other(sibling):
     assert not wrong
 
 
+def test_layers_import_nothing_of_the_model_around_them():
+    below = ("layers", "config", "quantization", "attn_impl", "parameter_path")
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules("dsv3_jax/layers")
+        for name in imports(path.read_text("utf-8"))
+        if name.startswith("dsv3_jax.") and name.split(".")[1] not in below
+    ]
+    assert not wrong
+
+
 def test_imports_form_no_cycle():
     """No cycle is hidden inside a function or under TYPE_CHECKING either."""
     sources = {

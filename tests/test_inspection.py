@@ -22,9 +22,9 @@ from tests.support.running import cached_latents, extend, forward
 
 ROOT = Path(__file__).parents[1]
 BOUND = 1e-5  # float32, sums in another order
-SAME = 7  # tokens that both rows begin with
+PREFIX = 7  # common prefix of both sequences
 TOKENS = np.random.default_rng(0).integers(0, 160, (2, 13))
-TOKENS[1, :SAME] = TOKENS[0, :SAME]
+TOKENS[1, :PREFIX] = TOKENS[0, :PREFIX]
 EVERYTHING = ("routing", "latents", "hidden", "attention_entropy", "logits")
 jitted = nnx.jit(capture, static_argnames="what")
 
@@ -44,7 +44,7 @@ def model(directory) -> DeepSeekV3:
 
 
 @pytest.fixture(scope="module")
-def found(model) -> Captured:
+def captured(model) -> Captured:
     return jitted(model, jnp.asarray(TOKENS), what=EVERYTHING)
 
 
@@ -52,9 +52,9 @@ def found(model) -> Captured:
 
 
 @pytest.mark.slow
-def test_routing_is_what_the_layers_chose(model, found):
+def test_routing_is_what_the_layers_chose(model, captured):
     _, aux = forward(model, TOKENS)
-    routing, c = found.routing, model.config
+    routing, c = captured.routing, model.config
     L, E, K = c.num_moe_layers, c.n_routed_experts, c.num_experts_per_tok
     assert routing.experts.shape == (L, *TOKENS.shape, K)
     np.testing.assert_array_equal(routing.counts, aux.routing_counts)
@@ -66,67 +66,66 @@ def test_routing_is_what_the_layers_chose(model, found):
         assert relative_error(routing.scores[i].reshape(-1, E), stats.scores) < BOUND
 
 
-def test_weights_are_unbiased_scores_over_their_sum(model, found):
+def test_weights_are_unbiased_scores_over_their_sum(model, captured):
     """V3 report, equations 12 and 13, times routed_scaling_factor."""
-    routing, c = found.routing, model.config
+    routing, c = captured.routing, model.config
     scores = np.take_along_axis(np.asarray(routing.scores), np.asarray(routing.experts), -1)
     want = scores / scores.sum(-1, keepdims=True) * c.routed_scaling_factor
     assert relative_error(routing.weights, want) < BOUND
 
 
-def test_hidden_goes_from_the_embedding_to_the_logits(model, found):
-    assert found.hidden.shape == (3, *TOKENS.shape, model.config.hidden_size)
-    np.testing.assert_array_equal(found.hidden[0], model.embed_tokens(jnp.asarray(TOKENS)))
-    last = model.logits(model.norm(found.hidden[-1]))
-    assert relative_error(last, found.logits) < BOUND
-    assert relative_error(found.logits, forward(model, TOKENS)[0]) < BOUND
+def test_hidden_goes_from_the_embedding_to_the_logits(model, captured):
+    assert captured.hidden.shape == (3, *TOKENS.shape, model.config.hidden_size)
+    np.testing.assert_array_equal(captured.hidden[0], model.embed_tokens(jnp.asarray(TOKENS)))
+    last = model.logits(model.norm(captured.hidden[-1]))
+    assert relative_error(last, captured.logits) < BOUND
+    assert relative_error(captured.logits, forward(model, TOKENS)[0]) < BOUND
 
 
-def test_latents_are_what_the_cache_holds(model, found):
+def test_latents_equal_those_in_the_cache(model, captured):
     B, T = TOKENS.shape
     cache = LatentKVCache.init(model.cache_spec(), B, 16, page_size=8)
     _, cache = extend(model, TOKENS, np.full(B, T), cache, "expanded")
-    assert found.latents.shape == (2, B, T, model.config.latent_dim)
+    assert captured.latents.shape == (2, B, T, model.config.latent_dim)
     for layer in range(2):
-        for row in range(B):
-            held = cached_latents(cache, layer, row)
-            assert relative_error(found.latents[layer, row], held) < BOUND
+        for b in range(B):
+            cached = cached_latents(cache, layer, b)
+            assert relative_error(captured.latents[layer, b], cached) < BOUND
 
 
 @pytest.mark.slow
-def test_entropy_by_its_definition(model, found):
+def test_entropy_by_its_definition(model, captured):
     """All scores of a layer at once, in float64."""
     T = TOKENS.shape[1]
     rotation = rotation_at(model.config, jnp.broadcast_to(jnp.arange(T), TOKENS.shape))
     for i, layer in enumerate(model.layers):
-        attention, x = layer.self_attn, layer.input_layernorm(found.hidden[i])
-        q = np.concatenate(attention.queries(attention.query_latent(x), rotation), axis=-1).astype(
-            np.float64
-        )
+        attention, x = layer.self_attn, layer.input_layernorm(captured.hidden[i])
+        queries = attention.queries(attention.query_latent(x), rotation)
+        q = np.concatenate(queries, axis=-1).astype(np.float64)
         k = np.asarray(attention.expand(attention.latents(x, rotation))[0], np.float64)
         scores = np.einsum("bthk,bshk->bhts", q, k) * model.config.softmax_scale
         p = np.where(np.tri(T, dtype=bool), np.exp(scores), 0.0)
         p /= p.sum(-1, keepdims=True)
         want = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
-        np.testing.assert_allclose(found.attention_entropy[i], want, atol=1e-5)
+        np.testing.assert_allclose(captured.attention_entropy[i], want, atol=1e-5)
 
 
 def test_entropy_of_hand_made_attention():
     """At 300 positions, not a multiple of the block of queries."""
     T, rng = 300, np.random.default_rng(1)
     k = jnp.asarray(rng.normal(size=(1, T, 2, 4)), jnp.float32)
-    alike = attention_entropy(jnp.zeros_like(k), k, scale=0.5)
-    assert alike.shape == (1, 2, T)
-    np.testing.assert_allclose(alike[0, 1], np.log(np.arange(T) + 1), atol=1e-5)
+    uniform = attention_entropy(jnp.zeros_like(k), k, scale=0.5)
+    assert uniform.shape == (1, 2, T)
+    np.testing.assert_allclose(uniform[0, 1], np.log(np.arange(T) + 1), atol=1e-5)
     # Key s is s: the newest key gets all weight, and full certainty has entropy 0, not NaN.
     k = jnp.broadcast_to(jnp.arange(T, dtype=jnp.float32)[:, None, None], (1, T, 2, 1))
     np.testing.assert_array_equal(attention_entropy(jnp.full_like(k, 1e6), k, scale=1.0), 0.0)
 
 
-def test_a_place_does_not_depend_on_those_behind_it(found):
-    for values in (found.hidden, found.latents, found.routing.scores):
-        assert relative_error(values[:, 1, :SAME], values[:, 0, :SAME]) < BOUND
-    entropy = found.attention_entropy[..., :SAME]
+def test_a_position_does_not_depend_on_later_ones(captured):
+    for values in (captured.hidden, captured.latents, captured.routing.scores):
+        assert relative_error(values[:, 1, :PREFIX], values[:, 0, :PREFIX]) < BOUND
+    entropy = captured.attention_entropy[..., :PREFIX]
     np.testing.assert_allclose(entropy[:, 1], entropy[:, 0], atol=1e-5)
 
 
@@ -150,11 +149,11 @@ def test_costs(model):
 
     graph, state = nnx.split(model)
     plain = jax.jit(lambda s: nnx.merge(graph, s)(tokens)).lower(state).compile()
-    alone = plain.cost_analysis()["flops"]
+    forward_flops = plain.cost_analysis()["flops"]
     shared = flops("hidden", "latents", "routing", "logits")
-    assert alone <= shared < 1.01 * alone
+    assert forward_flops <= shared < 1.01 * forward_flops
     head = 2 * B * T * c.hidden_size * c.vocab_size
-    assert flops("hidden") == pytest.approx(alone - head, rel=0.01)
+    assert flops("hidden") == pytest.approx(forward_flops - head, rel=0.01)
     L, H = c.num_hidden_layers, c.num_attention_heads
     scores = 2 * L * B * H * T**2 * c.qk_head_dim
     softmax = 12 * L * B * H * T**2  # elementwise, which the table leaves out
@@ -195,10 +194,10 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_mesh_captures_the_same(name, directory, found):
+def test_a_mesh_captures_the_same(name, directory, captured):
     model = dsv3_jax.load(directory, dtype=jnp.float32, layout=LAYOUTS[name]())[0]
-    there = jitted(model, jnp.asarray(TOKENS), what=EVERYTHING)
-    for ours, want in zip(jax.tree.leaves(there), jax.tree.leaves(found), strict=True):
+    results = jitted(model, jnp.asarray(TOKENS), what=EVERYTHING)
+    for ours, want in zip(jax.tree.leaves(results), jax.tree.leaves(captured), strict=True):
         assert ours.shape == want.shape
         np.testing.assert_allclose(ours, want, rtol=1e-4, atol=1e-5)
 
@@ -207,7 +206,7 @@ def test_a_mesh_captures_the_same(name, directory, found):
 
 
 @pytest.mark.parametrize(
-    ("what", "tokens", "said"),
+    ("what", "tokens", "message"),
     [
         (("routing", "weights"), TOKENS, "what: expected some of routing, latents, .* 'weights'"),
         ("entropy", TOKENS, "what: expected some of .*; got 'entropy'"),
@@ -215,8 +214,8 @@ def test_a_mesh_captures_the_same(name, directory, found):
         ("hidden", TOKENS[0], r"tokens: expected shape \[B, T\], got \(13,\)"),
     ],
 )
-def test_refusals(model, what, tokens, said):
-    with pytest.raises(ValueError, match=said):
+def test_refusals(model, what, tokens, message):
+    with pytest.raises(ValueError, match=message):
         capture(model, tokens, what)
 
 

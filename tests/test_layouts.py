@@ -65,11 +65,11 @@ def directory(tmp_path_factory):
     return home
 
 
-Laid = Callable[..., DeepSeekV3]
+LoadIn = Callable[..., DeepSeekV3]
 
 
 @pytest.fixture(scope="module")
-def laid(directory) -> Laid:
+def load_in(directory) -> LoadIn:
     """The model in a layout of LAYOUTS, loaded once; for tests that do not change it."""
 
     @functools.cache
@@ -81,8 +81,8 @@ def laid(directory) -> Laid:
 
 
 @pytest.fixture(scope="module")
-def alone(laid):
-    return laid(None)
+def single(load_in):
+    return load_in(None)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def want(alone, tokens):
-    return forward(alone, tokens)
+def want(single, tokens):
+    return forward(single, tokens)
 
 
 def assert_same(got, want):
@@ -105,8 +105,8 @@ def assert_same(got, want):
         assert np.abs(x - y).max() <= 1e-5 * np.abs(y).max()
     counts = np.asarray(want[1].routing_counts)[: 1 + layers]
     np.testing.assert_array_equal(got[1].routing_counts, counts)
-    for of_layer, expected in zip(got[1].routing, want[1].routing[: 1 + layers], strict=True):
-        np.testing.assert_array_equal(of_layer.experts, expected.experts)
+    for stats, expected in zip(got[1].routing, want[1].routing[: 1 + layers], strict=True):
+        np.testing.assert_array_equal(stats.experts, expected.experts)
 
 
 def slow(*values):
@@ -119,8 +119,8 @@ QUICK = "dp_attention_ep", "data 2, expert 2, tensor 2"
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LAYOUTS])
-def test_logits(laid, tokens, want, name):
-    assert_same(forward(laid(name, mtp=name in WITH_MTP), tokens), want)
+def test_logits(load_in, tokens, want, name):
+    assert_same(forward(load_in(name, mtp=name in WITH_MTP), tokens), want)
 
 
 @pytest.mark.slow
@@ -134,8 +134,8 @@ def test_logits(laid, tokens, want, name):
         "train",
     ],
 )
-def test_logits_of_mtp_layers(laid, tokens, want, name):
-    assert_same(forward(laid(name), tokens), want)
+def test_logits_of_mtp_layers(load_in, tokens, want, name):
+    assert_same(forward(load_in(name), tokens), want)
 
 
 @pytest.mark.slow
@@ -168,9 +168,9 @@ def test_all_tokens_choose_the_same_experts(directory, tokens, name):
 
 
 @pytest.fixture(scope="module")
-def generated(alone):
+def generated(single):
     """Tokens of one device without speculation, which does not change tokens."""
-    return tokens_of(alone, None)
+    return tokens_of(single, None)
 
 
 def tokens_of(model, draft):
@@ -190,16 +190,16 @@ def tokens_of(model, draft):
         ("data 2, expert 2, tensor 2", "mtp"),
     ],
 )
-def test_generated_tokens(laid, generated, name, draft):
-    assert tokens_of(laid(name), draft) == generated
+def test_generated_tokens(load_in, generated, name, draft):
+    assert tokens_of(load_in(name), draft) == generated
 
 
-def test_batches_divide_over_the_devices(laid, tokens):
-    model = laid("dp_attention_ep")
+def test_batch_sizes_are_multiples_of_the_devices(load_in, tokens):
+    model = load_in("dp_attention_ep")
     assert Generator(model, None, 64, batch_sizes=(1, 4, 9)).batch_sizes == (8, 16)
     with pytest.raises(ValueError, match="expected a size that divides over 8 devices, got 7"):
         forward(model, tokens[:7])
-    model = laid("dp_attention_ep, 2 micro-batches", mtp=False)
+    model = load_in("dp_attention_ep, 2 micro-batches", mtp=False)
     assert Generator(model, None, 64, batch_sizes=(1, 9)).batch_sizes == (8, 16)
     with pytest.raises(ValueError, match="4 devices with 2 micro-batches each, got 4"):
         forward(model, tokens[:4])
@@ -227,16 +227,24 @@ def placements(*replicas):
         slow("dp_attention_ep, all_to_all", (8, 16, 24)),
     ],
 )
-def test_logits_do_not_depend_on_placement(laid, tokens, want, name, replicas):
-    model = laid(name)
+def test_logits_do_not_depend_on_placement(load_in, tokens, want, name, replicas):
+    model = load_in(name)
     for placement in placements(*replicas):
         model = model.place_experts(placement)  # from the previous placement
         assert model.layers[1].mlp.experts.up_proj.weight.shape[0] == placement.phy2log.shape[1]
         assert_same(forward(model, tokens), want)
 
 
+def test_placed_experts_of_one_device_give_the_same_numbers(single, tokens, want):
+    """Placed or not, experts on one device are summed by the same operations in the same order."""
+    *_, placement = placements(16)
+    logits, aux = forward(single.place_experts(placement), tokens)
+    np.testing.assert_array_equal(logits, want[0])
+    np.testing.assert_array_equal(aux.mtp_logits[0], want[1].mtp_logits[0])
+
+
 @pytest.mark.slow
-def test_a_placement_may_be_loaded(directory, laid, tokens, want):
+def test_loading_with_a_placement(directory, load_in, tokens, want):
     """8 experts in 16 slots of 8 devices, and in 12 slots of 6 devices, which do not divide 8."""
     for devices, replicas in ((8, 16), (6, 12)):
         layout = make_layout("dp_attention_ep", devices=jax.devices()[:devices])
@@ -245,7 +253,7 @@ def test_a_placement_may_be_loaded(directory, laid, tokens, want):
         stack = model.layers[1].mlp.experts.up_proj.weight.get_value()
         assert stack.sharding.shard_shape(stack.shape)[0] == 2
         if devices == 8:
-            moved = laid("dp_attention_ep").place_experts(placement)
+            moved = load_in("dp_attention_ep").place_experts(placement)
             np.testing.assert_array_equal(
                 stack, moved.layers[1].mlp.experts.up_proj.weight.get_value()
             )
@@ -255,10 +263,10 @@ def test_a_placement_may_be_loaded(directory, laid, tokens, want):
             for x, y in zip((logits, *aux.mtp_logits), (want[0], *want[1].mtp_logits), strict=True):
                 x, y = np.asarray(x), np.asarray(y)[:6]
                 assert np.abs(x - y).max() <= 1e-5 * np.abs(y).max()
-            places = zip(aux.routing, want[1].routing, strict=True)
-            chosen = [[np.asarray(x.experts) for x in both] for both in places]
-            for of_six, of_all in chosen:
-                np.testing.assert_array_equal(of_six, of_all[: len(of_six)])
+            pairs = zip(aux.routing, want[1].routing, strict=True)
+            chosen = [[np.asarray(x.experts) for x in both] for both in pairs]
+            for chosen_of_six, chosen_of_all in chosen:
+                np.testing.assert_array_equal(chosen_of_six, chosen_of_all[: len(chosen_of_six)])
             counts = np.bincount(chosen[0][0].ravel(), minlength=8)
             np.testing.assert_array_equal(aux.routing_counts, [counts])
     refused(
@@ -266,17 +274,17 @@ def test_a_placement_may_be_loaded(directory, laid, tokens, want):
         lambda: dsv3_jax.load(directory, layout=layout),
     )
     refused(
-        "^placement: expected places that divide over 6 devices, got 16",
+        "^placement: expected slots that divide over 6 devices, got 16",
         lambda: dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16)),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
-def test_routing_is_counted(alone, tokens, draft):
+def test_routing_is_counted(single, tokens, draft):
     """Counts match a pass over the whole text: every token but the last, plus rejected drafts."""
     settings = {"max_new_tokens": 5, "ignore_eos": True, "draft": draft}
-    generator = Generator(alone, None, 64, prefill_chunk=4, batch_sizes=(4,), count_routing=True)
+    generator = Generator(single, None, 64, prefill_chunk=4, batch_sizes=(4,), count_routing=True)
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
     generator.warm_up(2, draft=draft)  # counts nothing
     out = generator.generate(prompts, **settings)
@@ -292,16 +300,16 @@ def test_routing_is_counted(alone, tokens, draft):
         padded = np.zeros_like(tokens)  # a shape that is compiled already
         for row, text in zip(padded[: len(texts)], texts, strict=True):
             row[: len(text) - 1] = text[:-1]
-        chosen = np.asarray(forward(alone, padded)[1].routing[0].experts).reshape(8, 9, K)
+        chosen = np.asarray(forward(single, padded)[1].routing[0].experts).reshape(8, 9, K)
         whole = [chosen[row, : len(text) - 1].ravel() for row, text in enumerate(texts)]
         np.testing.assert_array_equal(counts[0], np.bincount(np.concatenate(whole), minlength=8))
     assert not generator.take_routing_counts().any()
     with pytest.raises(ValueError, match="count_routing: expected True"):
-        Generator(alone, None, 64).take_routing_counts()
+        Generator(single, None, 64).take_routing_counts()
 
 
 @pytest.mark.slow
-def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_path):
+def test_counted_balanced_and_swapped_while_a_stream_runs(directory, single, tmp_path):
     """The placement changes between two pieces, by the counts so far, without compiling."""
     layout = make_layout("dp_attention_ep")
     model = dsv3_jax.load(directory, layout=layout, placement=Placement.identity(2, 8, 16))[0]
@@ -310,7 +318,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
         model, tokenizer, 64, prefill_chunk=4, stride=4, batch_sizes=(8,), count_routing=True
     )
     settings = {"max_new_tokens": 16, "ignore_eos": True}
-    want = Generator(alone, tokenizer, 64, prefill_chunk=4).generate([[3, 1, 4]], **settings)
+    want = Generator(single, tokenizer, 64, prefill_chunk=4).generate([[3, 1, 4]], **settings)
     assert generator.generate([[3, 1, 4]], **settings)[0].tokens == want[0].tokens
     generator.take_routing_counts()
     compiled = generator._programs.decode.jitted._cache_size()
@@ -324,7 +332,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
     assert len({np.asarray(p.phy2log).tobytes() for p in placements}) > 2
     assert generator._programs.decode.jitted._cache_size() == compiled
     with pytest.raises(ValueError, match="model: expected the layout of the model in use"):
-        generator.use(alone)
+        generator.use(single)
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -336,7 +344,7 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
         ("dp_attention_ep", {}, {"all-gather": 1, "reduce-scatter": 1}),
         # The kernel's reference: packed tokens, their counts, and partial sums.
         slow("dp_attention_ep, one_sided", {}, {"all-to-all": 3}),
-        # Each half of the devices has its own exchange.
+        # Each micro-batch has its own exchange.
         slow("dp_attention_ep, 2 micro-batches", {}, {"all-to-all": 4}),
         slow("tensor_parallel", {"all-reduce": 2}, {"all-reduce": 2}),
         slow("tp_attention_ep", {"all-reduce": 2}, {"all-reduce": 2}),
@@ -352,9 +360,9 @@ def test_counted_balanced_and_swapped_while_a_stream_runs(directory, alone, tmp_
         ),
     ],
 )
-def test_collectives(laid, name, dense, moe):
+def test_collectives(load_in, name, dense, moe):
     """Data-parallel attention has none, shared tokens one, experts one dispatch and one combine."""
-    model = laid(name, mtp=name in WITH_MTP)
+    model = load_in(name, mtp=name in WITH_MTP)
     assert Counter(each.name for each in layer_collectives(model, 0)) == dense
     assert Counter(each.name for each in layer_collectives(model, 1)) == moe
 
@@ -401,7 +409,7 @@ def test_one_sided_needs_devices_in_order():
     )
 
 
-def test_layouts_that_are_refused(directory, laid):
+def test_layouts_that_are_refused(directory, load_in):
     four = ModelConfig.from_hf(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
     refused(
         "^num_attention_heads: expected whole heads on each of 8 devices .* tensor, got 4",
@@ -429,7 +437,7 @@ def test_layouts_that_are_refused(directory, laid):
         "^layout: expected no mesh beside it",
         lambda: dsv3_jax.load(directory, mesh=layout.mesh, layout=layout),
     )
-    model = laid("dp_attention_ep")
+    model = load_in("dp_attention_ep")
     refused(
         "^placement: expected 2 layers of 8", lambda: model.place_experts(Placement.identity(1, 8))
     )

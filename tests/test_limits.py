@@ -1,4 +1,4 @@
-"""Tokens and positions past a limit: refused where they are known, dropped where they are not."""
+"""Tokens and positions past a limit: refused if they are known, dropped otherwise."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from sharding import make_layout
 from tests.support.checkpoints import tiny_config
 from tests.support.filled import filled_model
 
-PAGE, ROOM = 4, 8
+PAGE, CAPACITY = 4, 8
 CONFIG = ModelConfig.from_hf(tiny_config(num_hidden_layers=1))  # dense; the MTP layer has experts
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 4)), jnp.int32)
 STARTS = jnp.array([6, 2], jnp.int32)
@@ -49,7 +49,7 @@ SPEC = CacheSpec.of_config(CONFIG, jnp.float32)
     ],
 )
 @pytest.mark.usefixtures("untyped")
-def test_what_are_no_tokens(tokens, message):
+def test_invalid_tokens(tokens, message):
     with pytest.raises(ValueError, match=rf"\Atokens: {message}\Z"):
         MODEL(tokens)
     with pytest.raises(ValueError, match=rf"\Atokens: {message}\Z"):
@@ -76,7 +76,7 @@ def test_sequences_too_short_for_the_mtp_layers(layers):
 
 
 def test_batches_of_another_size_than_the_cache():
-    cache = LatentKVCache.init(SPEC, 3, ROOM)
+    cache = LatentKVCache.init(SPEC, 3, CAPACITY)
     message = (
         r"^tokens, starts, counts: expected 3 sequences as the cache has, got shapes \(1, 2\),"
     )
@@ -92,9 +92,17 @@ def test_batches_of_another_size_than_the_cache():
         ((3, 8), "batch: expected a multiple of 8 devices, got 3"),
     ],
 )
-def test_sizes_of_no_cache(sizes, message):
+def test_invalid_cache_sizes(sizes, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         LatentKVCache.init(SPEC, *sizes, layout=make_layout("dp_attention_ep"))
+
+
+def test_a_spec_of_a_config_is_that_of_its_models():
+    model = abstract_model(CONFIG, dtype=jnp.bfloat16)
+    for mtp in (False, True):
+        spec = CacheSpec.of_config(CONFIG, jnp.bfloat16, mtp=mtp)
+        assert spec == model.cache_spec(mtp=mtp)
+        assert (len(spec.layers), len(spec.mtp)) == (1, int(mtp))
 
 
 # ---- dropped -------------------------------------------------------------------------------------
@@ -103,19 +111,19 @@ def test_sizes_of_no_cache(sizes, message):
 def cache_of(model: DeepSeekV3) -> LatentKVCache:
     """Fills pages with ones, so that every write shows."""
     spec = model.cache_spec(mtp=True)
-    empty = LatentKVCache.init(spec, 2, ROOM, page_size=PAGE, layout=model.layout)
+    empty = LatentKVCache.init(spec, 2, CAPACITY, page_size=PAGE, layout=model.layout)
     pool = jax.tree.map(jnp.ones_like, empty.pool)
     return dataclasses.replace(empty, pool=pool).with_lengths(STARTS)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def both(graph, state, counts, cache, form):
+def extend_both(graph, state, counts, cache, form):
     """Extends the model and its MTP layer by the same tokens."""
     model = nnx.merge(graph, state)
     starts = cache.lengths
     hidden, cache = model.extend(TOKENS, counts, cache, form)
-    of_mtp, cache = model.extend_mtp(hidden.post_norm, TOKENS, starts, counts, cache, form)
-    return hidden.post_norm, of_mtp.post_norm, cache
+    mtp_hidden, cache = model.extend_mtp(hidden.post_norm, TOKENS, starts, counts, cache, form)
+    return hidden.post_norm, mtp_hidden.post_norm, cache
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ def both(graph, state, counts, cache, form):
         ("absorbed", None, 8),  # pages with space for more tokens: see below
     ],
 )
-def test_tokens_without_room_are_dropped(form, layout, reach):
+def test_tokens_past_the_capacity_are_dropped(form, layout, reach):
     """Two sequences of two pages. The first has two slots left and gets four tokens. The result
     equals that of two tokens and two padding tokens, in every page and for the other sequence.
     """
@@ -142,8 +150,8 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
             pool=jax.tree.map(lambda p: jnp.concatenate([p, jnp.ones_like(p[:2])]), cache.pool),
             sequences=SequenceTables(tables.astype(jnp.int32), cache.lengths),
         )
-    want = both(graph, state, jnp.array([2, 4], jnp.int32), cache, form)
-    got = both(graph, state, jnp.array([4, 4], jnp.int32), cache, form)
+    want = extend_both(graph, state, jnp.array([2, 4], jnp.int32), cache, form)
+    got = extend_both(graph, state, jnp.array([4, 4], jnp.int32), cache, form)
     pages, wanted = (jax.tree.leaves(cache.pool) for cache in (got[2], want[2]))
     for x, y in zip(pages, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -155,7 +163,9 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
     assert got[2].lengths.tolist() == [10, 6]  # which shows that two were dropped
     # The next step of a sequence without room writes nothing, and the other sequence is not
     # affected.
-    after, other = (both(graph, state, jnp.array([n, 1], jnp.int32), got[2], form) for n in (4, 0))
+    after, other = (
+        extend_both(graph, state, jnp.array([n, 1], jnp.int32), got[2], form) for n in (4, 0)
+    )
     jax.tree.map(np.testing.assert_array_equal, after[2].pool.layers, other[2].pool.layers)
     np.testing.assert_array_equal(after[0][1, 0], other[0][1, 0])
     with pytest.raises(ValueError, match=r"^cache: expected .* at most 8 tokens \(.*\), got 10$"):
@@ -164,7 +174,7 @@ def test_tokens_without_room_are_dropped(form, layout, reach):
         model.extend_mtp(want[0], TOKENS, STARTS, jnp.array([4, 4], jnp.int32), cache, form)
 
 
-def test_a_write_changes_its_own_slots_alone():
+def test_a_write_changes_only_its_own_slots():
     """Nothing is written past the table's end, for padding, or through entries that name no
     page."""
     pages = jnp.zeros((5, PAGE, 3))

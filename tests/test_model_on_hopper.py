@@ -18,7 +18,7 @@ from sharding import make_layout
 from tests.pallas_kernels.machine import on_gpu, on_gpus
 from tests.support.running import extend
 
-ROWS, PROMPT, STEPS, CHUNK = 4, 300, 12, 256
+BATCH, PROMPT, STEPS, CHUNK = 4, 300, 12, 256
 CONFIG = dataclasses.replace(
     presets.MOONLIGHT_16B,
     vocab_size=1024,
@@ -27,7 +27,7 @@ CONFIG = dataclasses.replace(
     moe_intermediate_size=512,
     num_hidden_layers=4,
 )
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, PROMPT + STEPS))
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, PROMPT + STEPS))
 
 
 def model_of(dtype):
@@ -39,13 +39,13 @@ def model_of(dtype):
     return nnx.merge(graph, jax.tree.map(lambda x, like: x.astype(like.dtype), weights, wanted))
 
 
-def laid_out(model, layout):
+def with_layout(model, layout):
     """The same model on the devices of ``layout``."""
     model = nnx.clone(model)
     model.lay_out(layout)
-    lies = stored_shardings(model, layout)
+    shardings = stored_shardings(model, layout)
     for path, parameter in nnx.to_flat_state(nnx.state(model)):
-        parameter.set_value(jax.device_put(parameter.get_value(), lies[path]))
+        parameter.set_value(jax.device_put(parameter.get_value(), shardings[path]))
     return model
 
 
@@ -57,27 +57,27 @@ def without_kernels(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "_spread_over", lambda: 2)
             jax.clear_caches()  # kernels may have been traced into functions of the same arguments
-            found = function(*args)
+            results = function(*args)
         jax.clear_caches()
-        return found
+        return results
 
     return run
 
 
 def logits(model):
-    """[ROWS, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
-    cache = LatentKVCache.init(model.cache_spec(), ROWS, TOKENS.shape[1], layout=model.layout)
-    found, at = [], 0
+    """[BATCH, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
+    cache = LatentKVCache.init(model.cache_spec(), BATCH, TOKENS.shape[1], layout=model.layout)
+    results, start = [], 0
     for tokens, form in (
         (CHUNK, "expanded"),
         (PROMPT - CHUNK, "expanded"),
         *[(1, "absorbed")] * STEPS,
     ):
-        counts = np.full(ROWS, tokens)
-        out, cache = extend(model, TOKENS[:, at : at + tokens], counts, cache, form)
-        found.append(np.asarray(out, np.float32))
-        at += tokens
-    return np.concatenate(found, axis=1)
+        counts = np.full(BATCH, tokens)
+        out, cache = extend(model, TOKENS[:, start : start + tokens], counts, cache, form)
+        results.append(np.asarray(out, np.float32))
+        start += tokens
+    return np.concatenate(results, axis=1)
 
 
 @on_gpu
@@ -91,16 +91,16 @@ def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
 def assert_no_larger(ours, plain, exact):
     """Asserts that our error against ``exact`` is at most 1.1 times that of ``plain``."""
 
-    def error(of, places):
-        differences = (of - exact)[:, places]
-        return np.sqrt(np.mean(differences**2) / np.mean(exact[:, places] ** 2))
+    def error(of, positions):
+        differences = (of - exact)[:, positions]
+        return np.sqrt(np.mean(differences**2) / np.mean(exact[:, positions] ** 2))
 
-    for name, places in (("prefill", slice(PROMPT)), ("decode", slice(PROMPT, None))):
-        of_plain, of_ours = error(plain, places), error(ours, places)
-        print(f"{name}: {of_ours:.4f} with kernels, {of_plain:.4f} without")
-        assert 0 < of_plain < 0.5
+    for name, positions in (("prefill", slice(PROMPT)), ("decode", slice(PROMPT, None))):
+        plain_error, our_error = error(plain, positions), error(ours, positions)
+        print(f"{name}: {our_error:.4f} with kernels, {plain_error:.4f} without")
+        assert 0 < plain_error < 0.5
         # Rounding can change the choice of experts, which has a large effect and is random.
-        assert of_ours <= 1.1 * of_plain
+        assert our_error <= 1.1 * plain_error
 
 
 @on_gpu
@@ -126,7 +126,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def alone():
+def one_device_results():
     """Compares float32 tokens, float32 logits at full precision, and bfloat16 logits."""
     tokens = generated(model_of(jnp.float32))
     with jax.default_matmul_precision("highest"):
@@ -136,13 +136,13 @@ def alone():
 
 @on_gpus
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_several_devices(name, alone):
-    tokens, exact, one_device = alone
+def test_several_devices(name, one_device_results):
+    tokens, exact, one_device = one_device_results
     preset, settings = LAYOUTS[name]
     layout = make_layout(preset, **settings)
     if layout.float8_dispatch:  # rounds tokens on one device too
         single = make_layout("single", float8_dispatch=True)
-        one_device = logits(laid_out(model_of(jnp.bfloat16), single))
+        one_device = logits(with_layout(model_of(jnp.bfloat16), single))
     else:
-        assert generated(laid_out(model_of(jnp.float32), layout)) == tokens
-    assert_no_larger(logits(laid_out(model_of(jnp.bfloat16), layout)), one_device, exact)
+        assert generated(with_layout(model_of(jnp.float32), layout)) == tokens
+    assert_no_larger(logits(with_layout(model_of(jnp.bfloat16), layout)), one_device, exact)

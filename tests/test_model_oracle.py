@@ -160,7 +160,7 @@ def test_every_expert_and_group_is_chosen_by_some_token_and_not_by_all(v3):
 
 
 @pytest.mark.slow
-def test_mtp_layers_may_be_fed_from_before_the_norm(tmp_path):
+def test_mtp_layers_may_take_the_state_before_the_norm(tmp_path):
     model, oracle = checkpoint(tmp_path, CASES["two mtp layers, no dense layer"])
     want = oracle.forward(TOKENS, mtp_hidden="pre_norm")
     check(*forward(model, TOKENS, "pre_norm"), want, experts=8)
@@ -222,15 +222,15 @@ def test_float8_checkpoint(block, options, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
-def test_extend_and_the_cache_it_leaves(form, v3):
-    rows, length = TOKENS.shape
-    cache = LatentKVCache.init(v3.model.cache_spec(), rows, 64, page_size=16)
-    logits, cache = extend(v3.model, TOKENS, [length] * rows, cache, form)
+def test_extend_and_its_cache(form, v3):
+    batch, length = TOKENS.shape
+    cache = LatentKVCache.init(v3.model.cache_spec(), batch, 64, page_size=16)
+    logits, cache = extend(v3.model, TOKENS, [length] * batch, cache, form)
     want = v3.oracle.forward(TOKENS, absorbed=form == "absorbed")
     assert relative_error(logits, want.logits) < BOUND
-    assert cache.lengths.tolist() == [length] * rows
+    assert cache.lengths.tolist() == [length] * batch
     for layer, latents in enumerate(want.latents):
-        got = np.stack([cached_latents(cache, layer, row) for row in range(rows)])
+        got = np.stack([cached_latents(cache, layer, b) for b in range(batch)])
         assert relative_error(got, latents) < BOUND
 
 
@@ -307,7 +307,7 @@ def test_yarn_stretches_the_slow_pairs(config, low, high):
     np.testing.assert_allclose(stretched[high:], factor, rtol=1e-14)
     between = stretched[low + 1 : high]
     assert ((between > 1) & (between < factor)).all()
-    # Linear in frequency: the blend's weight rises by 1 / (high - low) a pair.
+    # Linear in frequency: the blend's weight rises by 1 / (high - low) per pair.
     weight = (1 / between - 1) / (1 / factor - 1)
     np.testing.assert_allclose(weight, np.arange(1, high - low) / (high - low), rtol=1e-9)
 
@@ -332,13 +332,13 @@ def test_rope_and_softmax_scale_of_published_configs(name):
     assert config.softmax_scale == pytest.approx(softmax_scale(published), rel=1e-14)
 
 
-def test_rotation_turns_interleaved_pairs():
+def test_interleaved_pairs_are_rotated():
     """A quarter turn takes (1, 0) to (0, 1); the result holds first halves, then second halves."""
     config = dataclasses.replace(presets.MOONLIGHT_16B, qk_rope_head_dim=4)
-    turn = rotation_at(config, jnp.zeros((1, 1), int))
-    quarter = turn._replace(cos=jnp.array([[[0.0, 1.0]]]), sin=jnp.array([[[1.0, 0.0]]]))
-    turned = rotate(jnp.array([[[1.0, 0.0, 5.0, 7.0]]]), quarter)
-    np.testing.assert_array_equal(turned[0, 0], [0.0, 5.0, 1.0, 7.0])
+    rotation = rotation_at(config, jnp.zeros((1, 1), int))
+    quarter = rotation._replace(cos=jnp.array([[[0.0, 1.0]]]), sin=jnp.array([[[1.0, 0.0]]]))
+    rotated = rotate(jnp.array([[[1.0, 0.0, 5.0, 7.0]]]), quarter)
+    np.testing.assert_array_equal(rotated[0, 0], [0.0, 5.0, 1.0, 7.0])
 
 
 def test_biases_of_the_fixtures_are_mostly_negative():

@@ -105,7 +105,7 @@ def plain() -> DeepSeekV3:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", ["plain", "placed and ready"])
+@pytest.mark.parametrize("kind", ["plain", "placed and precomputed"])
 def test_a_method_changes_neither_its_model_nor_its_arguments(kind, name, plain, tmp_path):
     model = plain if kind == "plain" else plain.place_experts(PLACEMENTS[2]).precompute_for_decode()
     arguments, call = METHODS[name]
@@ -127,7 +127,7 @@ def test_a_setter_changes_no_other_model(name):
     model = filled_model(CONFIG, BlockQuantization())
     derived = {
         "placed": model.place_experts(PLACEMENTS[1]),
-        "ready": model.precompute_for_decode(),
+        "precomputed": model.precompute_for_decode(),
         "merged": nnx.merge(*nnx.split(model)),
     }
     before = {key: Snapshot(each) for key, each in (derived | {"model": model}).items()}
@@ -138,29 +138,29 @@ def test_a_setter_changes_no_other_model(name):
     # The other setters change caches, or computations with many tokens, but not this one.
     if name != "lay_out":
         assert program(lambda: model(TOKENS)) == logits
-    now = Snapshot(model)
+    before_derived = Snapshot(model)
     for each in derived.values():
         SETTERS[name](each)
-        now.check()
+        before_derived.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT4])
-def test_a_placement_leaves_its_model_as_it_was(quantization):
+def test_placing_does_not_change_the_model(quantization):
     """It works any number of times from one model, also from a placed one."""
     base = filled_model(CONFIG, quantization)
     before = arrays(base)
     for placement in PLACEMENTS:
         placed = base.place_experts(placement)
         assert_placed(placed, base, placement)
-        of_placed = arrays(placed)
+        placed_arrays = arrays(placed)
         for other in PLACEMENTS:
             assert_placed(placed.place_experts(other), base, other)
-        assert all(a is b for a, b in zip(arrays(placed), of_placed, strict=True))
+        assert all(a is b for a, b in zip(arrays(placed), placed_arrays, strict=True))
     assert all(a is b for a, b in zip(arrays(base), before, strict=True))
 
 
-def test_a_placement_on_a_mesh_leaves_its_model_as_it_was():
+def test_placing_on_a_mesh_does_not_change_the_model():
     base = filled_model(CONFIG, layout=make_layout("dp_attention_ep"))
     before = arrays(base)
     for placement in PLACEMENTS[1:]:
@@ -172,6 +172,6 @@ def test_a_placement_on_a_mesh_leaves_its_model_as_it_was():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_a_placement_is_no_bare_array():
+def test_a_placement_must_be_a_placement():
     with pytest.raises(ValueError, match=r"^placement: expected a Placement, got ndarray; .* one$"):
         abstract_model(CONFIG).place_experts(np.zeros((2, 8), np.int32))  # pyright: ignore
