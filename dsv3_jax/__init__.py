@@ -1,6 +1,6 @@
 """DeepSeek-V3/R1 in JAX: load a published checkpoint, run it, generate from it.
 
-A name is imported when it is first used, so that ``import dsv3_jax`` does not wait for JAX.
+Names are imported on first use, so that ``import dsv3_jax`` does not wait for JAX.
 """
 
 from __future__ import annotations

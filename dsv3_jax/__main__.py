@@ -1,4 +1,4 @@
-"""The ``dsv3`` command, from its first import on; ``python -m dsv3_jax`` is the same."""
+"""Entry point of the ``dsv3`` command and of ``python -m dsv3_jax``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dsv3_jax.cli.interrupts import Interrupts
 
 
 def main() -> int:
-    """Runs the command in a process of its own; returns the exit status."""
-    interrupts = Interrupts()
+    """Runs the command as the only task of this process and returns the exit status."""
+    interrupts = Interrupts()  # before the slow imports, so that Ctrl-C is handled during them
     from dsv3_jax.cli.main import main as run
 
     return run(interrupts=interrupts)

@@ -1,4 +1,4 @@
-"""Several processes as one machine; see :mod:`sharding.distributed`."""
+"""Runs with several processes: the public names of :mod:`sharding.distributed`."""
 
 from sharding.distributed import host_values, initialize
 

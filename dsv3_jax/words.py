@@ -1,8 +1,8 @@
-"""Numbers in messages."""
+"""Formatting of numbers in messages."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """``"1 layer"``, ``"2 layers"``, ``"1,024 layers"``."""
+    """Returns a number with its noun, such as ``"1 layer"`` or ``"1,024 layers"``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""Rules map an array's axes to mesh axes, and refuse bad ones by name."""
+"""Rules shard arrays by their logical axes, and refuse invalid shardings by name."""
 
 import dataclasses
 import functools
@@ -67,7 +67,7 @@ def test_refusals(mesh, shape, axes, message):
     assert re.fullmatch(rf"some\.weight: expected (axis )?{message}", refusal(mesh, shape, axes))
 
 
-def test_a_mesh_axis_that_is_not_there(mesh):
+def test_an_unknown_mesh_axis(mesh):
     rules = Rules({"rows": "model"})
     assert refusal(mesh, (4,), ("rows",), rules=rules) == (
         "some.weight: the rule for 'rows': expected a mesh axis among data, expert, tensor; "
@@ -144,7 +144,7 @@ def test_every_parameter_has_its_axes(name, quantization):
 
 
 @pytest.mark.parametrize("quantization", [None, BlockQuantization(), INT8, INT4], ids=str)
-def test_scales_lie_as_their_weights(quantization):
+def test_scales_are_sharded_as_their_weights(quantization):
     mesh = make_mesh(expert=4, tensor=2)
     model = a_layer_of_each_kind("deepseek-v3", quantization)
     shardings = parameter_shardings(model, mesh, DEFAULT_RULES, quantization)
@@ -163,7 +163,7 @@ def test_scales_lie_as_their_weights(quantization):
 
 
 @pytest.mark.parametrize("quantization", [BlockQuantization(), INT8, INT4], ids=str)
-def test_eight_devices_cut_no_block_of_deepseek_v3(quantization):
+def test_eight_devices_split_no_block_of_deepseek_v3(quantization):
     model = a_layer_of_each_kind("deepseek-v3", quantization)
     parameter_shardings(model, make_mesh(tensor=8), DEFAULT_RULES, quantization)
 
@@ -178,7 +178,7 @@ def test_two_int4_of_a_byte_stay_together():
 
 
 @pytest.mark.parametrize("block", [None, BlockQuantization()])
-def test_the_first_that_cannot_lie_is_named(block):
+def test_the_first_parameter_that_does_not_fit_is_named(block):
     """V2-Lite's 10,944 columns are 1,368 per device, which is ten blocks and a partial one."""
     mesh = make_mesh(tensor=8)
     model = a_layer_of_each_kind("deepseek-v2-lite", block)
