@@ -228,9 +228,9 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
             exchanges.remove("kernel")
             checks = {}
         for name, wrong in checks.items():
-            found = wrong()
-            print(f"checked {name}: {found} wrong ({time.monotonic() - began:.0f} s)", flush=True)
-            if found:
+            errors = wrong()
+            print(f"checked {name}: {errors} wrong ({time.monotonic() - began:.0f} s)", flush=True)
+            if errors:
                 raise SystemExit("the kernel is wrong: nothing is timed")
     arguments.exchanges = exchanges
     chosen = [
@@ -269,14 +269,14 @@ def profile(case: Case, mesh: Mesh) -> dict[str, Any]:
     """Returns microseconds and launches of each kernel, per pair of exchanges and device."""
     lowered, given, _ = built(case, mesh)
     run = lowered.compile(compiler_options=trace.CAPTURED)
-    found = trace.by_name(trace.traced(lambda: run(*given), 1), case.pairs * mesh.size)
+    kernels = trace.by_name(trace.traced(lambda: run(*given), 1), case.pairs * mesh.size)
     print(f"{case.name}, {case.tokens} tokens, by kernel:")
-    for kernel in found[:8]:
+    for kernel in kernels[:8]:
         print(
             f"{kernel['us']:9.2f} us {kernel['launches']:6.2f} x {kernel['kernel'][:90]}",
             flush=True,
         )
-    return {"exchange": case.name, "tokens": case.tokens, "kernels": found[: trace.SHOWN]}
+    return {"exchange": case.name, "tokens": case.tokens, "kernels": kernels[: trace.SHOWN]}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

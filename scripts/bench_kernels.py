@@ -108,8 +108,8 @@ class Bench:
         earlier: dict[str, Any] = {}
         if arguments.resume is not None:
             earlier = json.loads(arguments.resume.read_text("utf-8"))
-        self._kept = [row for row in earlier.get("rows", ()) if report.complete(row)]
-        for row in self._kept:
+        self._completed = [row for row in earlier.get("rows", ()) if report.complete(row)]
+        for row in self._completed:
             row.setdefault("run", len(earlier.get("earlier", ())))
         self.result: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
@@ -143,8 +143,8 @@ class Bench:
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
         """Returns the cases that the resumed run has not completed."""
-        kept = {report.key_of(row) for row in self._kept}
-        return [case for case in chosen if key(case) not in kept]
+        completed = {report.key_of(row) for row in self._completed}
+        return [case for case in chosen if key(case) not in completed]
 
     def _workers(self) -> list[Worker]:
         return [self._ours] + ([self._peers] if self._peers else [])
@@ -303,7 +303,7 @@ class Bench:
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in ceilings.items()
         }
-        rows = [*self._kept, *(report.row(*entry, best) for entry in self._raw)]
+        rows = [*self._completed, *(report.row(*entry, best) for entry in self._raw)]
         order = {key(case): i for i, case in enumerate(cases())}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(

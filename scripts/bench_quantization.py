@@ -139,9 +139,9 @@ def main() -> None:
     # TF32, a GPU's default for float32, would add noise as large as the measured effect.
     with tempfile.TemporaryDirectory() as stores, jax.default_matmul_precision("highest"):
         models = {form: load_as(source, Path(stores), form, arguments.dtype) for form in FORMS}
-        found = compare(models, batches)
+        losses = compare(models, batches)
     rows = [
-        {"form": form, "weight_bytes": weight_bytes(config, form), **found[form]} for form in FORMS
+        {"form": form, "weight_bytes": weight_bytes(config, form), **losses[form]} for form in FORMS
     ]
     print(f"{'form':>6} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
     for row in rows:

@@ -34,7 +34,7 @@ PROMPT, NEW = 128, 256
 Drafting = tuple[str | None, int | Literal["auto"]]
 
 
-def prompts(tokens: np.ndarray, count: int) -> list[list[int]]:
+def held_out_prompts(tokens: np.ndarray, count: int) -> list[list[int]]:
     """Returns prompts from windows that are spread evenly over the held-out stream."""
     starts = np.linspace(0, len(tokens) - PROMPT, count, endpoint=False, dtype=int)
     return [tokens[start : start + PROMPT].tolist() for start in starts]
@@ -42,7 +42,7 @@ def prompts(tokens: np.ndarray, count: int) -> list[list[int]]:
 
 def measure(
     generator: dsv3_jax.Generator,
-    rows: list[list[int]],
+    prompts: list[list[int]],
     drafting: Drafting,
     temperature: float,
     repeats: int,
@@ -51,11 +51,11 @@ def measure(
 
     def generate() -> Generation:
         return generator.generate(
-            rows,
+            prompts,
             max_new_tokens=NEW,
             ignore_eos=True,
             temperature=temperature,
-            seed=range(len(rows)),
+            seed=range(len(prompts)),
             draft=draft,
             draft_depth=depth,
         )
@@ -83,7 +83,7 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 def compare(
-    generator: dsv3_jax.Generator, rows: list[list[int]], depths: list[int], repeats: int
+    generator: dsv3_jax.Generator, prompts: list[list[int]], depths: list[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Measures all drafters on the same prompts, in batches of the generator's size."""
     (batch,) = generator.batch_sizes
@@ -99,12 +99,12 @@ def compare(
 
     with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them concurrently
         compiled = list(pool.map(warm, draftings))
-    found = []
+    rows = []
     for temperature in (0.0, 1.0):
         plain: dict[str, Any] = {}
         plain_tokens: list[list[int]] = []
         for drafting, seconds in zip(draftings, compiled, strict=True):
-            row, tokens = measure(generator, rows, drafting, temperature, repeats)
+            row, tokens = measure(generator, prompts, drafting, temperature, repeats)
             if drafting[0] is None:
                 plain, plain_tokens = row, tokens
             row = {
@@ -120,8 +120,8 @@ def compare(
             if temperature == 0.0:
                 row["same_generations"] = agreement(tokens, plain_tokens)
             print(json.dumps(row), flush=True)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def main() -> None:
     rows = []
     for batch in arguments.batches:
         generator = dsv3_jax.Generator(model, None, 512, batch_sizes=(batch,))
-        windows = prompts(held_out, max(batch, 4))  # acceptance varies from text to text
+        windows = held_out_prompts(held_out, max(batch, 4))  # acceptance varies from text to text
         rows += compare(generator, windows, arguments.depths, arguments.repeats)
     device = jax.devices()[0]
     result = {

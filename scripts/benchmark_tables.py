@@ -140,7 +140,7 @@ def kernels_by_kind() -> str:
 
 
 def summary() -> str:
-    """README's table: speed beside a peer, each ratio from one run. All cases count."""
+    """README's table: speedup over each alternative, each ratio from one run. All cases count."""
     header = ("what was timed", "compared with", ">cases", ">lowest", ">median", ">highest", "run")
     return markdown(header, [_summary_row(*row) for row in _compared()])
 
@@ -320,8 +320,8 @@ def with_tables(text: str) -> str:
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in text:
             before, _, rest = text.partition(begin)
-            _, found, after = rest.partition(end)
-            if not found:
+            _, has_end, after = rest.partition(end)
+            if not has_end:
                 raise ValueError(f"expected {end} after {begin}, got none")
             text = f"{before}{begin}\n{table()}\n{end}{after}"
     return text

@@ -28,16 +28,16 @@ def steps(prompt: str, tokens: int, depth: int) -> tuple[list[list[str]], float]
     generator = dsv3_jax.Generator(model, tokenizer, max_len=256, stride=1)
     settings = _SETTINGS | {"draft": "mtp", "draft_depth": depth}
     pieces = generator.stream(prompt, max_new_tokens=tokens, **settings)
-    found = [[tokenizer.decode([token]) for token in piece.tokens] for piece in pieces]
-    found = [step for step in found if step]
-    return found, sum(map(len, found)) / len(found)
+    texts = [[tokenizer.decode([token]) for token in piece.tokens] for piece in pieces]
+    texts = [step for step in texts if step]
+    return texts, sum(map(len, texts)) / len(texts)
 
 
-def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str, bool]]:
+def _boxes(prompt: str, texts: list[list[str]]) -> Iterator[tuple[int, int, str, bool]]:
     """Yields (line, column, text, whether it was a draft) of pieces without line breaks."""
     line = column = 0
     spans = [(prompt, False)]
-    spans += [(text, i < len(step) - 1) for step in found for i, text in enumerate(step)]
+    spans += [(text, i < len(step) - 1) for step in texts for i, text in enumerate(step)]
     for text, drafted in spans:
         for i, part in enumerate(text.split("\n")):
             if i:
@@ -47,9 +47,9 @@ def _boxes(prompt: str, found: list[list[str]]) -> Iterator[tuple[int, int, str,
             column += len(part)
 
 
-def draw(prompt: str, found: list[list[str]], caption: str) -> str:
+def draw(prompt: str, texts: list[list[str]], caption: str) -> str:
     """Returns the picture as SVG."""
-    boxes = list(_boxes(prompt, found))
+    boxes = list(_boxes(prompt, texts))
     long = (column + len(text) for _, column, text, _ in boxes)
     columns = max(len(caption), *long)
     lines = boxes[-1][0] + 1
@@ -83,13 +83,13 @@ def draw(prompt: str, found: list[list[str]], caption: str) -> str:
 def main() -> None:
     (name,) = sys.argv[1:]
     prompt, depth = "def read_config(path):", 2
-    found, rate = steps(prompt, 96, depth)
-    tokens = sum(map(len, found))
+    texts, rate = steps(prompt, 96, depth)
+    tokens = sum(map(len, texts))
     caption = (
-        f"shaded: accepted drafts of the MTP layer. {tokens} tokens in {len(found)} steps,"
+        f"shaded: accepted drafts of the MTP layer. {tokens} tokens in {len(texts)} steps,"
         f" {rate:.2f} a step, temperature 0.6, depth {depth}"
     )
-    atomic_write(name, draw(prompt, found, caption))
+    atomic_write(name, draw(prompt, texts, caption))
 
 
 if __name__ == "__main__":

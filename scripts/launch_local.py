@@ -34,7 +34,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("-n", "--processes", type=int, required=True, metavar="N")
     add("--devices-per-process", type=int, default=1, metavar="N")
     add("--grace", type=float, default=5.0, metavar="SECONDS", help="after a failure (default 5)")
-    add("command", nargs="+", metavar="-- COMMAND", help="what every process runs")
+    add("command", nargs="+", metavar="-- COMMAND", help="command that every process runs")
     arguments = parser.parse_args(words)
     for name in ("processes", "devices_per_process"):
         if (given := getattr(arguments, name)) < 1:
@@ -50,8 +50,8 @@ def environment(number: int, processes: int, devices: int, port: int) -> dict[st
     """
     own = range(number * devices, (number + 1) * devices)
     flags = os.environ.get("XLA_FLAGS", "")
-    found = {name: value for name, value in os.environ.items() if name != "OMPI_VERSION"}
-    return found | {
+    inherited = {name: value for name, value in os.environ.items() if name != "OMPI_VERSION"}
+    return inherited | {
         "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://127.0.0.1:{port}",
         "OMPI_COMM_WORLD_SIZE": str(processes),
         "OMPI_COMM_WORLD_RANK": str(number),

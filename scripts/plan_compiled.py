@@ -116,11 +116,11 @@ def compiled(case: Case) -> dict[str, Any]:
     """Compiles a case. Returns the compiler's bytes, or its reason to refuse."""
     row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case), "versions": _versions()}
     try:
-        found = compile_program(case.deployment, case.phase)
+        program = compile_program(case.deployment, case.phase)
     except ValueError as refusal:
         return row | {"compiler_bytes": None, "refusal": str(refusal)}
-    of_compiler = {"compiler_bytes": found.peak, "argument_bytes": found.arguments}
-    return row | of_compiler | {"kernels": found.kernels, "seconds": round(found.seconds)}
+    of_compiler = {"compiler_bytes": program.peak, "argument_bytes": program.arguments}
+    return row | of_compiler | {"kernels": program.kernels, "seconds": round(program.seconds)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +136,9 @@ class Compared:
     @classmethod
     def of(cls, row: dict[str, Any]) -> Compared:
         case = Case(**{each.name: row[each.name] for each in dataclasses.fields(Case)})
-        plan = case.deployment
-        shard = model_shapes(plan).shard(plan.layout)
-        use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, plan)
+        deployment = case.deployment
+        shard = model_shapes(deployment).shard(deployment.layout)
+        use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, deployment)
         kernels = sum(row["kernels"].values()) if row["compiler_bytes"] else 0
         return cls(case, use.peak, row["compiler_bytes"], kernels)
 
@@ -156,13 +156,13 @@ class Compared:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("jax", "libtpu", "jax-cuda13-plugin"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -209,14 +209,14 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             row = rows[case.name] = pool.apply(compiled, (case,))
         print(json.dumps({key: row.get(key) for key in ("name", "compiler_bytes", "seconds")}))
-        found = [rows[each.name] for each in CASES if each.name in rows]
+        compiled_rows = [rows[each.name] for each in CASES if each.name in rows]
         result = {"date": f"{datetime.date.today()}", "machine": f"{os.cpu_count()} CPU cores"}
-        atomic_write(parsed.results, json.dumps(result | {"rows": found}, indent=1) + "\n")
+        atomic_write(parsed.results, json.dumps(result | {"rows": compiled_rows}, indent=1) + "\n")
     if parsed.page:
         before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
-        found = table([Compared.of(row) for row in read(parsed.results)])
-        atomic_write(parsed.page, f"{before}{BEGIN}\n{found}\n{END}{after}")
+        compared = table([Compared.of(row) for row in read(parsed.results)])
+        atomic_write(parsed.page, f"{before}{BEGIN}\n{compared}\n{END}{after}")
 
 
 if __name__ == "__main__":

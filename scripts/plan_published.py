@@ -34,7 +34,7 @@ class Published:
     phase: Literal["decode", "prefill"]
     target: str
     layout: str
-    rows: int
+    batch: int
     """Batch size over all devices. For prefill, the number of prompts processed together."""
     context: int
     tokens_per_s: float
@@ -55,11 +55,11 @@ class Published:
         and the results return in bfloat16. Matmuls are float8 if the weights are.
         """
         float8 = self.quantization == "fp8"
-        plan = Deployment(
+        deployment = Deployment(
             config=presets.DEEPSEEK_V3,
             target=Target.parse(self.target),
             layout_name=self.layout,
-            batch=self.rows,
+            batch=self.batch,
             context=self.context,
             quantization=self.quantization,
             activations="float8" if float8 else None,
@@ -69,7 +69,7 @@ class Published:
             prefill_chunk=self.context,
         )
         of_phase = roofline.decode if self.phase == "decode" else roofline.prefill
-        return of_phase(shapes.shard(plan.layout), plan, result_dtype=jnp.bfloat16)
+        return of_phase(shapes.shard(deployment.layout), deployment, result_dtype=jnp.bfloat16)
 
 
 _OVERVIEW = "DeepSeek, V3/R1 inference system overview, 2025-03-01"
@@ -83,7 +83,7 @@ PUBLISHED = (
         "DeepSeek, decode", "decode", "gpu:h800x144", "deepseek_decode_ep144", 144 * 88, 4989, 1850,
         _OVERVIEW, redundant_experts=32,
     ),
-    # 73.7k tokens/s per node, of which 56.3 % were cache hits: 32.2k were computed.
+    # 73.7k tokens/s per node, 56.3 % of them cache hits: 32.2k were computed.
     Published(
         "DeepSeek, prefill", "prefill", "gpu:h800x32", "deepseek_prefill_ep32", 32 * 4, 4096, 4030,
         _OVERVIEW, redundant_experts=32,
@@ -106,15 +106,15 @@ PUBLISHED = (
         "TensorRT-LLM, 8 H200", "decode", "gpu:h200x8", "dp_attention_ep", 1024, 2048, 1436, _TRT
     ),
     Published(
-        "jax-llm-examples, 1 row", "decode", "tpu:v5e:8x8", "tensor_parallel", 1, 512, 75.9 / 64,
+        "jax-llm-examples, batch 1", "decode", "tpu:v5e:8x8", "tensor_parallel", 1, 512, 75.9 / 64,
         _EXAMPLES, "int8",
     ),
     Published(
-        "jax-llm-examples, 8 rows", "decode", "tpu:v5e:8x8", "tensor_parallel", 8, 512,
+        "jax-llm-examples, batch 8", "decode", "tpu:v5e:8x8", "tensor_parallel", 8, 512,
         8 * 48.0 / 64, _EXAMPLES, "int8",
     ),
     Published(
-        "jax-llm-examples, 128 rows", "decode", "tpu:v5e:8x8", "tensor_parallel", 128, 512,
+        "jax-llm-examples, batch 128", "decode", "tpu:v5e:8x8", "tensor_parallel", 128, 512,
         128 * 17.4 / 64, _EXAMPLES, "int8",
     ),
 )  # fmt: skip
@@ -129,16 +129,16 @@ def bounds() -> list[Roofline]:
     return [each.bound(shapes[each.kind]) for each in PUBLISHED]
 
 
-def table(found: list[Roofline]) -> str:
+def table(rooflines: list[Roofline]) -> str:
     """Formats a Markdown table of tokens per second and device."""
     lines = [
-        "| deployment | devices | rows, tokens | published | bound | bound by | reached |",
+        "| deployment | devices | batch x tokens | published | bound | bound by | reached |",
         "|---|---|---:|---:|---:|---|---:|",
     ]
-    for each, bound in zip(PUBLISHED, found, strict=True):
+    for each, bound in zip(PUBLISHED, rooflines, strict=True):
         most = bound.tokens_per_s_per_device
-        rows = f"{each.rows:,} x {each.context:,}"
-        cells: list[Any] = [each.who, each.target, rows, f"{each.tokens_per_s:,.4g}"]
+        workload = f"{each.batch:,} x {each.context:,}"
+        cells: list[Any] = [each.who, each.target, workload, f"{each.tokens_per_s:,.4g}"]
         cells += [f"{most:,.0f}", bound.binding, f"{each.tokens_per_s / most:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

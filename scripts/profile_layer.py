@@ -165,9 +165,9 @@ class Profile:
             return out
 
         wall = wall_us(lambda: run(fast))
-        found = kernels(traced(lambda: run(serial), runs))
+        times = kernels(traced(lambda: run(serial), runs))
         return {"step": self._step.name, "wall_us": round(wall, 1)} | summed(
-            found, operations(serial.as_text() or ""), runs
+            times, operations(serial.as_text() or ""), runs
         )
 
 

@@ -31,7 +31,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 
 TRACED = 4  # traced steps
-KEPT = 40  # kernels recorded in the result
+MAX_KERNELS = 40  # kernels recorded in the result
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -56,15 +56,15 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
         captured, serial = decode.compile(trace.CAPTURED), decode.compile(trace.SERIAL)
     fast = trace.traced(lambda: decode.dispatch(steps.LONG, cached, captured), 1)
     slow = trace.kernels(trace.traced(lambda: decode.dispatch(TRACED, cached, serial), 1))
-    found = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
-    found["kernels"] = found["kernels"][:KEPT]
+    summary = trace.summed(slow, operations(serial.executable.as_text() or ""), TRACED)
+    summary["kernels"] = summary["kernels"][:MAX_KERNELS]
     return {
         "step": f"decode {rows} x 1, {cached} cached",
         "wall_us": round(1e3 * wall, 1),
         "busy": round(trace.busy_fraction(fast), 4),
         "host_waits_us": round(trace.host_waits_us(fast, steps.LONG), 2),
-        "captured": trace.by_name(fast, steps.LONG)[:KEPT],
-    } | found
+        "captured": trace.by_name(fast, steps.LONG)[:MAX_KERNELS],
+    } | summary
 
 
 def main() -> None:
@@ -83,10 +83,10 @@ def main() -> None:
         if arguments.activations:
             model.use_float8_activations()
         for rows in arguments.batches:
-            found = {"weights": weights} | profile(model, rows, arguments.cached)
-            busy = f"busy {found['busy']:.1%} of the time, {found['host_waits_us']:.1f} us per step"
-            print(f"{trace.table(found)}\n  {busy} waiting for the host", flush=True)
-            result["profiles"].append(found)
+            row = {"weights": weights} | profile(model, rows, arguments.cached)
+            busy = f"busy {row['busy']:.1%} of the time, {row['host_waits_us']:.1f} us per step"
+            print(f"{trace.table(row)}\n  {busy} waiting for the host", flush=True)
+            result["profiles"].append(row)
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")

@@ -31,7 +31,7 @@ def tokens_per_s_per_device(row: dict[str, Any]) -> float:
 
 def _bound(row: dict[str, Any], config: Any) -> float:
     """Returns the lower bound of a step's time, in seconds."""
-    plan = Deployment(
+    deployment = Deployment(
         config,
         Target.parse(f"gpu:h200x{row['devices']}"),
         row["layout"],
@@ -41,11 +41,11 @@ def _bound(row: dict[str, Any], config: Any) -> float:
         row["activations"],
         prefill_chunk=row.get("chunk", 1),
     )
-    shard = _shapes(config, row["dtype"]).shard(plan.layout)
+    shard = _shapes(config, row["dtype"]).shard(deployment.layout)
     if row["phase"] == "decode":
-        decode_roofline = roofline.decode(shard, plan)
+        decode_roofline = roofline.decode(shard, deployment)
         return decode_roofline.weights + decode_roofline.cache
-    return roofline.prefill(shard, plan).arithmetic
+    return roofline.prefill(shard, deployment).arithmetic
 
 
 @functools.cache

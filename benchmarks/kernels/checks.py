@@ -59,9 +59,9 @@ def errors(got: Checked, want: Checked) -> tuple[jax.Array, jax.Array]:
     return out, lse_error(got[1], want[1])
 
 
-def verdict(found: tuple[jax.Array, jax.Array]) -> str | None:
+def verdict(measured: tuple[jax.Array, jax.Array]) -> str | None:
     """Returns None if :func:`errors` are within the tolerances, else a message."""
-    error, lse = (float(x) for x in found)
+    error, lse = (float(x) for x in measured)
     if error <= TOLERANCE and lse <= LSE_TOLERANCE:
         return None
     return f"wrong: relative error {error:.3g}, LSE off by {lse:.3g}"

@@ -22,13 +22,13 @@ def asked(stablehlo: str, target: str = KERNELS) -> int:
     direct_calls, calls, name = Counter[str](), dict[str, Counter[str]](), ""
     custom = re.compile(rf"stablehlo\.custom_call @{target}\(")
     for line in stablehlo.splitlines():
-        if found := re.search(r"func\.func \w+ @([\w.]+)\(", line):
-            name = found[1]
+        if match := re.search(r"func\.func \w+ @([\w.]+)\(", line):
+            name = match[1]
             calls[name] = Counter()
             continue
         direct_calls[name] += bool(custom.search(line))
-        if found := re.search(r"(?:func\.)?call @([\w.]+)\(", line):
-            calls[name][found[1]] += 1
+        if match := re.search(r"(?:func\.)?call @([\w.]+)\(", line):
+            calls[name][match[1]] += 1
 
     def total(name: str) -> int:
         return direct_calls[name] + sum(
@@ -59,8 +59,8 @@ def outside(hlo: str, kernel: str) -> list[str] | None:
     named = [i for i, line in enumerate(every) if _of_kernel(line, kernel)]
     if len(named) != 2:
         return None
-    found = every[: named[0]] + every[named[1] + 1 :]
-    return [line.strip() for line in found if not re.search(r" = s32\[1\]\S* copy\(", line)]
+    rest = every[: named[0]] + every[named[1] + 1 :]
+    return [line.strip() for line in rest if not re.search(r" = s32\[1\]\S* copy\(", line)]
 
 
 def _of_kernel(line: str, kernel: str) -> bool:
@@ -86,8 +86,8 @@ def _launches(hlo: str) -> Iterator[str]:
             opcode = _opcode(line)
             if opcode not in _FREE:
                 yield line
-            if opcode in ("call", "while", "conditional") and (found := _CALLED.search(line)):
-                for callee in found[1].split(","):
+            if opcode in ("call", "while", "conditional") and (match := _CALLED.search(line)):
+                for callee in match[1].split(","):
                     yield from launches_of(callee.strip(" %"))
 
     return launches_of(entry)

@@ -93,7 +93,7 @@ class Timed:
     def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
         """Times a call in windows of many programs, after a warm-up of ``warm_s`` seconds.
 
-        The programs are in flight one behind the other, so that the GPU pauses only for launches.
+        The programs are enqueued one after the other, so that the GPU pauses only for launches.
 
         Returns:
           "us": microseconds per call in each window, by the GPU's clock or else by the host's.

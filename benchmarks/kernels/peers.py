@@ -579,12 +579,12 @@ class Timed:
             event.record()
         torch.cuda.synchronize()
         stamps = self._stamps.read()
-        found = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
+        windows = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
         between = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         return {
-            "us": [clock.mean_us(each) / self._count for each in found],
+            "us": [clock.mean_us(each) / self._count for each in windows],
             "event_us": [1e3 * ms / replays / self._count for ms in between],
-            "busy": min(map(clock.busy, found)),
+            "busy": min(map(clock.busy, windows)),
         }
 
     def _replay(self, replays: int) -> float:
@@ -627,16 +627,16 @@ class Session:
         available = list(peers_of(case, self._directory))
         case = case.product if isinstance(case, Swiglu) else case
         arrays: list[Inputs] = []
-        found: Reply = {}
+        replies: Reply = {}
         for name, build in available:
             try:
                 peer = build()
                 arrays = arrays or [make(case, seed) for seed in range(sets)]
-                found[name] = self._capture(case, name, peer, arrays, laps)
+                replies[name] = self._capture(case, name, peer, arrays, laps)
             except Exception as error:
-                found[name] = {"error": reason(error)}
+                replies[name] = {"error": reason(error)}
             torch.cuda.synchronize()
-        return found
+        return replies
 
     def _capture(self, case: Case, name: str, peer: Peer, arrays: list[Inputs], laps: int) -> Reply:
         prepared = [peer.prepare(x) for x in arrays]
@@ -673,13 +673,14 @@ class Session:
 
     def ceilings(self) -> Reply:
         """Measures matmul throughput, copy bandwidth and read bandwidth."""
-        found: Reply = {}
+        ceilings: Reply = {}
 
         def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:
             try:
-                found[name] = scale / (statistics.median(Timed(build(), 1).windows()["us"]) * 1e-6)
+                us = statistics.median(Timed(build(), 1).windows()["us"])
+                ceilings[name] = scale / (us * 1e-6)
             except Exception as error:
-                found[name.rsplit("_", 1)[0]] = reason(error)
+                ceilings[name.rsplit("_", 1)[0]] = reason(error)
             torch.cuda.empty_cache()
 
         n = 8192
@@ -698,7 +699,7 @@ class Session:
         note("torch_copy_gbs", 2 * x.nbytes / 1e9, lambda: [lambda: y.copy_(x)])
         wide = x.view(torch.float32).nan_to_num_()
         note("torch_read_sum_gbs", x.nbytes / 1e9, lambda: [wide.sum])
-        return found
+        return ceilings
 
 
 def main() -> None:

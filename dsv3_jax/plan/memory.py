@@ -178,8 +178,8 @@ def _layer_bytes(
         # Queries in both forms, sums of latents and of values.
         attention = M * H * (2 * 2 * width + 4 * C + 2 * C + 4 * C + 4 * V)
     else:
-        # Queries in parts and whole, keys, values and results; float32 sums over the cached tokens,
-        # of which some are expanded at a time.
+        # bfloat16: queries in parts and whole, keys, values, results. float32: two running sums of
+        # values. The keys and values of cached tokens are expanded in blocks.
         attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
         attention += _EXPANDED_TOKENS * H * 2 * (width + V)
     if not deployment.target.chip.has_kernels:

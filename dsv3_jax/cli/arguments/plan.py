@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--layout",
         choices=_LAYOUTS,
-        help="how the model is sharded: see docs/sharding.md (default: the fastest that fits)",
+        help="sharding of the model: see docs/sharding.md (default: the fastest that fits)",
     )
     add(
         "--batch",
