@@ -45,7 +45,7 @@ from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_thread
 from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
 from dsv3_jax.files import remove_partial_files, sync_tree
 
-RESUME_HINT = "what is converted so far is kept, the same command with --resume continues it"
+RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
 
 
 def convert(
@@ -113,16 +113,15 @@ def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> Non
     present = {path.name for path in store.iterdir()} if store.is_dir() else set()
     markers = {manifest.NAME, journal.NAME} & present
     if present and not markers:
-        raise ValueError(f"{store}: expected a new directory, got one that holds other files")
+        raise ValueError(f"{store}: expected a new directory, got one with other files")
     if markers and not resume:
-        state = "a whole store" if manifest.NAME in present else "an unfinished conversion"
-        raise ValueError(f"{store}: holds {state}; expected a new directory, or --resume")
+        state = "a complete store" if manifest.NAME in present else "an unfinished conversion"
+        raise ValueError(f"{store}: contains {state}; expected a new directory, or --resume")
     for folder, folders, files in os.walk(store):
         for name in (*folders, *files):
             if os.path.islink(os.path.join(folder, name)):  # writing would follow it
                 raise ValueError(
-                    f"{os.path.join(folder, name)}: a symbolic link; expected a store that holds "
-                    "none"
+                    f"{os.path.join(folder, name)}: a symbolic link; expected a store without links"
                 )
     written = sum(p.stat().st_size for p in (store / WEIGHTS).rglob("*") if p.is_file())
     needed, free = planned.store_bytes - written, free_bytes(store)
@@ -156,14 +155,17 @@ def _check_same_conversion(store: Path, now: dict[str, Any], recorded: Mapping[s
     """Refuses a target or source that differs from the recorded one."""
     if now["to"] != recorded.get("to"):
         raise ValueError(
-            f"{store}: began as --to {recorded.get('to')}, cannot go on --to {now['to']}"
+            f"{store}: was begun with --to {recorded.get('to')}, cannot continue with"
+            f" --to {now['to']}"
         )
     files = {name: list(file) for name, file in recorded.get("files", {}).items()}
     changed = sorted(n for n in {*now["files"], *files} if now["files"].get(n) != files.get(n))
     if now["config"] != recorded.get("config"):
         changed.insert(0, "config.json")
     if changed:
-        raise ValueError(f"{changed[0]}: the source is not that of {store}: this file has changed")
+        raise ValueError(
+            f"{changed[0]}: this file differs from the one that {store} was begun from"
+        )
 
 
 def _shards(planned: ConversionPlan) -> list[SafetensorsFile]:

@@ -113,7 +113,7 @@ def read(directory: Path) -> Manifest:
     if not path.is_file():
         if (directory / journal.NAME).is_file():
             raise ValueError(
-                f"{directory}: an unfinished conversion; go on with dsv3 convert --resume"
+                f"{directory}: an unfinished conversion; continue it with dsv3 convert --resume"
             )
         raise ValueError(f"{directory}: expected a store, got {describe(directory)}")
     try:

@@ -53,7 +53,7 @@ def convert_unit(
     read_back = stored_hashes(unit, files)
     for name, written in line["stored"].items():
         if read_back[name] != written:
-            raise OSError(0, "what was read back is not what was written", name)
+            raise OSError(0, "the data read back differs from the data written", name)
     return line
 
 

@@ -316,7 +316,7 @@ def test_an_unfinished_store_is_refused(checkpoint, tmp_path):
     directory, _ = checkpoint(dtype="fp8")
     convert(directory, tmp_path / "store")
     (tmp_path / "store" / "manifest.json").rename(tmp_path / "store" / "journal.jsonl")
-    with pytest.raises(ValueError, match=r"unfinished conversion; go on with .*--resume$"):
+    with pytest.raises(ValueError, match=r"unfinished conversion; continue it with .*--resume$"):
         dsv3_jax.load(tmp_path / "store")
 
 
@@ -356,7 +356,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     )
     assert 0 <= stored - result["store_bytes"] < 200 * result["files"]
     assert run("convert", directory, tmp_path / "store", "--to", "int8") == 2
-    assert "holds a whole store" in capsys.readouterr().err
+    assert "contains a complete store" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(checkpoint, tmp_path, capsys):

@@ -202,7 +202,9 @@ def test_a_destination_that_is_a_link(root, store, sound, there):
     link.symlink_to(root / ("a" if there else "nothing"))
     with pytest.raises(ValueError, match=r"does not exist yet, got the symbolic link .*link$"):
         export(store, link)
-    expected = "holds other files" if there else "expected a directory, got a symbolic link to noth"
+    expected = (
+        "got one with other files" if there else "expected a directory, got a symbolic link to noth"
+    )
     with pytest.raises(ValueError, match=expected) as caught:
         convert(sound / "source", link)
     assert "--resume" not in str(caught.value)

@@ -794,7 +794,9 @@ def test_what_is_written_is_read_back(source, store, monkeypatch):
 
     monkeypatch.setattr(ArrayFiles, "write", forgets)
     line = refusal(source, store, "fp8")
-    assert re.search(r"model\.norm\.weight.*what was read back is not what was written", line), line
+    assert re.search(
+        r"model\.norm\.weight.*the data read back differs from the data written", line
+    ), line
 
 
 def test_what_a_killed_writer_leaves(source, wholes, interrupted):

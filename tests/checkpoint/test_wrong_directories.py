@@ -55,14 +55,14 @@ HF = r"a Hugging Face directory \(dsv3 convert makes a store of it\)"
         ("convert", "hf.partial", f"expected a checkpoint, got {PARTIAL}"),
         ("convert", "run", f"expected a checkpoint, got {RUN}"),
         ("convert", "empty", "expected a config.json, found none"),
-        ("verify", "begun", "an unfinished conversion; go on with dsv3 convert --resume"),
+        ("verify", "begun", "an unfinished conversion; continue it with dsv3 convert --resume"),
         ("verify", "hf.partial", f"expected a checkpoint, got {PARTIAL}"),
         ("verify", "run", f"expected a checkpoint, got {RUN}"),
         ("verify", "other", "expected a config.json, found none"),
         ("verify", "file", "expected 'demo', a directory, or a Hub name; got the file"),
         ("export", "hf", f"expected a store or a training run, found no run.json: {HF}"),
         ("export", "hf.partial", f"found no run.json: {PARTIAL}"),
-        ("export", "begun", "an unfinished conversion; go on with dsv3 convert --resume"),
+        ("export", "begun", "an unfinished conversion; continue it with dsv3 convert --resume"),
         ("export", "empty", "found no run.json: an empty directory"),
         ("export", "other", "run.json: a directory without manifest.json and config.json"),
         ("export", "file", "found no run.json: a file"),
@@ -118,7 +118,7 @@ def test_an_interrupted_convert_names_resume(kinds, tmp_path, capsys, monkeypatc
         patch.setattr(converting, "convert_unit", interrupted)
         assert run("convert", source, store, "--workers", 1) == status
     line = capsys.readouterr().err.splitlines()[-1]
-    kept = "what is converted so far is kept, the same command with --resume continues it"
+    kept = "finished units are kept; the same command with --resume continues with them"
     assert line == f"dsv3 convert: interrupted: {store}: {kept}"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert run("convert", source, store, "--resume") == 0
