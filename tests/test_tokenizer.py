@@ -407,8 +407,8 @@ class TestControlTokens:
         """The ids equal those of the rendered text, which transformers encodes."""
         tokenizer = published()
         text = tokenizer.render_chat(say(*contents))
-        wanted = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-        assert tokenizer.chat(say(*contents)) == wanted
+        expected = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+        assert tokenizer.chat(say(*contents)) == expected
 
     def test_a_template_that_hides_its_own(self, published):
         """If the origin of a control token is ambiguous, the message is rejected."""

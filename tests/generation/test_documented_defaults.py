@@ -24,16 +24,16 @@ def documented() -> dict[str, Any]:
     """Returns the defaults in the table of settings, by name."""
     text = (DOCS / "generation.md").read_text("utf-8")
     table = text[text.index("| setting | default |") :].split("\n\n")[0].splitlines()[2:]
-    found = {}
-    for row in table:
-        names, defaults = row.split("|")[1:3]
+    by_name = {}
+    for line in table:
+        names, defaults = line.split("|")[1:3]
         names = re.findall(r"`(\w+)`", names)
         values = [v.strip() for v in defaults.split(",")]
-        found |= {
+        by_name |= {
             name: WORDS[value] if value in WORDS else int(value)
             for name, value in zip(names, values, strict=True)
         }
-    return found
+    return by_name
 
 
 def test_settings():
@@ -57,9 +57,9 @@ def test_settings():
 )
 def test_numbers_in_the_text(page, words, value):
     text = " ".join((DOCS / page).read_text("utf-8").split())
-    found = re.search(words, text)
-    assert found, f"{words} is not in {page}"
-    assert found[1] == str(value)
+    match = re.search(words, text)
+    assert match, f"{words} is not in {page}"
+    assert match[1] == str(value)
 
 
 def test_other_words():
