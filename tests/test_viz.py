@@ -1,4 +1,4 @@
-"""Plots show the values of their arrays, and name matplotlib if it is missing."""
+"""Tests that plots show the values of their arrays, and of the refusal without matplotlib."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_load_maps_share_a_scale_that_ends_at_the_largest_load():
     assert [axes.get_title() for axes in (left, right)] == ["even", "uneven"]
 
 
-def test_a_load_map_of_nothing():
+def test_a_load_map_of_zeros():
     assert load_maps({"no token": np.zeros((2, 4), int)}).axes[0].images[0].norm.vmax == 2
 
 
@@ -41,11 +41,11 @@ def test_each_tokens_bars_sum_to_one():
     first, last = figure.axes
     bars = np.reshape(heights(first), (3, 5))
     np.testing.assert_allclose(bars.sum(0), 1)
-    assert (np.diff(bars, axis=0) <= 0).all()  # the heaviest below
+    assert (np.diff(bars, axis=0) <= 0).all()  # the largest weight at the bottom
     assert [label.get_text() for label in last.get_xticklabels()] == ["a", "\\n␣", "$", "d", "e"]
 
 
-def test_gpu_loads_are_those_of_the_placement():
+def test_gpu_loads_follow_the_placement():
     load = np.array([6.0, 2.0, 2.0, 2.0])
     placements = {"in order": np.arange(4), "twice": np.array([0, 1, 2, 0, 3, 1])}
     first, second = gpu_loads(load, placements, 2).axes
@@ -54,22 +54,22 @@ def test_gpu_loads_are_those_of_the_placement():
     np.testing.assert_allclose(np.reshape(heights(second), (3, 2)).sum(0), [1, 1])
 
 
-def test_bias_updates_draw_a_line_a_layer_and_a_line_an_expert():
+def test_bias_updates_have_a_line_per_layer_and_per_expert():
     biases = RNG.random((9, 3, 8))
-    loads, of_layer = bias_updates(RNG.random((9, 3)) + 1, biases, layer=2).axes
-    np.testing.assert_array_equal(of_layer.lines[5].get_ydata(), biases[:, 2, 5])
-    assert len(of_layer.lines) == 8 + 1
+    loads, one_layer = bias_updates(RNG.random((9, 3)) + 1, biases, layer=2).axes
+    np.testing.assert_array_equal(one_layer.lines[5].get_ydata(), biases[:, 2, 5])
+    assert len(one_layer.lines) == 8 + 1
     assert len(loads.lines) == 3 + 1
 
 
-def test_entropy_of_even_attention_is_all_there_is():
-    even = np.broadcast_to(np.log(np.arange(6) + 1), (2, 3, 4, 6))
-    heads, places, _ = attention_entropy(even).axes
+def test_uniform_attention_has_the_maximum_entropy():
+    uniform = np.broadcast_to(np.log(np.arange(6) + 1), (2, 3, 4, 6))
+    heads, positions, _ = attention_entropy(uniform).axes
     np.testing.assert_allclose(heads.images[0].get_array(), np.ones((2, 4)))
-    np.testing.assert_allclose(places.lines[1].get_ydata(), places.lines[0].get_ydata())
+    np.testing.assert_allclose(positions.lines[1].get_ydata(), positions.lines[0].get_ydata())
 
 
-def test_classes_are_sorted_and_their_intervals_wilsons():
+def test_classes_are_sorted_and_have_wilson_intervals():
     axes = acceptance_by_class(["a", "b"], np.array([81, 5]), np.array([100, 10])).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "b\n10 drafts",
@@ -80,17 +80,17 @@ def test_classes_are_sorted_and_their_intervals_wilsons():
     np.testing.assert_allclose(above, [0.7222, 0.8749], atol=1e-4)
 
 
-def test_accepted_and_refused_are_told_apart_without_colour():
+def test_accepted_and_rejected_differ_without_colour():
     """They differ by lightness, and rejected drafts by hatching."""
     from matplotlib.colors import to_rgb
 
     axes = acceptance_by_class(["a", "b"], np.array([81, 5]), np.array([100, 10])).axes[0]
-    accepted, refused = axes.patches[0], axes.patches[2]
-    colors = np.array([to_rgb(bar.get_facecolor()) for bar in (accepted, refused)])
+    accepted, rejected = axes.patches[0], axes.patches[2]
+    colors = np.array([to_rgb(bar.get_facecolor()) for bar in (accepted, rejected)])
     dark, light = colors @ (0.299, 0.587, 0.114)
     assert light - dark > 0.2
     assert not accepted.get_hatch()
-    assert refused.get_hatch()
+    assert rejected.get_hatch()
     red, green, blue = to_rgb(accepted.get_facecolor())
     assert blue > green > red
     (legend,) = axes.figure.legends
@@ -112,14 +112,14 @@ def test_other_formats(name, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_drafted_text_shades_accepted_drafts_alone():
+def test_drafted_text_shades_only_accepted_drafts():
     figure = drafted_text([["(x", "):"], ["\n    ", "return", " $x"], ["\n"]], "def f")
     boxes = [(p.get_x(), p.get_y(), p.get_width()) for p in figure.axes[0].patches]
     np.testing.assert_allclose(boxes, [(5.06, 0.06, 1.88), (0.06, 1.06, 3.88), (4.06, 1.06, 5.88)])
 
 
 PICTURES = {
-    "by place": lambda: acceptance_by_position({"greedy": (0.9, 0.5), "drawn": (0.7,)}),
+    "by position": lambda: acceptance_by_position({"greedy": (0.9, 0.5), "sampled": (0.7,)}),
     "by depth": lambda: gain_by_depth((0, 1, 3), (1.0, 1.8, 2.5), (10.0, 15.0, 12.0)),
     "text": lambda: drafted_text([["a"], ["\n", "$b$"]], "def $f$"),
     "frequencies": lambda: frequencies(["$x_$", " a"], [0.5, 0.2], {"one": [0.4, 0.3]}),
@@ -128,13 +128,13 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_it_can_be_saved(name, tmp_path):
-    """matplotlib gives no warning about glyphs or layout; the suite turns warnings into errors."""
+def test_plots_can_be_saved(name, tmp_path):
+    """matplotlib warns about neither glyphs nor layout: the suite turns warnings into errors."""
     save(PICTURES[name](), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_notebook_shows_it():
+def test_notebooks_display_figures():
     assert new_figure(2, 1)._repr_png_().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,4 @@
-"""Plots of attention show the given numbers under their names."""
+"""Tests that plots of attention show the given numbers with their names."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from dsv3_jax.viz import attention
 
 def texts(figure) -> set[str]:
     figure.draw_without_rendering()
-    found = figure.findobj(lambda artist: hasattr(artist, "get_text"))
-    return {artist.get_text() for artist in found}
+    artists = figure.findobj(lambda artist: hasattr(artist, "get_text"))
+    return {artist.get_text() for artist in artists}
 
 
 def test_attention_forms():
@@ -37,7 +37,7 @@ def test_cache_bytes():
 def test_decode_costs():
     figure = attention.decode_costs({"CD": {"GB": 3.25, "GFLOP": 0}, "CC": {"GB": 1, "GFLOP": 4}})
     assert {"CD", "CC", "GB", "GFLOP", "3.25", "0", "4"} <= texts(figure)
-    assert all(axes.yaxis_inverted() for axes in figure.axes)  # the first on top
+    assert all(axes.yaxis_inverted() for axes in figure.axes)  # the first bar is on top
 
 
 def test_step_times():
