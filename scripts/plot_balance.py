@@ -30,9 +30,9 @@ def main() -> None:
         ("bias balancing", arguments.with_bias),
         ("without balancing", arguments.without_bias),
     ):
-        rows = [row for row in read_metrics(path) if "expert_load" in row]
-        loads = np.array([row["expert_load"] for row in rows], float)
-        runs[label] = np.array([row["step"] for row in rows], float), loads
+        entries = [entry for entry in read_metrics(path) if "expert_load" in entry]
+        loads = np.array([entry["expert_load"] for entry in entries], float)
+        runs[label] = np.array([entry["step"] for entry in entries], float), loads
         print(f"{label}: last step, largest over mean load by layer {np.round(loads[-1], 2)}")
     save(balance(runs), arguments.out)
 

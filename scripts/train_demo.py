@@ -167,7 +167,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     )
     model = DeepSeekV3(CONFIG, rngs=nnx.Rngs(seed))
     run = out.with_name(out.name + ".run")
-    trained = training_run.train(model, corpus, run, config, settings, report=print_row)
+    trained = training_run.train(model, corpus, run, config, settings, report=print_entry)
     write_checkpoint(trained.model, out, quantization=BlockQuantization())
     for name in ("tokenizer.json", "tokenizer_config.json", "corpus.json"):
         shutil.copy(data / name, out / name)
@@ -191,8 +191,8 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     shutil.copy(run / "loss.png", out / "loss.png")
 
 
-def print_row(row: Entry) -> None:
-    print(json.dumps(row), flush=True)
+def print_entry(entry: Entry) -> None:
+    print(json.dumps(entry), flush=True)
 
 
 def write_json(path: Path, content: object) -> None:

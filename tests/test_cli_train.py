@@ -78,7 +78,7 @@ def test_a_run_leaves_its_files(trained):
         *("run.json", "metrics.jsonl", "expert_load.npy", "checkpoints", "tokenizer", "model"),
         *("loss.png", "expert_load.png"),
     }
-    assert [row["step"] for row in read_metrics(trained / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [entry["step"] for entry in read_metrics(trained / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for copy in (trained / "tokenizer" / name, trained / "model" / name):
             assert copy.read_bytes() == (DEMO / name).read_bytes()
@@ -240,7 +240,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(Evaluation, "losses", lambda self, state: {"main": 1.0})
-    monkeypatch.setattr(TrainingProgress, "show", lambda self, row: None)
+    monkeypatch.setattr(TrainingProgress, "show", lambda self, entry: None)
     start = ("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo")
     before = signal.getsignal(signal.SIGINT)
     for arguments in ((*start, "--steps", 4, *SMALL), ("--resume",)):

@@ -4,7 +4,7 @@ RUN_HELP = {
     "batch": "sequences per step",
     "length": "tokens per sequence",
     "seed": "seed of the initial weights and of the order of the data",
-    "log_every": "steps between two rows of metrics.jsonl",
+    "log_every": "steps between two entries of metrics.jsonl",
     "eval_every": "steps between two evaluations on held-out text; 0: only at start and end",
     "eval_batches": "largest number of batches in an evaluation; 0: all",
     "save_every": "steps between two checkpoints; 0: only at the end",

@@ -12,9 +12,9 @@ from rich.text import Text
 
 class TrainingProgress:
     """Context manager that shows the metrics of a run: on a terminal in one line that changes, else
-    in one line per row of metrics.
+    in one line per entry of metrics.jsonl.
 
-    On a terminal it shows the seconds of preparation until the first row. While it is open, other
+    On a terminal it shows the seconds of preparation until the first entry. While it is open, other
     messages must go through :meth:`print`.
 
     Args:
@@ -47,11 +47,11 @@ class TrainingProgress:
         """Prints a line that stays."""
         self._console.print(Text(f"dsv3: {line}"), soft_wrap=True)
 
-    def show(self, row: dict[str, Any]) -> None:
-        """Shows a row of metrics.jsonl."""
-        if "held_out" in row:
-            self._held_out = row["held_out"]["main"]
-        line = self._line(row)
+    def show(self, entry: dict[str, Any]) -> None:
+        """Shows a entry of metrics.jsonl."""
+        if "held_out" in entry:
+            self._held_out = entry["held_out"]["main"]
+        line = self._line(entry)
         if self._console.is_terminal:
             self._latest = line
             self._live.refresh()
@@ -65,25 +65,25 @@ class TrainingProgress:
         # Never wrapped: only one line would be overwritten.
         return Text(f"dsv3: {line}", no_wrap=True, overflow="ellipsis")
 
-    def _line(self, row: dict[str, Any]) -> str:
-        step = row["step"]
+    def _line(self, entry: dict[str, Any]) -> str:
+        step = entry["step"]
         parts = [f"step {step}/{self._steps}"]
-        if "losses" in row:
-            losses = row["losses"]
+        if "losses" in entry:
+            losses = entry["losses"]
             parts.append(f"loss {losses['main']:.4f}")
             parts.append(f"MTP {losses['mtp']:.4f} ({losses['mtp_agreement']:.0%} agree)")
         if self._held_out is not None:
             parts.append(f"held out {self._held_out:.4f}")
-        if row.get("expert_load"):
-            parts.append(f"load {max(row['expert_load']):.2f}")
-        if row.get("tokens_per_second"):
-            parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-        if row.get("mfu"):
-            parts.append(f"MFU {row['mfu']:.1%}")
+        if entry.get("expert_load"):
+            parts.append(f"load {max(entry['expert_load']):.2f}")
+        if entry.get("tokens_per_second"):
+            parts.append(f"{entry['tokens_per_second']:,.0f} tokens/s")
+        if entry.get("mfu"):
+            parts.append(f"MFU {entry['mfu']:.1%}")
         return ", ".join(parts + self._remaining(step))
 
     def _remaining(self, step: int) -> list[str]:
-        """Returns the remaining time, estimated from the steps since this session's first row."""
+        """Returns the remaining time, estimated from the steps since this session's first entry."""
         now = time.perf_counter()
         if self._start is None or step <= self._start[0]:
             # Steps 0 and 1 include compilation, so the clock starts after them.

@@ -68,8 +68,9 @@ class Trainer:
             self.abstract_state = shapes
             self.programs = make_programs(self._objective, optimizer)
             return
-        sharded = weight_shardings(model, self.layout, weights)
-        params, frozen = (None, sharded) if config.lora_rank else (sharded, None)
+        params, frozen = weight_shardings(model, self.layout, weights), None
+        if config.lora_rank:
+            params, frozen = None, params
         shardings = state_shardings(shapes, optimizer, self.layout, params)
         self.abstract_state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
