@@ -49,11 +49,12 @@ def check_fields(
     """
     known = _KINDS | dict(kinds or {})
     for field in dataclasses.fields(instance):
-        annotation, value = str(field.type), getattr(instance, field.name)
+        annotation = str(field.type)
         kind = annotation.removesuffix(" | None")
-        is_left_out = kind != annotation and value is None
+        is_left_out = kind != annotation and getattr(instance, field.name) is None
         if is_left_out or kind not in known:
             continue
+        value = getattr(instance, field.name)
         accepts, description = known[kind]
         if not accepts(value):
             raise ValueError(f"{prefix}{field.name}: expected {description}, got {value!r}")
