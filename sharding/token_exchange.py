@@ -106,8 +106,10 @@ def exchange_padded(
         returned = lax.all_to_all(partial_sums, axes, 0, 0, tiled=True)
         position = table.position - start
         keep = table.is_first & (position >= 0) & (position < capacity)
-        y += gather_sum(returned, table.destination * capacity + position, keep)
-        return start + capacity, y
+        return (
+            start + capacity,
+            y + gather_sum(returned, table.destination * capacity + position, keep),
+        )
 
     y = jnp.zeros((M, packer.hidden_size), jnp.float32)
     if max_rounds == 1:
