@@ -124,8 +124,9 @@ def prefill(
     passes = -(-deployment.context // chunk)
     local_tokens = local_batch * deployment.context
     tokens = shard.expert_group_batch(deployment.batch) * deployment.context
+    float8 = deployment.activations is not None
     bfloat16_flop, float8_flop = shard.matmul_flop(
-        tokens, local_tokens, decoding=False, float8=deployment.activations is not None
+        tokens, local_tokens, decoding=False, float8=float8
     )
     kv_b_proj = sum(p.elements for p in shard.parameters if p.is_matrix and "kv_b_proj" in p.path)
     attention = flops_per_token(c, deployment.context, "prefill").attention
@@ -135,6 +136,10 @@ def prefill(
     attention *= 1 / passes + (1 - 1 / passes) / sharers
     expanded_again = local_batch * chunk * passes * (passes - 1) // 2
     expanded_again /= sharers
+    if float8:
+        float8_flop += 2 * kv_b_proj * expanded_again
+    else:
+        bfloat16_flop += 2 * kv_b_proj * expanded_again
     bytes_per_pass = shard.read_bytes(
         -(-tokens // passes), -(-local_tokens // passes), decoding=False
     )
@@ -144,7 +149,7 @@ def prefill(
         passes=passes,
         weight_bytes=bytes_per_pass,
         cache_bytes=(local_tokens + expanded_again) * _token_bytes(deployment),
-        matmul_flop=(bfloat16_flop, float8_flop + 2 * kv_b_proj * expanded_again),
+        matmul_flop=(bfloat16_flop, float8_flop),
         attention_flop=local_tokens * attention,
         local_tokens=local_tokens,
         all_tokens=deployment.batch * deployment.context,

@@ -117,6 +117,20 @@ def test_small_chunks_cost_more(shapes):
     assert chunks.tokens == whole.tokens == 128 * 4096
 
 
+def test_expanding_again_has_the_rate_of_the_activations(shapes):
+    """Chunks expand the tokens before them again, in bfloat16 unless activations are float8."""
+    shard = shapes.shard(plan_of().layout)
+
+    def extra_seconds(activations):
+        whole, chunks = (
+            roofline.prefill(shard, plan_of(prefill_chunk=chunk, activations=activations))
+            for chunk in (4096, 256)
+        )
+        return chunks.arithmetic - whole.arithmetic
+
+    assert extra_seconds(None) == pytest.approx(2 * extra_seconds("float8"), rel=1e-3)
+
+
 def test_traffic(shapes):
     inside = plan_of(float8_dispatch=True)
     token, result = 7168 + 224 + 64, 2 * 7168
