@@ -158,9 +158,8 @@ def _write_model(
 
 def _interrupt_message(out: Path) -> str:
     """Returns which checkpoint an interrupted run has kept, and the command that resumes it."""
-    from dsv3_jax.training.run import CHECKPOINTS
-
-    saved = [int(path.name) for path in (out / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    checkpoints = out / record.CHECKPOINTS
+    saved = [int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()]
     if saved:
         return (
             f"interrupted; the checkpoint of step {max(saved)} is kept; resume with "
