@@ -1,7 +1,7 @@
 """Costs of five published variants of decode attention: operations, and bytes cached and read.
 
-The names come from a study of DeepSeek-V2's attention (madsys-dev/deepseekv2-profile). Each says
-what the variant changes:
+The names come from a study of DeepSeek-V2's attention (madsys-dev/deepseekv2-profile). Each names
+the variant's changes:
 
 * ``CD``, cache decompressed: every head's key and value are cached.
 * ``CC``, cache compressed: the latent and the rope key are cached, and every step computes all keys

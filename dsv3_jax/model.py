@@ -113,6 +113,7 @@ class DeepSeekV3(nnx.Module):
             waits for them. Inside, other ids are not detected: they get the embedding of some
             token, and the logits of their sequence are meaningless.
           return_aux: also run the MTP layers and return :class:`Aux`.
+          mtp_hidden: the hidden state that MTP layers take, as in the model's training.
           run_layers: function that runs the layers; by default :func:`run_in_order`. Training and
             :mod:`dsv3_jax.inspection` have others.
 

@@ -75,6 +75,7 @@ class DecoderLayer(nnx.Module):
     def _forward(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
+        """Does :meth:`__call__` for the sequences on one device."""
         attended, _ = self.self_attn(self.input_layernorm(x), rotation)
         return self._feed_forward(x, attended, None)
 
@@ -111,6 +112,7 @@ class DecoderLayer(nnx.Module):
     def _extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
+        """Does :meth:`extend` for the sequences on one device."""
         attention: Attention = self.self_attn
         attended, pages = attention.extend(self.input_layernorm(x), rotation, cache, form)
         y, stats = self._feed_forward(x, attended, cache.valid)
@@ -122,6 +124,7 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "B T D"],
         valid: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
+        """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum."""
         h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
         if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None

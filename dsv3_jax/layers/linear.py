@@ -1,4 +1,4 @@
-"""Linear maps with weights as published: [out, in], dense, float8 or integers with scales."""
+"""Linear maps with weights as published: [out, in]; dense, or float8 or integers with scales."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ class Linear(Weight):
     def __call__(
         self, x: Float[Array, "*batch in"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch out"]:
+        """Returns ``y`` in ``out_dtype``, by default the dtype of ``x``."""
         out_dtype = out_dtype or x.dtype
         if self.uses_float8_activations(M := math.prod(x.shape[:-1])):
             values, x_scale = self.quantize_activations(x.reshape(M, -1))
@@ -125,7 +126,7 @@ class Linear(Weight):
 
 
 class Embedding(nnx.Module):
-    """Rows of ``weight`` [W, D], looked up by token id."""
+    """Looks up rows of ``weight`` [W, D] by token id."""
 
     def __init__(self, rows: int, width: int, *, std: float, rngs: nnx.Rngs, dtype: DTypeLike):
         self.weight = nnx.Param(
@@ -133,4 +134,5 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> Float[Array, "*batch D"]:
+        """Returns the embeddings of ``tokens``."""
         return self.weight[...][tokens]

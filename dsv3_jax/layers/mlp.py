@@ -41,11 +41,13 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*batch D"], out_dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch D"]:
+        """Returns the output, reduced over the devices that share the hidden width."""
         return sharded_linear(
             self.down_proj, self._hidden(x), self.layout, self.hidden_axis, out_dtype
         )
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        """Returns ``silu(gate x) * up x``."""
         gate, up = self.gate_proj, self.up_proj
         if gate.uses_float8_activations(math.prod(x.shape[:-1])):
             return silu_and_multiply(gate(x), up(x))

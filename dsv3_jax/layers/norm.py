@@ -18,6 +18,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Returns the norm of ``x``."""
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def add_and_norm(

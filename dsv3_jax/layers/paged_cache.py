@@ -1,4 +1,4 @@
-"""One layer's part of the paged KV cache: its page arrays, and how new tokens are written to them.
+"""One layer's part of the paged KV cache: its page arrays, and the writing of new tokens to them.
 
 Token s of a sequence is cached in page ``block_table[s // page_size]`` at slot ``s % page_size``.
 All arrays of a layer, and all layers, use the same page numbers.

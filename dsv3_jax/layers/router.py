@@ -1,4 +1,4 @@
-"""The router: chooses the experts of each token and their weights, in float32."""
+"""The router of an MoE layer, in float32."""
 
 from __future__ import annotations
 
