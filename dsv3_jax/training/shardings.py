@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 from flax import nnx
@@ -37,15 +39,16 @@ def state_shardings(
       params: shardings of the trained parameters. None replicates them, which is meant for low-rank
         updates: they are small.
     """
-    replicated = layout.sharding(())
+    replicated: Any = layout.sharding(())
+    param_shardings: Any = params
     if params is None:
-        params = jax.tree.map(lambda _: replicated, shapes.params)
+        param_shardings = jax.tree.map(lambda _: replicated, shapes.params)
     moments = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
         shapes.optimizer,
-        params,
+        param_shardings,
         transform_non_params=lambda _: replicated,
     )
     biases = jax.tree.map(lambda _: replicated, shapes.biases)
-    return TrainingState(params, biases, moments, replicated)
+    return TrainingState(param_shardings, biases, moments, replicated)
