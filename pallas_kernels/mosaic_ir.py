@@ -166,6 +166,35 @@ def barrier_at(words: Any, i: Any) -> mgpu.BarrierRef:
     return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)
 
 
+def wait_parity(words: Any, barrier: jax.Array, phase: jax.Array) -> None:
+    """Waits until the phase of an mbarrier is complete.
+
+    Args:
+      words: mbarriers of two words each in shared memory.
+      barrier: index of the barrier.
+      phase: number of the phase. Only its parity counts.
+    """
+
+    @inline(REF, SCALAR, SCALAR)
+    def wait(words: Any, barrier: Any, phase: Any) -> None:
+        odd = arith.trunci(ir.IntegerType.get_signless(1), word(phase))
+        barrier_at(words, word(barrier)).wait_parity(odd)
+
+    wait(words, barrier, phase)
+
+
+def arrive_per_warp(words: Any, barrier: jax.Array) -> None:
+    """Arrives at an mbarrier once per warp, after all lanes of the warp have come here."""
+
+    @inline(REF, SCALAR)
+    def arrive(words: Any, barrier: Any) -> None:
+        instruction("bar.warp.sync 0xffffffff;")
+        lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+        barrier_at(words, word(barrier)).arrive(predicate=lane)
+
+    arrive(words, barrier)
+
+
 def starts_and_sizes(window: Sequence[Any]) -> tuple[list[jax.Array], list[int | None]]:
     """Returns a window's start and size along each dimension. The size of an index is None.
 

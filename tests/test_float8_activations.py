@@ -9,7 +9,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
-from dsv3_jax.layers.linear import FEW_ROWS, Linear
+from dsv3_jax.layers.linear import FEW_TOKENS, Linear
 from dsv3_jax.layers.moe import Experts
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization
@@ -41,8 +41,8 @@ def test_linear(scale_fmt):
     assert y.dtype == jnp.float32
     check(y, rounded(x, scale_fmt) @ weight.T, BFLOAT16)
     assert np.linalg.norm(y - exact) > 0.01 * np.linalg.norm(exact)
-    few = jnp.asarray(x.reshape(70, 200)[:FEW_ROWS])
-    np.testing.assert_array_equal(linear(few), exact.reshape(70, 96)[:FEW_ROWS])
+    few = jnp.asarray(x.reshape(70, 200)[:FEW_TOKENS])
+    np.testing.assert_array_equal(linear(few), exact.reshape(70, 96)[:FEW_TOKENS])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_experts(config):
     tokens = rng.standard_normal((90, 160)).astype(np.float32)
     sizes = np.array([100, 0, 7, 150, 300, 3, 20, 10], np.int32)  # the last ten rows have no expert
     rows = rng.integers(0, 90, 600)
-    assert len(rows) > FEW_ROWS * len(sizes)
+    assert len(rows) > FEW_TOKENS * len(sizes)
     got = jax.jit(experts)(tokens, rows, sizes)
     assert got.dtype == jnp.float32
     got, x = np.asarray(got), rounded(tokens)[rows]

@@ -20,7 +20,7 @@ from pallas_kernels import (
     quantized_matmul,
 )
 
-FEW_ROWS = 64
+FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
 
 A matmul with so few rows takes the time to read the matrix, so float8 activations save nothing."""
@@ -72,7 +72,7 @@ class Weight(nnx.Module):
           rows: number of rows of all matrices of the stack together.
         """
         matrices = math.prod(self.weight.shape[:-2])
-        return self.float8_activations and rows > FEW_ROWS * matrices
+        return self.float8_activations and rows > FEW_TOKENS * matrices
 
     def quantize_activations(
         self, x: Float[Array, "M K"]

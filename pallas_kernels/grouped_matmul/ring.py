@@ -25,19 +25,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.grouped_matmul.plan import CONSUMERS
 from pallas_kernels.mosaic_ir import (
     REF,
     SCALAR,
+    arrive_per_warp,
     barrier_at,
     copy_window,
     i32,
     inline,
     instruction,
     starts_and_sizes,
+    wait_parity,
     word,
 )
 
@@ -246,28 +247,13 @@ class GpuRing(Ring):
         )
 
     def wait_empty(self, state: PipelineState) -> None:
-        self._wait(state.stage + self.stages, state.phase)
+        wait_parity(self.memory, state.stage + self.stages, state.phase)
 
     def wait_full(self, state: PipelineState) -> None:
-        self._wait(state.stage, state.phase)
-
-    def _wait(self, barrier: jax.Array, phase: jax.Array) -> None:
-        @inline(REF, SCALAR, SCALAR)
-        def wait(words: Any, barrier: Any, phase: Any) -> None:
-            odd = arith.trunci(ir.IntegerType.get_signless(1), word(phase))
-            barrier_at(words, word(barrier)).wait_parity(odd)
-
-        wait(self.memory, barrier, phase)
+        wait_parity(self.memory, state.stage, state.phase)
 
     def release(self, state: PipelineState) -> None:
-        @inline(REF, SCALAR)
-        def arrive(words: Any, barrier: Any) -> None:
-            # One lane arrives for its warp, after all lanes have read the stage.
-            instruction("bar.warp.sync 0xffffffff;")
-            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            barrier_at(words, word(barrier)).arrive(predicate=lane)
-
-        arrive(self.memory, state.stage + self.stages)
+        arrive_per_warp(self.memory, state.stage + self.stages)
 
 
 def _leader() -> Any:

@@ -16,18 +16,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, nvvm
+from jaxlib.mlir.dialects import gpu, nvvm
 
 from pallas_kernels.mosaic_ir import (
     REF,
     SCALAR,
+    arrive_per_warp,
     barrier_at,
     copy_window,
     i32,
     inline,
     instruction,
     starts_and_sizes,
+    wait_parity,
     word,
 )
 
@@ -78,27 +79,14 @@ class Barriers:
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory.at[i])
             return
-
-        @inline(REF, SCALAR, SCALAR)
-        def wait(words: Any, i: Any, use: Any) -> None:
-            odd = arith.trunci(ir.IntegerType.get_signless(1), word(use))
-            barrier_at(words, word(i)).wait_parity(odd)
-
-        wait(self.memory, jnp.asarray(i, jnp.int32), jnp.asarray(use, jnp.int32))
+        wait_parity(self.memory, jnp.asarray(i, jnp.int32), jnp.asarray(use, jnp.int32))
 
     def arrive(self, i: Any) -> None:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
-
-        @inline(REF, SCALAR)
-        def arrive(words: Any, i: Any) -> None:
-            instruction("bar.warp.sync 0xffffffff;")
-            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            barrier_at(words, word(i)).arrive(predicate=lane)
-
-        arrive(self.memory, jnp.asarray(i, jnp.int32))
+        arrive_per_warp(self.memory, jnp.asarray(i, jnp.int32))
 
     def copy(self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any) -> None:
         """Starts a TMA copy of a window of ``source`` to swizzled tiles, signalled on barrier i.

@@ -6,7 +6,6 @@ first, which is five times the traffic of float8.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.quantized_matmul.one_group import multiply_as_one_group
 from pallas_kernels.quantized_matmul.reference import Matrix
 
 
@@ -36,13 +36,12 @@ def quantized_matmul(
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
-    M = math.prod(x.shape[:-1])
-    out = mosaic_gpu.grouped_matmul(
-        x.reshape(M, x.shape[-1]),
-        weight[None],
-        jnp.full((1,), M, jnp.int32),
-        rhs_scale=scale[None],
+    return multiply_as_one_group(
+        mosaic_gpu.grouped_matmul,
+        x,
+        weight,
+        scale,
         block_shape=block_shape,
+        out_dtype=out_dtype,
         interpret=interpret,
     )
-    return out.reshape(*x.shape[:-1], weight.shape[0]).astype(out_dtype)

@@ -8,7 +8,6 @@ is left to XLA.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_matmul import mosaic_tpu
+from pallas_kernels.quantized_matmul.one_group import multiply_as_one_group
 from pallas_kernels.quantized_matmul.reference import Matrix
 from pallas_kernels.tpu import require_tpu
 
@@ -37,13 +37,12 @@ def quantized_matmul(
     require_tpu(interpret)
     if weight.dtype == jnp.int8 and block_shape[0] == scale.shape[1] == 1:
         raise NotImplementedError("XLA reads int8 with one scale a row as it is stored")
-    M = math.prod(x.shape[:-1])
-    out = mosaic_tpu.grouped_matmul(
-        x.reshape(M, x.shape[-1]),
-        weight[None],
-        jnp.full((1,), M, jnp.int32),
-        rhs_scale=scale[None],
+    return multiply_as_one_group(
+        mosaic_tpu.grouped_matmul,
+        x,
+        weight,
+        scale,
         block_shape=block_shape,
+        out_dtype=out_dtype,
         interpret=interpret,
     )
-    return out.reshape(*x.shape[:-1], weight.shape[0]).astype(out_dtype)

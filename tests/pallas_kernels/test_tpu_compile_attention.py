@@ -87,7 +87,7 @@ def test_pages_of_576_columns_are_copied(chip):
 
 
 def test_block_tables_fill_smem():
-    """What is refused above them has little room left."""
+    """The largest accepted block table leaves little of SMEM unused."""
     entries = decode_tpu.MOST_PAGES
     arrays = [*decode_arrays(1, 1, 16)]
     arrays[3] = shape((1, entries), jnp.int32)

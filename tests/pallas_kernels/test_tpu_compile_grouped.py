@@ -59,7 +59,7 @@ def check(program: jax.stages.Compiled, expected: int, rows: int = 0) -> None:
     """Asserts the number of kernels, and that temporaries are no larger than expected.
 
     Args:
-      rows: bytes of temporaries with one value per row, besides 8 MiB for visits and scales.
+      rows: bytes of temporaries that hold rows. Visits and scales may take another 8 MiB.
     """
     assert kernels(program) == expected
     temporary = program.memory_analysis().temp_size_in_bytes
