@@ -148,8 +148,8 @@ class DeepSeekV3(nnx.Module):
     def use_float8_activations(self) -> None:
         """Makes matmuls with float8 weights take large inputs in float8 too.
 
-        Inputs of more than ``FEW_TOKENS`` rows per matrix are rounded in blocks of 128 columns, as in
-        DeepSeek's inference code. On a mesh these are the rows on one device.
+        Inputs of more than ``FEW_TOKENS`` rows per matrix are rounded in blocks of 128 columns, as
+        in DeepSeek's inference code. On a mesh these are the rows on one device.
         """
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Weight):

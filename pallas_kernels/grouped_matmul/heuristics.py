@@ -2,8 +2,8 @@
 
 Such a matmul takes as long as reading the matrices of the groups that have tokens. It reads at the
 bandwidth of HBM, unless the tiles are spread so unevenly over the multiprocessors, or are so many
-and small, that the busiest multiprocessor takes longer. "Tiles for few tokens" in benchmarks/NOTES.md
-has the measurements behind the constants.
+and small, that the busiest multiprocessor takes longer. The measurements behind the constants are
+in benchmarks/NOTES.md, "Tiles for few tokens".
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ there are not enough registers with more rows."""
 _MAX_COLUMNS = 2048
 """Largest number of columns of a block of the result. The rows are read once per block."""
 
-_FEW_ROWS = 64  # of a tile: up to it, the time is that of reading the matrices
-# Largest block of a matrix with few rows, because nothing overlaps with the first block's copy.
-_MAX_FEW_ROWS_BYTES = 4 * 2**20
+_SMALL_TILE_ROWS = 64  # up to these, the time is that of reading the matrices
+# Largest block of a matrix with small tiles, because nothing overlaps with the first block's copy.
+_MAX_SMALL_TILE_BYTES = 4 * 2**20
 _UNSCALED_SLICE = 4 * LANES  # columns of K converted at a time where no scale determines it
 _STEP = 256  # columns of the result per matmul in the kernel, whose sums need VMEM too
 
@@ -94,8 +94,8 @@ def choose_plan(
     """Chooses block sizes.
 
     A tile has about half as many rows as a group. The columns are divided into equal blocks, as
-    wide as fit in VMEM, and the same number for each core. With few rows the blocks are smaller, so
-    that several copies are in flight.
+    wide as fit in VMEM, and the same number for each core. For small tiles the blocks are smaller,
+    so that several copies are in flight.
 
     Raises:
       NotImplementedError: N or K is smaller than a register, scale blocks are neither one row nor a
@@ -125,7 +125,7 @@ def choose_plan(
     # Slices must be whole registers, or registers whole slices. So must the halves of int4.
     aligned = slice_width % LANES == 0 or slice_width in (32, 64)
     aligned = aligned and not (packed and K % (2 * LANES))
-    converts_slices = converts and aligned and rows <= _FEW_ROWS
+    converts_slices = converts and aligned and rows <= _SMALL_TILE_ROWS
     plan = Plan(
         rows=rows,
         columns=LANES,
@@ -144,7 +144,7 @@ def choose_plan(
         columns = -(-N // (count * LANES)) * LANES
         plan = dataclasses.replace(plan, columns=columns)
         blocks = block_bytes(plan, lhs, rhs, scale)
-        large = plan.rows <= _FEW_ROWS and blocks["matrix"] > 2 * _MAX_FEW_ROWS_BYTES
+        large = plan.rows <= _SMALL_TILE_ROWS and blocks["matrix"] > 2 * _MAX_SMALL_TILE_BYTES
         if columns <= _MAX_COLUMNS and not large and sum(blocks.values()) <= chip.budget:
             break
     require_vmem(chip, blocks)

@@ -208,6 +208,8 @@ def test_every_operation_follows_the_rule(op):
 WITHOUT_BACK_ENDS = {
     "Routes",
     "merge_attention",
+    "page_width",
+    "sort_pairs",
     "mla_decode_schedule",
     "quantize_latent",
     "dequantize_latent",
