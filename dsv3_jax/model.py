@@ -230,10 +230,10 @@ class DeepSeekV3(nnx.Module):
         return [m.mlp for m in (*self.layers, *self.mtp) if isinstance(m.mlp, MoE)]
 
     def cache_spec(self, *, mtp: bool = False) -> CacheSpec:
-        """Returns what the layers cache, as :meth:`LatentKVCache.init` takes it.
+        """Returns the page arrays of each layer, the argument of :meth:`LatentKVCache.init`.
 
         Args:
-          mtp: the first MTP layer drafts and has a cache too.
+          mtp: include the first MTP layer, which needs a cache to draft.
         """
         decoder, drafting = (
             tuple(layer.self_attn.cache_spec(self.dtype) for layer in layers)
@@ -242,10 +242,11 @@ class DeepSeekV3(nnx.Module):
         return CacheSpec(decoder, drafting)
 
     def precompute_for_decode(self) -> DeepSeekV3:
-        """Returns the same model with what every decode step needs from the weights precomputed.
+        """Returns the same model with additional arrays that decode steps derive from the weights.
 
-        By default these are attention's absorbed projections: H (N + V) C numbers per layer, 2 GB
-        for DeepSeek-V3 in bfloat16. This model does not change.
+        The decode loop calls it once, before its first step. By default the arrays are attention's
+        absorbed projections: H (N + V) C numbers per layer, 2 GB for DeepSeek-V3 in bfloat16. This
+        model does not change.
         """
         model = nnx.clone(self)
         for layer in (*model.layers, *model.mtp):
@@ -345,14 +346,14 @@ class DeepSeekV3(nnx.Module):
         counts: Int[Array, " B"],
         cache: LatentKVCache,
     ) -> Bool[Array, "B T"]:
-        """Marks tokens that are neither padding nor past the greatest length."""
+        """Returns True for tokens, False for padding and for tokens past the maximum length."""
         room = cache.max_length(self.config) - starts
         return jnp.arange(tokens.shape[1]) < jnp.minimum(counts, room)[:, None]
 
     def _rotation(
         self, tokens: Int[Array, "B T"], starts: Int[Array, " B"] | None = None
     ) -> Rotation:
-        """Returns the rotation of tokens at consecutive positions from ``starts``, or 0, on."""
+        """Returns the rotation of T consecutive positions from ``starts`` on, by default 0."""
         first = jnp.zeros(tokens.shape[:1], jnp.int32) if starts is None else starts
         positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         return rotation_at(self.config, positions)

@@ -11,8 +11,8 @@ These functions run inside :func:`jax.shard_map`. Four exchanges compute the sam
   :func:`pallas_kernels.token_exchange`. All devices must belong to one process. Where that kernel
   cannot run, an all-to-all of full buffers replaces it.
 
-The caller chooses the exchange. With float32 partial sums (``combine_dtype``), results depend on it
-only through the order of additions.
+The caller chooses the exchange: MoE layers use ``Layout.exchange``. With float32 partial sums
+(``combine_dtype``), results depend on it only through the order of additions.
 
 Memory and traffic, for m tokens on each of n devices:
 
@@ -24,8 +24,10 @@ all_to_all           ``capacity`` to each, per round  n ``capacity``
 ragged, one_sided    only the tokens that must go     n m
 ==================== ================================ =======================
 
-In addition there are as many float32 sums, and the intermediate results of the experts' MLP: K per
-row, or ``pairs_per_call``.
+Each row of the buffers also needs a row of float32 partial sums. The experts' MLP needs
+intermediate results for K (token, expert) pairs per row, or for ``pairs_per_call`` pairs in all.
+
+:func:`mix_experts` prepares the rows; the collectives are in :mod:`sharding.token_exchange`.
 """
 
 from __future__ import annotations

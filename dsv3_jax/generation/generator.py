@@ -230,7 +230,8 @@ class Generator:
                 while batch.is_running and not batch.non_finite:
                     batch.advance(self.stride if batch.has_stop_strings else None)
             finally:
-                # Before the next batch allocates its cache. A traceback may refer to this one.
+                # Frees the cache before the next batch allocates one, even if a traceback still
+                # refers to this batch.
                 batch.free()
                 tally.end()
             if batch.non_finite:

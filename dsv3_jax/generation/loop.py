@@ -88,7 +88,8 @@ def decode(
     """Runs up to ``max_steps`` decode steps. Ends early when no sequence is running.
 
     Args:
-      depth: number of drafts per step, at most the state's K; 0 without a drafter.
+      depth: number of drafts per step; 0 without a drafter. At most the depth for which the state
+        was created.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     model = model.precompute_for_decode()

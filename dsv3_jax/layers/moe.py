@@ -56,7 +56,15 @@ class Experts(nnx.Module):
     def __call__(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> Float[Array, "MK D"]:
-        """Applies each expert's MLP to its group of ``tokens[rows]``, sorted by expert."""
+        """Runs the MLP of every expert on the tokens that chose it.
+
+        Args:
+          rows: index into ``tokens`` of each (token, expert) pair, with the pairs sorted by expert.
+          group_sizes: number of pairs of each expert.
+
+        Returns:
+          One output per pair, in the order of ``rows``.
+        """
         if self.gate_proj.uses_float8_activations(len(rows)):
             return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
         tokens = tokens[rows]
@@ -66,7 +74,10 @@ class Experts(nnx.Module):
     def _float8(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> BFloat16[Array, "MK D"]:
-        """Does the same with activations rounded to float8, each token once for all its experts."""
+        """Does :meth:`__call__` with activations in float8.
+
+        Each token is rounded once for all its experts.
+        """
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         values, scale = gate.quantize_activations(tokens)
         hidden: Any = grouped_swiglu(
