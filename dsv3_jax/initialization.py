@@ -15,7 +15,7 @@ from sharding import Layout
 
 
 class _SameKey(nnx.Rngs):
-    """Returns the same key every time, for models of which only the shapes are used.
+    """Returns the same key every time, for models that are only used for their shapes.
 
     With jax 0.10, counting the keys inside a trace takes time quadratic in the trace's length: a
     minute for DeepSeek-V3 in float8, compared with two seconds this way.

@@ -61,7 +61,7 @@ class PagePool:
     """Named arrays [P, page, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
 
     mtp: tuple[LayerPages, ...] = ()
-    """Those of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``, whose
+    """Named arrays of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``, whose
     caller tracks how many positions are valid."""
 
     @classmethod

@@ -120,7 +120,7 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError: ``tokens`` are not integers [B, T], or empty, or ids outside the vocabulary; a
             sequence is longer than ``max_position_embeddings``, or with ``return_aux`` too short
-            for the MTP layers, each of which predicts one token less than the one before.
+            for the MTP layers. Each of them predicts one token less than the one before.
         """
         check_tokens(self.config, tokens, mtp=return_aux)
         if self.layout is not None:

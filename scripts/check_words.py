@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The other packages follow as they are rewritten.
-PACKAGES = ("scripts", "benchmarks", "dsv3_jax/cli", "dsv3_jax/plan")
+PACKAGES = ("dsv3_jax", "pallas_kernels", "sharding", "scripts", "benchmarks")
 # benchmarks/NOTES.md is missing on purpose: it consists of dated records.
 DOCUMENTS = (
     "*.md",

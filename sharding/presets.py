@@ -1,4 +1,4 @@
-"""Named layouts: which logical axes are sharded, over meshes of which sizes."""
+"""Named layouts: their sharded logical axes and the sizes of their meshes."""
 
 from __future__ import annotations
 

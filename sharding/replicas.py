@@ -108,7 +108,7 @@ class Placement:
         if shapes != (expected := ((L, E, max(P - E + 1, 1)), (L, E))):
             raise ValueError(
                 f"placement: expected log2phy of shape {expected[0]} and logcnt of shape"
-                f" {expected[1]} beside phy2log of shape {(L, P)}, got {shapes[0]} and {shapes[1]}"
+                f" {expected[1]} for phy2log of shape {(L, P)}, got {shapes[0]} and {shapes[1]}"
             )
         tables = self.phy2log, self.log2phy, self.logcnt
         if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in tables):

@@ -434,7 +434,7 @@ def test_layouts_that_are_refused(directory, load_in):
     )
     layout = make_layout("dp_attention_ep")
     refused(
-        "^layout: expected no mesh beside it",
+        "^layout: expected no mesh with a layout",
         lambda: dsv3_jax.load(directory, mesh=layout.mesh, layout=layout),
     )
     model = load_in("dp_attention_ep")

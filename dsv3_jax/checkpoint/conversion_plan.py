@@ -94,7 +94,7 @@ class ConversionPlan:
 
     @property
     def files(self) -> int:
-        """Number of chunks, each of which is a file."""
+        """Number of chunk files."""
         return sum(array.files for array in self.arrays.values())
 
     def inputs(self, unit: Unit) -> set[str]:

@@ -102,7 +102,7 @@ def load(
     if rules is not None and mesh is None:
         raise ValueError("rules: expected a mesh that they apply to, got None")
     if layout is not None and mesh is not None:
-        raise ValueError("layout: expected no mesh beside it, got both")
+        raise ValueError("layout: expected no mesh with a layout, got both")
     if mesh is not None:
         layout = Layout(mesh, rules or DEFAULT_RULES)
     if isinstance(layout, str):

@@ -77,7 +77,7 @@ class Manifest:
     """Number of MTP layers in the files. The source's config may count more."""
     files: dict[str, SourceFile]
     """The source's safetensors files by name."""
-    kept: dict[str, str]
+    kept: dict[str, str]  # words: ok
     """XXH3 hashes of the small files in ``source/``, by path."""
     source: dict[str, TensorRecord]
     """The source's tensors by published name, in the order of its files."""

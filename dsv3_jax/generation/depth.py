@@ -15,7 +15,7 @@ AUTO_STEPS = 32
 _ACCEPTANCE_DECAY = 0.9  # weight of earlier acceptance counts after another dispatch
 _COST_DECAY = 0.5  # the same for costs, which hardly vary except for an outlier at the start
 _ENOUGH = 0.95  # fraction of the best rate that suffices to prefer fewer drafts
-_PROBE_INTERVAL = 16  # one in so many dispatches runs the depth that has not run for longest
+_PROBE_INTERVAL = 16  # every 16th dispatch tries the depth that is unused for longest
 
 
 class DepthChooser:

@@ -153,7 +153,7 @@ class Generator:
           ignore_eos: continue after the model's end-of-sequence tokens.
           logprobs: number of most probable tokens to report at each position, at most 20. The
             logprob of the generated token itself is always reported.
-          draft: proposes tokens, several of which the model checks in one step: None (no
+          draft: proposes tokens. The model checks several of them in one step. None (no
             speculation), ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a
             Drafter. Greedy tokens stay the same. Sampled tokens keep their distribution, but a seed
             gives other tokens than without drafts. ``"synthetic:RATE"`` accepts drafts at that

@@ -152,7 +152,7 @@ def decode_step(
     state = _count_drafts(state, drafts, num_new)
     if drafter is not None and drafter.mtp_hidden is not None:
         mtp_input = hidden.mtp_input(drafter.mtp_hidden)
-        # The state has room for its K drafts, of which this step may use fewer.
+        # The state has room for K drafts. This step may use fewer.
         padding = state.mtp_inputs.shape[1] - mtp_input.shape[1]
         state = dataclasses.replace(
             state,

@@ -18,8 +18,8 @@ from pallas_kernels import target
 from sharding import Layout, LogicalAxes
 
 GPU_OPTIONS = {
-    # Runs independent kernels of a CUDA graph concurrently: the shared experts beside the routed
-    # ones, queries beside latents. By default they run one after the other.
+    # Runs independent kernels of a CUDA graph concurrently: the shared experts with the routed
+    # ones, queries with latents. By default they run one after the other.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 """XLA compiler options of programs for GPUs."""

@@ -42,7 +42,7 @@ def verify(
       acceptance: for benchmarks, accept drafts at this rate instead.
 
     Returns:
-      Tokens, of which the first ``accepted + 1`` are valid, and the number of accepted drafts.
+      Tokens and the number of accepted drafts. The first ``accepted + 1`` tokens are valid.
     """
     K = drafts.tokens.shape[1]
     is_draft = jnp.arange(K) < drafts.counts[:, None]

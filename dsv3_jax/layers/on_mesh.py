@@ -102,7 +102,7 @@ def sharded_linear(
 
 
 def _value(variable: Any) -> jax.Array:
-    """Returns the array of a Variable. Arrays beside the parameters are in no Variable."""
+    """Returns the array of a Variable. Arrays that are not parameters have no Variable."""
     return variable if isinstance(variable, jax.Array) else variable.get_value()
 
 

@@ -46,7 +46,7 @@ def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Boo
     """Returns whether each of the S = T - ahead positions has a target when position i predicts
     token i+ahead.
 
-    Sequences consist of packed documents, each of which begins with BOS. A position has no target
+    Sequences consist of packed documents that begin with BOS. A position has no target
     if a document begins among tokens i+1 to i+ahead, because a document's first token does not
     follow from the document before it.
     """
@@ -91,7 +91,7 @@ def losses(
     bos_token_id: int,
     counts: TargetCounts | None = None,
 ) -> Losses:
-    """Returns the losses of one forward pass over packed documents, each of which begins with BOS.
+    """Returns the losses of one forward pass over packed documents that begin with BOS.
 
     Args:
       counts: target counts of the whole batch if ``tokens`` is one of its microbatches. By default

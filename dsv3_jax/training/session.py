@@ -93,7 +93,7 @@ class Session:
         """Returns the state of the last checkpoint or a new one, and its step."""
         if self.store is None or not (steps := self.store.steps()):
             return self.trainer.init(), 0
-        # The initial weights must not be in memory beside the restored ones.
+        # The initial weights must not be in memory together with the restored ones.
         self.trainer.release_model()
         state, position = self.store.restore(steps[-1], self.trainer.abstract_state)
         batches.restore(position)
@@ -181,8 +181,8 @@ class Session:
     def _refuse_divergence(self, entry: Entry) -> None:
         if message := divergence(entry):
             steps = self.store.steps() if self.store is not None else []
-            kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "nothing was saved"
-            raise ValueError(f"{message}; {kept}")
+            saved = f"the checkpoint of step {steps[-1]} is kept" if steps else "nothing was saved"
+            raise ValueError(f"{message}; {saved}")
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self.start_time, 3)

@@ -44,7 +44,7 @@ def training_step(
 
     Args:
       frozen: weights that ``state.params`` are low-rank updates of, or None.
-      tokens: packed documents, each of which begins with BOS.
+      tokens: packed documents that begin with BOS.
     """
     config = objective.config
     mtp_weight = jnp.float32(schedule.mtp_weight(config)(state.step))

@@ -123,7 +123,7 @@ class Trainer:
         and cannot be used afterwards.
 
         Args:
-          tokens: packed documents, each of which begins with BOS.
+          tokens: packed documents that begin with BOS.
 
         Raises:
           ValueError: ``accumulate`` times the number of devices in the batch axis does not divide

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 
-_MAX_TICKS = 12  # layer names beside a map, not counting the last layer
+_MAX_TICKS = 12  # layer names next to a map, not counting the last layer
 
 
 def moe_layer_names(dense: int, layers: int, count: int) -> list[str]:

@@ -39,7 +39,7 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
     largest = min(M, 4 * mean if mean <= 4 else 2 * mean)
     last = next((i for i, w in enumerate(_TOKEN_WIDTHS) if w >= largest), len(_TOKEN_WIDTHS) - 1)
     token_widths = _TOKEN_WIDTHS[max(last - 2, 0) : last + 1]
-    # With four warpgroups there are too few registers for sums of 64 tokens beside unpacked
+    # With four warpgroups there are too few registers for sums of 64 tokens and unpacked
     # weights, and tiles of three warpgroups rarely fill the last wave.
     wide = token_widths[-1] == 64
     max_features = 128 if wide and weights.format != "int8" else 256

@@ -99,7 +99,7 @@ def _read_time(tiles: float, tile_bytes: float, token_bytes: float) -> float:
 
 
 def _even_slices(steps: int, most: int) -> set[int]:
-    """Returns the numbers of slices, up to ``most``, that are equal but for a shorter last one.
+    """Returns the numbers of slices, up to ``most``, that are equal except for a shorter last one.
 
     None of the slices is empty.
     """

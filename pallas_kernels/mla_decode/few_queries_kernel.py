@@ -9,7 +9,7 @@ as V^T column by column. O^T takes 4 N registers per thread, so one warpgroup ho
   buffer, running maximum, sums and O^T. At the end of a sequence, the warpgroup that processed its
   last block merges the other's results into its own.
 * In the producer warpgroup, one warp keeps the ring buffers filled by TMA and runs ahead into the
-  following sequences. A key block is copied in column slices, each of which occupies one pipeline
+  following sequences. A key block is copied in column slices. Each slice occupies one pipeline
   stage and is released on its own. Another warp copies the queries.
 
 So a multiprocessor has at least 150 KB in flight or in use, and no key block waits for its

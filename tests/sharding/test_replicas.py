@@ -158,7 +158,7 @@ def test_refusals(make, message):
         ),
         (
             lambda: dataclasses.replace(GOOD, logcnt=GOOD.logcnt[:1]).check(),
-            r"placement: .* logcnt of shape \(2, 12\) beside phy2log of shape \(2, 16\), got .*",
+            r"placement: .* logcnt of shape \(2, 12\) for phy2log of shape \(2, 16\), got .*",
         ),
     ],
 )
