@@ -61,8 +61,8 @@ class PagePool:
     """Named arrays [P, page, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
 
     mtp: tuple[LayerPages, ...] = ()
-    """Named arrays of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``, whose
-    caller tracks how many positions are valid."""
+    """Named arrays of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``.
+    Its caller tracks the number of valid positions."""
 
     @classmethod
     def empty(

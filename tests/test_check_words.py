@@ -156,6 +156,4 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_packages_of_files():
     files = "dsv3_jax/cli/main.py", "dsv3_jax/model.py", "scripts/x.py", "README.md"
-    assert [package_of(file) for file in files] == [
-        *("dsv3_jax/cli", "dsv3_jax", "scripts", "README.md"),
-    ]
+    assert [package_of(file) for file in files] == ["dsv3_jax", "dsv3_jax", "scripts", "README.md"]
