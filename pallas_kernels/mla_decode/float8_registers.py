@@ -29,11 +29,23 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
 )
 from pallas_kernels.mla_decode.schedule import BLOCK
-from pallas_kernels.mosaic_ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
+from pallas_kernels.mosaic_ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    warp_and_lane,
+    word,
+)
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # per warp
 _PAIRS = _TOKENS // 2
+_TILE_COLUMNS = 64  # of a swizzled tile
 _TOGETHER = 4  # loads that are unpacked before any is stored
 _ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
 # Layouts of a thread's data as arrays of a warpgroup: four words per load, and a scale word.
@@ -133,6 +145,19 @@ def wait_rope_copies() -> None:
     wait()
 
 
+def prefetch_page(page: Any) -> None:
+    """Prefetches a page [64, 656] into the L2 cache."""
+
+    @inline(REF)
+    def prefetch(page: Any):
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+        leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
+        text = f"@$1 cp.async.bulk.prefetch.L2.global [$0], {BLOCK * TOKEN_BYTES};"
+        asm(text, "l,b", address, leader, effects=True)
+
+    prefetch(page)
+
+
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
     """Stores ``words`` times their scales as bfloat16 [64, 256] in shared memory.
 
@@ -142,45 +167,85 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
 
     @inline(_TILES, _WORDS, _SCALE_WORD, SCALAR)
     def store(tile: Any, words: Any, scales: Any, tokens: Any):
-        warp, lane = warp_and_lane()
-        word = vector.extract(
-            scales.registers.item(),
-            dynamic_position=[],
-            static_position=ir.DenseI64ArrayAttr.get([0]),
-        )
-        token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
-        # Two bfloat16 copies of the scale, times 2^120: float8 bits, placed in a bfloat16, are
-        # 2^-120 times their value.
-        text = """{
-            .reg .f32 s; .reg .pred p;
-            mov.b32 s, $1;
-            mul.f32 s, s, 0f7B800000;
-            setp.lt.s32 p, $2, $3;
-            selp.f32 s, s, 0f00000000, p;
-            cvt.rn.bf16x2.f32 $0, s, s;
-        }"""
-        scale = asm(text, "=r,r,r,r", word, token, tokens.registers.item(), result=i32())
-        odd = _bit(lane, 2)
-        source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
-        row = arith.addi(arith.muli(warp, const(2 * 4 * 1024)), arith.shli(odd, const(7)))
+        _, lane = warp_and_lane()
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
-        chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
-        address = arith.addi(_shared(tile), arith.addi(arith.addi(row, column), chunk))
-        words = _singles(words)
-        for first in range(0, _PAIRS, _TOGETHER):
-            stores = []
-            for i in range(first, first + _TOGETHER):
-                text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-                source = arith.addi(source_lane, const(2 * i))
-                factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
-                for j in range(2):
-                    two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
-                    four = [_times(word, factor, pair) for word in two for pair in range(2)]
-                    offset = (i // 4) * 4 * 1024 + (i % 4) * 256
-                    stores.append((32 * (i % 4) + 16 * j, offset, four))
-            _store_all(address, stores)
+        address = arith.addi(_shared(tile), column)
+        _store_scaled(address, HALF // _TILE_COLUMNS, words, scales, tokens)
 
     store(tile, words, scales, tokens)
+
+
+def store_slices(
+    memory: Any, ring_start: jax.Array, stage: jax.Array, ring: int,
+    words: jax.Array, scales: jax.Array, tokens: jax.Array,
+) -> None:  # fmt: skip
+    """Stores half of a key block as :func:`store_half` does, in four stages of a ring buffer.
+
+    Args:
+      memory: stages [n, 64, 64] in shared memory.
+      ring_start: index of the ring buffer's first stage.
+      stage: stage of the half's first 64 columns, counted from ``ring_start``. The following ones
+        wrap around.
+      ring: number of stages of the ring buffer.
+    """
+
+    @inline(_TILES, SCALAR, SCALAR, _WORDS, _SCALE_WORD, SCALAR)
+    def store(memory: Any, start: Any, stage: Any, words: Any, scales: Any, tokens: Any):
+        _, lane = warp_and_lane()
+        at = arith.addi(word(stage), arith.shrui(lane, const(3)))
+        wraps = arith.cmpi(arith.CmpIPredicate.sge, at, const(ring))
+        at = arith.select(wraps, arith.subi(at, const(ring)), at)
+        offset = arith.muli(arith.addi(word(start), at), const(BLOCK * _TILE_COLUMNS * 2))
+        _store_scaled(arith.addi(_shared(memory), offset), 1, words, scales, tokens)
+
+    start = jnp.asarray(ring_start, jnp.int32)
+    store(memory, start, stage, words, scales, tokens)
+
+
+def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, tokens: Any) -> None:
+    """Scales and stores a thread's words.
+
+    Args:
+      address: of the thread's 64 columns of the key block, whose tiles [8, 64] are ``tile_columns``
+        tiles apart.
+    """
+    eight_tokens = tile_columns * 8 * _TILE_COLUMNS * 2  # bytes
+    warp, lane = warp_and_lane()
+    scale_word = vector.extract(
+        scales.registers.item(),
+        dynamic_position=[],
+        static_position=ir.DenseI64ArrayAttr.get([0]),
+    )
+    token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
+    # Two bfloat16 copies of the scale, times 2^120: float8 bits, placed in a bfloat16, are 2^-120
+    # times their value.
+    text = """{
+        .reg .f32 s; .reg .pred p;
+        mov.b32 s, $1;
+        mul.f32 s, s, 0f7B800000;
+        setp.lt.s32 p, $2, $3;
+        selp.f32 s, s, 0f00000000, p;
+        cvt.rn.bf16x2.f32 $0, s, s;
+    }"""
+    scale = asm(text, "=r,r,r,r", scale_word, token, word(tokens), result=i32())
+    odd = _bit(lane, 2)
+    source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
+    row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
+    chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
+    address = arith.addi(address, arith.addi(row, chunk))
+    words = _singles(words)
+    for first in range(0, _PAIRS, _TOGETHER):
+        stores = []
+        for i in range(first, first + _TOGETHER):
+            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            source = arith.addi(source_lane, const(2 * i))
+            factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
+            for j in range(2):
+                two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                four = [_times(each, factor, pair) for each in two for pair in range(2)]
+                offset = (i // 4) * eight_tokens + (i % 4) * 256
+                stores.append((32 * (i % 4) + 16 * j, offset, four))
+        _store_all(address, stores)
 
 
 def fence_shared(interpret: Any = None) -> None:

@@ -1,7 +1,7 @@
 """mla_decode on Hopper GPUs: bfloat16 queries, pages of 64 tokens, latent width 512, rope width 64.
 
-There are three kernels. Two read a bfloat16 cache: one for up to 32 query rows (T * H), one for
-more. The third reads the float8 cache of :mod:`float8_cache`.
+There are three kernels. One takes up to 32 query rows (T * H) and reads a bfloat16 cache or the
+float8 cache of :mod:`float8_cache`. Two take more query rows, one for each cache format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel
-from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS, FewQueries
+from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
@@ -58,13 +58,13 @@ def mla_decode(
     width, unit = (TOKEN_BYTES, "bytes") if float8 else (LATENT + ROPE, "columns")
     if pages.shape[2] != width:
         raise NotImplementedError(f"takes tokens of {width} {unit}, got {pages.shape[2]}")
-    if float8 and config is not None:
+    if float8 and isinstance(config, Config):
         raise NotImplementedError(f"the kernel of float8 caches has no config, got {config}")
     M = T * H
     if M % 8 and M < TILE:
         raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
-    if config is None and not float8:
-        config = FewQueries() if M <= MAX_QUERY_ROWS else Config()
+    if config is None and M <= MAX_QUERY_ROWS:
+        config = FewQueries()
     if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
         raise NotImplementedError(
             f"FewQueries takes {MAX_QUERY_ROWS} query rows (T * H) at most, got {M}"
@@ -75,11 +75,12 @@ def mla_decode(
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Pad to whole tiles of query rows, unless there is only one tile.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
-    kernel: Any = float8_kernel.attend
     if isinstance(config, FewQueries):
         kernel = functools.partial(few_queries_kernel.attend, config=config)
-    elif config is not None:
-        kernel = functools.partial(attend, config=config)
+    elif float8:
+        kernel = float8_kernel.attend
+    else:
+        kernel = functools.partial(attend, config=config or Config())
     out, lse, (partials, partial_lse) = kernel(
         jnp.pad(q_latent.reshape(B, M, C), padding),
         jnp.pad(q_rope.reshape(B, M, ROPE), padding),

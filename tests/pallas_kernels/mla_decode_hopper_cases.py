@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.few_queries_kernel import FewQueries
+from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.mla_decode.schedule import schedule
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU

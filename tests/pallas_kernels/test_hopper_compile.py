@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mla_decode.few_queries_kernel import FewQueries
+from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
 from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
@@ -194,8 +194,20 @@ def kernels() -> dict[str, Kernel]:
     }
     found |= {
         f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
-        for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (16, 1), (16, 5), (8, 1)]
+        for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
     }
+    found |= {
+        f"mla_decode_few_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
+        for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3)]
+    }
+    for queries, config in [
+        (1, FewQueries(unpackers=1)),
+        (1, FewQueries(warpgroups=1)),
+        (2, FewQueries(warpgroups=1)),
+    ]:
+        setting = "one unpacker" if config.unpackers else "one warpgroup"
+        shape = f"mla_decode_few_float8 h16 sq{queries} {setting}"
+        found[shape] = decode(queries, 16, float8=True, config=config)
     found["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
     found["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
     found |= {

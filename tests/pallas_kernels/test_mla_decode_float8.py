@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import dequantize_latent, mla_decode, quantize_latent
 from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled
@@ -19,6 +20,7 @@ from tests.pallas_kernels.numerics import (
     BFLOAT16_ROUNDING,
     E4M3_LEAST_ERROR,
     E4M3_ROUNDING,
+    TOLERANCES,
     check,
     device,
     random_e4m3,
@@ -116,12 +118,42 @@ class TestMosaicGpu(Float8Cases, HopperCases):
         [
             (8, 2),
             pytest.param(8, 1, marks=pytest.mark.slow),
+            pytest.param(8, 5, marks=pytest.mark.slow),
+            pytest.param(128, 2, marks=pytest.mark.slow),
             pytest.param(128, 5, marks=pytest.mark.slow),
         ],
     )
     def test_split_sequences(self, H, partitions):
         """Segments whose first and last block are scored by either of the two warpgroups."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(partitions))
+
+    # Two unpackers, one for two consumers, one for one; rings with room for one block.
+    @pytest.mark.parametrize(
+        ("config", "T"),
+        [
+            (FewQueries(), 1),
+            (FewQueries(unpackers=1), 1),
+            (FewQueries(unpackers=1), 2),
+            pytest.param(FewQueries(), 2, marks=pytest.mark.slow),
+            pytest.param(FewQueries(unpackers=2), 2, marks=pytest.mark.slow),
+            pytest.param(FewQueries(warpgroups=1), 1, marks=pytest.mark.slow),
+            pytest.param(FewQueries(warpgroups=1, stages=9), 2, marks=pytest.mark.slow),
+            pytest.param(FewQueries(stages=18), 1, marks=pytest.mark.slow),
+            pytest.param(FewQueries(stages=18, unpackers=1), 2, marks=pytest.mark.slow),
+        ],
+    )
+    def test_settings_for_few_queries(self, config, T):
+        """Successive sequences with an even and an odd number of blocks, with one and with none."""
+        x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
+        self.check(x, kernel(2, config))
+
+    def test_few_queries_whose_maximum_rises(self):
+        """The maximum rises from block to block by more than SLACK, in either warpgroup."""
+        x = self.random((6 * 64 + 9,), H=16, max_pages=8)
+        pages, table = x.pages.copy(), x.block_tables[0]
+        for block in range(7):
+            pages[table[block]] *= 0.25 * 2**block
+        self.check(dataclasses.replace(x, pages=pages), kernel(1), bound=TOLERANCES["large scores"])
 
     def test_query_without_visible_tokens_in_a_segment(self):
         """The last of three segments has two tokens, which are the last two of five queries."""

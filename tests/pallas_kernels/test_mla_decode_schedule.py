@@ -8,7 +8,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.few_queries_kernel import MAX_QUERY_ROWS
+from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS
 from pallas_kernels.mla_decode.schedule import (
     _MERGE_COST,
     _MIN_BLOCKS,
