@@ -91,7 +91,7 @@ class Barriers:
     def copy(self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any) -> None:
         """Starts a TMA copy of a window of ``source`` to swizzled tiles, signalled on barrier i.
 
-        One warp calls it.
+        One warp calls it. A uint8 source has the bytes of the target's numbers, 128 per row.
 
         Args:
           window: an index or a ``pl.ds`` for each dimension of ``source``.
@@ -104,6 +104,7 @@ class Barriers:
             return
         starts, sizes = starts_and_sizes(window)
         size = math.prod(n or 1 for n in sizes) * jnp.dtype(source.dtype).itemsize
+        shape, of_bytes = [n for n in sizes if n], source.dtype == jnp.uint8
         tiles = (plgpu.TilingTransform(_TILING), plgpu.SwizzleTransform(128))
         types = REF, SCALAR, REF, [SCALAR] * len(starts), plgpu.RefType(transforms=tiles)
 
@@ -116,8 +117,8 @@ class Barriers:
                 source,
                 starts,
                 sizes,
-                target,
-                gmem_transform=(mgpu.TileTransform(_TILING),),
+                _bytes_of(target, shape) if of_bytes else target,
+                gmem_transform=() if of_bytes else (mgpu.TileTransform(_TILING),),
                 barrier=barrier,
                 swizzle=128,
                 collective=None if axis is None else (gpu.Dimension.x,),
@@ -126,3 +127,10 @@ class Barriers:
 
         inlined: Any = plgpu.inline_mgpu(arg_types=types)(start)
         inlined(self.memory, jnp.asarray(i, jnp.int32), source, starts, target)
+
+
+def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:
+    """Returns tiles in shared memory, 64 bfloat16 wide, as bytes of shape [rows, 128]."""
+    memory_space = ir.MemRefType(tiles.type).memory_space
+    kind = ir.MemRefType.get(shape, ir.IntegerType.get_signless(8), memory_space=memory_space)
+    return mgpu.utils.ptr_as_memref(mgpu.utils.memref_ptr(tiles), kind)

@@ -106,11 +106,11 @@ def attend(
         handover = Handover(rings, None if gpu else handover_s[0], interpret)
         outputs = Results(out_g, lse_g, partial_g, partial_lse_g)
 
-        def producer_warpgroup():
+        def producer_warpgroup(producer):
             if layout.registers:
                 plgpu.set_max_registers(layout.registers[1], action="decrease")
             if float8:
-                unpack_blocks(wg - W, kv_g, rings, query_buffer, work, interpret=interpret)
+                unpack_blocks(producer, kv_g, rings, query_buffer, work, interpret=interpret)
             else:
                 copy_blocks(kv_g, rings, query_buffer, work, gpu=gpu)
 
@@ -299,7 +299,8 @@ def attend(
 
             lax.fori_loop(0, sequence_count, run_segment, (i32(0), i32(0)))
 
-        pl.when(wg >= W)(producer_warpgroup)
+        for producer in range(layout.producers):
+            pl.when(wg == W + producer)(functools.partial(producer_warpgroup, producer))
         pl.when(wg < W)(consumer_warpgroup)
 
     # The interpreter cannot reinterpret bfloat16 memory as float32.

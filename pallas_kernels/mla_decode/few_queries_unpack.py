@@ -1,35 +1,34 @@
 """The producer of the kernel for few query rows that unpacks a float8 cache.
 
-An unpacker warpgroup loads a key block's float8 latents into registers while it stores the previous
-one: half of the latents (256 columns) are multiplied by their scales and stored as bfloat16, then
-the same registers receive that half of the next block. Rope keys are copied unchanged. Registers
-cannot hold enough bytes in flight for the latency of HBM, so one instruction prefetches the block
-after the next one into the L2 cache.
+One or two unpacker warpgroups fill every key block, each its halves of the latents (256 columns).
+An unpacker has its halves of a block's float8 latents in registers. When the stages are free it
+multiplies the latents by their scales and stores them as bfloat16. Then it loads the next block:
+not earlier, because the fence before a stage is full waits for loads too. Rope keys are copied by
+TMA. Registers cannot hold enough bytes in flight for the latency of HBM, so one instruction
+prefetches the block after the next one into the L2 cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages, Work
-from pallas_kernels.mla_decode.float8_cache import LATENT, dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
-    copy_rope,
+    HALF,
     fetch_half,
     prefetch_page,
     store_slices,
-    wait_rope_copies,
     with_rounded_scales,
 )
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.rescale import publish
 from pallas_kernels.mla_decode.schedule import BLOCK
-from pallas_kernels.mosaic_ir import first_warp
+from pallas_kernels.mosaic_ir import first_warp, warp_is
 
 _HALF_SLICES = 4  # of 64 columns
 _NONE = -1  # sequence of a block that the partition does not have
@@ -40,39 +39,35 @@ _Block = tuple[Any, Any, Any]
 
 
 def unpack_blocks(
-    unpacker: Any, pages: Any, rings: Rings, queries: QueryBuffer, work: Work, *, interpret: Any
+    unpacker: int, pages: Any, rings: Rings, queries: QueryBuffer, work: Work, *, interpret: Any
 ) -> None:
-    """Fills blocks ``unpacker``, ``unpacker + producers``, ... of a partition.
+    """Fills an unpacker's halves of all blocks of a partition.
 
-    Unpacker 0 also fills the query buffer. It does so after the first of its blocks that may need
-    the new queries, because the buffer is free only when the preceding block has been scored.
+    Unpacker 0 also copies the rope keys and the queries. It copies a sequence's queries after it
+    has filled its first block, because the buffer is free only when the preceding sequence has been
+    scored.
 
     Args:
-      unpacker: index of this warpgroup among the producers.
+      unpacker: number of this warpgroup among the producers.
       pages: the cache [P, 64, 656] in global memory.
       interpret: interpreter parameters, or None on a GPU.
     """
-    i32, step = jnp.int32, rings.plan.producers
+    i32, gpu = jnp.int32, interpret is None
+    halves = range(unpacker, 2, rings.plan.producers)
     first_sequence, last_sequence, first_block, end_block = work.range()
     sequence_count = last_sequence - first_sequence + 1
-    fetches_queries = (unpacker == 0) & first_warp(interpret is None)
 
     def end_of(b):
         return jnp.where(b == last_sequence, end_block, work.blocks(b))
 
-    def advance(position: _Position, blocks: Any) -> _Position:
-        """Returns the position that is ``blocks`` later in the partition."""
-
-        def is_past(position):
-            b, index, end = position
-            return (index >= end) & (b < last_sequence)
-
-        def next_sequence(position):
-            b, index, end = position
-            return b + 1, index - end, end_of(b + 1)
-
+    def after(position: _Position) -> _Position:
+        """Returns the next position in the partition."""
         b, index, end = position
-        return lax.while_loop(is_past, next_sequence, (b, index + blocks, end))
+        return lax.cond(
+            (index + 1 >= end) & (b < last_sequence),
+            lambda: (b + 1, i32(0), end_of(b + 1)),
+            lambda: (b, index + 1, end),
+        )
 
     def block_at(position: _Position, other_page: Any) -> _Block:
         """Returns the block there. If there is none, its page is ``other_page``."""
@@ -81,99 +76,107 @@ def unpack_blocks(
         page = jnp.where(exists, work.page(b, index), other_page)
         return jnp.where(exists, b, _NONE), page, work.length(b) - index * BLOCK
 
-    def fetch(page):
-        if interpret is not None:
-            return ()
-        return *fetch_half(pages.at[page], 0), *fetch_half(pages.at[page], 1)
+    def fetch(page: Any) -> tuple[Any, ...]:
+        return tuple(fetch_half(pages.at[page], half) for half in halves) if gpu else ()
 
-    def prefetch(block: _Block):
-        if interpret is None:
+    def prefetch(block: _Block) -> None:
+        if gpu and unpacker == 0:
 
             @pl.when(block[0] != _NONE)
             def _():
                 prefetch_page(pages.at[block[1]])
 
-    def fill(n: Any, registers: tuple[jax.Array, ...], block: _Block, next_page: Any):
+    def copy_rope(w: Any, page: Any, stage: Any, use: Any) -> None:
+        rings.wait_until_free(w, stage, use)
+        full = rings.full(w, stage)
+
+        @pl.when(warp_is(0))
+        def _():
+            window = page, pl.ds(0, BLOCK), pl.ds(ROPE_AT, 2 * ROPE)
+            rings.barriers.copy(full, pages, window, rings.stage_ref(w, stage), None)
+
+        @pl.when(~warp_is(0))
+        def _():
+            rings.barriers.arrive(full)
+
+    def fill(n: Any, registers: tuple[Any, ...], block: _Block, next_page: Any) -> tuple[Any, ...]:
         """Stores block n of the partition from registers, and loads the next page into them."""
         w, (_, page, tokens) = rings.owner(n), block
-        (rope, rope_use), *latents = stages = rings.stages_of(rings.index(n))
-        rings.wait_until_free(w, rope, rope_use)
-        if interpret is not None:
-            _interpreted_fill(rings, w, stages, pages, page, tokens)
+        rope, *latents = stages = rings.stages_of(rings.index(n))
+        if not gpu:
+            _interpreted_fill(rings, w, stages, halves, pages, page, tokens)
             return registers
-        copy_rope(rings.stage_ref(w, rope), pages.at[page])
-        registers = list(registers)
-        for half in range(2):
-            half_latents = latents[half * _HALF_SLICES : (half + 1) * _HALF_SLICES]
-            for stage, use in half_latents:
+        if unpacker == 0:
+            copy_rope(w, page, *rope)
+        for half, (words, scales) in zip(halves, registers, strict=True):
+            half_stages = latents[half * _HALF_SLICES : (half + 1) * _HALF_SLICES]
+            for stage, use in half_stages:
                 rings.wait_until_free(w, stage, use)
-            of_half = slice(2 * half, 2 * half + 2)
-            ring, stage = rings.plan.ring, half_latents[0][0]
-            store_slices(rings.memory, w * ring, stage, ring, *registers[of_half], tokens)
-            if half == 0:
-                wait_rope_copies()
-                half_latents = [stages[0], *half_latents]
+            ring, stage = rings.plan.ring, half_stages[0][0]
+            store_slices(rings.memory, w * ring, stage, ring, words, scales, tokens)
             publish()
-            for stage, _ in half_latents:
+            for stage, _ in half_stages:
                 rings.barriers.arrive(rings.full(w, stage))
-            registers[of_half] = fetch_half(pages.at[next_page], half)
-        return tuple(registers)
+        return fetch(next_page)
 
-    def fetch_queries(first, end):
+    def fetch_queries(first: Any, end: Any) -> Any:
         """Fetches the queries of the partition's sequences ``first`` to ``end - 1``."""
+        if unpacker == 0:
 
-        @pl.when(fetches_queries)
-        def _():
-            lax.fori_loop(first, end, lambda i, _: queries.fetch(i, first_sequence + i), None)
+            @pl.when(first_warp(gpu))
+            def _():
+                lax.fori_loop(first, end, lambda i, _: queries.fetch(i, first_sequence + i), None)
 
         return jnp.maximum(first, end)
 
     def fill_next(carry):
         n, fetched, position, (now, following, later), registers = carry
-        position = advance(position, step)
+        position = after(position)
         last = block_at(position, later[1])
         prefetch(later)
         registers = fill(n, registers, now, following[1])
         fetched = fetch_queries(fetched, now[0] - first_sequence + 1)
-        return n + step, fetched, position, (following, later, last), registers
+        return n + 1, fetched, position, (following, later, last), registers
 
     @pl.when(sequence_count > 0)
     def _():
         fetched = fetch_queries(i32(0), i32(1))
-        position = advance((first_sequence, first_block, end_of(first_sequence)), unpacker)
+        position = first_sequence, first_block, end_of(first_sequence)
         blocks = [block_at(position, 0)]
         for _ in range(2):
-            position = advance(position, step)
+            position = after(position)
             blocks.append(block_at(position, blocks[-1][1]))
         prefetch(blocks[1])
-        registers = fetch(blocks[0][1])
-        carry = jnp.asarray(unpacker, i32), fetched, position, tuple(blocks), registers
-        n, fetched, *_ = lax.while_loop(lambda carry: carry[3][0][0] != _NONE, fill_next, carry)
-        fetch_queries(fetched, sequence_count)
-        if step == 1:
-            for w in range(rings.plan.warpgroups):
-                rings.wait_for_arrivals(w, rings.index(n + (rings.plan.warpgroups - 1 - w)))
-        else:
-            rings.wait_for_arrivals(unpacker, rings.index(n))
+        carry = i32(0), fetched, position, tuple(blocks), fetch(blocks[0][1])
+        n, *_ = lax.while_loop(lambda carry: carry[3][0][0] != _NONE, fill_next, carry)
+        W = rings.plan.warpgroups
+        for w in range(W):
+            rings.wait_for_arrivals(w, rings.index(n + (W - 1 - w)))
+        if unpacker == 0:
 
-        @pl.when(fetches_queries)
-        def _():
-            queries.wait_for_arrivals(sequence_count)
+            @pl.when(first_warp(gpu))
+            def _():
+                queries.wait_for_arrivals(sequence_count)
 
 
 def _interpreted_fill(
-    rings: Rings, w: Any, stages: Stages, pages: Any, page: Any, tokens: Any
+    rings: Rings, w: Any, stages: Stages, halves: range, pages: Any, page: Any, tokens: Any
 ) -> None:
-    """Fills a block's stages, of which the first is free, with whole arrays."""
+    """Fills an unpacker's stages of a block with whole arrays.
+
+    It waits for the other unpacker's stages too, because the interpreter's barriers count the
+    phases that a warpgroup has waited for.
+    """
     latent, rope = dequantize_latent(with_rounded_scales(pages[page]), jnp.bfloat16)
     valid = jnp.arange(BLOCK)[:, None] < tokens
-    for k, (columns, (stage, use)) in enumerate(zip(rings.plan.slices, stages, strict=True)):
-        if k > 0:
-            rings.wait_until_free(w, stage, use)
-        values = latent[:, columns.first : columns.first + columns.width]
+    for columns, (stage, use) in zip(rings.plan.slices, stages, strict=True):
+        rings.wait_until_free(w, stage, use)
         is_latent = columns.first < LATENT
+        if (columns.first // HALF if is_latent else 0) not in halves:
+            continue
+        values = latent[:, columns.first : columns.first + columns.width]
         rings.stage_ref(w, stage)[...] = (
             jnp.where(valid, values, jnp.zeros_like(values)) if is_latent else rope
         )
-        publish(interpret=object())
+        publish(interpret=True)
         rings.barriers.arrive(rings.full(w, stage))

@@ -127,19 +127,25 @@ class TestMosaicGpu(Float8Cases, HopperCases):
         """Segments whose first and last block are scored by either of the two warpgroups."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(partitions))
 
-    # Two unpackers, one for two consumers, one for one; rings with room for one block.
+    # Two and one consumers and unpackers; rings with room for one block.
     @pytest.mark.parametrize(
         ("config", "T"),
         [
             (FewQueries(), 1),
+            (FewQueries(), 2),
             (FewQueries(unpackers=1), 1),
-            (FewQueries(unpackers=1), 2),
-            pytest.param(FewQueries(), 2, marks=pytest.mark.slow),
-            pytest.param(FewQueries(unpackers=2), 2, marks=pytest.mark.slow),
-            pytest.param(FewQueries(warpgroups=1), 1, marks=pytest.mark.slow),
-            pytest.param(FewQueries(warpgroups=1, stages=9), 2, marks=pytest.mark.slow),
-            pytest.param(FewQueries(stages=18), 1, marks=pytest.mark.slow),
-            pytest.param(FewQueries(stages=18, unpackers=1), 2, marks=pytest.mark.slow),
+            *(
+                pytest.param(config, T, marks=pytest.mark.slow)
+                for config, T in [
+                    (FewQueries(unpackers=1), 2),
+                    (FewQueries(warpgroups=2), 2),
+                    (FewQueries(warpgroups=1), 1),
+                    (FewQueries(warpgroups=1, unpackers=1), 1),
+                    (FewQueries(warpgroups=1, stages=9), 2),
+                    (FewQueries(stages=18), 1),
+                    (FewQueries(stages=18, unpackers=1), 1),
+                ]
+            ),
         ],
     )
     def test_settings_for_few_queries(self, config, T):
@@ -193,6 +199,13 @@ def test_config_of_another_kernel_is_refused():
         mosaic_gpu.mla_decode(*arrays(), scale=0.1, config=Config(), interpret=object())
 
 
+def test_wide_slices_are_refused():
+    with pytest.raises(NotImplementedError, match="takes slices of 64 columns"):
+        mosaic_gpu.mla_decode(
+            *arrays(), scale=0.1, config=FewQueries(width=192), interpret=object()
+        )
+
+
 @off_gpu
 @pytest.mark.parametrize("changes", [{"widths": (256, 64)}, {"widths": (512, 32)}])
 def test_no_backend_takes_other_widths(changes):
@@ -201,7 +214,7 @@ def test_no_backend_takes_other_widths(changes):
         mla_decode(*arrays(**changes), scale=0.1)
 
 
-@pytest.mark.parametrize("H", [8, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("H", [8, 32, pytest.param(128, marks=pytest.mark.slow)])
 def test_lowers_for_cuda(H, monkeypatch):
     """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
