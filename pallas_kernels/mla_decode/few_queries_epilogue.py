@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mla_decode import few_queries_registers as registers
-from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages, Work
+from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
+from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT
 from pallas_kernels.mla_decode.kernel_parts import LOG2E
 from pallas_kernels.mla_decode.rescale import publish

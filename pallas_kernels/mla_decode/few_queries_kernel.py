@@ -10,8 +10,8 @@ column. O^T takes 4 N registers per thread, so one warpgroup holds all of it.
   last block merges the other's results into its own.
 * Producer warpgroups keep the ring buffers filled and run ahead into the following sequences. A
   bfloat16 cache is copied by TMA (:mod:`few_queries_copy`), a float8 cache is unpacked
-  (:mod:`few_queries_unpack`). A key block is stored in column slices, each of which occupies one
-  pipeline stage and is released on its own.
+  (:mod:`few_queries_unpack`). A key block is stored in column slices. Each occupies one pipeline
+  stage and is released on its own.
 
 With a bfloat16 cache a multiprocessor has at least 150 KB in flight or in use, and no key block
 waits for its predecessor. HBM delivers a block to each multiprocessor every 3,900 cycles. Shared
@@ -42,8 +42,9 @@ from pallas_kernels.mla_decode.few_queries_copy import copy_blocks
 from pallas_kernels.mla_decode.few_queries_epilogue import Handover, Results, spread
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries, plan
 from pallas_kernels.mla_decode.few_queries_registers import column_vector
-from pallas_kernels.mla_decode.few_queries_ring import Rings, Work
+from pallas_kernels.mla_decode.few_queries_ring import Rings
 from pallas_kernels.mla_decode.few_queries_unpack import unpack_blocks
+from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,

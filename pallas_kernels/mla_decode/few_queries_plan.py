@@ -11,7 +11,7 @@ from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.schedule import BLOCK
 
 MAX_QUERY_ROWS = 32
-_MOST_QUERIES_OF_TWO = 16  # of two consumers beside two unpackers
+_MOST_QUERIES_OF_TWO = 16  # query rows for which four warpgroups have enough registers
 _WIDTH = LATENT + ROPE
 _SHARED_BYTES = 232448 - 6 * 1024  # of a program, less barriers and vectors
 _FLOAT8_WIDTH = 64  # columns per slice: the unpackers store single swizzled tiles
@@ -57,7 +57,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a :class:`FewQueries` means for N query rows and one cache format."""
+    """The values of :class:`FewQueries` and the layout for N query rows and a cache format."""
 
     warpgroups: int
     """Number of consumer warpgroups, each with a ring buffer of its own."""

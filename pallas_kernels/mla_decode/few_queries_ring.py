@@ -1,4 +1,4 @@
-"""The ring buffers of the kernel for few query rows, and the work of one program."""
+"""The ring buffers of the kernel for few query rows, and the barriers of their stages."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Rings:
     """
 
     plan: Plan
+    """Number of rings, their stages, and the slices of a key block."""
+
     memory: Any
     """Stages of all rings, [warpgroups * ring, 64, width], in shared memory."""
 
@@ -34,6 +36,7 @@ class Rings:
 
     @staticmethod
     def barrier_count(plan: Plan) -> int:
+        """Returns the length of ``barriers``."""
         return 2 * plan.warpgroups * plan.ring + plan.warpgroups
 
     def initialise(self, full_arrivals: int) -> None:
@@ -52,15 +55,19 @@ class Rings:
         return lax.shift_right_logical(n, jnp.int32(self.plan.warpgroups - 1))
 
     def full(self, w: Any, stage: Any) -> Any:
+        """Returns the index of the barrier at which ring w's stage is filled."""
         return w * self.plan.ring + stage
 
     def free(self, w: Any, stage: Any) -> Any:
+        """Returns the index of the barrier at which ring w's stage is released."""
         return (self.plan.warpgroups + w) * self.plan.ring + stage
 
     def handover(self, w: Any) -> Any:
+        """Returns the index of the barrier at which consumer w hands over its results."""
         return 2 * self.plan.warpgroups * self.plan.ring + w
 
     def stage_ref(self, w: Any, stage: Any) -> Any:
+        """Returns ring w's stage, [64, width]."""
         return self.memory.at[w * self.plan.ring + stage]
 
     def refs_by_column(self, w: Any, stages: Stages) -> list[Any]:
@@ -108,64 +115,3 @@ class Rings:
             @pl.when(uses > 0)
             def _(stage=stage, uses=uses):
                 self.barriers.wait(self.free(w, stage), uses - 1)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Work:
-    """One program's partition of the schedule, read from global memory."""
-
-    schedule: Any
-    """:attr:`Schedule.table`, [partitions + B, 4]."""
-
-    tables: Any
-    """Block tables, [B, max_pages]."""
-
-    partitions: int
-    """Number of partitions."""
-
-    partition: Any
-    """This program's partition."""
-
-    pages: int
-    """Number of pages in the pool. Table entries past a sequence's length may be anything, and are
-    clipped to the pool."""
-
-    def range(self) -> tuple[Any, ...]:
-        """Returns the partition's entry of the schedule, read in one memory latency."""
-        return tuple(self.schedule[self.partition, k] for k in range(4))
-
-    def sequence_count(self) -> Any:
-        """Returns the number of the partition's sequences."""
-        return self.schedule[self.partition, 1] - self.schedule[self.partition, 0] + 1
-
-    def segment(self, i: Any, work_range: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Returns the partition's i-th sequence, its first block here, and its blocks here."""
-        first_sequence, last_sequence, first_block, end_block = work_range
-        b = first_sequence + i
-        begin = jnp.where(i == 0, first_block, 0)
-        return (
-            b,
-            begin,
-            jnp.where(b == last_sequence, end_block, self.blocks(b)) - begin,
-        )
-
-    def blocks(self, b: Any) -> Any:
-        """Returns the key blocks of a sequence in all partitions."""
-        return self.schedule[self.partitions + b, 0]
-
-    def length(self, b: Any) -> Any:
-        """Returns the cached tokens of a sequence."""
-        return self.schedule[self.partitions + b, 3]
-
-    def is_split(self, b: Any) -> Any:
-        """Returns whether a sequence falls into several partitions."""
-        return self.schedule[self.partitions + b, 1] > 1
-
-    def partial(self, b: Any) -> Any:
-        """Returns the index of this partition's partial result of a sequence."""
-        return self.schedule[self.partitions + b, 2] + self.partition
-
-    def page(self, b: Any, block: Any) -> Any:
-        """Returns the page of a key block; of the table's last entry if the block is past it."""
-        page = self.tables[b, jnp.minimum(block, self.tables.shape[1] - 1)]
-        return jnp.clip(page, 0, self.pages - 1)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages, Work
+from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
+from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
