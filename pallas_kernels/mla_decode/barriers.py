@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, nvvm
 
 from pallas_kernels.mosaic_ir import (
