@@ -144,12 +144,12 @@ def unpack_blocks(
         fetched = fetch_queries(i32(0), i32(1))
         position = first_sequence, first_block, end_of(first_sequence)
         blocks = [block_at(position, 0)]
-        for _ in range(2):
+        while len(blocks) < 3:
             position = after(position)
             blocks.append(block_at(position, blocks[-1][1]))
         prefetch(blocks[1])
         carry = i32(0), fetched, position, tuple(blocks), fetch(blocks[0][1])
-        n, *_ = lax.while_loop(lambda carry: carry[3][0][0] != _NONE, fill_next, carry)
+        n = lax.while_loop(lambda carry: carry[3][0][0] != _NONE, fill_next, carry)[0]
         W = rings.plan.warpgroups
         for w in range(W):
             rings.wait_for_arrivals(w, rings.index(n + (W - 1 - w)))
