@@ -20,8 +20,8 @@ from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.on_mesh import on_mesh
 from dsv3_jax.layers.rope import Rotation
+from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.model import DeepSeekV3
-from pallas_kernels.route.reference import Rule
 
 What = Literal["routing", "latents", "hidden", "attention_entropy", "logits"]
 
@@ -195,16 +195,7 @@ def _routing(c: ModelConfig, shape: tuple[int, ...], stats: Sequence[RoutingStat
     K, E = c.num_experts_per_tok, c.n_routed_experts
     scores = jnp.stack([layer.scores for layer in stats])
     experts = jnp.stack([layer.experts for layer in stats])
-    rule = Rule(
-        num_experts_per_tok=K,
-        n_group=c.n_group,
-        topk_group=c.topk_group,
-        method=c.topk_method,
-        scoring=c.scoring_func,
-        normalize=c.norm_topk_prob,
-        scaling_factor=c.routed_scaling_factor,
-    )
-    weights = jax.vmap(rule.weights)(scores, experts)
+    weights = jax.vmap(routing_rule(c).weights)(scores, experts)
     return Routing(
         experts=experts.reshape(-1, *shape, K),
         weights=weights.reshape(-1, *shape, K),

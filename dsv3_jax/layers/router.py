@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from pallas_kernels import Routes, route
+from pallas_kernels.route.reference import Rule
 
 
 class Router(nnx.Module):
@@ -60,14 +63,21 @@ class Router(nnx.Module):
             logits,
             self.e_score_correction_bias[...] if c.topk_method == "noaux_tc" else None,
             valid,
-            num_experts_per_tok=c.num_experts_per_tok,
-            n_group=c.n_group,
-            topk_group=c.topk_group,
-            method=c.topk_method,
-            scoring=c.scoring_func,
-            normalize=c.norm_topk_prob,
-            scaling_factor=c.routed_scaling_factor,
+            **dataclasses.asdict(routing_rule(c)),
         )
+
+
+def routing_rule(config: ModelConfig) -> Rule:
+    """Returns the routing settings of a model."""
+    return Rule(
+        num_experts_per_tok=config.num_experts_per_tok,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        method=config.topk_method,
+        scoring=config.scoring_func,
+        normalize=config.norm_topk_prob,
+        scaling_factor=config.routed_scaling_factor,
+    )
 
 
 class RouterBias(nnx.Variable):
