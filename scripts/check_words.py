@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("dsv3_jax", "pallas_kernels", "sharding", "scripts", "benchmarks")
+PACKAGES = ("dsv3_jax", "pallas_kernels", "sharding", "scripts", "benchmarks", "tests")
 # benchmarks/NOTES.md is missing on purpose: it consists of dated records.
 DOCUMENTS = (
     "*.md",

@@ -182,10 +182,10 @@ def test_floor(name, weights, rows, cached, ms):
 
 def test_distinct_experts():
     rng = np.random.default_rng(0)
-    drawn = [
+    counts = [
         len({e for _ in range(16) for e in rng.choice(64, 6, replace=False)}) for _ in range(400)
     ]
-    assert distinct_experts(64, 6, 16) == pytest.approx(np.mean(drawn), rel=0.01)
+    assert distinct_experts(64, 6, 16) == pytest.approx(np.mean(counts), rel=0.01)
     assert distinct_experts(64, 6, 1) == 6
 
 

@@ -135,8 +135,10 @@ def test_lengths():
     assert (case.rows, case.cached, case.shape) == (3, 150, "h4 b3 kv2-150 sq2")
     tables = page_tables(case, 0)
     assert tables.shape == (3, 3)
-    held = [table[: -(-n // PAGE)].tolist() for table, n in zip(tables, case.lengths, strict=True)]
-    assert sorted(page for row in held for page in row) == list(range(6))
+    pages_by_sequence = [
+        table[: -(-n // PAGE)].tolist() for table, n in zip(tables, case.lengths, strict=True)
+    ]
+    assert sorted(page for row in pages_by_sequence for page in row) == list(range(6))
     assert inputs.structs(case)["pages"].shape[0] == 6
 
 
@@ -159,8 +161,8 @@ def test_rows():
     assert set(report.COLUMNS) <= set(row)
     assert "no_peer" not in row
     assert row["peer"] == "good"
-    found = [row[name] for name in ("tflops", "roof_fraction", "ratio")]
-    np.testing.assert_allclose(found, [1000, 0.8, 1.2], rtol=1e-3)
+    values = [row[name] for name in ("tflops", "roof_fraction", "ratio")]
+    np.testing.assert_allclose(values, [1000, 0.8, 1.2], rtol=1e-3)
     assert row["peers"]["broken"] == {"error": "wrong"}
     json.dumps(row, allow_nan=False)
     # Few rows are limited by bandwidth. XLA's lowering is a peer like the others.
@@ -289,9 +291,9 @@ def test_xla_decodes_from_a_dense_cache(case):
     session = Session("reference", most_calls=2)
     prepared = session.prepare(encoded(case), ["xla"])
     assert "error" not in prepared["xla"], prepared
-    found = session.time(["xla"], 0.0)["xla"]
-    assert len(found["us"]) == 5
-    assert min(found["us"]) > 0, found
+    times = session.time(["xla"], 0.0)["xla"]
+    assert len(times["us"]) == 5
+    assert min(times["us"]) > 0, times
 
 
 def test_xla_does_not_fill_a_cache_that_is_almost_empty():
@@ -373,11 +375,11 @@ def test_merged_calls_are_found(count, laps, left):
     text = executable.as_text()
     assert text is not None
     assert hlo.launched(text, target)[0] == left
-    found = counted(lowered, executable, 6, kernels=True, target=target)
+    counts = counted(lowered, executable, 6, kernels=True, target=target)
     if left == 6:
-        assert found["kernels_a_call"] >= 1
+        assert counts["kernels_a_call"] >= 1
     else:
-        assert found["error"] == "wrong: 2 of 6 kernels are left of 6 calls"
+        assert counts["error"] == "wrong: 2 of 6 kernels are left of 6 calls"
 
 
 def test_calls_without_a_kernel_are_found():
@@ -459,13 +461,13 @@ def timed(of_ours: FakeWorker, of_peers: FakeWorker, ours, peers):
     return ours, peers
 
 
-def said(**us):
+def timings(**us):
     return {name: {"us": windows} for name, windows in us.items()}
 
 
 def test_order_of_timings():
     """The order is peers, ours, ours, peers; a slow peer is timed only once."""
-    of_ours = FakeWorker(said(ours=[12.0, 12.1]), said(ours=[12.0, 12.2, 12.3]))
+    of_ours = FakeWorker(timings(ours=[12.0, 12.1]), timings(ours=[12.0, 12.2, 12.3]))
     first = {"a": {"us": [11.9, 12.0], "busy": 0.9}, "b": {"us": [20.0, 20.0]}}
     of_peers = FakeWorker(first, {"a": {"us": [12.4], "busy": 0.8}})
     ours, peers = timed(of_ours, of_peers, {"sets": 2}, {"a": {}, "b": {}, "c": {"error": "none"}})
@@ -480,8 +482,8 @@ def test_order_of_timings():
 
 @pytest.mark.parametrize(("steady_at", "tries", "spread"), [(1, 1, 0.0), (2, 2, 0.0), (9, 3, 0.5)])
 def test_unsteady_times_are_measured_again(steady_at, tries, spread):
-    turns = [said(ours=[10.0, 10.0 if n >= steady_at else 15.0]) for n in (1, 1, 2, 2, 3, 3)]
-    of_ours, of_peers = FakeWorker(*turns), FakeWorker(*[said(a=[9.0])] * 6)
+    turns = [timings(ours=[10.0, 10.0 if n >= steady_at else 15.0]) for n in (1, 1, 2, 2, 3, 3)]
+    of_ours, of_peers = FakeWorker(*turns), FakeWorker(*[timings(a=[9.0])] * 6)
     ours, peers = timed(of_ours, of_peers, {}, {"a": {}})
     assert (ours["tries"], peers["a"]["us"]) == (tries, 9.0)
     assert ours["spread"] == pytest.approx(spread, abs=0.15)
@@ -489,7 +491,7 @@ def test_unsteady_times_are_measured_again(steady_at, tries, spread):
 
 
 def test_xla_is_timed_beside_ours():
-    both = said(ours=[10.0], xla=[9.0])
+    both = timings(ours=[10.0], xla=[9.0])
     of_ours = FakeWorker(both, both)
     ours, _ = timed(of_ours, FakeWorker(), {"xla": {}}, {})
     assert [r["names"] for r in of_ours.asked] == [["ours", "xla"]] * 2
@@ -498,7 +500,7 @@ def test_xla_is_timed_beside_ours():
 
 
 def test_failure_while_timing():
-    of_ours = FakeWorker(said(ours=[10.0]), {"error": "it hung"})
+    of_ours = FakeWorker(timings(ours=[10.0]), {"error": "it hung"})
     ours, peers = timed(of_ours, FakeWorker({"error": "it died"}), {}, {"a": {}})
     assert ours["error"] == "it hung"
     assert peers == {"a": {"error": "it died"}}

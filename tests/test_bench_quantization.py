@@ -53,16 +53,16 @@ def test_compare():
         for form, kind in kinds.items()
     }
     tokens = np.random.default_rng(0).integers(0, 160, 100)
-    found = compare(models, held_out_batches(tokens, 2, 20, BOS))
-    assert found["bf16"]["kl"] == 0
-    assert found["bf16"]["top1_agreement"] == 1
-    assert 0 < 20 * found["int8"]["kl"] < found["int4"]["kl"] < 1
-    assert found["int4"]["top1_agreement"] < found["int8"]["top1_agreement"] <= 1
+    result = compare(models, held_out_batches(tokens, 2, 20, BOS))
+    assert result["bf16"]["kl"] == 0
+    assert result["bf16"]["top1_agreement"] == 1
+    assert 0 < 20 * result["int8"]["kl"] < result["int4"]["kl"] < 1
+    assert result["int4"]["top1_agreement"] < result["int8"]["top1_agreement"] <= 1
     # Padding of the batch does not count.
     (whole,) = held_out_batches(tokens, 5, 20, BOS)
     for form, row in compare(models, [whole]).items():
         for name, mean in row.items():
-            np.testing.assert_allclose(found[form][name], mean, rtol=1e-4)
+            np.testing.assert_allclose(result[form][name], mean, rtol=1e-4)
 
 
 def test_bytes():

@@ -19,9 +19,9 @@ ROWS = [
 
 @pytest.fixture
 def results(monkeypatch):
-    found = {}
-    monkeypatch.setattr(benchmark_tables, "read", found.__getitem__)
-    return found
+    records = {}
+    monkeypatch.setattr(benchmark_tables, "read", records.__getitem__)
+    return records
 
 
 def test_unsteady_times_have_no_ratio(results):

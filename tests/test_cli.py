@@ -52,16 +52,16 @@ def test_speculation_is_reported(tiny, capsys):
     plain = [generate(*given), capsys.readouterr()]
     drafted = [generate(*given, *drafting), capsys.readouterr()]
     assert plain[0] == drafted[0] == 0
-    without, found = (json.loads(captured.out) for _, captured in (plain, drafted))
-    for one, other in zip(without["completions"], found["completions"], strict=True):
+    without, speculative = (json.loads(captured.out) for _, captured in (plain, drafted))
+    for one, other in zip(without["completions"], speculative["completions"], strict=True):
         assert one["tokens"] == other["tokens"]
         assert one["speculation"] is None
         assert other["speculation"]["draft"] == "mtp"
         assert other["speculation"]["tokens"] == len(other["tokens"]) == 8
-    total = found["stats"]["speculation"]
+    total = speculative["stats"]["speculation"]
     assert len(total["acceptance"]) == len(total["drafted"]) == 2
     assert total["accept_length"] == 16 / total["steps"]
-    assert found["stats"]["drafted"] == sum(total["drafted"]) > 0
+    assert speculative["stats"]["drafted"] == sum(total["drafted"]) > 0
     assert "mtp: " in drafted[1].err
 
 
@@ -117,9 +117,11 @@ def test_a_layout_of_several_processes(capsys):
     assert done.returncode == 0, done.stderr
     wanted = capsys.readouterr().out.splitlines()
     lines = done.stdout.splitlines()
-    said = [[line[4:] for line in lines if line.startswith(f"[{i}] ")] for i in range(2)]
-    assert without_gloo(said[0]) == without_gloo(wanted)
-    assert without_gloo(said[1]) == []
+    lines_by_process = [
+        [line[4:] for line in lines if line.startswith(f"[{i}] ")] for i in range(2)
+    ]
+    assert without_gloo(lines_by_process[0]) == without_gloo(wanted)
+    assert without_gloo(lines_by_process[1]) == []
 
 
 @pytest.mark.slow
@@ -372,19 +374,19 @@ def test_no_command_and_an_unknown_one(capsys):
 @pytest.mark.slow
 def test_doctor(capsys):
     assert run("doctor", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["jax"] == jax.__version__
-    assert found["devices"]["platform"] == "cpu"
-    assert found["back-ends"]["mla_decode: reference"] == "works"
-    assert found["back-ends"]["grouped_matmul: cpu"] == "works"
+    result = json.loads(capsys.readouterr().out)
+    assert result["versions"]["jax"] == jax.__version__
+    assert result["devices"]["platform"] == "cpu"
+    assert result["back-ends"]["mla_decode: reference"] == "works"
+    assert result["back-ends"]["grouped_matmul: cpu"] == "works"
     # Each back-end accepts its probe on the right machine.
-    outcomes = set(found["back-ends"].values())
+    outcomes = set(result["back-ends"].values())
     assert outcomes == {
         "works",
         "refused: runs on Hopper GPUs, this is cpu",
         "refused: runs on TPUs, this is cpu",
     }
-    assert found["probes"].keys() == {name.split(":")[0] for name in found["back-ends"]}
+    assert result["probes"].keys() == {name.split(":")[0] for name in result["back-ends"]}
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
 
@@ -393,11 +395,11 @@ def test_doctor(capsys):
 def test_doctor_times_exchanges(monkeypatch, capsys):
     monkeypatch.setattr(collectives, "_TOKENS", (2,))
     assert run("doctor", "--json", "--collectives") == 0
-    (found,) = json.loads(capsys.readouterr().out)["collectives"].items()
+    (entry,) = json.loads(capsys.readouterr().out)["collectives"].items()
     exchanges = "all_gather", "all_to_all", "one_sided"
     times = ", ".join(rf"{name} \d+, {name} in float8 \d+" for name in exchanges)
-    assert found[0] == "2 x 256 a device"
-    assert re.fullmatch(rf"{times} us: take ({'|'.join(exchanges)})", found[1])
+    assert entry[0] == "2 x 256 a device"
+    assert re.fullmatch(rf"{times} us: take ({'|'.join(exchanges)})", entry[1])
 
 
 @pytest.mark.slow
@@ -413,9 +415,9 @@ def test_doctor_sees_a_back_end_that_is_wrong(monkeypatch, capsys):
     monkeypatch.setitem(api.BACKENDS, "broken", broken)
     monkeypatch.setitem(api.BACKENDS, "wrong", wrong)
     assert run("doctor", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["back-ends"]
-    assert found["mla_decode: broken"] == "fails: RuntimeError: no"
-    assert found["mla_decode: wrong"].startswith("wrong: differs")
+    outcomes = json.loads(capsys.readouterr().out)["back-ends"]
+    assert outcomes["mla_decode: broken"] == "fails: RuntimeError: no"
+    assert outcomes["mla_decode: wrong"].startswith("wrong: differs")
 
 
 def test_doctor_goes_on_without_a_reference(monkeypatch, capsys):
@@ -427,8 +429,8 @@ def test_doctor_goes_on_without_a_reference(monkeypatch, capsys):
     monkeypatch.setitem(api.BACKENDS, "reference", broken)
     monkeypatch.setattr(probes, "probes", lambda real=probes.probes: real()[-1:])
     assert run("doctor", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["back-ends"]
-    assert found == {"block_quant: reference": "fails: RuntimeError: "}
+    outcomes = json.loads(capsys.readouterr().out)["back-ends"]
+    assert outcomes == {"block_quant: reference": "fails: RuntimeError: "}
 
 
 @pytest.mark.parametrize("below", [(), ("x",)])

@@ -40,13 +40,13 @@ def test_a_table(capsys):
 @pytest.mark.slow
 def test_json_and_the_largest_batch(capsys):
     assert plan("--json", model="demo", context="512") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"] == 1
-    assert found["peak_bytes"] == max(each["peak"] for each in found["bytes"].values())
-    assert found["bounds"]["decode"]["binding"] in ("weights", "cache", "arithmetic")
-    assert plan("--json", model="demo", context="512", batch=str(found["largest_batch"])) == 0
-    assert json.loads(capsys.readouterr().out)["largest_batch"] == found["largest_batch"]
-    assert plan(model="demo", context="512", batch=str(found["largest_batch"] + 1)) == 2
+    result = json.loads(capsys.readouterr().out)
+    assert result["devices"] == 1
+    assert result["peak_bytes"] == max(each["peak"] for each in result["bytes"].values())
+    assert result["bounds"]["decode"]["binding"] in ("weights", "cache", "arithmetic")
+    assert plan("--json", model="demo", context="512", batch=str(result["largest_batch"])) == 0
+    assert json.loads(capsys.readouterr().out)["largest_batch"] == result["largest_batch"]
+    assert plan(model="demo", context="512", batch=str(result["largest_batch"] + 1)) == 2
     out, err = capsys.readouterr()
     assert "too much: 0." in out
     assert "expected at most 149.1 GB per device of gpu:h200x1, got 149." in err
@@ -88,24 +88,24 @@ def test_a_refusal_has_a_table(capsys):
     assert "the largest part is" in out
     assert len(err.splitlines()) == 1
     assert plan("--json", **changes) == 2
-    found = finite(capsys.readouterr().out)
-    assert found["fits"] is False
-    assert found["missing_bytes"] == found["peak_bytes"] - found["memory_bytes"]
-    assert found["largest_part"]["bytes"] <= found["peak_bytes"]
-    assert found["what_fits"]
+    result = finite(capsys.readouterr().out)
+    assert result["fits"] is False
+    assert result["missing_bytes"] == result["peak_bytes"] - result["memory_bytes"]
+    assert result["largest_part"]["bytes"] <= result["peak_bytes"]
+    assert result["what_fits"]
 
 
 def test_without_a_layout_the_fastest_is_chosen(capsys):
     changes = {"layout": None, "target": "h100x2", "batch": "16", "model": "demo", "context": "512"}
     assert plan("--json", **changes) == 0
-    found = finite(capsys.readouterr().out)
-    (first, *_) = layouts = found["chosen"]["layouts"]
-    assert found["fits"] is True
-    assert found["layout"] == first["layout"] == found["chosen"]["because"].split()[0].strip(":")
+    result = finite(capsys.readouterr().out)
+    (first, *_) = layouts = result["chosen"]["layouts"]
+    assert result["fits"] is True
+    assert result["layout"] == first["layout"] == result["chosen"]["because"].split()[0].strip(":")
     assert first["seconds"] == min(each["seconds"] for each in layouts)
     assert plan(**changes) == 0
-    assert f"layout: {found['chosen']['because']}" in capsys.readouterr().out.splitlines()
-    assert plan("--json", **(changes | {"layout": found["layout"]})) == 0
+    assert f"layout: {result['chosen']['because']}" in capsys.readouterr().out.splitlines()
+    assert plan("--json", **(changes | {"layout": result["layout"]})) == 0
     assert finite(capsys.readouterr().out)["chosen"] is None
 
 

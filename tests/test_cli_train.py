@@ -195,7 +195,7 @@ def test_bad_usage_is_one_line_and_status_2(arguments, named, files, tmp_path, c
 
 
 @pytest.mark.slow
-def test_settings_and_places_are_checked_before_anything_is_read(trained, files, tmp_path, capsys):
+def test_settings_and_paths_are_checked_before_anything_is_read(trained, files, tmp_path, capsys):
     """Neither the corpus, which does not exist here, nor the model is read."""
     new = ("--config", files / "config.json", "--data", tmp_path / "no.txt", "--steps", 4)
     new += ("--tokenizer", "demo", "--length", 16)
@@ -226,7 +226,7 @@ def test_settings_and_places_are_checked_before_anything_is_read(trained, files,
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_saves_and_prints_the_command_to_resume(files, tmp_path, capsys, monkeypatch):
     """The first Ctrl-C saves; a second one ends the run at once."""
     out = tmp_path / "run"
     interrupts = iter([1, 2])
@@ -266,7 +266,7 @@ def test_other_commands_do_not_wait_for_grain_and_orbax():
 
 
 @pytest.mark.slow
-def test_what_a_run_has_a_copy_of_may_go(trained, files, tmp_path, capsys):
+def test_files_that_a_run_has_copied_may_be_deleted(trained, files, tmp_path, capsys):
     """A resumed run keeps the tokenizer; settings of another version are named."""
     out = tmp_path / "run"
     shutil.copytree(trained, out)
@@ -363,8 +363,8 @@ def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
 @pytest.mark.slow
 def test_export_of_an_earlier_step_in_float8(trained, tmp_path):
     assert run("export", trained, tmp_path / "two", "--step", 2, "--to", "fp8") == 0
-    kept, _ = dsv3_jax.load(tmp_path / "two", quantization="fp8")
-    assert kept.config.quantization is not None
+    quantized, _ = dsv3_jax.load(tmp_path / "two", quantization="fp8")
+    assert quantized.config.quantization is not None
     early = published_tensors(dsv3_jax.load(tmp_path / "two", dtype=jnp.float32)[0])
     late = published_tensors(dsv3_jax.load(trained / "model", dtype=jnp.float32)[0])
     assert any((early[name] != late[name]).any() for name in late if name.endswith(BIAS))

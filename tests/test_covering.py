@@ -9,12 +9,12 @@ from tests.support.covering import covering, covering_set, sampled
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3), (3, 3, 3), (5, 2, 1, 4), (2,) * 6])
 def test_every_pair_of_values_occurs(sizes):
-    found = covering_set(sizes)
-    assert len(set(found)) == len(found)
-    assert set(found) <= set(itertools.product(*map(range, sizes)))
+    cases = covering_set(sizes)
+    assert len(set(cases)) == len(cases)
+    assert set(cases) <= set(itertools.product(*map(range, sizes)))
     for (a, m), (b, n) in itertools.combinations(enumerate(sizes), 2):
-        assert {(case[a], case[b]) for case in found} == set(itertools.product(range(m), range(n)))
-    assert len(sizes) > 1 or len(found) == sizes[0]
+        assert {(case[a], case[b]) for case in cases} == set(itertools.product(range(m), range(n)))
+    assert len(sizes) > 1 or len(cases) == sizes[0]
 
 
 def test_few_cases():
@@ -27,10 +27,10 @@ def test_few_cases():
 
 def test_a_seed_selects_a_sample_in_addition_to_the_covering_set():
     sizes = (3, 3, 3)
-    drawn = [sampled(sizes, 4, seed) for seed in range(5)]
-    assert drawn[0] == sampled(sizes, 4, 0)
-    assert len(set(map(tuple, drawn))) > 1
-    for cases in drawn:
+    samples = [sampled(sizes, 4, seed) for seed in range(5)]
+    assert samples[0] == sampled(sizes, 4, 0)
+    assert len(set(map(tuple, samples))) > 1
+    for cases in samples:
         assert len(set(cases)) == 4
         assert not set(cases) & set(covering_set(sizes))
     assert len(sampled((2, 2), 4, 0)) == 0

@@ -34,9 +34,9 @@ def imports(source: str) -> Iterator[str]:
 
 
 def modules(folder: str) -> list[Path]:
-    found = sorted((ROOT / folder).rglob("*.py"))
-    assert found, f"no modules below {folder}"
-    return found
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert paths, f"no modules below {folder}"
+    return paths
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:

@@ -208,11 +208,11 @@ def test_float8_checkpoint(block, options, tmp_path):
     logits, aux = forward(cast, TOKENS)
     check(logits, aux, oracle.forward(TOKENS), experts=8)
 
-    kept, _ = dsv3_jax.load(tmp_path, dtype=jnp.float32, quantization="fp8")
-    assert kept.layers[0].mlp.experts.up_proj.weight.dtype == jnp.float8_e4m3fn
-    assert kept.layers[0].self_attn.kv_a_proj_with_mqa.weight.dtype == jnp.float8_e4m3fn
-    assert kept.mtp[0].eh_proj.weight.dtype == jnp.float32
-    kept_logits, kept_aux = forward(kept, TOKENS)
+    quantized, _ = dsv3_jax.load(tmp_path, dtype=jnp.float32, quantization="fp8")
+    assert quantized.layers[0].mlp.experts.up_proj.weight.dtype == jnp.float8_e4m3fn
+    assert quantized.layers[0].self_attn.kv_a_proj_with_mqa.weight.dtype == jnp.float8_e4m3fn
+    assert quantized.mtp[0].eh_proj.weight.dtype == jnp.float32
+    kept_logits, kept_aux = forward(quantized, TOKENS)
     np.testing.assert_array_equal(kept_logits, logits)
     np.testing.assert_array_equal(kept_aux.mtp_logits[0], aux.mtp_logits[0])
     np.testing.assert_array_equal(kept_aux.routing_counts, aux.routing_counts)

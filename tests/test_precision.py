@@ -38,14 +38,16 @@ def matmuls(dtype) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_router_and_expert_sums_are_float32(dtype):
-    found = matmuls(dtype)
+    precisions = matmuls(dtype)
     # Tokens are 2 x 9, 2 x 8 (MTP) and 2 x 2, with 64 columns, 8 experts and 3 per token.
     for tokens in (18, 16, 4):
-        routers = [p for p, types in found if f"<{tokens}x64x" in types and "<8x64x" in types]
+        routers = [p for p, types in precisions if f"<{tokens}x64x" in types and "<8x64x" in types]
         sums = [
-            p for p, types in found if types == f"tensor<{tokens}x3x64xf32>, tensor<{tokens}x3xf32>"
+            p
+            for p, types in precisions
+            if types == f"tensor<{tokens}x3x64xf32>, tensor<{tokens}x3xf32>"
         ]
         assert set(routers) == set(sums) == {"HIGHEST, HIGHEST"}
     # In a bfloat16 model no other matmul has float32 inputs, which TF32 would round.
     if dtype == jnp.bfloat16:
-        assert {p for p, types in found if "f32" in types} == {"HIGHEST, HIGHEST"}
+        assert {p for p, types in precisions if "f32" in types} == {"HIGHEST, HIGHEST"}

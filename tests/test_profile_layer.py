@@ -73,11 +73,11 @@ ENTRY %main (a: bf16[8]) -> (f32[8], /*index=1*/f32[8]) {
 
 
 def test_operations():
-    found = operations(TEXT)
-    assert found["loop_fusion.1"] == Operation("fusion", "", "norm")
-    assert found["call.2"] == Operation("custom-call", "jit(run)/mpmd_map", "attention")
-    assert found["sort.3"] == Operation("sort", "jit(run)/top_k", "router")
-    assert found["copy.4"].kind == "copies"
+    result = operations(TEXT)
+    assert result["loop_fusion.1"] == Operation("fusion", "", "norm")
+    assert result["call.2"] == Operation("custom-call", "jit(run)/mpmd_map", "attention")
+    assert result["sort.3"] == Operation("sort", "jit(run)/top_k", "router")
+    assert result["copy.4"].kind == "copies"
 
 
 def test_times_are_summed_by_kind():
@@ -89,10 +89,10 @@ def test_times_are_summed_by_kind():
         Kernel("MemcpyD2D", "", 2, 500.0),
         Kernel("mystery", "gone.9", 2, 250.0),
     ]
-    found = summed(kernels, operations(TEXT), runs=2)
-    assert found["kinds_us"] == {
+    result = summed(kernels, operations(TEXT), runs=2)
+    assert result["kinds_us"] == {
         "attention": 30.0, "norm": 4.0, "dense matmul": 0.5, "copies": 0.25, "other": 0.12,
     }  # fmt: skip
-    assert found["launches"] == 6
-    first = found["kernels"][0]
+    assert result["launches"] == 6
+    first = result["kernels"][0]
     assert (first["kernel"], first["us"], first["traced"]) == ("mosaic", 30.0, "jit(run)/mpmd_map")

@@ -34,16 +34,16 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
 
 
 def test_events_are_summed():
-    found = [Event("a", "x", 0, 10), Event("a", "x", 20, 5), Event("b", "", 25, 5)]
-    assert [(k.name, k.operation, k.count, k.ns) for k in kernels(found)] == [
+    events = [Event("a", "x", 0, 10), Event("a", "x", 20, 5), Event("b", "", 25, 5)]
+    assert [(k.name, k.operation, k.count, k.ns) for k in kernels(events)] == [
         ("a", "x", 2, 15),
         ("b", "", 1, 5),
     ]
 
 
 def test_kernels_by_name():
-    found = [Event("a", "x", 0, 1000), Event("b", "x", 0, 9000), Event("a", "y", 5, 3000)]
-    assert by_name(found, 2) == [
+    events = [Event("a", "x", 0, 1000), Event("b", "x", 0, 9000), Event("a", "y", 5, 3000)]
+    assert by_name(events, 2) == [
         {"us": 4.5, "launches": 0.5, "kernel": "b"},
         {"us": 2.0, "launches": 1.0, "kernel": "a"},
     ]
@@ -57,6 +57,6 @@ def test_busy_fraction():
 def test_pauses_after_copies_to_the_host():
     names = ["a", TO_HOST, "a", "b", TO_HOST, "a", "c"]
     starts = [0, 1000, 6000, 7000, 10_000, 10_500, 30_000]
-    found = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
+    events = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
     # 4 us after the first copy; the second ends while "a" is already running; "c" follows a kernel.
-    assert host_waits_us(found, 2) == pytest.approx(2.0)
+    assert host_waits_us(events, 2) == pytest.approx(2.0)

@@ -257,8 +257,8 @@ module.run = lambda arguments: interrupt()
 
 def test_json_has_no_nan(capsys):
     print_json({"a": [1.5, float("nan"), -float("inf")], "b": ({"c": float("inf")}, "Zürich", 3)})
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found == {"a": [1.5, None, None], "b": [{"c": None}, "Zürich", 3]}
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result == {"a": [1.5, None, None], "b": [{"c": None}, "Zürich", 3]}
 
 
 def test_every_command_prints_json_by_the_same_function():

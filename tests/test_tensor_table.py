@@ -230,8 +230,8 @@ def test_bytes_without_the_copies(name):
     config = EVERY[name]
     table = tensor_table(config)
     left_out = copies(config)
-    kept = sum(spec.nbytes for tensor, spec in table.items() if tensor not in left_out)
-    assert kept == checkpoint_bytes(config, mtp_copies=False)
+    size = sum(spec.nbytes for tensor, spec in table.items() if tensor not in left_out)
+    assert size == checkpoint_bytes(config, mtp_copies=False)
 
 
 # ---- single tensors ------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ def assert_refused(directory, pattern, **options):
 def test_the_count_of_arrays_sees_a_load(checkpoint):
     """Shows that `no_array_made`, on which the refusals rely, notices a load."""
     directory, _ = checkpoint()
-    held = []
+    loaded_models = []
     with pytest.raises(AssertionError, match=r"^\d\d+ arrays"), no_array_made():
-        held.append(dsv3_jax.load(directory))
+        loaded_models.append(dsv3_jax.load(directory))
 
 
 # ---- one safetensors file ------------------------------------------------------------------------
@@ -230,10 +230,10 @@ def test_a_file_without_tensors(checkpoint):
 
 
 def test_the_order_in_the_header_is_free(checkpoint):
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     header, data = files.split(directory / SINGLE)
     files.join(directory / SINGLE, dict(sorted(header.items(), reverse=True)), data)
-    assert_holds(loaded(directory), want)
+    assert_holds(loaded(directory), expected)
 
 
 # ---- the index and its shards --------------------------------------------------------------------
@@ -434,13 +434,13 @@ def test_an_unknown_tensor(checkpoint, extra):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_tolerated_tensors(checkpoint, dtype):
-    directory, want = checkpoint(dtype=dtype)
+    directory, expected = checkpoint(dtype=dtype)
     buffer = Stored.of(np.full(28, np.nan, np.float32))
     assert UNUSED_SUFFIXES
     for suffix in UNUSED_SUFFIXES:
         names = [f"model.layers.{layer}.self_attn{suffix}" for layer in range(3)]
         change(directory, **dict.fromkeys(names, buffer))
-    assert_holds(loaded(directory), want)
+    assert_holds(loaded(directory), expected)
 
 
 def test_a_weight_of_integers(checkpoint):
@@ -517,7 +517,7 @@ def test_a_scale_of_zero_over_weights(checkpoint, value, quantization):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_scale_of_zero_over_zeros(checkpoint, quantization):
     """Zeros of either sign are accepted, because the meaning of such a scale is clear."""
-    directory, want = checkpoint(dtype="fp8", block=(16, 40))
+    directory, expected = checkpoint(dtype="fp8", block=(16, 40))
     weight = files.read(directory / SINGLE)[KV_A].array.copy()
     weight[32:, 40:] = 0
     weight[33, 41] = -0.0
@@ -526,7 +526,7 @@ def test_a_scale_of_zero_over_zeros(checkpoint, quantization):
     got = loaded(directory, quantization=quantization)
     assert (got[KV_A][32:, 40:].astype(np.float32) == 0).all()
     if quantization is None:
-        np.testing.assert_array_equal(got[KV_A][:32], want[KV_A][:32].astype(np.float32))
+        np.testing.assert_array_equal(got[KV_A][:32], expected[KV_A][:32].astype(np.float32))
 
 
 def assert_refused_late(directory, pattern, **options):

@@ -62,10 +62,10 @@ def test_the_published_tensors_and_config(checkpoint, out, layers, quantization)
 
 def test_values_in_bfloat16(checkpoint, out):
     """The correction bias keeps all its bits."""
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     model, _ = dsv3_jax.load(directory)
     write_checkpoint(model, out)
-    assert_holds(loaded(out, dtype="bfloat16"), want, "bfloat16")
+    assert_holds(loaded(out, dtype="bfloat16"), expected, "bfloat16")
 
 
 def test_a_model_without_its_mtp_layer(checkpoint, out):
@@ -84,12 +84,12 @@ def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layo
     config = dataclasses.replace(config, quantization=quantization)
     model = filled_model(config, quantization, layout and make_layout(layout))
     balanced = Placement.balanced(np.random.default_rng(1).zipf(1.5, (2, 8)), 16, 4, 2, 8)
-    turned = Placement.from_phy2log(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8)
+    rotated = Placement.from_phy2log(np.tile(np.roll(np.arange(8), 1), (2, 1)), 8)
     models = {
         "logical": model,
         "balanced": model.place_experts(balanced),
-        "turned": model.place_experts(balanced).place_experts(turned),
-        "ready": model.place_experts(turned).precompute_for_decode(),
+        "rotated": model.place_experts(balanced).place_experts(rotated),
+        "ready": model.place_experts(rotated).precompute_for_decode(),
     }
     assert len({parameter_count(each) for each in models.values()}) == 1
     written = {}
@@ -101,27 +101,27 @@ def test_placed_experts_are_written_as_logical_ones(tmp_path, quantization, layo
 
 @pytest.mark.parametrize("scale_fmt", ["float32", "ue8m0"])
 def test_values_in_float8(checkpoint, out, scale_fmt):
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     model, _ = dsv3_jax.load(directory)
     write_checkpoint(model, out, quantization=dataclasses.replace(BLOCKS, scale_fmt=scale_fmt))
     keys = json.loads((out / CONFIG).read_text())["quantization_config"]
     assert keys["weight_block_size"] == [24, 40]
     assert keys.get("scale_fmt", "float32") == scale_fmt
     stored = read_directory(out)
-    quantized = [name for name in want if is_fp8(name)]
+    quantized = [name for name in expected if is_fp8(name)]
     assert len(quantized) > 30
     for name in quantized:
         scale = stored[name + SCALE].array
         _, best = quantize_blocks(
-            want[name], BLOCKS.weight_block_size, power_of_two=scale_fmt == "ue8m0"
+            expected[name], BLOCKS.weight_block_size, power_of_two=scale_fmt == "ue8m0"
         )
         np.testing.assert_allclose(scale, best, rtol=1e-6 if scale_fmt == "float32" else 0)
         got = dequantize(stored[name].array, scale, BLOCKS.weight_block_size)
         # Half a unit in the last of three bits of the mantissa, or of the smallest numbers.
         step = np.repeat(np.repeat(scale, 24, 0), 40, 1)[: got.shape[0], : got.shape[1]]
-        bound = np.maximum(np.abs(want[name]) * 2**-4, step * 2**-10)
-        assert (np.abs(got - want[name]) <= bound * 1.0001).all(), name
-    others = {name: value for name, value in want.items() if name not in quantized}
+        bound = np.maximum(np.abs(expected[name]) * 2**-4, step * 2**-10)
+        assert (np.abs(got - expected[name]) <= bound * 1.0001).all(), name
+    others = {name: value for name, value in expected.items() if name not in quantized}
     got = loaded(out, dtype="bfloat16")
     assert_holds({name: got[name] for name in others}, others, "bfloat16")
 

@@ -60,10 +60,10 @@ def twice_rounded(count: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("config", ["small", "wide"])
 def test_bfloat16_is_the_float64_product_rounded_once(checkpoint, tmp_path, config, storage):
-    directory, want = checkpoint(CONFIGS[config], **STORAGE[storage])
+    directory, exact = checkpoint(CONFIGS[config], **STORAGE[storage])
     convert(directory, tmp_path / "store", "bf16")
     store = StoreReader(tmp_path / "store")
-    for name, value in want.items():
+    for name, value in exact.items():
         if name not in store:
             assert name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
             continue
@@ -73,7 +73,7 @@ def test_bfloat16_is_the_float64_product_rounded_once(checkpoint, tmp_path, conf
 
 
 @pytest.mark.slow
-def test_where_rounding_twice_would_show(checkpoint, tmp_path):
+def test_values_are_rounded_once(checkpoint, tmp_path):
     """Blocks have one element, so that every value has its own scale."""
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"  # [40, 64]
     directory, _ = checkpoint(dtype="fp8", block=(1, 1))
@@ -95,11 +95,11 @@ def test_where_rounding_twice_would_show(checkpoint, tmp_path):
 @pytest.mark.parametrize(("to", "bits", "group"), [("int8", 8, None), ("int4", 4, 128)])
 def test_integers(checkpoint, tmp_path, to, bits, group, storage):
     """Compares rows and groups, and the error report, with the definition."""
-    directory, want = checkpoint(CONFIGS["wide"], **STORAGE[storage])
+    directory, expected = checkpoint(CONFIGS["wide"], **STORAGE[storage])
     made = convert(directory, tmp_path / "store", to)
     store = StoreReader(tmp_path / "store")
     sums: dict[str, list[float]] = {}
-    for name, value in want.items():
+    for name, value in expected.items():
         if name not in store or not is_fp8(name):
             continue
         dense = value.astype(np.float32)
@@ -145,16 +145,16 @@ def test_int4_needs_an_even_number_of_columns(checkpoint, tmp_path):
 
 
 def test_a_bfloat16_source_in_float8(checkpoint, tmp_path):
-    directory, want = checkpoint(dtype="bfloat16")
+    directory, expected = checkpoint(dtype="bfloat16")
     made = convert(directory, tmp_path / "store", "fp8")
     assert made.errors
     assert max(error.relative_rms for error in made.errors.values()) < 0.04
     assert min(error.relative_rms for error in made.errors.values()) > 0.01
     for name, value in loaded(tmp_path / "store").items():
         if not is_fp8(name):
-            np.testing.assert_array_equal(value, want[name])
+            np.testing.assert_array_equal(value, expected[name])
         else:
-            close = np.abs(value - want[name]) <= np.abs(want[name]) / 16 + 1e-3
+            close = np.abs(value - expected[name]) <= np.abs(expected[name]) / 16 + 1e-3
             assert close.all()
 
 
@@ -265,7 +265,7 @@ def test_orbax_restores_it_sharded(checkpoint, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
-def test_workers_and_pieces_do_not_show(checkpoint, tmp_path, monkeypatch, to):
+def test_workers_and_piece_sizes_do_not_change_the_store(checkpoint, tmp_path, monkeypatch, to):
     """The result does not depend on them, and nothing larger than a piece is read or written."""
     directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8", shards=3, scales_in_other_shard=True)
     convert(directory, tmp_path / "one", to, workers=1)
@@ -344,13 +344,13 @@ def test_a_damaged_manifest(checkpoint, tmp_path, content, pattern):
 def test_the_command(checkpoint, tmp_path, capsys):
     directory, _ = checkpoint(dtype="fp8", shards=3)
     assert run("convert", directory, tmp_path / "store", "--to", "int8", "--json") == 0
-    said = capsys.readouterr()
-    result = json.loads(said.out)
+    output = capsys.readouterr()
+    result = json.loads(output.out)
     assert result["tensors"] == len(files.read_directory(directory))
     size = sum(len(tensor.data) for tensor in files.read_directory(directory).values())
     assert result["source_bytes"] == size
     assert "layers.mlp.experts.up_proj.weight" in result["errors"]
-    assert "relative rms" in said.err
+    assert "relative rms" in output.err
     stored = sum(
         p.stat().st_size for p in (tmp_path / "store" / "weights").rglob("c/**/*") if p.is_file()
     )

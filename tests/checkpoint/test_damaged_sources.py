@@ -44,7 +44,7 @@ Harm = Callable[[Path], object]
 @dataclass(frozen=True)
 class Damage:
     harm: Harm
-    says: str
+    message: str
     """Pattern that occurs in the message: the name of a tensor or of a file."""
     source: str = "fp8"
     in_values: bool = False
@@ -83,11 +83,11 @@ def entry(name: str, change: Callable[[dict], object]) -> Harm:
 
 
 def relabelled(name: str, dtype: str) -> Harm:
-    return entry(name, lambda found: found.update(dtype=dtype))
+    return entry(name, lambda fields: fields.update(dtype=dtype))
 
 
 def reshaped(name: str, *shape: int) -> Harm:
-    return entry(name, lambda found: found.update(shape=shape))
+    return entry(name, lambda fields: fields.update(shape=shape))
 
 
 def tensor(name: str, change: Callable[[Stored], Stored]) -> Harm:
@@ -190,7 +190,7 @@ def shared_place(directory: Path) -> None:
 def gap(directory: Path) -> None:
     """Inserts eight bytes before the last tensor that belong to no tensor."""
     header, data = files.split(directory / SECOND)
-    last = max(header.values(), key=lambda found: found["data_offsets"])
+    last = max(header.values(), key=lambda fields: fields["data_offsets"])
     begin, end = last["data_offsets"]
     last["data_offsets"] = [begin + 8, end + 8]
     files.join(directory / SECOND, header, data[:begin] + bytes(8) + data[begin:])
@@ -259,7 +259,7 @@ DAMAGES = {
     "overlapping offsets": Damage(shared_place, named(FIRST)),
     "gap in offsets": Damage(gap, named(SECOND)),
     "offsets reversed": Damage(
-        entry(NORM, lambda found: found["data_offsets"].reverse()), named(NORM)
+        entry(NORM, lambda fields: fields["data_offsets"].reverse()), named(NORM)
     ),
     "unknown dtype": Damage(relabelled(NORM, "F4"), named(NORM)),
     "shard is a directory": Damage(
@@ -496,7 +496,7 @@ def test_a_damaged_source_is_refused(source, tmp_path, damage, target):
     line = str(caught.value)
     # A dot of the pattern does not match a line break, and the line is printable.
     assert re.fullmatch(r".{10,500}", line), line
-    assert re.search(damage.says, line), line
+    assert re.search(damage.message, line), line
     assert snapshot(directory) == before
     assert not (destination / "manifest.json").exists()
     if not damage.in_values:
@@ -526,7 +526,7 @@ def test_a_float_that_is_too_large(tmp_path, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_left_of_a_refused_source_is_no_store(source, tmp_path, target):
+def test_a_refused_source_leaves_no_store(source, tmp_path, target):
     directory, destination = source("fp8"), tmp_path / "store"
     value("model.norm.weight", NAN)(directory)
     with pytest.raises(ValueError, match=r"^\S*.*model\.norm\.weight.*$"):
@@ -540,7 +540,7 @@ def test_what_is_left_of_a_refused_source_is_no_store(source, tmp_path, target):
 @pytest.mark.parametrize(
     "kind", ["truncated data", "scale missing", "expert 0x7f", "config missing"]
 )
-def test_the_command_says_it_in_one_line(source, tmp_path, capsys, kind):
+def test_the_command_reports_damage_in_one_line(source, tmp_path, capsys, kind):
     directory, damage = source("fp8"), DAMAGES[kind]
     damage.harm(directory)
     assert run("convert", directory, tmp_path / "store", "--to", "bf16") == 2
@@ -548,7 +548,7 @@ def test_the_command_says_it_in_one_line(source, tmp_path, capsys, kind):
     assert not out
     line = err.splitlines()[-1]
     assert re.fullmatch(r"dsv3 convert: error: .{10,500}", line)
-    assert re.search(damage.says, line)
+    assert re.search(damage.message, line)
     assert "Traceback" not in err
 
 

@@ -109,8 +109,8 @@ def test_the_checkpoint_is_large_and_takes_no_room(v3):
 @pytest.mark.parametrize(
     ("target", "least", "most"),
     [
-        # Float8 keeps all but the copies of embedding and head; the rest is 671 billion weights
-        # (and 13 of MTP) of 2, 1 and 1/2 bytes, with scales.
+        # Float8 keeps everything except the copies of embedding and head. The others have 671
+        # billion weights (and 13 of MTP) of 2, 1 and 1/2 bytes, with scales.
         ("fp8", 684.86e9, 684.95e9),
         pytest.param("bf16", 1.365e12, 1.37e12, marks=pytest.mark.slow),
         pytest.param("int8", 684e9, 687e9, marks=pytest.mark.slow),
@@ -218,7 +218,7 @@ def source(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_planned_is_what_is_written(source, tmp_path, capsys, target):
+def test_the_plan_equals_the_written_store(source, tmp_path, capsys, target):
     before = snapshot(source)
     store = tmp_path / "store"
     assert run("convert", source, store, "--to", target, "--dry-run", "--json") == 0
@@ -226,9 +226,9 @@ def test_what_is_planned_is_what_is_written(source, tmp_path, capsys, target):
     assert out.count("\n") == 1
     planned = json.loads(out)
     assert not store.exists()
-    held = files.read_directory(source)
-    assert planned["tensors"] == len(held)
-    assert planned["source_bytes"] == sum(len(tensor.data) for tensor in held.values())
+    tensors = files.read_directory(source)
+    assert planned["tensors"] == len(tensors)
+    assert planned["source_bytes"] == sum(len(tensor.data) for tensor in tensors.values())
     assert run("convert", source, store, "--to", target, "--json") == 0
     chunks = [
         len(data)
@@ -246,8 +246,8 @@ def test_too_small_a_disk(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert run("convert", source, tmp_path / "store", "--to", "bf16", "--dry-run") == 2
     err = capsys.readouterr().err
-    held = files.read_directory(source).values()
-    assert f"{len(held)} tensors, {sum(len(tensor.data) for tensor in held):,} bytes" in err
+    tensors = files.read_directory(source).values()
+    assert f"{len(tensors)} tensors, {sum(len(tensor.data) for tensor in tensors):,} bytes" in err
     line = err.splitlines()[-1]
     assert re.fullmatch(r"dsv3 convert: error: .*bytes of free disk, got 100,000", line)
     assert not (tmp_path / "store").exists()

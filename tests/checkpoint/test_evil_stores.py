@@ -172,14 +172,14 @@ def test_the_hub_is_not_asked_for_them(root, sound, monkeypatch, name):
 
 def test_a_kept_file_that_is_a_link(root, store):
     """A link could refer to any file of the user who exports the store."""
-    kept = store / "source" / "tokenizer_config.json"
-    kept.rename(root / "private")
-    kept.symlink_to(root / "private")
+    tokenizer_file = store / "source" / "tokenizer_config.json"
+    tokenizer_file.rename(root / "private")
+    tokenizer_file.symlink_to(root / "private")
     assert_refused(store, root, r"tokenizer_config\.json: missing, unknown or damaged$")
-    found = verify(open_checkpoint(store)).findings
-    assert len(found) == 1
+    findings = verify(open_checkpoint(store)).findings
+    assert len(findings) == 1
     assert re.fullmatch(
-        r"source/tokenizer_config\.json: expected hash \w+, got no such file", found[0]
+        r"source/tokenizer_config\.json: expected hash \w+, got no such file", findings[0]
     )
 
 

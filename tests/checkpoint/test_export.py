@@ -105,11 +105,11 @@ def test_the_demo_comes_back(tmp_path):
 @pytest.mark.parametrize("by_way_of", ["fp8", "bf16"])
 @pytest.mark.parametrize("storage", FP8)
 def test_bfloat16_is_rounded_once(checkpoint, tmp_path, storage, by_way_of):
-    directory, want = checkpoint(CONFIGS["wide"], **STORAGE[storage])
+    directory, exact = checkpoint(CONFIGS["wide"], **STORAGE[storage])
     export(converted(directory, by_way_of), tmp_path / "bf16", "bf16")
     got = files.read_directory(tmp_path / "bf16")
-    assert set(got) == set(want)
-    for name, value in want.items():
+    assert set(got) == set(exact)
+    for name, value in exact.items():
         expected = value.astype(np.float32) if name.endswith(BIAS) else rounded_once(value)
         assert got[name].dtype == ("F32" if name.endswith(BIAS) else "BF16")
         np.testing.assert_array_equal(got[name].array, expected, err_msg=name)
@@ -121,7 +121,7 @@ def test_bfloat16_is_rounded_once(checkpoint, tmp_path, storage, by_way_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["int8", "int4"])
-def test_integers_become_what_they_stand_for(checkpoint, tmp_path, to):
+def test_integer_weights_become_their_values(checkpoint, tmp_path, to):
     directory, _ = checkpoint(CONFIGS["wide"], dtype="fp8")
     store = converted(directory, to)
     assert not export(store, tmp_path / "hf").verbatim
@@ -135,8 +135,8 @@ def test_float8_that_the_store_made(checkpoint, tmp_path):
     directory, _ = checkpoint(CONFIGS["wide"], dtype="bfloat16")
     store = converted(directory, "fp8")
     export(store, tmp_path / "hf")
-    kept = {"quantization": "fp8"}
-    assert same_bytes(loaded(tmp_path / "hf", **kept), loaded(store, **kept))
+    settings = {"quantization": "fp8"}
+    assert same_bytes(loaded(tmp_path / "hf", **settings), loaded(store, **settings))
     convert(tmp_path / "hf", tmp_path / "again")
     assert export(tmp_path / "again", tmp_path / "twice").verbatim
 
@@ -182,14 +182,14 @@ def test_transformers_loads_float8(checkpoint, tmp_path):
 
     # 128 columns and more: transformers counts blocks of its own without partial ones.
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
-    directory, want = checkpoint(small_config(**sizes), dtype="bfloat16")
+    directory, expected = checkpoint(small_config(**sizes), dtype="bfloat16")
     export(converted(directory, "fp8"), tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     ours = loaded(tmp_path / "hf")
     for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
-        held = theirs.state_dict()[name].float().numpy()
-        np.testing.assert_allclose(held, ours[name], rtol=1e-6)
-        assert not np.array_equal(held, want[name])
+        value = theirs.state_dict()[name].float().numpy()
+        np.testing.assert_allclose(value, ours[name], rtol=1e-6)
+        assert not np.array_equal(value, expected[name])
 
 
 @pytest.mark.slow
@@ -198,13 +198,13 @@ def test_transformers_loads_it(checkpoint, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    directory, want = checkpoint(dtype="fp8", shards=3)
+    directory, expected = checkpoint(dtype="fp8", shards=3)
     export(converted(directory), tmp_path / "hf", "bf16")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
-    held = theirs.state_dict()
+    parameters = theirs.state_dict()
     name = "model.layers.0.mlp.gate_proj.weight"
-    value = held[name].view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(value, rounded_once(want[name]))
+    value = parameters[name].view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(value, rounded_once(expected[name]))
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
@@ -257,8 +257,8 @@ def test_an_interrupted_export_keeps_its_shards(checkpoint, tmp_path, monkeypatc
         return plain(array)
 
     monkeypatch.setattr(exporting, "as_bytes", failing)
-    kept = r"finished shards are kept in .*hf\.partial; the same command continues with them$"
-    with pytest.raises(ValueError, match=f"No space left on device; {kept}"):
+    message = r"finished shards are kept in .*hf\.partial; the same command continues with them$"
+    with pytest.raises(ValueError, match=f"No space left on device; {message}"):
         export(store, tmp_path / "hf", workers=1)
     assert not (tmp_path / "hf").exists()
     finished = list((tmp_path / "hf.partial").glob("*.safetensors"))
@@ -317,8 +317,8 @@ def test_the_command(checkpoint, tmp_path, capsys):
     directory, _ = checkpoint(dtype="fp8", shards=3)
     store = converted(directory)
     assert run("export", store, tmp_path / "hf", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["verbatim"], said["shards"]) == (True, 3)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["verbatim"], result["shards"]) == (True, 3)
     assert contents(tmp_path / "hf") == contents(directory)
     for wrong in (["--step", 3], ["--to", "float32"]):
         assert run("export", store, tmp_path / "other", *wrong) == 2

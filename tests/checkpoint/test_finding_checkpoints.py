@@ -20,7 +20,7 @@ def cached(checkpoint, hub_cache):
     """Puts a checkpoint into the Hub's cache as links to hashed blobs, as the Hub's client does."""
 
     def put(name, **options):
-        source, want = checkpoint(**options)
+        source, expected = checkpoint(**options)
         home = hub_cache / ("models--" + name.replace("/", "--"))
         snapshot = home / "snapshots" / REVISION
         for folder in (snapshot, home / "refs", home / "blobs"):
@@ -30,7 +30,7 @@ def cached(checkpoint, hub_cache):
             blob = home / "blobs" / f"{number:064x}"
             file.rename(blob)
             (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
-        return snapshot, want
+        return snapshot, expected
 
     return put
 
@@ -48,18 +48,18 @@ def refusal(name, **options):
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", ["org/name", "deepseek-ai/DeepSeek-V3.1_x"])
 def test_a_cached_name(cached, name, shards):
-    _, want = cached(name, dtype="bfloat16", shards=shards)
-    assert_holds(loaded(name), want)
+    _, expected = cached(name, dtype="bfloat16", shards=shards)
+    assert_holds(loaded(name), expected)
 
 
 def test_a_directory_goes_before_the_hub(cached, tmp_path, monkeypatch):
-    snapshot, want = cached("org/name")
+    snapshot, expected = cached("org/name")
     (tmp_path / "elsewhere" / "org").mkdir(parents=True)
     (tmp_path / "elsewhere" / "org" / "name").symlink_to(snapshot)
     (snapshot.parents[1] / "refs" / "main").unlink()
     assert "not available from the Hub" in refusal("org/name")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert_holds(loaded("org/name"), want)
+    assert_holds(loaded("org/name"), expected)
 
 
 def test_a_name_that_is_not_cached(cached):
@@ -89,7 +89,7 @@ def test_a_snapshot_whose_blob_is_gone(cached):
         (ConnectionError(" \n"), "ConnectionError"),
     ],
 )
-def test_whatever_the_client_raises_is_one_line(monkeypatch, error, reason):
+def test_any_error_of_the_client_becomes_one_line(monkeypatch, error, reason):
     def fail(*args, **kwargs):
         raise error
 
@@ -123,7 +123,7 @@ def hub(checkpoint, tmp_path, monkeypatch):
     return serve
 
 
-def test_a_download_has_what_the_index_names(hub):
+def test_a_download_has_the_files_of_the_index(hub):
     _, given = hub(shards=3)
     loaded("org/name")
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -163,13 +163,13 @@ def test_an_index_names_files_and_not_patterns(hub, shard):
 
 
 def test_a_path_in_every_spelling(checkpoint, monkeypatch):
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     monkeypatch.chdir(directory.parent)
     for path in (directory, f"{directory}/", "checkpoint"):
-        assert_holds(loaded(path), want)
+        assert_holds(loaded(path), expected)
     monkeypatch.chdir(directory)
     for path in (Path(), "../checkpoint"):
-        assert_holds(loaded(path), want)
+        assert_holds(loaded(path), expected)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def converted_tensors(store: Path) -> list[str]:
 
 def assert_whole(store: Path, whole: Path) -> None:
     """Expects the exact files of an undisturbed conversion."""
-    got, want = contents(store), contents(whole)
-    assert sorted(got) == sorted(want)
-    assert [name for name in want if got[name] != want[name]] == []
+    got, expected = contents(store), contents(whole)
+    assert sorted(got) == sorted(expected)
+    assert [name for name in expected if got[name] != expected[name]] == []
 
 
 def resumed(source: Path, store: Path, target: str) -> str | None:
@@ -558,11 +558,11 @@ def without_mtp(source: Path) -> None:
         return name.startswith("model.layers.2.")
 
     for path in source.glob("*.safetensors"):
-        kept = {name: t for name, t in files.read(path).items() if not is_mtp(name)}
-        files.write(path, kept)
+        remaining = {name: t for name, t in files.read(path).items() if not is_mtp(name)}
+        files.write(path, remaining)
     index = json.loads((source / INDEX).read_text())
-    kept = {name: file for name, file in index["weight_map"].items() if not is_mtp(name)}
-    (source / INDEX).write_text(json.dumps(index | {"weight_map": kept}))
+    remaining = {name: file for name, file in index["weight_map"].items() if not is_mtp(name)}
+    (source / INDEX).write_text(json.dumps(index | {"weight_map": remaining}))
 
 
 CHANGES = {
@@ -579,10 +579,10 @@ CHANGES = {
 )
 def test_another_source(source, interrupted, target, change):
     store = interrupted(target)
-    make, says = CHANGES[change]
+    make, message = CHANGES[change]
     make(source)
     before = contents(store)
-    assert re.search(says, refusal(source, store, target, resume=True))
+    assert re.search(message, refusal(source, store, target, resume=True))
     # The store is unchanged by the refusal, and the source may be restored.
     weights = {n: data for n, data in before.items() if n.startswith("weights")}
     after = contents(store)
@@ -599,7 +599,7 @@ def test_a_tokenizer_that_changed(source, interrupted, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["fp8", "int4"])
-def test_times_and_places_do_not_matter(source, wholes, interrupted, tmp_path, target):
+def test_timestamps_and_paths_do_not_matter(source, wholes, interrupted, tmp_path, target):
     """The same bytes are in another directory, with later times, and in another order of files."""
     store = interrupted(target, share=0.6)
     moved = tmp_path / "moved"
@@ -631,7 +631,7 @@ def test_a_line_without_its_end_does_not_count():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [b'{"unit": "lay', b"\0" * 64, b"\xff\xfe", b"{", b"[]\n", b"\n"])
-def test_garbage_behind_the_last_line(source, wholes, interrupted, tail):
+def test_garbage_after_the_last_line(source, wholes, interrupted, tail):
     """A power cut may leave such bytes of a block that was never written."""
     store = interrupted()
     with (store / JOURNAL).open("ab") as file:
@@ -717,7 +717,7 @@ def test_a_journal_out_of_another_store(source, wholes, interrupted, store):
     assert_right_or_refused(source, store, "fp8", wholes["fp8"])
 
 
-def spoil(path: Path, how: str) -> None:
+def spoil(path: Path, damage: str) -> None:
     content = path.read_bytes()
     middle = len(content) // 2
     changed = {
@@ -728,10 +728,10 @@ def spoil(path: Path, how: str) -> None:
         "empty": b"",
         "longer": content + b"\0",
     }
-    if how == "deleted":
+    if damage == "deleted":
         path.unlink()
     else:
-        write_unnoticed(path, changed[how])
+        write_unnoticed(path, changed[damage])
 
 
 SPOILS = ["a bit", "the first bit", "zeros", "truncated", "empty", "longer", "deleted"]
@@ -739,20 +739,21 @@ SPOILS = ["a bit", "the first bit", "zeros", "truncated", "empty", "longer", "de
 
 def chunks(store: Path) -> list[Path]:
     """Returns the files of array data."""
-    found = (path for path in sorted((store / "weights").rglob("*")) if path.is_file())
-    return [path for path in found if path.name != "zarr.json" and not path.name.startswith("_")]
+    paths = (path for path in sorted((store / "weights").rglob("*")) if path.is_file())
+    return [path for path in paths if path.name != "zarr.json" and not path.name.startswith("_")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "how"), [*(("fp8", how) for how in SPOILS), ("int4", "a bit"), ("bf16", "deleted")]
+    ("target", "damage"),
+    [*(("fp8", damage) for damage in SPOILS), ("int4", "a bit"), ("bf16", "deleted")],
 )
-def test_spoiled_chunks_are_written_again(source, wholes, interrupted, target, how):
+def test_spoiled_chunks_are_written_again(source, wholes, interrupted, target, damage):
     store = interrupted(target)
-    found = chunks(store)
-    assert len(found) > 30
-    for path in random.Random(how).sample(found, 5):
-        spoil(path, how)
+    paths = chunks(store)
+    assert len(paths) > 30
+    for path in random.Random(damage).sample(paths, 5):
+        spoil(path, damage)
     convert(source, store, target, resume=True)
     assert_whole(store, wholes[target])
 
@@ -761,31 +762,32 @@ OTHER_SPOILS = ["a bit", "truncated", "longer", "deleted"]
 
 
 @pytest.mark.parametrize(
-    "ways", ["in turns", *(pytest.param(how, marks=pytest.mark.slow) for how in OTHER_SPOILS)]
+    "damages",
+    ["alternately", *(pytest.param(damage, marks=pytest.mark.slow) for damage in OTHER_SPOILS)],
 )
-def test_other_spoiled_files(source, wholes, interrupted, tmp_path, ways):
+def test_other_spoiled_files(source, wholes, interrupted, tmp_path, damages):
     """Covers headers of arrays, orbax's own files, and copies of the source's small files."""
-    turns = itertools.cycle(OTHER_SPOILS if ways == "in turns" else [ways])
+    cycle = itertools.cycle(OTHER_SPOILS if damages == "alternately" else [damages])
     store = interrupted("bf16")
     every = [path for path in sorted(store.rglob("*")) if path.is_file() and path.stat().st_size]
     others = [path for path in every if path not in chunks(store) and path.name != JOURNAL]
     headers = [path for path in others if path.name == "zarr.json"]
     assert headers
-    kept = shutil.copytree(store, tmp_path / "kept")
+    backup = shutil.copytree(store, tmp_path / "backup")
     wrong = []
     for path in [path for path in others if path not in headers[1:-1]]:
-        spoil(path, how := next(turns))
+        spoil(path, damage := next(cycle))
         if (line := resumed(source, store, "bf16")) is None:
             if contents(store) != contents(wholes["bf16"]):
-                wrong.append(f"{path.relative_to(store)}: {how}: not noticed")
+                wrong.append(f"{path.relative_to(store)}: {damage}: not noticed")
         elif not re.fullmatch(r".{10,500}", line) or (store / MANIFEST).exists():
             wrong.append(f"{path.relative_to(store)}: {line}")
         shutil.rmtree(store)
-        shutil.copytree(kept, store)
+        shutil.copytree(backup, store)
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_is_written_is_read_back(source, store, monkeypatch):
+def test_written_values_are_read_back(source, store, monkeypatch):
     """A disk may report success and store other bytes."""
     write = ArrayFiles.write
 
@@ -799,7 +801,7 @@ def test_what_is_written_is_read_back(source, store, monkeypatch):
     ), line
 
 
-def test_what_a_killed_writer_leaves(source, wholes, interrupted):
+def test_files_of_a_killed_writer(source, wholes, interrupted):
     """TensorStore and the manifest write a file next to the target and rename it."""
     store = interrupted()
     leavings = [chunks(store)[0].with_name("0.__lock"), store / ".manifest.json.0a1b2c3d.partial"]
@@ -813,7 +815,7 @@ def test_what_a_killed_writer_leaves(source, wholes, interrupted):
 
 
 @pytest.mark.parametrize("where", ["source", "source/store", "source/deep/er", "link/store", "."])
-def test_source_and_destination_lie_apart(source, tmp_path, where):
+def test_source_and_destination_are_separate(source, tmp_path, where):
     (tmp_path / "link").symlink_to(source)
     before = snapshot(source)
     for resume in (False, True):
@@ -905,9 +907,9 @@ def test_a_whole_store_is_not_written_over(sound, complete, capsys, resume):
 def test_a_whole_store_of_another_source(source, complete, change):
     store = complete("fp8")
     before = snapshot(store)
-    make, says = CHANGES[change]
+    make, message = CHANGES[change]
     make(source)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         convert(source, store, "fp8", resume=True)
     assert "\n" not in str(caught.value)
     assert snapshot(store) == before

@@ -71,7 +71,7 @@ def wide(tensors):
     ],
 )
 @pytest.mark.parametrize("mtp", [True, False])
-def test_what_verify_refuses_is_refused_alike(checkpoint, written, damage, named, mtp):
+def test_load_refuses_the_same_damage_as_verify(checkpoint, written, damage, named, mtp):
     directory, _ = checkpoint(dtype=written)
     if isinstance(damage, str):
         edit_json(directory / CONFIG, lambda config: config.pop(damage))

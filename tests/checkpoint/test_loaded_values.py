@@ -65,17 +65,17 @@ FP8 = [name for name in STORAGE if name.startswith("fp8")]
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("config", ["small", "wide"])
 def test_values(checkpoint, config, storage):
-    directory, want = checkpoint(CONFIGS[config], **STORAGE[storage])
-    assert set(want) == set(tensor_shapes(CONFIGS[config]))
-    assert_holds(loaded(directory), want)
+    directory, expected = checkpoint(CONFIGS[config], **STORAGE[storage])
+    assert set(expected) == set(tensor_shapes(CONFIGS[config]))
+    assert_holds(loaded(directory), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["bfloat16-3-shards", "fp8-scales-elsewhere"])
 @pytest.mark.parametrize("config", ["v2", "two-mtp-layers", "no-shared-expert", "dense"])
 def test_values_of_relatives(checkpoint, config, storage):
-    directory, want = checkpoint(CONFIGS[config], **STORAGE[storage])
-    assert_holds(loaded(directory), want)
+    directory, expected = checkpoint(CONFIGS[config], **STORAGE[storage])
+    assert_holds(loaded(directory), expected)
 
 
 def test_the_blocks_above_are_partial_and_several(checkpoint):
@@ -99,12 +99,12 @@ def test_scales_above_are_elsewhere(checkpoint):
 @pytest.mark.parametrize("config", ["small", "v2"])
 def test_every_tensor_is_at_the_module_of_its_name(checkpoint, config):
     """Reads parameters through attributes, because the other tests use the package's own names."""
-    directory, want = checkpoint(CONFIGS[config])
+    directory, expected = checkpoint(CONFIGS[config])
     model, _ = dsv3_jax.load(directory)
-    found = {name: module_weight(model, name) for name in want if not is_copy(name)}
-    for name, value in found.items():
-        np.testing.assert_array_equal(np.asarray(value, np.float64), want[name], name)
-    of_experts = [name for name in found if ".experts." in name]
+    values = {name: module_weight(model, name) for name in expected if not is_copy(name)}
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.asarray(value, np.float64), expected[name], name)
+    of_experts = [name for name in values if ".experts." in name]
     assert len(of_experts) in (2 * 4 * 3, 4 * 3)
 
 
@@ -132,10 +132,10 @@ def module_weight(model, name):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_dtype_rounds_the_exact_value_once_and_spares_the_bias(checkpoint, storage, dtype):
-    directory, want = checkpoint(WIDE, **STORAGE[storage])
-    bias = next(value for name, value in want.items() if name.endswith(BIAS))
+    directory, expected = checkpoint(WIDE, **STORAGE[storage])
+    bias = next(value for name, value in expected.items() if name.endswith(BIAS))
     assert (bias != bias.astype(ml_dtypes.bfloat16)).any()
-    assert_holds(loaded(directory, dtype=dtype), want, dtype)
+    assert_holds(loaded(directory, dtype=dtype), expected, dtype)
 
 
 # 5/4 times these float32 scales is next to the midpoint of two bfloat16 numbers, above and
@@ -182,20 +182,20 @@ def test_other_dtypes_are_refused(checkpoint, dtype):
     ("storage", "dtype"), [("fp8", "bfloat16"), *((storage, "float32") for storage in FP8)]
 )
 def test_fp8_keeps_the_bytes(checkpoint, storage, dtype):
-    directory, want = checkpoint(WIDE, **STORAGE[storage])
+    directory, expected = checkpoint(WIDE, **STORAGE[storage])
     stored = read_directory(directory)
     got = loaded(directory, quantization="fp8", dtype=dtype)
     assert set(got) == set(stored)
-    kept = 0
+    num_fp8 = 0
     for name, tensor in stored.items():
         if is_fp8(name) or name.endswith((SCALE, BIAS)):
             assert got[name].dtype == tensor.array.dtype, name
             assert got[name].tobytes() == tensor.data, name
-            kept += is_fp8(name)
+            num_fp8 += is_fp8(name)
         else:
             assert got[name].dtype == dtype, name
-            np.testing.assert_array_equal(got[name].astype(np.float64), want[name], name)
-    assert kept == sum(map(is_fp8, want))
+            np.testing.assert_array_equal(got[name].astype(np.float64), expected[name], name)
+    assert num_fp8 == sum(map(is_fp8, expected))
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -223,7 +223,7 @@ def test_other_quantizations_are_refused(checkpoint, name):
 
 @pytest.mark.parametrize("storage", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_integers_are_kept_and_not_made(checkpoint, storage, name):
+def test_integer_weights_load_only_from_integer_stores(checkpoint, storage, name):
     directory, _ = checkpoint(dtype=storage)
     with pytest.raises(ValueError, match=rf"^quantization='{name}' keeps {name} weights, and .*$"):
         dsv3_jax.load(directory, quantization=name)
@@ -235,7 +235,7 @@ def test_integers_are_kept_and_not_made(checkpoint, storage, name):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_scales_stored_as_exponents(checkpoint, quantization):
     """F8_E8M0 stores a power of two in one byte. The values are those of float32 scales."""
-    directory, want = checkpoint(WIDE, dtype="fp8", scale_fmt="ue8m0")
+    directory, expected = checkpoint(WIDE, dtype="fp8", scale_fmt="ue8m0")
     before = loaded(directory, quantization=quantization)
 
     def narrow(tensors):
@@ -249,12 +249,12 @@ def test_scales_stored_as_exponents(checkpoint, quantization):
     assert {t.dtype for n, t in stored.items() if n.endswith(SCALE)} == {"F8_E8M0"}
     got = loaded(directory, quantization=quantization)
     if quantization is None:
-        assert_holds(got, want)
+        assert_holds(got, expected)
     assert same_bytes(got, before)
 
 
 def test_scales_stored_as_bfloat16(checkpoint):
-    directory, want = checkpoint(dtype="fp8", scale_fmt="ue8m0")
+    directory, expected = checkpoint(dtype="fp8", scale_fmt="ue8m0")
 
     def narrow(tensors):
         for name, tensor in tensors.items():
@@ -262,7 +262,7 @@ def test_scales_stored_as_bfloat16(checkpoint):
                 tensors[name] = Stored.of(tensor.array.astype(ml_dtypes.bfloat16))
 
     edit(directory / SINGLE, narrow)
-    assert_holds(loaded(directory), want)
+    assert_holds(loaded(directory), expected)
 
 
 @pytest.mark.slow
@@ -284,9 +284,9 @@ def test_unused_tensors_are_passed_over_and_may_be_odd(checkpoint, quantization)
 
 
 def test_an_index_goes_before_a_single_file(checkpoint):
-    directory, want = checkpoint(shards=3)
+    directory, expected = checkpoint(shards=3)
     (directory / SINGLE).write_bytes(b"left over")
-    assert_holds(loaded(directory), want)
+    assert_holds(loaded(directory), expected)
 
 
 # ---- files stay as they are ----------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_files_are_only_read(checkpoint, monkeypatch, quantization):
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in directory.iterdir()} == before
 
 
-def test_a_reader_hands_out_what_the_files_hold(checkpoint):
+def test_a_reader_returns_the_values_of_the_files(checkpoint):
     directory, _ = checkpoint(dtype="fp8", shards=3)
     reader = CheckpointReader(directory)
     stored = read_directory(directory)

@@ -31,23 +31,23 @@ def keep(directory, wanted):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
 def test_with_and_without(checkpoint, dtype, layers):
-    directory, want = checkpoint(small_config(num_nextn_predict_layers=layers), dtype=dtype)
+    directory, expected = checkpoint(small_config(num_nextn_predict_layers=layers), dtype=dtype)
     model, _ = dsv3_jax.load(directory)
     assert len(model.mtp) == model.config.num_nextn_predict_layers == layers
-    assert_holds(loaded(directory, mtp=True), want)
+    assert_holds(loaded(directory, mtp=True), expected)
     model, _ = dsv3_jax.load(directory, mtp=False)
     assert len(model.mtp) == model.config.num_nextn_predict_layers == 0
-    assert len(of_model(want)) < len(want)
-    assert_holds(loaded(directory, mtp=False), of_model(want))
+    assert len(of_model(expected)) < len(expected)
+    assert_holds(loaded(directory, mtp=False), of_model(expected))
 
 
-def test_left_out_with_float8_kept(checkpoint):
+def test_float8_without_mtp_layers(checkpoint):
     directory, _ = checkpoint(dtype="fp8")
     whole = loaded(directory, quantization="fp8")
     assert same_bytes(loaded(directory, quantization="fp8", mtp=False), of_model(whole))
 
 
-def test_embedding_and_head_are_held_once(checkpoint):
+def test_embedding_and_head_are_loaded_once(checkpoint):
     directory, _ = checkpoint()
     model, _ = dsv3_jax.load(directory)
     large = [path for path, leaf in nnx.to_flat_state(nnx.state(model)) if 160 in leaf.shape]
@@ -58,18 +58,18 @@ def test_embedding_and_head_are_held_once(checkpoint):
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
 def test_promised_and_absent(checkpoint, dtype, mtp):
     """transformers drops the layer when it saves a model, but keeps the number in the config."""
-    directory, want = checkpoint(dtype=dtype)
+    directory, expected = checkpoint(dtype=dtype)
     assert keep(directory, lambda name: not name.startswith(MTP))
     model, _ = dsv3_jax.load(directory, mtp=mtp)
     assert model.config.num_nextn_predict_layers == 0
-    assert_holds(loaded(directory, mtp=mtp), of_model(want))
+    assert_holds(loaded(directory, mtp=mtp), of_model(expected))
 
 
 @pytest.mark.parametrize("mtp", [True, False])
 def test_present_and_not_promised(checkpoint, mtp):
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     edit_json(directory / CONFIG, lambda config: config.pop("num_nextn_predict_layers"))
-    assert_holds(loaded(directory, mtp=mtp), of_model(want))
+    assert_holds(loaded(directory, mtp=mtp), of_model(expected))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_one_tensor_short(checkpoint, lost):
         dsv3_jax.load(directory)
 
 
-@pytest.mark.parametrize("kept", [EMBEDDING, HEAD, f"{MTP}enorm.weight"])
-def test_one_tensor_left(checkpoint, kept):
+@pytest.mark.parametrize("remaining", [EMBEDDING, HEAD, f"{MTP}enorm.weight"])
+def test_one_tensor_left(checkpoint, remaining):
     directory, _ = checkpoint()
-    keep(directory, lambda name: name == kept or not name.startswith(MTP))
+    keep(directory, lambda name: name == remaining or not name.startswith(MTP))
     with pytest.raises(ValueError, match=rf"^checkpoint: missing tensor {MTP}\S+ and \d+ more$"):
         dsv3_jax.load(directory)
 
@@ -162,9 +162,9 @@ def test_copies_must_have_the_shape_of_their_originals(checkpoint, copy):
 
 @pytest.mark.parametrize("copy", ORIGINALS)
 def test_copies_of_a_layer_that_is_left_out_may_differ(checkpoint, copy):
-    directory, want = checkpoint()
+    directory, expected = checkpoint()
     edit(directory / SINGLE, lambda tensors: tensors.update({copy: in_one_bit(tensors[copy])}))
-    assert_holds(loaded(directory, mtp=False), of_model(want))
+    assert_holds(loaded(directory, mtp=False), of_model(expected))
 
 
 def test_copies_are_compared_by_bytes(checkpoint):

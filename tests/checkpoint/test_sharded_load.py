@@ -79,11 +79,11 @@ def assert_spread(model, alone, mesh):
 
 def assert_same(model, other):
     """Expects the same parameters, bit for bit."""
-    got, want = parameters(model), parameters(other)
-    assert set(got) == set(want)
+    got, expected = parameters(model), parameters(other)
+    assert set(got) == set(expected)
     for path, value in got.items():
-        assert value.dtype == want[path].dtype, path
-        assert np.asarray(value).tobytes() == np.asarray(want[path]).tobytes(), path
+        assert value.dtype == expected[path].dtype, path
+        assert np.asarray(value).tobytes() == np.asarray(expected[path]).tobytes(), path
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_a_store_dequantised(stores, store_on_one_device, mesh, form):
         quick=(1, 3),
     ),
 )
-def test_a_store_kept_as_it_is(stores, store_on_one_device, mesh, form):
+def test_a_store_loads_in_its_own_form(stores, store_on_one_device, mesh, form):
     mesh = make_mesh(**MESHES[mesh])
     model, _ = dsv3_jax.load(stores / form, quantization=form, mesh=mesh)
     alone = store_on_one_device(form, quantization=form)
@@ -234,22 +234,22 @@ def test_a_store_kept_as_it_is(stores, store_on_one_device, mesh, form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
-def test_integers_kept_are_the_integers_dequantised(stores, tokens, form):
+def test_integer_weights_equal_their_dequantized_values(stores, tokens, form):
     """Compares dequantization at use, while loading, and over a mesh."""
     at_use = dsv3_jax.load(stores / form, quantization=form, mtp=False)[0]
     while_loading = dsv3_jax.load(stores / form, mtp=False)[0]
     for layer, dense in zip(at_use.layers, while_loading.layers, strict=True):
         assert (layer.self_attn.o_proj.dense("float32") == dense.self_attn.o_proj.weight[...]).all()
-    want = logits(while_loading, tokens)
+    expected = logits(while_loading, tokens)
     if form == "int8":
-        assert_close(logits(at_use, tokens), want)
+        assert_close(logits(at_use, tokens), expected)
     mesh = make_mesh(expert=4, tensor=2)
     spread = dsv3_jax.load(stores / form, quantization=form, mtp=False, mesh=mesh)[0]
-    assert_close(logits(spread, tokens), want)
+    assert_close(logits(spread, tokens), expected)
 
 
 @pytest.mark.parametrize(
-    ("form", "asked", "held"),
+    ("form", "asked", "form_of_store"),
     [
         ("bf16", "fp8", "no quantization_config"),
         ("bf16", "int8", "no quantization_config"),
@@ -258,8 +258,8 @@ def test_integers_kept_are_the_integers_dequantised(stores, tokens, form):
         ("int4", "int8", "int4 weights"),
     ],
 )
-def test_a_store_of_another_form(stores, form, asked, held):
-    pattern = rf"quantization='{asked}' keeps \w+ weights, and .* has {held}"
+def test_a_store_of_another_form(stores, form, asked, form_of_store):
+    pattern = rf"quantization='{asked}' keeps \w+ weights, and .* has {form_of_store}"
     assert_refused(stores / form, pattern, quantization=asked)
 
 
@@ -370,8 +370,8 @@ def logits(model, tokens):
     return np.asarray(forward(model, tokens)[0])
 
 
-def assert_close(got, want):
-    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+def assert_close(got, expected):
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +392,10 @@ ALL_AXES = "data=2,expert=2,tensor=2"
 )
 def test_logits(written, on_one_device, tokens, mesh):
     mesh = make_mesh(**MESHES[mesh])
-    want = logits(on_one_device("float32", mtp=False), tokens)
-    assert_close(logits(dsv3_jax.load(written("float32"), mtp=False, mesh=mesh)[0], tokens), want)
+    expected = logits(on_one_device("float32", mtp=False), tokens)
+    assert_close(
+        logits(dsv3_jax.load(written("float32"), mtp=False, mesh=mesh)[0], tokens), expected
+    )
 
 
 # test_store_logits.py has those of the demo.
@@ -404,9 +406,9 @@ def test_logits(written, on_one_device, tokens, mesh):
 def test_logits_of_float8(written, on_one_device, tokens, mesh):
     options = {"mtp": False, "quantization": "fp8"}
     mesh = make_mesh(**MESHES[mesh])
-    want = logits(on_one_device("fp8 kept", **options), tokens)
+    expected = logits(on_one_device("fp8 kept", **options), tokens)
     model, _ = dsv3_jax.load(written("fp8 kept"), mesh=mesh, **options)
-    assert_close(logits(model, tokens), want)
+    assert_close(logits(model, tokens), expected)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -426,7 +428,7 @@ def assert_refused(directory, pattern, **options):
         ({"intermediate_size": 92}, {"tensor": 8}, r"layers\.0\.\S+: .*'ffn' .*, got 92"),
     ],
 )
-def test_what_does_not_divide(checkpoint, change, sizes, pattern):
+def test_dimensions_that_do_not_divide(checkpoint, change, sizes, pattern):
     directory, _ = checkpoint({**CONFIG, **change})
     assert_refused(directory, pattern, mesh=make_mesh(**sizes))
 

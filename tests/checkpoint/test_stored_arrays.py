@@ -45,8 +45,8 @@ def test_the_models_above_are_those_that_differ():
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_every_tensor_has_its_place(name):
-    assert_places(SHORT[name])
+def test_every_tensor_has_a_location(name):
+    assert_locations(SHORT[name])
 
 
 @pytest.mark.slow
@@ -67,15 +67,15 @@ def test_every_tensor_has_its_place(name):
         ),
     ],
 )
-def test_every_tensor_of_a_whole_model_has_its_place(model, form):
-    assert_places(of_form(model, form))
+def test_every_tensor_of_a_whole_model_has_a_location(model, form):
+    assert_locations(of_form(model, form))
 
 
-def assert_places(config):
+def assert_locations(config):
     table, arrays = tensor_table(config), stored_arrays(config, multiple=128)
-    held = [name for array in arrays.values() for name in array.tensors]
-    assert sorted(held) == sorted(set(table) - set(copies(config)))
-    assert len(set(held)) == len(held)
+    names = [name for array in arrays.values() for name in array.tensors]
+    assert sorted(names) == sorted(set(table) - set(copies(config)))
+    assert len(set(names)) == len(names)
     for name, array in arrays.items():
         for expert, tensor in enumerate(array.tensors):
             location = stored_location(config, tensor)
@@ -86,7 +86,7 @@ def assert_places(config):
         assert all(c % i == 0 for c, i in zip(array.chunk, array.inner, strict=True))
         packed = 2 if array.dtype == np.uint8 else 1
         assert math.prod(array.chunk) * packed <= PIECE_ELEMENTS
-    size = sum(table[name].nbytes for name in held)
+    size = sum(table[name].nbytes for name in names)
     assert size <= sum(array.nbytes for array in arrays.values()) < 1.01 * size
 
 

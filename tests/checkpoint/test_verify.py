@@ -70,17 +70,17 @@ def findings(directory):
 )
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_good_directory(checkpoint, options, workers):
-    directory, want = checkpoint(**options)
+    directory, expected = checkpoint(**options)
     good = open_checkpoint(directory)
     read = []
-    found = verify(good, workers=workers, progress=read.append)
-    assert found.findings == []
-    assert found.tensors == len(good.arrays)
-    assert sum(read) == found.nbytes == total_bytes(good)
-    assert list(found.stats) == good.readable_weights()
-    assert set(found.stats) == set(want)
-    for name, figures in found.stats.items():
-        exact = want[name].astype(np.float64)
+    result = verify(good, workers=workers, progress=read.append)
+    assert result.findings == []
+    assert result.tensors == len(good.arrays)
+    assert sum(read) == result.nbytes == total_bytes(good)
+    assert list(result.stats) == good.readable_weights()
+    assert set(result.stats) == set(expected)
+    for name, figures in result.stats.items():
+        exact = expected[name].astype(np.float64)
         assert figures.values == exact.size
         assert figures.largest == pytest.approx(np.abs(exact).max(), rel=1e-6)
         assert figures.rms == pytest.approx(math.sqrt(np.mean(exact**2)), rel=1e-6)
@@ -90,8 +90,8 @@ def test_a_good_directory(checkpoint, options, workers):
 def test_the_range_of_scales_is_numpys(checkpoint):
     directory, _ = checkpoint(**FP8)
     opened = open_checkpoint(directory)
-    found = verify(opened)
-    for name, figures in found.stats.items():
+    result = verify(opened)
+    for name, figures in result.stats.items():
         if figures.scales is not None:
             scales = opened.arrays[name + "_scale_inv"][...]
             assert figures.scales == (scales.min(), scales.max())
@@ -110,7 +110,7 @@ def test_a_scale_of_zero_over_zeros_is_good(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq"])
-def test_what_no_model_reads_is_read(checkpoint, name):
+def test_tensors_that_no_model_reads_are_verified(checkpoint, name):
     directory, _ = checkpoint()
     damage(directory, lambda t: t.update({name: Stored.of(np.ones(7, np.float32))}))
     opened = open_checkpoint(directory)
@@ -181,23 +181,23 @@ SCALES = "expected finite scales above 0, got another"
 def test_a_finding(checkpoint, options, change, line):
     directory, _ = checkpoint(**options)
     damage(directory, change)
-    (found,) = [f for f in findings(directory) if f.startswith(line)]
-    assert "\n" not in found
+    (finding,) = [f for f in findings(directory) if f.startswith(line)]
+    assert "\n" not in finding
 
 
 @pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
 def test_a_scale_of_a_tensor_that_has_none(checkpoint, name):
     """It is unknown, and does not change the values of the tensor."""
-    directory, want = checkpoint(**FP8)
+    directory, expected = checkpoint(**FP8)
     scale = Stored.of(np.full((5, 4), 2.0, np.float32))
     damage(directory, lambda tensors: tensors.update({f"{name}_scale_inv": scale}))
     result = verify(open_checkpoint(directory))
     assert result.findings == [f"{name}_scale_inv: unknown, not a tensor of this config"]
-    assert result.stats[name].largest == pytest.approx(np.abs(want[name]).max(), rel=1e-6)
+    assert result.stats[name].largest == pytest.approx(np.abs(expected[name]).max(), rel=1e-6)
     assert result.stats[name].scales is None
 
 
-def test_a_nan_is_found_under_a_scale_that_is_none(checkpoint):
+def test_a_nan_is_reported_next_to_an_invalid_scale(checkpoint):
     directory, _ = checkpoint(**FP8)
     damage(directory, poke(UP, (40, 63), 0x7F))
     damage(directory, poke(UP + "_scale_inv", (1, 3), np.nan))
@@ -206,7 +206,7 @@ def test_a_nan_is_found_under_a_scale_that_is_none(checkpoint):
     assert scales.startswith(f"{UP}_scale_inv: ")
 
 
-def test_figures_leave_out_what_is_not_finite(checkpoint):
+def test_statistics_ignore_values_that_are_not_finite(checkpoint):
     directory, _ = checkpoint(**FP8)
     damage(directory, poke(UP, np.s_[:], 0x7F))
     damage(directory, poke(NORM, 0, np.inf))
@@ -226,8 +226,8 @@ def test_several_findings_at_once(checkpoint):
         poke(COPY, (0, 0), 7)(tensors)
 
     damage(directory, change)
-    found = findings(directory)
-    named = [line.split(":")[0] for line in found]
+    lines = findings(directory)
+    named = [line.split(":")[0] for line in lines]
     experts = [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in range(4)]
     assert sorted(named) == sorted([NORM, "lm_head.weight", "x", "y", *experts, COPY])
 
@@ -238,9 +238,9 @@ def test_a_disk_that_fails(checkpoint):
     shard = directory / "model-00003-of-00003.safetensors"
     lost = set(files.read(shard))
     shard.write_bytes(shard.read_bytes()[:2000])
-    found = verify(opened).findings
-    assert {line.split(":")[0] for line in found} == lost
-    assert all("cannot be read" in line for line in found)
+    lines = verify(opened).findings
+    assert {line.split(":")[0] for line in lines} == lost
+    assert all("cannot be read" in line for line in lines)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -268,13 +268,13 @@ def test_values_are_read_once_and_in_pieces(checkpoint, monkeypatch, options):
     directory, _ = checkpoint(small_config(vocab_size=2000), **options)
     opened = open_checkpoint(directory)
     watched = {name: Watched(array) for name, array in opened.arrays.items()}
-    found = opened._replace(arrays=watched)
-    assert verify(found, workers=2).findings == []
+    observed = opened._replace(arrays=watched)
+    assert verify(observed, workers=2).findings == []
     for name, array in watched.items():
         assert array.largest <= 2**15, name
         assert (array.times == 1).all(), name
     assert watched["lm_head.weight"].largest > 2**14
-    assert compare(found, open_checkpoint(directory), workers=2).findings == []
+    assert compare(observed, open_checkpoint(directory), workers=2).findings == []
     assert all((array.times == 2).all() for array in watched.values())
 
 
@@ -327,10 +327,10 @@ FORMS = {
 def test_differences_are_numpys(two, first, second):
     one, other, of_one, of_other = two(FORMS[first], FORMS[second])
     a, b = opened(one, other)
-    found = compare(a, b, workers=2)
-    assert found.findings == []
-    assert set(found.differences) == set(of_one)
-    for name, difference in found.differences.items():
+    result = compare(a, b, workers=2)
+    assert result.findings == []
+    assert set(result.differences) == set(of_one)
+    for name, difference in result.differences.items():
         exact_a, exact_b = (of[name].astype(np.float32).astype(float) for of in (of_one, of_other))
         apart = exact_a - exact_b
         relative = math.sqrt((apart**2).sum() / (exact_a**2).sum())
@@ -339,7 +339,7 @@ def test_differences_are_numpys(two, first, second):
         stored = [side.arrays[name] for side in (a, b)]
         same = first == second or (not is_fp8(name) and stored[0].dtype == stored[1].dtype)
         assert difference.equal_bytes == same
-    assert (found.first_difference is None) == (first == second)
+    assert (result.first_difference is None) == (first == second)
 
 
 def test_the_first_difference_has_a_name(two):
@@ -348,10 +348,10 @@ def test_the_first_difference_has_a_name(two):
         tensors[GATE][0, 0] += 0.25
 
     *sides, _, _ = two(FORMS["float32"], FORMS["float32"], change)
-    found = compare(*opened(*sides))
-    assert found.findings == []
-    assert found.first_difference == f"{GATE}: differs by up to 0.25"
-    different = [name for name, d in found.differences.items() if not d.equal_bytes]
+    result = compare(*opened(*sides))
+    assert result.findings == []
+    assert result.first_difference == f"{GATE}: differs by up to 0.25"
+    different = [name for name, d in result.differences.items() if not d.equal_bytes]
     assert different == [GATE, UP]
 
 
@@ -375,31 +375,31 @@ def test_other_bytes_of_the_same_values(two):
 def test_configs_that_differ(two):
     one, other, *_ = two(FP8, FP8)
     files.edit_json(other / "config.json", lambda config: config.update(rope_theta=50000))
-    found = compare(*opened(one, other))
-    assert found.findings == []
-    assert found.first_difference == "config: rope_theta: expected 10000.0, got 50000.0"
+    result = compare(*opened(one, other))
+    assert result.findings == []
+    assert result.first_difference == "config: rope_theta: expected 10000.0, got 50000.0"
 
 
 def test_names_and_shapes_that_differ(tmp_path):
     for name, overrides in {"a": {}, "b": {"n_routed_experts": 6, "vocab_size": 200}}.items():
         config = small_config(**overrides)
         write_checkpoint(tmp_path / name, config, random_tensors(config), dtype="bfloat16")
-    found = compare(*opened(tmp_path / "a", tmp_path / "b"))
+    result = compare(*opened(tmp_path / "a", tmp_path / "b"))
     head = "lm_head.weight: expected shape (160, 64), got (200, 64)"
-    assert head in found.findings
+    assert head in result.findings
     extra = "model.layers.1.mlp.experts.5.up_proj.weight: in "
-    assert [line for line in found.findings if line.startswith(extra)]
-    assert UP in found.differences
+    assert [line for line in result.findings if line.startswith(extra)]
+    assert UP in result.differences
     swapped = compare(*opened(tmp_path / "b", tmp_path / "a")).findings
     assert any(line.startswith(extra.replace(": in", ": expected as in")) for line in swapped)
 
 
-def test_damage_is_found_on_either_side(two):
+def test_damage_is_reported_on_either_side(two):
     one, other, *_ = two(FP8, FORMS["bf16"])
     damage(one, poke(UP + "_scale_inv", (0, 0), -1))
-    found = compare(*opened(one, other)).findings
-    assert found == [f"{UP}_scale_inv: {SCALES} at [0, 0] (in {one})"]
-    assert compare(*opened(other, one)).findings == found
+    expected = compare(*opened(one, other)).findings
+    assert expected == [f"{UP}_scale_inv: {SCALES} at [0, 0] (in {one})"]
+    assert compare(*opened(other, one)).findings == expected
 
 
 # ---- stores --------------------------------------------------------------------------------------
@@ -420,8 +420,8 @@ def store(checkpoint, tmp_path):
 @pytest.mark.parametrize("to", ["fp8", "bf16", "int8", "int4"])
 def test_a_store(store, to):
     directory, made = store(to)
-    found = verify(open_checkpoint(made), workers=2)
-    assert found.findings == []
+    result = verify(open_checkpoint(made), workers=2)
+    assert result.findings == []
     compared = compare(*opened(directory, made))
     assert compared.findings == []
     assert compared.source_hashes == len(open_checkpoint(directory).arrays)
@@ -435,7 +435,7 @@ def test_a_store(store, to):
         assert compared.first_difference is None
 
 
-def test_what_a_store_has_is_what_it_was_made_of(store):
+def test_a_changed_bit_of_a_store_is_reported(store):
     """Flips a bit so that the values remain finite."""
     directory, made = store("fp8")
     opened_store = open_checkpoint(made)
@@ -463,18 +463,18 @@ def test_a_file_beside_the_weights(store):
 def test_a_source_that_has_changed(store):
     directory, made = store("int8", dtype="bfloat16")
     damage(directory, poke(UP, (0, 0), 0.125))
-    found = compare(*opened(directory, made))
-    assert found.findings == [f"{UP}: no longer has the bytes that {made} was made from"]
-    assert found.source_hashes == len(open_checkpoint(directory).arrays) - 1
+    result = compare(*opened(directory, made))
+    assert result.findings == [f"{UP}: no longer has the bytes that {made} was made from"]
+    assert result.source_hashes == len(open_checkpoint(directory).arrays) - 1
 
 
 def test_a_lost_chunk(store):
     _, made = store("bf16")
     chunk = next(p for p in (made / "weights" / "lm_head.weight" / "c").rglob("*") if p.is_file())
     chunk.unlink()
-    found = findings(made)
-    assert found
-    assert all(line.startswith("lm_head.weight: cannot be read: ") for line in found)
+    lines = findings(made)
+    assert lines
+    assert all(line.startswith("lm_head.weight: cannot be read: ") for line in lines)
 
 
 # ---- kinds ---------------------------------------------------------------------------------------
@@ -516,19 +516,19 @@ def test_json_is_one_object(capsys):
     assert run("verify", "demo", "--json", "--workers", 2) == 0
     out, _ = capsys.readouterr()
     assert out.count("\n") == 1
-    found = json.loads(out)
-    assert (found["a"], found["b"], found["plot"]) == ("demo", None, None)
-    assert found["findings"] == []
-    assert found["findings_total"] == 0
-    assert found["bytes"] == 15_177_616
-    row = found["kinds"]["layers.mlp.experts.gate_proj"]
+    result = json.loads(out)
+    assert (result["a"], result["b"], result["plot"]) == ("demo", None, None)
+    assert result["findings"] == []
+    assert result["findings_total"] == 0
+    assert result["bytes"] == 15_177_616
+    row = result["kinds"]["layers.mlp.experts.gate_proj"]
     assert row["tensors"] == 64
     assert row["values"] == 64 * 128 * 256
     assert 0 < row["rms"] < row["largest"] < 1
     low, high = row["scales"]
     assert 0 < low < high
-    assert found["kinds"]["lm_head"]["scales"] is None
-    assert sum(row["tensors"] for row in found["kinds"].values()) == 331
+    assert result["kinds"]["lm_head"]["scales"] is None
+    assert sum(row["tensors"] for row in result["kinds"].values()) == 331
 
 
 def test_findings_are_status_2_and_listed(checkpoint, capsys):
@@ -545,8 +545,8 @@ def test_findings_are_status_2_and_listed(checkpoint, capsys):
     assert last.endswith(" and 2 more")
     assert run("verify", directory, "--json") == 2
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found["findings_total"] == len(found["findings"]) == 3
+    result = json.loads(out)
+    assert result["findings_total"] == len(result["findings"]) == 3
     assert sum(NONFINITE in line for line in err.splitlines()) == 1
 
 
@@ -571,22 +571,22 @@ def test_two_in_different_forms_are_no_error(two, capsys):
     assert "\nfirst difference: model.layers.0.self_attn.q_a_proj.weight: differs by " in out
     assert run("verify", one, other, "--json", "--equal") == 2
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    first = found["first_difference"]
-    assert found["equal"] is False
-    assert found["findings"] == [first]
+    result = json.loads(out)
+    first = result["first_difference"]
+    assert result["equal"] is False
+    assert result["findings"] == [first]
     assert err.endswith(f"dsv3 verify: error: {first}\n")
-    assert found["total"]["tensors"] == found["tensors"]
-    row = found["kinds"]["layers.self_attn.q_a_proj"]
+    assert result["total"]["tensors"] == result["tensors"]
+    row = result["kinds"]["layers.self_attn.q_a_proj"]
     assert set(row) == {"tensors", "equal_bytes", "largest", "relative_rms"}
 
 
 def test_a_checkpoint_equals_itself(capsys):
     assert run("verify", "demo", "demo", "--equal", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"] is True
-    assert found["first_difference"] is None
-    assert found["total"] == {
+    result = json.loads(capsys.readouterr().out)
+    assert result["equal"] is True
+    assert result["first_difference"] is None
+    assert result["total"] == {
         "tensors": 331,
         "equal_bytes": 331,
         "largest": 0.0,
@@ -613,7 +613,7 @@ def test_a_picture_without_scales_and_of_zeros(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["demo", "--workers", "0"], "--workers: expected at least 1, got 0"),
         (["demo", "--equal"], "--equal: expected two checkpoints, got one"),
@@ -623,11 +623,11 @@ def test_a_picture_without_scales_and_of_zeros(checkpoint, tmp_path):
         ([], "A"),
     ],
 )
-def test_bad_usage(arguments, said, capsys):
+def test_bad_usage(arguments, message, capsys):
     assert run("verify", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err.splitlines()[-1]
+    assert message in err.splitlines()[-1]
 
 
 def test_a_picture_without_matplotlib(monkeypatch, capsys):
@@ -657,7 +657,7 @@ def test_progress_counts_from_every_thread(capsys, monkeypatch):
     assert lines[-1].startswith("dsv3: verify 4.0 GB in ")
 
 
-def test_progress_says_how_far_it_came(capsys):
+def test_progress_shows_bytes_read_and_total(capsys):
     with ByteProgress(3_000_000, "verify") as progress:
         progress.add(1_000_000)
     assert capsys.readouterr().err.startswith("dsv3: verify 1.0 MB of 3.0 in ")

@@ -83,7 +83,7 @@ def test_a_directory_of_another_kind(kinds, tmp_path, capsys, command, kind, mes
 
 
 @pytest.mark.parametrize("kind", ["hf", "run", "other", "empty", "missing"])
-def test_what_is_no_store_is_not_called_unfinished(kinds, tmp_path, kind):
+def test_other_directories_are_not_called_unfinished(kinds, tmp_path, kind):
     with pytest.raises(ValueError, match=rf"{kind}: expected a store, got (a|an|no) ") as caught:
         export(kinds[kind], tmp_path / "new")
     assert "--resume" not in str(caught.value)
@@ -118,14 +118,14 @@ def test_an_interrupted_convert_names_resume(kinds, tmp_path, capsys, monkeypatc
         patch.setattr(converting, "convert_unit", interrupted)
         assert run("convert", source, store, "--workers", 1) == status
     line = capsys.readouterr().err.splitlines()[-1]
-    kept = "finished units are kept; the same command with --resume continues with them"
-    assert line == f"dsv3 convert: interrupted: {store}: {kept}"
+    message = "finished units are kept; the same command with --resume continues with them"
+    assert line == f"dsv3 convert: interrupted: {store}: {message}"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert run("convert", source, store, "--resume") == 0
     assert contents(store) == contents(kinds["store"])
 
 
-def test_an_interrupted_export_says_what_is_kept(kinds, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_export_lists_its_finished_shards(kinds, tmp_path, capsys, monkeypatch):
     plain, shards = exporting._write, []
 
     def interrupted(directory, shard, progress):
@@ -138,8 +138,8 @@ def test_an_interrupted_export_says_what_is_kept(kinds, tmp_path, capsys, monkey
         patch.setattr(exporting, "_write", interrupted)
         assert run("export", kinds["store"], tmp_path / "hf", "--workers", 1) == 130
     line = capsys.readouterr().err.splitlines()[-1]
-    kept = f"finished shards are kept in {tmp_path / 'hf.partial'}"
-    assert line == f"dsv3 export: interrupted: {kept}; the same command continues with them"
+    message = f"finished shards are kept in {tmp_path / 'hf.partial'}"
+    assert line == f"dsv3 export: interrupted: {message}; the same command continues with them"
     assert sorted(os.listdir(tmp_path)) == ["hf.partial"]
     assert run("export", kinds["store"], tmp_path / "hf") == 0
     assert contents(tmp_path / "hf") == contents(kinds["hf"])

@@ -35,14 +35,14 @@ def loaded(path: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def assert_holds(
-    got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], dtype: str = "float32"
+    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], dtype: str = "float32"
 ) -> None:
     """Expects every tensor in its dtype, with each value rounded once from the exact one.
 
-    `want` has exact values in float64, or the values of files.
+    `expected` has exact values in float64, or the values of files.
     """
-    assert set(got) == set(want)
-    for name, value in want.items():
+    assert set(got) == set(expected)
+    for name, value in expected.items():
         rounded = rounded_once(value, "float32" if name.endswith(BIAS) else dtype)
         assert got[name].dtype == rounded.dtype, name
         assert got[name].tobytes() == rounded.tobytes(), name

@@ -17,7 +17,7 @@ from dsv3_jax.tokenizer import Tokenizer
 
 MAX_LEN = 96  # of the shared Generators: more than one page of the cache
 
-BOS, EOS, TURN = range(3)
+BOS, EOS, TURN = range(3)  # words: ok
 SPECIAL = ("<bos>", "<eos>", "<turn>")
 LETTERS = tuple(bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz ")
 LONG = 122  # number of longer tokens, of all three kinds

@@ -32,7 +32,7 @@ DEAR = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
     ("acceptance", "costs", "expected"),
     [(0.9, FREE, 4), (0.05, DEAR, 0), (0.6, DEAR, 1), (0.9, DEAR, 4), (0.0, FREE | {0: 0.9}, 0)],
 )
-def test_settles_on_what_pays(acceptance, costs, expected):
+def test_settles_on_the_fastest_depth(acceptance, costs, expected):
     assert best(acceptance, costs) == expected
     chosen = live(DepthChooser(AUTO_DEPTHS), acceptance, costs, 100)
     assert chosen[:4] == list(AUTO_DEPTHS), "each cost is measured once"
@@ -64,7 +64,7 @@ def test_a_dispatch_that_compiled_has_no_cost():
     assert chooser.unmeasured == [2]
 
 
-def test_a_short_dispatch_says_little_of_the_cost():
+def test_a_short_dispatch_hardly_changes_the_cost():
     """A dispatch of one step, which has the overhead of a whole dispatch, between long ones."""
     chooser = DepthChooser((0, 1))
     for steps, seconds in ((32, 32.0), (1, 9.0), (32, 32.0)):

@@ -158,7 +158,7 @@ class Clock:
 
 
 def test_one_cache_at_a_time(generator, monkeypatch):
-    """When a batch is created, the previous one has been freed."""
+    """The previous batch has been freed when the next one is created."""
     empty_state, num_caches = Programs.empty_state, []
     shape = generator._programs.empty_state(4).cache.pool.layers[0]["latent"].shape
 

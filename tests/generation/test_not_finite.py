@@ -109,7 +109,7 @@ def test_infinities(generator, tiny, infinity):
 
 
 @pytest.mark.slow
-def test_what_pads_the_vocabulary_may_hold_anything(generator, tiny):
+def test_padding_of_the_vocabulary_may_have_any_value(generator, tiny):
     want = generator.generate(PROMPTS, **SETTINGS, logprobs=2)
     with edited(generator, tiny, set_rows("lm_head", slice(VOCAB_SIZE, None), jnp.nan)):
         got = generator.generate(PROMPTS, **SETTINGS, logprobs=2)

@@ -187,7 +187,7 @@ def test_the_wrong_one_of_several_values(idle):
         idle.generate([PROMPT] * 3, top_p=[0.5, 7, 1.0])
 
 
-def test_a_prompt_that_is_too_long_says_how_long(idle):
+def test_a_prompt_that_is_too_long_is_refused_with_its_length(idle):
     with pytest.raises(ValueError, match=f"at most {MAX_LEN - 1} tokens .* got {MAX_LEN + 5}"):
         idle.generate([PROMPT, [5] * (MAX_LEN + 5)])
 

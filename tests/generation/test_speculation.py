@@ -203,7 +203,7 @@ class TestGreedy:
         assert got.stats.drafted > 0
 
     @pytest.mark.slow
-    def test_whatever_is_accepted(self, plain):
+    def test_any_acceptance_gives_the_same_tokens(self, plain):
         """A drafter of this test, whose drafts are wrong never, always and at every third position.
         The model attends to cached tokens, so that a wrong length of the cache shows."""
         want = plain.generate(PROMPTS, **SETTINGS)
@@ -437,7 +437,7 @@ class TestStatistics:
         assert out.stats.as_json()["speculation"]["accept_length"] == total.accept_length
 
     @pytest.mark.slow
-    def test_synthetic_says_so(self, plain):
+    def test_synthetic_is_named_in_the_statistics(self, plain):
         """test_verification.py checks the rates."""
         out = plain.generate(PROMPTS[1:], **SETTINGS, draft="synthetic:1", draft_depth=2)
         assert out.stats.speculation.draft == "synthetic:1"

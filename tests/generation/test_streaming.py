@@ -51,7 +51,7 @@ def test_stop_strings(generator, monkeypatch, stride):
     ends = set()
     for seed in range(6):
         text = generator.generate(PROMPT, seed=seed, **settings)[0].text
-        # A string that appears, and strings of which only the beginning appears.
+        # A string that appears, and strings that appear only in part.
         nearly = [text[at : at + 4] + "!" for at in range(0, 60, 9)]
         stop = [text[40 + seed : 43 + seed], *nearly]
         if any("\ufffd" in s for s in stop[:1]):
@@ -199,7 +199,7 @@ class TestDemo:
 
 
 def test_this_tokenizer_decodes_as_python_does(generator, tokenizer):
-    """So Python's decoder is a valid reference in the other tests."""
+    """Python's decoder is therefore a valid reference in the other tests."""
     settings = {"max_new_tokens": 80, "temperature": 3.0, "ignore_eos": True}
     for run in generator.generate([PROMPT] * 8, seed=range(8), **settings):
         assert tokenizer.decode(run.tokens) == as_text(run.tokens)

@@ -203,7 +203,7 @@ class MlaDecodeCases:
         self.check(x)
 
     def test_queries_across_the_last_page_s_border(self):
-        """The last page has tokens that the first queries, or all but the last, do not see."""
+        """The last page has tokens that only the last queries, or the last query, see."""
         page = self.page
         self.check(self.random((2 * page + 2, page + 4, 3 * page + 1, page, page + 3), T=5))
 

@@ -52,8 +52,8 @@ class HopperCases(MlaDecodeCases):
     widths = (512, 64)
     page = 64
     heads = 8
-    # Two tiles of which the second is not full and begins inside a query; and the most query rows
-    # that the kernel for few query rows takes.
+    # Two tiles; the second is not full and begins inside a query. Then the maximum number of query
+    # rows of the kernel for few query rows.
     more_heads = ((24, 3), (16, 2))
     page_borders = ((64, (320, 63, 256, 64, 65, 128)),)
 

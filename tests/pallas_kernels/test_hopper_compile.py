@@ -155,9 +155,9 @@ def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kern
     return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, one_matrix.options)
 
 
-def routed(tokens: int, experts: int, K: int, groups: int, kept: int) -> Kernel:
+def routed(tokens: int, experts: int, K: int, groups: int, topk_groups: int) -> Kernel:
     """DeepSeek-V3's routing, with padding among the tokens."""
-    rule = Rule(K, groups, kept, "noaux_tc", "sigmoid", normalize=True, scaling_factor=2.5)
+    rule = Rule(K, groups, topk_groups, "noaux_tc", "sigmoid", normalize=True, scaling_factor=2.5)
     arrays = {
         "logits": Struct((tokens, experts), F32),
         "bias": Struct((experts,), F32),
@@ -168,14 +168,14 @@ def routed(tokens: int, experts: int, K: int, groups: int, kept: int) -> Kernel:
 
 def kernels() -> dict[str, Kernel]:
     """Returns all kernels that must compile. A new kernel or setting is a line here."""
-    found = {
+    table = {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (40, 1)]
     }
     # The kernel for few query rows, and the other one with the same shapes.
     for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (32, 1)]:
-        found[f"mla_decode_few h{heads} sq{queries}"] = decode(queries, heads)
-        found[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
+        table[f"mla_decode_few h{heads} sq{queries}"] = decode(queries, heads)
+        table[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
     # Slice widths that are not the default for 16 or 32 query rows, and one warpgroup.
     for queries, config in [
         (1, FewQueries(width=64)),
@@ -185,29 +185,29 @@ def kernels() -> dict[str, Kernel]:
     ]:
         setting = f"width {config.width}" if config.width else "one warpgroup"
         shape = f"mla_decode_few h16 sq{queries} {setting}"
-        found[shape] = decode(queries, 16, config=config)
-    found["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewQueries())
+        table[shape] = decode(queries, 16, config=config)
+    table["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewQueries())
     # A last tile that is not full, three tiles, and one long sequence.
-    found |= {
+    table |= {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(16, 5), (64, 3)]
     }
-    found |= {
+    table |= {
         f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
     }
-    found |= {
+    table |= {
         f"mla_decode_few_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3)]
     }
     for config in (FewQueries(unpackers=1), FewQueries(warpgroups=1)):
         setting = "one unpacker" if config.unpackers else "one warpgroup"
-        found[f"mla_decode_few_float8 h16 sq1 {setting}"] = decode(
+        table[f"mla_decode_few_float8 h16 sq1 {setting}"] = decode(
             1, 16, float8=True, config=config
         )
-    found["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
-    found["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
-    found |= {
+    table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
+    table["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
+    table |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),
         "mla_prefill 128 wide": prefill(2048, 2048, K=128, V=128),
@@ -220,42 +220,42 @@ def kernels() -> dict[str, Kernel]:
         for name, dtype in (("fp8", FP8), ("bf16", BF16)):
             for rows in (16, 4096):
                 shape = f"grouped_matmul {name} {width} {rows} rows"
-                found[shape] = grouped(rows, 8, N, K, dtype)
+                table[shape] = grouped(rows, 8, N, K, dtype)
         for form in ("int8", "int4", "fp8"):
             for rows in (1, 4, 16, 64) if width == "gate_up" else (4,):
                 shape = f"grouped_matmul {form} by bf16 {width} {rows} rows"
-                found[shape] = few_tokens(rows, 8, N, K, form)
+                table[shape] = few_tokens(rows, 8, N, K, form)
     for form in ("int8", "int4", "fp8"):
         for rows, groups in ((1, 8), (16, 8), (1, 1), (64, 1)):
             shape = f"grouped_swiglu {form} by bf16 {groups} groups {rows} rows"
-            found[shape] = few_tokens_swiglu(rows, groups, 2048, 7168, form)
+            table[shape] = few_tokens_swiglu(rows, groups, 2048, 7168, form)
         # DeepSeek-V3's q_a_proj: split-K.
         for rows in (1, 64):
-            found[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
+            table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
     # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
         for rows in (1, 16, 64):
-            found[f"grouped_matmul {form} by bf16 one matrix {rows} rows"] = few_tokens(
+            table[f"grouped_matmul {form} by bf16 one matrix {rows} rows"] = few_tokens(
                 rows, 1, 7168, 2048, form
             )
     for name, dtype in (("fp8", FP8), ("bf16", BF16)):
         for N in (128, 64, 576):
-            found[f"grouped_matmul {name} {N} wide"] = grouped(256, 8, N, 1024, dtype)
-            found[f"grouped_matmul {name} {N} wide, few rows"] = grouped(4, 8, N, 1024, dtype)
+            table[f"grouped_matmul {name} {N} wide"] = grouped(256, 8, N, 1024, dtype)
+            table[f"grouped_matmul {name} {N} wide, few rows"] = grouped(4, 8, N, 1024, dtype)
         for F, K in ((2048, 7168), (64, 1024)):
             for rows in (4, 4096):
                 shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
-                found[shape] = swiglu(rows, 8, F, K, dtype)
+                table[shape] = swiglu(rows, 8, F, K, dtype)
         # XLA quantizes the result of float8's 128x192 tile, which is used with many rows.
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
-            found[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
+            table[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
-        found[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
-    found |= {
+        table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
+    table |= {
         "route 64 tokens": routed(64, 256, 8, 8, 4),
         "route one token": routed(1, 64, 6, 1, 1),
         "route 128 tokens": routed(128, 384, 8, 8, 4),
@@ -269,10 +269,10 @@ def kernels() -> dict[str, Kernel]:
             "rows": Struct((devices * devices, 64, 7200), jnp.uint16),
             "counts": Struct((devices * devices,), I32),
         }
-        found[f"token_exchange {devices} devices"] = Kernel(
+        table[f"token_exchange {devices} devices"] = Kernel(
             "pallas_kernels.token_exchange.mosaic_gpu", rows, {"axes": ("x",)}, devices
         )
-    return found
+    return table
 
 
 KERNELS = kernels()
@@ -297,7 +297,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         )
         return NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec("x"))
 
-    found = {}
+    results = {}
     # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     if op == "route":
@@ -309,13 +309,13 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
                 with stdout_to(output):
                     seconds = compile_one(kernel, split_over(kernel.devices))
             except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
+                results[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
                 continue
             report = output.read_text()
-            found[name] = {"seconds": seconds, "report": report}
+            results[name] = {"seconds": seconds, "report": report}
             if op == "route":
-                found[name]["unsigned"] = len(UNSIGNED.findall(report))
-    return found
+                results[name]["unsigned"] = len(UNSIGNED.findall(report))
+    return results
 
 
 @contextlib.contextmanager
@@ -371,7 +371,7 @@ def reason_to_skip() -> str | None:
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     if version < (0, 11):
         return "needs jax 0.11"
-    installed = {found.name for found in importlib.metadata.distributions()}
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
     if not {"jax-cuda12-plugin", "jax-cuda13-plugin"} & installed:
         return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
     wheels = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"}
@@ -396,34 +396,34 @@ def compiled(request, tmp_path_factory):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads((directory / "found.json").read_text())
+    return json.loads((directory / "results.json").read_text())
 
 
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
 @pytest.mark.slow
 def test_no_kernel_spills_registers(compiled):
     faults = []
-    for name, found in compiled.items():
-        print(f"{name}: {found.get('seconds', 0):.1f} s")
+    for name, result in compiled.items():
+        print(f"{name}: {result.get('seconds', 0):.1f} s")
         most = next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
-        faults += [f"{name}: {fault}" for fault in faults_of(found, most)]
+        faults += [f"{name}: {fault}" for fault in faults_of(result, most)]
     assert not faults, "\n".join(faults)
 
 
-def faults_of(found: dict[str, Any], most_spilled: int = 0) -> list[str]:
-    if "error" in found:
-        return [found["error"]]
+def faults_of(result: dict[str, Any], most_spilled: int = 0) -> list[str]:
+    if "error" in result:
+        return [result["error"]]
     faults = []
-    if found["seconds"] > MOST_SECONDS:
-        faults.append(f"compiled for {found['seconds']:.0f} s, above {MOST_SECONDS}")
-    if found.get("unsigned"):
-        faults.append(f"{found['unsigned']} maxima of unsigned numbers")
-    frames = FRAME.findall(found["report"])
+    if result["seconds"] > MOST_SECONDS:
+        faults.append(f"compiled for {result['seconds']:.0f} s, above {MOST_SECONDS}")
+    if result.get("unsigned"):
+        faults.append(f"{result['unsigned']} maxima of unsigned numbers")
+    frames = FRAME.findall(result["report"])
     if not frames:
         faults.append("ptxas reported nothing")
     if any(max(map(int, frame)) > most_spilled for frame in frames):
         faults.append(f"bytes of spill stores and loads: {frames}")
-    if serialized := SERIALIZED.findall(found["report"]):
+    if serialized := SERIALIZED.findall(result["report"]):
         faults.append(f"{len(serialized)} times {serialized[0]}")
     return faults
 
@@ -436,7 +436,7 @@ def test_a_good_report_has_no_faults():
 
 
 @pytest.mark.parametrize(
-    ("found", "fault"),
+    ("result", "fault"),
     [
         ({"error": "ValueError: no"}, "ValueError: no"),
         ({"seconds": 21.0, "report": GOOD}, "for 21 s"),
@@ -449,10 +449,10 @@ def test_a_good_report_has_no_faults():
         ({"seconds": 1.0, "report": f"(C7510) wgmma serialized {GOOD}"}, "C7510"),
     ],
 )
-def test_faults_are_seen(found, fault):
-    assert any(fault in each for each in faults_of(found))
+def test_faults_are_seen(result, fault):
+    assert any(fault in each for each in faults_of(result))
 
 
 if __name__ == "__main__":
     results = compile_all(sys.argv[1], Path(sys.argv[2]))
-    (Path(sys.argv[2]) / "found.json").write_text(json.dumps(results))
+    (Path(sys.argv[2]) / "results.json").write_text(json.dumps(results))

@@ -79,8 +79,8 @@ def loaded(directory: str, sizes: str) -> tuple[dsv3_jax.DeepSeekV3, dsv3_jax.Ge
     return network, generator
 
 
-def write(out: str, **found: Any) -> None:
-    Path(out, f"found{jax.process_index()}.json").write_text(json.dumps(found))
+def write(out: str, **values: Any) -> None:
+    Path(out, f"result{jax.process_index()}.json").write_text(json.dumps(values))
 
 
 def logits(network: dsv3_jax.DeepSeekV3) -> jax.Array:

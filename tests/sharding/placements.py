@@ -65,7 +65,7 @@ def check_tables(phy2log, log2phy, logcnt, num_experts):
     for experts, slots_by_expert, count in zip(phy2log, log2phy, logcnt, strict=True):
         assert len(slots_by_expert) == len(count) == num_experts
         for expert in range(num_experts):
-            slots = [slot for slot, held in enumerate(experts) if held == expert]
+            slots = [slot for slot, other in enumerate(experts) if other == expert]
             assert slots, f"expert {expert} has no slot"
             assert count[expert] == len(slots)
             padding = [-1] * (slots_by_expert.shape[1] - len(slots))

@@ -52,10 +52,10 @@ def test_host_values(processes, devices):
 
 def test_host_values_of_one_process():
     tree = {"a": jax.numpy.arange(3), "b": np.ones(2), "c": 4}
-    found = host_values(tree)
-    assert found["a"].tolist() == [0, 1, 2]
-    assert found["b"].tolist() == [1, 1]
-    assert found["c"] == 4
+    values = host_values(tree)
+    assert values["a"].tolist() == [0, 1, 2]
+    assert values["b"].tolist() == [1, 1]
+    assert values["c"] == 4
 
 
 # ---- one model -----------------------------------------------------------------------------------
@@ -77,13 +77,13 @@ def alone(checkpoint):
     return np.asarray(model_member.logits(model)), model_member.completions(generator)
 
 
-def found(directory, *words, processes, devices):
+def results_of(directory, *words, processes, devices):
     """Returns what each process has written."""
     status, output, _ = launch(
         *words, processes=processes, devices=devices, member="model_member.py"
     )
     assert status == 0, output
-    files = (directory / f"found{number}.json" for number in range(processes))
+    files = (directory / f"result{number}.json" for number in range(processes))
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -99,7 +99,7 @@ def found(directory, *words, processes, devices):
 def test_the_same_model(checkpoint, alone, tmp_path, processes, devices, sizes):
     words = ("model", checkpoint, tmp_path, json.dumps(sizes))
     want, completions = alone
-    for each in found(tmp_path, *words, processes=processes, devices=devices):
+    for each in results_of(tmp_path, *words, processes=processes, devices=devices):
         assert each["greedy"] == completions
     for number in range(processes):
         logits = np.load(tmp_path / f"logits{number}.npy")
@@ -109,7 +109,7 @@ def test_the_same_model(checkpoint, alone, tmp_path, processes, devices, sizes):
 @pytest.mark.slow
 def test_host_reads_are_equal_in_all_processes(checkpoint, alone, tmp_path):
     words = ("reads", checkpoint, tmp_path, '{"expert": 4}')
-    both = found(tmp_path, *words, processes=2, devices=2)
+    both = results_of(tmp_path, *words, processes=2, devices=2)
     for each in both:
         assert each["sharded"] == alone[1]
         assert each["auto"] == alone[1]

@@ -344,11 +344,11 @@ def test_all_to_all_refuses_a_gradient(wanted):
 
 
 def collectives(executable):
-    found = re.findall(
+    names = re.findall(
         r" (all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute)(?:-start)?\(",
         executable.as_text(),
     )
-    return dict(Counter(found))
+    return dict(Counter(names))
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,12 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Returns the blocks of a page in their order."""
     text = page.read_text("utf-8")
-    found = [(m.start(), Block(m[1].strip(), m[2])) for m in _FENCED.finditer(text)]
+    positioned = [(m.start(), Block(m[1].strip(), m[2])) for m in _FENCED.finditer(text)]
     bare = _FENCED.sub(lambda m: re.sub(r"[^\n]", "x", m[0]), text)
     for m in _INDENTED.finditer(bare):
         lines = m[1].splitlines()
-        found.append((m.start(), Block("bash", "\n".join(line[4:] for line in lines) + "\n")))
-    return [block for _, block in sorted(found, key=lambda pair: pair[0])]
+        positioned.append((m.start(), Block("bash", "\n".join(line[4:] for line in lines) + "\n")))
+    return [block for _, block in sorted(positioned, key=lambda pair: pair[0])]
 
 
 def links(page: Path) -> list[str]:

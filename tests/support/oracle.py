@@ -257,9 +257,9 @@ def route(config: Config, logits: Array, bias: Array | None) -> tuple[npt.NDArra
         width = experts // config["n_group"]
         grouped = np.sort(ranking.reshape(tokens, config["n_group"], width), axis=-1)
         best = grouped[..., -2:].sum(-1) if method == "noaux_tc" else grouped[..., -1]
-        kept = top_k(best, config["topk_group"])
+        groups = top_k(best, config["topk_group"])
         for token in range(tokens):
-            outside = ~np.isin(np.arange(experts) // width, kept[token])
+            outside = ~np.isin(np.arange(experts) // width, groups[token])
             ranking[token, outside] = -np.inf
     chosen = top_k(ranking, config["num_experts_per_tok"])
     weights = np.take_along_axis(scores, chosen, axis=1)
@@ -279,7 +279,7 @@ def top_k(values: Array, k: int) -> npt.NDArray[np.int64]:
 def rope_settings(config: Config) -> Config:
     """Returns rope_theta, rope_type and the YaRN numbers from either form of config.json.
 
-    Published files have rope_theta beside rope_scaling; transformers 5 writes rope_parameters.
+    Published files have rope_theta and rope_scaling. transformers 5 writes rope_parameters.
     """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))

@@ -28,8 +28,12 @@ def names(held_out: bool, count: int) -> list[str]:
 
 
 def test_documents_are_framed_and_joined_in_order(tokenizer):
-    kept, held = names(False, 2), names(True, 1)
-    texts = [(kept[0], "import os\n"), (held[0], "x = 1\n"), (kept[1], "def f():\n")]
+    train_names, held_out_names = names(False, 2), names(True, 1)
+    texts = [
+        (train_names[0], "import os\n"),
+        (held_out_names[0], "x = 1\n"),
+        (train_names[1], "def f():\n"),
+    ]
     corpus = pack(texts, tokenizer, BOS, EOS)
     ids = {text: tokenizer.encode(text, add_special_tokens=False) for _, text in texts}
     assert BOS not in ids["import os\n"]
@@ -41,10 +45,12 @@ def test_documents_are_framed_and_joined_in_order(tokenizer):
 def test_masks_follow_the_framing(tokenizer):
     """In two documents every position has a next-token target, except EOS of the first document.
     Two tokens ahead, the position before that EOS has none either."""
-    kept = names(False, 2)
+    train_names = names(False, 2)
     text = "import os\n"
     length = len(tokenizer.encode(text, add_special_tokens=False)) + 2
-    stream = pack([(name, text) for name in (*kept, *names(True, 1))], tokenizer, BOS, EOS).train
+    stream = pack(
+        [(name, text) for name in (*train_names, *names(True, 1))], tokenizer, BOS, EOS
+    ).train
     assert len(stream) == 2 * length
     for ahead in (1, 2):
         mask = np.asarray(target_mask(jnp.asarray(stream[None]), BOS, ahead))[0]
@@ -54,20 +60,27 @@ def test_masks_follow_the_framing(tokenizer):
 
 def test_a_directory_gives_its_text_by_name(tmp_path, tokenizer):
     """Subdirectories are included. Hidden files, empty files and binary files are skipped."""
-    kept, held = names(False, 2), names(True, 1)
+    train_names, held_out_names = names(False, 2), names(True, 1)
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
-    (tmp_path / kept[1]).write_text("b = 2\n")
-    (tmp_path / kept[0]).write_text("a = 1\n")
-    (tmp_path / held[0]).write_text("c = 3\n")
+    (tmp_path / train_names[1]).write_text("b = 2\n")
+    (tmp_path / train_names[0]).write_text("a = 1\n")
+    (tmp_path / held_out_names[0]).write_text("c = 3\n")
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "zeros").write_bytes(b"a\0b")
     (tmp_path / ".git" / "config").write_text("hidden")
     want = pack(
-        [(kept[0], "a = 1\n"), (kept[1], "b = 2\n"), (held[0], "c = 3\n")], tokenizer, BOS, EOS
+        [(train_names[0], "a = 1\n"), (train_names[1], "b = 2\n"), (held_out_names[0], "c = 3\n")],
+        tokenizer,
+        BOS,
+        EOS,
     )
-    for data in ([tmp_path], [tmp_path / "*.txt"], [tmp_path / n for n in (*kept, *held)]):
+    for data in (
+        [tmp_path],
+        [tmp_path / "*.txt"],
+        [tmp_path / n for n in (*train_names, *held_out_names)],
+    ):
         got = read_corpus(data, CONFIG, tokenizer)
         np.testing.assert_array_equal(got.train, want.train)
         np.testing.assert_array_equal(got.held_out, want.held_out)

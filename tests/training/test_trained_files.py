@@ -58,9 +58,9 @@ def test_bfloat16_round_trip(trained, tmp_path):
 )
 def test_float8_round_trip(quantization, trained, tmp_path):
     write_checkpoint(trained, tmp_path / "one", quantization=quantization)
-    kept, _ = dsv3_jax.load(tmp_path / "one", quantization="fp8")
-    assert kept.config.quantization == quantization
-    write_checkpoint(kept, tmp_path / "two", quantization=quantization)
+    loaded, _ = dsv3_jax.load(tmp_path / "one", quantization="fp8")
+    assert loaded.config.quantization == quantization
+    write_checkpoint(loaded, tmp_path / "two", quantization=quantization)
     assert bits(tmp_path / "two") == bits(tmp_path / "one")
 
     stored = CheckpointReader(tmp_path / "one")

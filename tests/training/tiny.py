@@ -32,7 +32,7 @@ RUN = TrainingConfig(
     warmup_steps=2,
     clip_norm=1e9,  # so that the first moments of the optimizer are the gradients times 1 - beta
     bias_update_speed=0.01,
-    balance_weight=0.1,  # large enough to matter beside the other losses
+    balance_weight=0.1,  # large enough to matter among the other losses
     compute_dtype="float32",
 )
 # Documents of uneven lengths, so that sequences and microbatches have unequal numbers of targets.
