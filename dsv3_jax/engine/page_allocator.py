@@ -1,0 +1,235 @@
+"""Allocates cache pages to requests, and finds pages whose contents another request can reuse.
+
+The allocator deals in page numbers only; the arrays live on the device. A page is in one of three
+states:
+
+======== ============================================ ==========================
+state    meaning                                      becomes
+======== ============================================ ==========================
+free     its contents mean nothing                    used, by :meth:`allocate`
+used     one or more requests refer to it             cached or free, by :meth:`release`
+cached   nobody refers to it, but its contents are    used, by :meth:`reuse` or, when no
+         indexed and can be reused                    page is free, by :meth:`allocate`
+======== ============================================ ==========================
+
+The prefix index is a tree. A page's key is its parent page's identity and the exact tokens that its
+contents depend on, compared one by one: two prompts share a page only if all tokens up to its end
+are equal, whatever their hashes. Cached pages are evicted least recently used first, and the end of
+a prefix before its beginning.
+
+The latents of a page depend on the tokens up to its end. The MTP layer's entry at position i also
+depends on token i + 1. With ``lookahead=1`` a key therefore includes the first token after the
+page: then a shared page is right for the MTP layer too, and no request ever writes to one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_ROOT = 0  # identity of the parent of every first page
+
+
+class _Key(NamedTuple):
+    """What the contents of a page depend on."""
+
+    parent: int
+    """Identity of the page before it, or ``_ROOT``."""
+    tokens: tuple[int, ...]
+    """The page's tokens, and ``lookahead`` tokens after them."""
+
+
+class PageAllocator:
+    """Pages ``first_page`` to ``first_page + num_pages - 1`` of a cache.
+
+    Args:
+      page_size: tokens in a page.
+      lookahead: tokens after a page that its contents depend on: 1 if an MTP layer caches, else 0.
+      prefix_cache: whether released pages stay available for reuse.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        first_page: int = 0,
+        lookahead: int = 0,
+        prefix_cache: bool = True,
+    ):
+        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+            if size < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._pages = range(first_page, first_page + num_pages)
+        self.lookahead = lookahead
+        self._prefix_cache = prefix_cache
+        self._free = list(reversed(self._pages))
+        self._references = dict.fromkeys(self._pages, 0)
+        self._index: dict[_Key, int] = {}
+        self._keys: dict[int, _Key] = {}  # of indexed pages
+        # A page gets a new identity whenever it is indexed, so that no key outlives its parent.
+        self._identities: dict[int, int] = {}
+        self._next_identity = itertools.count(_ROOT + 1)
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def available(self) -> int:
+        """Number of pages that :meth:`allocate` can hand out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Number of pages that requests refer to."""
+        return self.num_pages - self.available
+
+    def pages_for(self, tokens: int) -> int:
+        """Returns the number of pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Returns ``count`` pages with one reference each, or None if there are not so many.
+
+        It takes free pages first and then evicts cached ones.
+        """
+        if count > self.available:
+            return None
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Takes one reference from each page. A page without references becomes cached if it is
+        indexed, and free if it is not.
+
+        Raises:
+          ValueError: a page has no reference.
+        """
+        # In reverse: the end of a prefix is then evicted before its beginning.
+        for page in reversed(list(pages)):
+            if self._references.get(page, 0) < 1:
+                raise ValueError(f"page: expected one that is in use, got {page}")
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._keys:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the pages that hold the longest indexed prefix of ``tokens``, without changing
+        anything. At least one token stays uncovered, since the model has to run on one to predict
+        the next."""
+        pages = []
+        parent = _ROOT
+        for number in range((len(tokens) - 1) // self.page_size):
+            page = self._index.get(self._key(parent, tokens, number))
+            if page is None:
+                break
+            pages.append(page)
+            parent = self._identities[page]
+        return pages
+
+    def reuse(self, pages: Iterable[int]) -> None:
+        """Adds one reference to each of the pages that :meth:`cached_prefix` returned."""
+        for page in pages:
+            self._references[page] += 1
+            self._cached.pop(page, None)
+
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], start: int = 0) -> int:
+        """Indexes the full pages of a request, so that other requests can reuse them.
+
+        Args:
+          tokens: the request's tokens whose cache entries are written, plus ``lookahead`` known
+            tokens after them.
+          pages: the request's pages, in order. All of them are in use.
+          start: number of the first page that was not published by an earlier call.
+
+        Returns:
+          The number of the first page that is still to be published.
+        """
+        full = (len(tokens) - self.lookahead) // self.page_size
+        if not self._prefix_cache or full <= start:
+            return start
+        parent = self._identity_of_prefix(tokens, pages, start)
+        for number in range(start, full):
+            if parent is None:
+                # The parent was evicted, so that nothing could find this page.
+                return full
+            key = self._key(parent, tokens, number)
+            page = self._index.get(key)
+            if page is None:
+                page = pages[number]
+                self._index[key] = page
+                self._keys[page] = key
+                self._identities[page] = next(self._next_identity)
+            # Otherwise another request has published equal contents. This copy stays private, and
+            # pages after it are indexed after the other one.
+            parent = self._identities[page]
+        return full
+
+    def clear(self) -> None:
+        """Empties the prefix index, for example because the weights have changed. Pages in use stay
+        with their requests."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._keys.clear()
+        self._identities.clear()
+
+    def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError if a page is lost, referred to by nobody, or in two states.
+
+        Args:
+          owners: the pages of each request that holds some.
+        """
+        counts = dict.fromkeys(self._pages, 0)
+        for pages in owners:
+            for page in pages:
+                counts[page] += 1
+        assert counts == self._references, "references differ from the pages of requests"
+        used = {page for page, count in counts.items() if count}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free | cached | used) == len(free) + len(cached) + len(used), (
+            "a page is in two states"
+        )
+        assert free | cached | used == set(self._pages), "a page is lost"
+        assert set(self._keys) == set(self._index.values()) == set(self._identities)
+        assert all(self._index[key] == page for page, key in self._keys.items())
+        assert cached <= set(self._keys), "a cached page is not indexed"
+        assert not free & set(self._keys), "a free page is indexed"
+
+    def _key(self, parent: int, tokens: Sequence[int], number: int) -> _Key:
+        begin = number * self.page_size
+        return _Key(parent, tuple(tokens[begin : begin + self.page_size + self.lookahead]))
+
+    def _identity_of_prefix(
+        self, tokens: Sequence[int], pages: Sequence[int], count: int
+    ) -> int | None:
+        """Returns the identity of the indexed page that ends the first ``count`` pages of
+        ``tokens``, or None if it is not indexed."""
+        if not count:
+            return _ROOT
+        if (page := pages[count - 1]) in self._identities:
+            return self._identities[page]
+        parent = _ROOT
+        for number in range(count):
+            page = self._index.get(self._key(parent, tokens, number))
+            if page is None:
+                return None
+            parent = self._identities[page]
+        return parent
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._index[self._keys.pop(page)]
+        del self._identities[page]
+        return page

@@ -1,0 +1,192 @@
+"""A device that runs step plans without arrays, and checks that attention reads the right entries.
+
+It stores, for every entry of every page, the whole prefix of tokens that the entry was computed
+from. When it computes a position, it looks up all earlier positions through the request's pages and
+compares them with the request's own tokens. The next token is a function of the prefix, so that a
+wrong entry would also show as a wrong token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import deque
+
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduler import (
+    ScheduledRequest,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+)
+
+VOCABULARY = 7
+
+
+def next_token(prefix: tuple[int, ...]) -> int:
+    """The token that the simulated model predicts after a prefix."""
+    return zlib.crc32(repr(prefix).encode()) % VOCABULARY
+
+
+def completion(prompt: list[int], max_length: int, stop: int | None = None) -> list[int]:
+    """The tokens that a request gains when it runs alone."""
+    tokens = list(prompt)
+    while len(tokens) < max_length:
+        tokens.append(next_token(tuple(tokens)))
+        if tokens[-1] == stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclasses.dataclass
+class Slot:
+    """A row of the device's state."""
+
+    request: ScheduledRequest
+    tokens: list[int]
+    is_finished: bool = False
+
+
+class SimulatedDevice:
+    """Runs plans in order. A request ends with the token ``stop``."""
+
+    def __init__(self, page_size: int, stop: int | None = None, lookahead: int = 0):
+        self.page_size = page_size
+        self.stop = stop
+        self.lookahead = lookahead
+        self.entries: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.mtp_entries: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[int, Slot] = {}
+        self.tokens_computed = 0
+
+    def run(self, plan: StepPlan) -> tuple[dict, set]:
+        """Returns the tokens that each request gained, and the requests that are finished."""
+        gained: dict[ScheduledRequest, list[int]] = {}
+        finished: set[ScheduledRequest] = set()
+        for slot, request in zip(plan.slots, plan.decodes, strict=True):
+            row = self.slots[slot]
+            assert row.request is request, "a slot belongs to another request"
+            for _ in range(plan.decode_steps):
+                if not row.is_finished:
+                    self._decode(row, request, gained)
+            if row.is_finished:
+                finished.add(request)
+        for chunk in plan.chunks:
+            request = chunk.request
+            if chunk.is_first:
+                self.slots[chunk.slot] = Slot(request, list(request.tokens))
+            row = self.slots[chunk.slot]
+            assert row.request is request, "a slot belongs to another request"
+            for position in range(chunk.start, chunk.start + chunk.count):
+                self._compute(row, request.pages, position)
+                if position + 1 < len(row.tokens):
+                    self._compute_mtp(row, request.pages, position)
+            assert chunk.is_last == (chunk.start + chunk.count == len(row.tokens))
+            if chunk.is_last:
+                self._append(row, request, next_token(tuple(row.tokens)), gained)
+                if row.is_finished:
+                    finished.add(request)
+        return gained, finished
+
+    def _decode(self, row: Slot, request: ScheduledRequest, gained: dict) -> None:
+        """Verifies drafts of which a number that depends on the prefix is right."""
+        prefix = tuple(row.tokens)
+        last = len(prefix) - 1
+        for position in range(max(last - 1 - request.drafts, 0), last):
+            self._compute_mtp(row, request.pages, position)
+        accepted = zlib.crc32(repr((prefix, "accepted")).encode()) % (request.drafts + 1)
+        # Rejected drafts are written too, after the accepted ones.
+        self._compute(row, request.pages, last)
+        for k in range(request.drafts):
+            position = last + 1 + k
+            key = (request.pages[position // self.page_size], position % self.page_size)
+            self.entries[key] = (*prefix, *[-1] * (k + 1))
+        for _ in range(accepted + 1):
+            if row.is_finished:
+                break
+            self._compute(row, request.pages, len(row.tokens) - 1)
+            self._append(row, request, next_token(tuple(row.tokens)), gained)
+
+    def _append(self, row: Slot, request: ScheduledRequest, token: int, gained: dict) -> None:
+        row.tokens.append(token)
+        gained.setdefault(request, []).append(token)
+        row.is_finished = token == self.stop or len(row.tokens) >= request.max_length
+
+    def _compute(self, row: Slot, pages: list[int], position: int) -> None:
+        tokens = tuple(row.tokens)
+        for earlier in range(position):
+            key = (pages[earlier // self.page_size], earlier % self.page_size)
+            assert self.entries[key] == tokens[: earlier + 1], "attention reads a wrong entry"
+        key = (pages[position // self.page_size], position % self.page_size)
+        self.entries[key] = tokens[: position + 1]
+        self.tokens_computed += 1
+
+    def _compute_mtp(self, row: Slot, pages: list[int], position: int) -> None:
+        """The MTP layer's entry of a position, which also depends on the next token."""
+        if not self.lookahead:
+            return
+        tokens = tuple(row.tokens)
+        for earlier in range(position):
+            key = (pages[earlier // self.page_size], earlier % self.page_size)
+            assert self.mtp_entries[key] == tokens[: earlier + 2], "MTP reads a wrong entry"
+        key = (pages[position // self.page_size], position % self.page_size)
+        self.mtp_entries[key] = tokens[: position + 2]
+
+
+class Simulation:
+    """A scheduler and a simulated device, with results that are reported ``delay`` steps late."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int = 4,
+        delay: int = 1,
+        lookahead: int = 0,
+        prefix_cache: bool = True,
+        stop: int | None = None,
+        max_decode_steps: int = 1,
+        **config: int,
+    ):
+        settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
+        pages = PageAllocator(
+            num_pages, page_size, lookahead=lookahead, prefix_cache=prefix_cache, first_page=10
+        )
+        self.scheduler = Scheduler(SchedulerConfig(**settings), pages)
+        self.device = SimulatedDevice(page_size, stop, lookahead)
+        self.delay = delay
+        self.max_decode_steps = max_decode_steps
+        self.now = 0.0
+        self.unread: deque[tuple[StepPlan, dict, set]] = deque()
+        self.ended: dict[ScheduledRequest, str] = {}
+        self.plans: list[StepPlan] = []
+
+    def step(self) -> bool:
+        """One turn of an engine's loop. Returns False if there was nothing to do."""
+        plan, ended = self.scheduler.schedule(self.now, max_decode_steps=self.max_decode_steps)
+        self.ended |= dict(ended)
+        if plan is not None:
+            self.plans.append(plan)
+            self.unread.append((plan, *self.device.run(plan)))
+        self.scheduler.check_integrity()
+        while self.unread and (plan is None or len(self.unread) > self.delay):
+            self.read()
+        self.now += 1.0
+        return plan is not None or bool(ended)
+
+    def read(self) -> None:
+        """Reports the oldest unread results."""
+        plan, gained, finished = self.unread.popleft()
+        self.ended |= dict.fromkeys(
+            (r for r in finished if r not in self.ended and r.phase.value != "ended"), "finished"
+        )
+        self.scheduler.report(plan, gained, finished)
+        self.scheduler.check_integrity()
+
+    def run(self, most: int = 10_000) -> None:
+        """Steps until nothing is left."""
+        for _ in range(most):
+            if not self.step() and self.scheduler.is_idle:
+                break
+        assert self.scheduler.is_idle, "requests are left"
+        assert self.scheduler.pages.used == 0, "an idle engine holds pages"

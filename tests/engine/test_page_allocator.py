@@ -1,0 +1,206 @@
+"""Allocation of pages, and which contents are found again."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv3_jax.engine.page_allocator import PageAllocator
+
+# Python hashes an integer modulo this prime, so these two tokens have equal hashes.
+PRIME = 2**61 - 1
+TOKEN, COLLIDING = 5, 5 + PRIME
+
+
+def filled(allocator: PageAllocator, tokens: list[int]) -> list[int]:
+    """Pages for these tokens, published."""
+    pages = allocator.allocate(allocator.pages_for(len(tokens)))
+    assert pages is not None
+    allocator.publish(tokens, pages)
+    return pages
+
+
+def test_pages_are_handed_out_once():
+    allocator = PageAllocator(5, 4, first_page=3)
+    assert sorted([*allocator.allocate(2), *allocator.allocate(3)]) == [3, 4, 5, 6, 7]
+    assert allocator.allocate(1) is None
+    assert (allocator.used, allocator.available) == (5, 0)
+
+
+def test_a_refused_allocation_takes_nothing():
+    allocator = PageAllocator(5, 4)
+    allocator.allocate(3)
+    assert allocator.allocate(3) is None
+    assert allocator.available == 2
+
+
+def test_a_page_that_is_not_in_use_cannot_be_released():
+    allocator = PageAllocator(2, 4)
+    page = allocator.allocate(1)
+    allocator.release(page)
+    with pytest.raises(ValueError, match=f"in use, got {page[0]}"):
+        allocator.release(page)
+    with pytest.raises(ValueError, match="in use, got 9"):
+        allocator.release([9])
+
+
+def test_full_pages_are_found():
+    allocator = PageAllocator(10, 4)
+    tokens = list(range(11))
+    pages = filled(allocator, tokens)
+    assert allocator.cached_prefix(tokens) == pages[:2]
+    assert allocator.cached_prefix([*tokens[:8], 99]) == pages[:2]
+    assert allocator.cached_prefix([*tokens[:7], 99, 100]) == pages[:1]
+    assert allocator.cached_prefix([99, *tokens[1:]]) == []
+
+
+def test_one_token_stays_uncovered():
+    allocator = PageAllocator(10, 4)
+    pages = filled(allocator, list(range(8)))
+    assert allocator.cached_prefix(list(range(8))) == pages[:1]
+    assert allocator.cached_prefix([0]) == allocator.cached_prefix([]) == []
+
+
+def test_equal_tokens_after_another_prefix_are_not_found():
+    allocator = PageAllocator(10, 4)
+    pages = filled(allocator, [*[1] * 4, *[2] * 4])
+    assert allocator.cached_prefix([*[3] * 4, *[2] * 4, 0]) == []
+    assert allocator.cached_prefix([*[1] * 4, *[2] * 4, 0]) == pages
+
+
+def test_colliding_hashes_are_told_apart():
+    assert hash((0, (TOKEN,) * 4)) == hash((0, (COLLIDING,) * 4))
+    allocator = PageAllocator(10, 4)
+    pages = filled(allocator, [TOKEN] * 8)
+    assert allocator.cached_prefix([COLLIDING] * 9) == []
+    others = filled(allocator, [COLLIDING] * 8)
+    assert allocator.cached_prefix([COLLIDING] * 9) == others
+    assert allocator.cached_prefix([TOKEN] * 9) == pages
+
+
+def test_a_page_with_lookahead_depends_on_the_next_token():
+    allocator = PageAllocator(10, 4, lookahead=1)
+    pages = filled(allocator, [1, 1, 1, 1, 2, 2, 2, 2])
+    # Nobody knows the token after the second page.
+    assert allocator.cached_prefix([1, 1, 1, 1, 2, 2, 2, 2, 2]) == pages[:1]
+    assert allocator.cached_prefix([1, 1, 1, 1, 3, 3]) == []
+
+
+def test_released_pages_are_reused_until_they_are_evicted():
+    allocator = PageAllocator(4, 4)
+    tokens = list(range(9))
+    pages = filled(allocator, tokens)
+    allocator.release(pages)
+    assert (allocator.used, allocator.available) == (0, 4)
+    hit = allocator.cached_prefix(tokens)
+    assert hit == pages[:2]
+    allocator.reuse(hit)
+    assert allocator.used == 2
+    allocator.check_integrity([hit])
+    assert allocator.allocate(3) is None  # pages in use are never evicted
+    allocator.release(hit)
+    assert len(allocator.allocate(4)) == 4
+    assert allocator.cached_prefix(tokens) == []
+
+
+def test_the_least_recently_used_end_is_evicted_first():
+    allocator = PageAllocator(4, 2)
+    old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
+    for tokens in (old, new):
+        pages = allocator.allocate(2)
+        allocator.publish(tokens, pages)
+        allocator.release(pages)
+    allocator.allocate(1)
+    assert [len(allocator.cached_prefix(tokens)) for tokens in (old, new)] == [1, 2]
+    allocator.allocate(1)
+    assert [len(allocator.cached_prefix(tokens)) for tokens in (old, new)] == [0, 2]
+
+
+def test_a_prefix_in_use_counts_as_recently_used():
+    allocator = PageAllocator(4, 2)
+    old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
+    for tokens in (old, new):
+        pages = allocator.allocate(2)
+        allocator.publish(tokens, pages)
+        allocator.release(pages)
+    hit = allocator.cached_prefix(old)
+    allocator.reuse(hit)
+    allocator.release(hit)
+    allocator.allocate(2)
+    assert [len(allocator.cached_prefix(tokens)) for tokens in (old, new)] == [2, 0]
+
+
+def test_equal_contents_are_indexed_once():
+    allocator = PageAllocator(10, 2)
+    first = filled(allocator, [1, 2, 3, 4])
+    second = filled(allocator, [1, 2, 3, 4, 5, 6])
+    assert allocator.cached_prefix([1, 2, 3, 4, 5, 6, 7]) == [*first, second[2]]
+    allocator.release(second)
+    allocator.check_integrity([first])
+    assert allocator.available == 8
+
+
+def test_pages_are_published_as_they_fill():
+    allocator = PageAllocator(10, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    pages = allocator.allocate(4)
+    published = 0
+    for length in range(len(tokens) + 1):
+        published = allocator.publish(tokens[:length], pages, published)
+        assert published == length // 2
+    assert allocator.cached_prefix(tokens) == pages[:3]
+
+
+def test_publication_goes_on_after_an_equal_prefix_of_another_request():
+    allocator = PageAllocator(10, 2)
+    first = filled(allocator, [1, 2])
+    pages = allocator.allocate(2)
+    published = allocator.publish([1, 2], pages)
+    allocator.publish([1, 2, 3, 4], pages, published)
+    assert allocator.cached_prefix([1, 2, 3, 4, 5]) == [first[0], pages[1]]
+
+
+def test_pages_after_an_evicted_prefix_are_not_published():
+    allocator = PageAllocator(3, 2)
+    first = filled(allocator, [1, 2])
+    pages = allocator.allocate(2)
+    published = allocator.publish([1, 2], pages)  # this request's copy stays private
+    allocator.release(first)
+    allocator.allocate(1)  # evicts the first request's page
+    assert allocator.publish([1, 2, 3, 4], pages, published) == 2
+    assert allocator.cached_prefix([1, 2, 3, 4, 5]) == []
+
+
+def test_a_new_parent_does_not_adopt_pages_of_an_evicted_one():
+    allocator = PageAllocator(3, 1)
+    first = allocator.allocate(2)
+    allocator.publish([1, 2], first)
+    allocator.reuse(first[1:])  # keeps the second page alive
+    allocator.release(first)
+    allocator.allocate(2)  # takes the free page and evicts the first page
+    allocator.check_integrity([[first[1]], sorted({0, 1, 2} - {first[1]})])
+    assert allocator.cached_prefix([1, 2, 3]) == []
+
+
+def test_without_a_prefix_cache_pages_are_free_at_once():
+    allocator = PageAllocator(4, 2, prefix_cache=False)
+    pages = filled(allocator, [1, 2, 3, 4])
+    assert allocator.cached_prefix([1, 2, 3, 4, 5]) == []
+    allocator.release(pages)
+    allocator.check_integrity([])
+
+
+def test_clear_forgets_contents_and_keeps_owners():
+    allocator = PageAllocator(4, 2)
+    kept, released = filled(allocator, [1, 2]), filled(allocator, [3, 4])
+    allocator.release(released)
+    allocator.clear()
+    assert allocator.cached_prefix([1, 2, 0]) == allocator.cached_prefix([3, 4, 0]) == []
+    allocator.check_integrity([kept])
+    allocator.release(kept)
+    assert allocator.available == 4
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+        PageAllocator(**{"num_pages": 1, "page_size": 1, name: 0})

@@ -1,0 +1,393 @@
+"""The scheduler on a simulated device: every request gains the tokens that it gains alone."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduler import (
+    Phase,
+    QueueFullError,
+    ScheduledRequest,
+    Scheduler,
+    SchedulerConfig,
+)
+from tests.engine.simulated_device import VOCABULARY, Simulation, completion
+
+STOP = 3
+
+
+def request(prompt: list[int], new: int = 6, **fields) -> ScheduledRequest:
+    return ScheduledRequest(list(prompt), len(prompt) + new, **fields)
+
+
+def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
+    """Prompts that share their first tokens and differ after them."""
+    return [
+        [7] * shared + [(i * 5 + j) % VOCABULARY for j in range(length - shared)]
+        for i in range(count)
+    ]
+
+
+class TestEveryRequestIsServed:
+    @given(
+        lengths=st.lists(
+            st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 30)), min_size=1
+        ),
+        num_pages=st.integers(18, 40),
+        delay=st.integers(0, 3),
+        drafts=st.integers(0, 3),
+        lookahead=st.booleans(),
+        prefix_cache=st.booleans(),
+        max_decode_steps=st.integers(1, 5),
+        chunk_tokens=st.integers(1, 20),
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_with_the_tokens_that_it_gains_alone(
+        self,
+        lengths,
+        num_pages,
+        delay,
+        drafts,
+        lookahead,
+        prefix_cache,
+        max_decode_steps,
+        chunk_tokens,
+    ):
+        simulation = Simulation(
+            num_pages=num_pages,
+            delay=delay,
+            lookahead=int(lookahead),
+            prefix_cache=prefix_cache,
+            max_decode_steps=max_decode_steps,
+            chunk_tokens=chunk_tokens,
+            stop=STOP,
+        )
+        requests = []
+        for i, (length, new, shared) in enumerate(lengths):
+            prompt = prompts(i + 1, length, min(shared, length - 1))[i]
+            requests.append(request(prompt, new, drafts=drafts, arrival=float(i)))
+            simulation.scheduler.add(requests[-1])
+        before = [list(r.tokens) for r in requests]
+        simulation.run()
+        for prompt, done in zip(before, requests, strict=True):
+            assert done.tokens[len(prompt) :] == completion(prompt, done.max_length, STOP)
+            assert simulation.ended[done] == "finished"
+
+    def test_in_the_order_of_arrival(self):
+        simulation = Simulation(num_pages=100, max_running=1)
+        requests = [request(p, arrival=float(i)) for i, p in enumerate(prompts(4, 9))]
+        for each in reversed(requests):
+            simulation.scheduler.add(each)
+        simulation.run()
+        assert list(simulation.ended) == requests
+
+    def test_by_priority(self):
+        simulation = Simulation(num_pages=100, max_running=1)
+        urgent, normal = request([1, 2], priority=-1, arrival=5.0), request([1, 3], arrival=0.0)
+        simulation.scheduler.add(normal)
+        simulation.scheduler.add(urgent)
+        simulation.run()
+        assert list(simulation.ended) == [urgent, normal]
+
+    def test_even_with_low_priority_under_load(self):
+        # Urgent requests arrive faster than they are served, forever.
+        simulation = Simulation(num_pages=100, max_running=1, priority_seconds=10)
+        low = request([1, 2], priority=3)
+        simulation.scheduler.add(low)
+        for i in range(400):
+            simulation.scheduler.add(request([i % 7, 2], arrival=simulation.now))
+            simulation.step()
+            if low in simulation.ended:
+                break
+        assert simulation.ended[low] == "finished"
+        assert simulation.scheduler.waiting, "the load was too low to prove anything"
+
+
+class TestOneStep:
+    def test_prefills_within_its_budget(self):
+        simulation = Simulation(num_pages=200, max_running=8, chunk_tokens=5, max_chunks=3)
+        for i, prompt in enumerate(prompts(8, 23)):
+            simulation.scheduler.add(request(prompt, arrival=float(i)))
+        simulation.run()
+        assert max(len(plan.chunks) for plan in simulation.plans) == 3
+        assert all(chunk.count <= 5 for plan in simulation.plans for chunk in plan.chunks)
+
+    def test_prefills_and_decodes_together(self):
+        simulation = Simulation(num_pages=200)
+        for prompt in prompts(2, 30):
+            simulation.scheduler.add(request(prompt, 30))
+        simulation.run()
+        assert any(plan.chunks and plan.decodes for plan in simulation.plans)
+
+    def test_decodes_several_times_only_if_nothing_waits(self):
+        simulation = Simulation(num_pages=200, max_running=2, max_decode_steps=4)
+        for prompt in prompts(3, 5):
+            simulation.scheduler.add(request(prompt, 40))
+        waited = []
+        while simulation.step() or not simulation.scheduler.is_idle:
+            waited.append(bool(simulation.scheduler.waiting))
+        steps = [plan.decode_steps for plan in simulation.plans]
+        assert 4 in steps
+        assert all(
+            count == 1
+            for count, plan, waits in zip(steps, simulation.plans, waited, strict=False)
+            if waits or plan.chunks
+        )
+
+    def test_never_waits_for_results(self):
+        # With results two steps late, decode steps follow each other without a gap.
+        simulation = Simulation(num_pages=200, delay=2)
+        simulation.scheduler.add(request([1, 2, 3], 10))
+        simulation.run()
+        assert [len(plan.decodes) for plan in simulation.plans] == [0] + [1] * 9
+
+
+class TestPrefixCache:
+    def test_saves_the_shared_pages(self):
+        simulation = Simulation(num_pages=200)
+        first, second = (request(p) for p in prompts(2, 30, shared=21))
+        simulation.scheduler.add(first)
+        simulation.run()
+        computed = simulation.device.tokens_computed
+        simulation.scheduler.add(second)
+        simulation.run()
+        assert (first.cached_tokens, second.cached_tokens) == (0, 20)
+        assert simulation.scheduler.prefix_hit_tokens == 20
+        assert simulation.device.tokens_computed - computed < computed
+
+    def test_shares_pages_between_running_requests(self):
+        simulation = Simulation(num_pages=200, chunk_tokens=32, max_chunks=1)
+        for i, prompt in enumerate(prompts(3, 30, shared=21)):
+            simulation.scheduler.add(request(prompt, 20, arrival=float(i)))
+        simulation.step()
+        simulation.step()
+        first, second = simulation.scheduler.running
+        assert first.pages[:5] == second.pages[:5]
+        assert not set(first.pages[5:]) & set(second.pages[5:])
+        simulation.run()
+
+    # Of 40 tokens, the last was never fed. MTP entries of the last decode step are not written.
+    @pytest.mark.parametrize(
+        ("lookahead", "drafts", "cached"), [(0, 0, 36), (1, 0, 36), (1, 3, 32)]
+    )
+    def test_serves_a_conversation(self, lookahead, drafts, cached):
+        # The next turn's prompt holds the tokens that were generated before.
+        simulation = Simulation(num_pages=200, lookahead=lookahead)
+        turn = request([1] * 20, 20, drafts=drafts)
+        simulation.scheduler.add(turn)
+        simulation.run()
+        following = request([*turn.tokens, 5, 6], 5, drafts=drafts)
+        simulation.scheduler.add(following)
+        simulation.run()
+        assert following.cached_tokens == cached
+
+    def test_computes_at_least_one_token_of_a_known_prompt(self):
+        simulation = Simulation(num_pages=200)
+        for _ in range(2):
+            again = request([2] * 20)
+            simulation.scheduler.add(again)
+            simulation.run()
+        assert again.cached_tokens == 16
+
+
+class TestPreemption:
+    def run(self, **options) -> tuple[Simulation, list[ScheduledRequest]]:
+        simulation = Simulation(num_pages=14, **options)
+        requests = [request(p, 24, arrival=float(i)) for i, p in enumerate(prompts(4, 8))]
+        for each in requests:
+            simulation.scheduler.add(each)
+        simulation.run()
+        return simulation, requests
+
+    @pytest.mark.parametrize("delay", [0, 1, 2])
+    def test_takes_the_last_request_and_loses_no_token(self, delay):
+        simulation, requests = self.run(delay=delay)
+        assert simulation.scheduler.preemptions > 0
+        assert requests[0].preemptions == 0
+        for each in requests:
+            assert each.tokens[8:] == completion(each.tokens[:8], 32)
+
+    def test_keeps_the_tokens_of_steps_in_flight(self):
+        simulation = Simulation(num_pages=100, delay=3)
+        preempted = request([1, 2, 3], 20)
+        simulation.scheduler.add(preempted)
+        for _ in range(4):
+            simulation.step()
+        simulation.scheduler._preempt(preempted)
+        in_flight = preempted.steps_in_flight
+        known = len(preempted.tokens)
+        while simulation.unread:
+            simulation.read()
+        assert in_flight == 3
+        assert len(preempted.tokens) == known + in_flight
+        assert simulation.scheduler.waiting == [preempted]
+        simulation.run()
+        assert preempted.tokens[3:] == completion([1, 2, 3], 23)
+
+    def test_is_avoided_by_leaving_a_page_to_every_running_request(self):
+        # Ten pages; the first request has four and will need a fifth, the second needs six.
+        simulation = Simulation(num_pages=10)
+        simulation.scheduler.add(request([1] * 15, 5))
+        simulation.step()
+        simulation.scheduler.add(request([2] * 20, 4, arrival=1.0))
+        simulation.run()
+        assert simulation.scheduler.preemptions == 0
+
+    def test_admits_nobody_before_the_preempted_request(self):
+        simulation = Simulation(num_pages=14, delay=2)
+        requests = [request(p, 24, arrival=float(i)) for i, p in enumerate(prompts(2, 20))]
+        for each in requests:
+            simulation.scheduler.add(each)
+        while not simulation.scheduler.preemptions:
+            simulation.step()
+        late = request([5], 3, arrival=99.0)
+        simulation.scheduler.add(late)
+        simulation.run()
+        admitted = [c.request for plan in simulation.plans for c in plan.chunks if c.is_first]
+        assert admitted == [*requests, requests[1], late]
+
+    def test_does_not_count_as_a_prefix_hit(self):
+        simulation, requests = self.run()
+        assert simulation.scheduler.preemptions > 0
+        assert simulation.scheduler.prefix_queried_tokens == sum(8 for _ in requests)
+
+    def test_recomputes_little_with_a_prefix_cache(self):
+        with_cache, _ = self.run()
+        without, _ = self.run(prefix_cache=False)
+        assert with_cache.device.tokens_computed <= without.device.tokens_computed
+
+
+class TestEndedRequests:
+    @pytest.mark.parametrize("steps", range(6))
+    def test_cancelled(self, steps):
+        simulation = Simulation(num_pages=100, max_running=2)
+        requests = [request(p, 20, arrival=float(i)) for i, p in enumerate(prompts(3, 9))]
+        for each in requests:
+            simulation.scheduler.add(each)
+        for _ in range(steps):
+            simulation.step()
+        simulation.scheduler.cancel(requests[1])
+        simulation.step()
+        assert simulation.ended[requests[1]] == "cancelled"
+        assert requests[1].phase is Phase.ENDED
+        simulation.run()
+        for i in (0, 2):
+            assert requests[i].tokens[9:] == completion(requests[i].tokens[:9], 29)
+
+    def test_overdue(self):
+        simulation = Simulation(num_pages=100, max_running=1)
+        running = request([1, 2], 50, deadline=8.0)
+        waiting = request([1, 3], 5, deadline=4.0)
+        for each in (running, waiting):
+            simulation.scheduler.add(each)
+        simulation.run()
+        assert simulation.ended == {waiting: "timeout", running: "timeout"}
+        assert 2 < len(running.tokens) < 50
+
+
+class TestRefusals:
+    def test_a_full_queue(self):
+        scheduler = Simulation(num_pages=100, max_waiting=2).scheduler
+        for _ in range(2):
+            scheduler.add(request([1]))
+        with pytest.raises(QueueFullError, match="fewer than 2 requests, got 2"):
+            scheduler.add(request([1]))
+        scheduler.check_integrity()
+
+    def test_a_request_larger_than_the_cache(self):
+        scheduler = Simulation(num_pages=5).scheduler
+        scheduler.add(request([1] * 10, 10))
+        with pytest.raises(ValueError, match=r"at most 20 tokens .*got 21"):
+            scheduler.add(request([1] * 10, 11))
+
+    @pytest.mark.parametrize("name", ["max_running", "chunk_tokens", "max_chunks", "max_waiting"])
+    def test_limits_below_one(self, name):
+        limits = {"max_running": 1, "chunk_tokens": 1, "max_chunks": 1, name: 0}
+        with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+            SchedulerConfig(**limits)
+
+    def test_integrity_notices_a_lost_page(self):
+        scheduler = Scheduler(SchedulerConfig(2, 4, 2), PageAllocator(4, 4))
+        scheduler.check_integrity()
+        scheduler.pages.allocate(1)
+        with pytest.raises(AssertionError, match="differ"):
+            scheduler.check_integrity()
+
+
+class RandomOperations(RuleBasedStateMachine):
+    """Submits, cancels, times out and steps in any order, with few pages and late results."""
+
+    @initialize(
+        delay=st.integers(0, 2),
+        drafts=st.integers(0, 2),
+        lookahead=st.integers(0, 1),
+        num_pages=st.integers(12, 24),
+    )
+    def begin(self, delay, drafts, lookahead, num_pages):
+        self.simulation = Simulation(
+            num_pages=num_pages,
+            delay=delay,
+            lookahead=lookahead,
+            max_waiting=6,
+            max_decode_steps=2,
+            stop=STOP,
+        )
+        self.drafts = drafts
+        self.prompts: dict[ScheduledRequest, list[int]] = {}
+
+    @rule(
+        length=st.integers(1, 20),
+        shared=st.integers(0, 19),
+        new=st.integers(1, 20),
+        priority=st.integers(-1, 1),
+        patience=st.sampled_from([2.0, 20.0, 1e9]),
+    )
+    def submit(self, length, shared, new, priority, patience):
+        now = self.simulation.now
+        prompt = prompts(len(self.prompts) + 1, length, min(shared, length))[-1]
+        each = request(
+            prompt, new, drafts=self.drafts, priority=priority, arrival=now, deadline=now + patience
+        )
+        try:
+            self.simulation.scheduler.add(each)
+        except QueueFullError:
+            return
+        self.prompts[each] = prompt
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.simulation.scheduler.cancel(data.draw(st.sampled_from(list(self.prompts))))
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            self.simulation.step()
+
+    @rule()
+    def evict(self):
+        self.simulation.scheduler.pages.clear()
+
+    @invariant()
+    def nothing_is_lost(self):
+        if hasattr(self, "simulation"):
+            self.simulation.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "simulation"):
+            return
+        self.simulation.run()
+        for each, prompt in self.prompts.items():
+            expected = completion(prompt, each.max_length, STOP)
+            gained = each.tokens[len(prompt) :]
+            assert gained == expected[: len(gained)]
+            if self.simulation.ended[each] == "finished":
+                assert gained == expected
+
+
+TestRandomOperations = RandomOperations.TestCase
+TestRandomOperations.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
