@@ -1,0 +1,118 @@
+"""The engine's state on the device: the page pool, and one row for every request slot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv3_jax.engine.step_input import StepInput
+from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.settings import MAX_STOP_TOKENS
+from dsv3_jax.generation.state import RUNNING, STOPPED
+from dsv3_jax.kv_cache import PagePool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotState:
+    """State of R request slots with S tokens each. Every step takes and returns it, donated.
+
+    The device owns the newest tokens: a step reads the token that the step before it wrote here, so
+    that the host can dispatch it without knowing that token. A request keeps its slot while it
+    runs. The cache holds all its tokens except the last.
+    """
+
+    pool: PagePool
+    """Cache pages of all requests."""
+
+    tokens: Int[Array, "R S"]
+    """Prompt and generated tokens; undefined past ``lengths``."""
+
+    lengths: Int[Array, " R"]
+    """Number of tokens."""
+
+    limits: Int[Array, " R"]
+    """Length at which the request ends."""
+
+    finished: Int[Array, " R"]
+    """RUNNING, STOPPED, FULL or NON_FINITE, see :class:`dsv3_jax.generation.state.DecodeState`."""
+
+    sampling: Sampling
+    """Sampling settings of each request."""
+
+    mtp_inputs: Float[Array, "R F D"]
+    """Hidden states of the newest cached tokens, which the MTP layer has not processed yet. F is the
+    largest number of drafts plus 1 if the MTP layer drafts, else 0."""
+
+    num_mtp_inputs: Int[Array, " R"]
+    """Number of valid ``mtp_inputs``."""
+
+    routing_counts: Int[Array, "L_moe E"] | None = None
+    """Tokens that chose each expert so far; None if routing is not counted."""
+
+    @classmethod
+    def empty(
+        cls,
+        pool: PagePool,
+        num_slots: int,
+        max_len: int,
+        *,
+        mtp_inputs: tuple[int, int] = (0, 0),
+        dtype: DTypeLike,
+        routing_counts: Int[Array, "L_moe E"] | None = None,
+    ) -> SlotState:
+        """Returns slots without requests.
+
+        Args:
+          mtp_inputs: F and D.
+          dtype: of the model's activations.
+        """
+        R = num_slots
+
+        def zeros(*shape: int) -> jax.Array:
+            return jnp.zeros((R, *shape), jnp.int32)
+
+        return cls(
+            pool=pool,
+            tokens=zeros(max_len),
+            lengths=zeros(),
+            limits=zeros(),
+            finished=jnp.full((R,), STOPPED, jnp.int32),
+            sampling=Sampling(
+                temperature=jnp.zeros((R,), jnp.float32),
+                top_k=zeros(),
+                top_p=jnp.ones((R,), jnp.float32),
+                min_p=jnp.zeros((R,), jnp.float32),
+                seed=jnp.zeros((R,), jnp.uint32),
+                stop_tokens=jnp.full((R, MAX_STOP_TOKENS), -1, jnp.int32),
+            ),
+            mtp_inputs=jnp.zeros((R, *mtp_inputs), dtype),
+            num_mtp_inputs=zeros(),
+            routing_counts=routing_counts,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """R."""
+        return self.tokens.shape[0]
+
+    def admit(self, inputs: StepInput) -> SlotState:
+        """Returns the state in which the step's new requests have their slots."""
+        slots = inputs.admitted_slots
+
+        def put(rows: Array, values: Array | int) -> Array:
+            return rows.at[slots].set(values, mode="drop")
+
+        return dataclasses.replace(
+            self,
+            tokens=put(self.tokens, inputs.prompts),
+            lengths=put(self.lengths, inputs.lengths),
+            limits=put(self.limits, inputs.limits),
+            finished=put(self.finished, RUNNING),
+            sampling=jax.tree.map(put, self.sampling, inputs.sampling),
+            num_mtp_inputs=put(self.num_mtp_inputs, 0),
+        )

@@ -1,0 +1,319 @@
+"""The compiled step: prefill chunks and decoding requests in one pass through the network.
+
+A step drafts tokens for the requests that decode, and runs three kinds of tokens through the model
+together: the newest token of each of these requests, its drafts, and the tokens of the prefill
+chunks. All dense layers and experts see them as one list [N, D], so that weights are read once; only
+attention treats the two groups differently. Then one token is sampled after each finished prompt,
+and one or more for each decoding request.
+
+A step without chunks repeats itself up to ``StepInput.steps`` times on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32
+
+from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.step_input import StepInput, StepShape, unpack
+from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
+from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.selection import NewTokens, select_tokens
+from dsv3_jax.generation.state import RUNNING
+from dsv3_jax.kv_cache import LatentKVCache, SequenceTables
+from dsv3_jax.model import DeepSeekV3, Hidden, TokenBatch
+
+
+class StepOutput(NamedTuple):
+    """What the host reads of a step: n decode steps (one, if it prefills) of B + C requests.
+
+    The requests that decode come first, then those of the chunks.
+    """
+
+    tokens: Int[Array, "n R T"]
+    counts: Int[Array, "n R"]
+    """Number of valid tokens; 0 after the request has ended, and for chunks that end no prompt."""
+    finished: Int[Array, " R"]
+    """RUNNING, STOPPED, FULL or NON_FINITE, after the last of these steps."""
+    drafted: Int[Array, "n R"]
+    """Number of drafts that were verified."""
+    logprobs: Float32[Array, "n R T"]
+    top_tokens: Int[Array, "n R T k"]
+    top_logprobs: Float32[Array, "n R T k"]
+
+
+class _Requests(NamedTuple):
+    """Rows of the state that take part in a step."""
+
+    slots: Int[Array, " B"]
+    tables: Int[Array, "B max_pages"]
+    is_running: Bool[Array, " B"]
+    lengths: Int[Array, " B"]
+    limits: Int[Array, " B"]
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls, state: SlotState, slots: Int[Array, " B"], tables: Int[Array, "B max_pages"]
+    ) -> _Requests:
+        def rows(array: jax.Array) -> jax.Array:
+            return array.at[slots].get(mode="clip")
+
+        is_running = (slots < state.num_slots) & (rows(state.finished) == RUNNING)
+        sampling = jax.tree.map(rows, state.sampling)
+        return cls(slots, tables, is_running, rows(state.lengths), rows(state.limits), sampling)
+
+    def cache(self, state: SlotState) -> LatentKVCache:
+        """The cache of these requests: all tokens except the last."""
+        sequences = SequenceTables(self.tables, self.lengths - 1)
+        return LatentKVCache(state.pool, sequences, state.routing_counts)
+
+
+def step(
+    model: DeepSeekV3,
+    state: SlotState,
+    buffer: Int32[Array, " n"],
+    *,
+    shape: StepShape,
+    drafter: Drafter | None,
+    depth: int,
+    vocab_size: int,
+    top: int,
+) -> tuple[SlotState, StepOutput]:
+    """Runs one dispatch.
+
+    Args:
+      buffer: the arguments, see :func:`dsv3_jax.engine.step_input.unpack`.
+      depth: drafts per decode step; 0 without a drafter.
+      vocab_size: ids from here on are padding of the embedding and never selected.
+      top: most probable tokens to report at each position.
+    """
+    model = model.precompute_for_decode()
+    inputs = unpack(buffer, shape)
+    options = _Options(drafter, depth, vocab_size, top)
+    if shape.chunks:
+        state = state.admit(inputs)
+        state, new, drafted = _step(model, state, inputs, shape, options)
+        one = jax.tree.map(lambda x: x[None], new)
+        return state, _output(one, drafted[None], new.finished)
+    return _decode(model, state, inputs, shape, options)
+
+
+class _Options(NamedTuple):
+    """Static arguments of a step."""
+
+    drafter: Drafter | None
+    depth: int
+    vocab_size: int
+    top: int
+
+
+def _decode(
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+) -> tuple[SlotState, StepOutput]:
+    """Runs up to ``inputs.steps`` decode steps. Ends early when no request is running."""
+    steps = jnp.minimum(inputs.steps[0], shape.max_steps)
+    shapes = jax.eval_shape(lambda state: _step(model, state, inputs, shape, options)[1:], state)
+    outputs = jax.tree.map(lambda x: jnp.zeros((shape.max_steps, *x.shape), x.dtype), shapes)
+
+    def body(carry: tuple) -> tuple:
+        i, state, outputs = carry
+        state, *new = _step(model, state, inputs, shape, options)
+        outputs = jax.tree.map(lambda all_, one: all_.at[i].set(one), outputs, tuple(new))
+        return i + 1, state, outputs
+
+    def proceed(carry: tuple) -> Bool[Array, ""]:
+        i, state, _ = carry
+        requests = _Requests.of(state, inputs.decode_slots, inputs.decode_tables)
+        return (i < steps) & jnp.any(requests.is_running)
+
+    _, state, (new, drafted) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
+    finished = state.finished.at[inputs.decode_slots].get(mode="clip")
+    return state, _output(new, drafted, finished)
+
+
+def _output(new: NewTokens, drafted: Int[Array, "n R"], finished: Int[Array, " R"]) -> StepOutput:
+    return StepOutput(
+        new.tokens, new.counts, finished, drafted, new.logprobs, new.top_tokens, new.top_logprobs
+    )
+
+
+def _step(
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+) -> tuple[SlotState, NewTokens, Int[Array, " R"]]:
+    """Runs one step. Also returns its new tokens, and how many drafts each request had."""
+    decodes = _Requests.of(state, inputs.decode_slots, inputs.decode_tables)
+    drafts, state = _draft(model, state, decodes, options)
+    batches, sampled = [], []
+    if shape.decodes:
+        batches.append(_decode_batch(state, decodes, drafts))
+        sampled.append(decodes)
+    if shape.chunks:
+        chunks, chunk_batch = _chunk_batch(state, inputs, shape)
+        batches.append(chunk_batch)
+        sampled.append(chunks)
+        padding = jnp.zeros((shape.chunks, drafts.tokens.shape[1]), jnp.int32)
+        drafts = _with_undrafted(drafts, padding)
+    hidden, pool, routing_counts = model.extend_batches(batches, state.pool, state.routing_counts)
+    state = dataclasses.replace(state, pool=pool, routing_counts=routing_counts)
+    outputs = list(hidden)
+    if shape.chunks:
+        outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
+    joined: Hidden = jax.tree.map(lambda *each: jnp.concatenate(each), *outputs)
+    requests: _Requests = jax.tree.map(lambda *each: jnp.concatenate(each), *sampled)
+    new = select_tokens(
+        model.logits(joined.post_norm),
+        drafts,
+        requests.sampling,
+        requests.lengths,
+        requests.limits,
+        requests.is_running,
+        vocab_size=options.vocab_size,
+        top=options.top,
+        acceptance=None if options.drafter is None else options.drafter.acceptance,
+    )
+    state = _append(state, requests, new)
+    drafter = options.drafter
+    if drafter is not None and drafter.mtp_hidden is not None:
+        mtp_inputs = joined.mtp_input(drafter.mtp_hidden)
+        state = _keep_mtp_inputs(state, requests, mtp_inputs, new.counts)
+        if shape.chunks:
+            chunk_inputs = hidden[-1].mtp_input(drafter.mtp_hidden)
+            state = _prefill_mtp(model, state, inputs, batches[-1], chunk_inputs)
+    return state, new, jnp.where(requests.is_running, drafts.counts, 0)
+
+
+def _draft(
+    model: DeepSeekV3, state: SlotState, requests: _Requests, options: _Options
+) -> tuple[Drafts, SlotState]:
+    """Returns drafts for the requests that decode, and the state with the drafter's cache."""
+    if options.drafter is None or not len(requests.slots):
+        empty = Drafts.empty(len(requests.slots))
+        return empty, state
+    slots = requests.slots
+    context = DraftContext(
+        tokens=state.tokens.at[slots].get(mode="clip"),
+        lengths=requests.lengths,
+        is_running=requests.is_running,
+        cache=requests.cache(state),
+        mtp_inputs=state.mtp_inputs.at[slots].get(mode="clip"),
+        num_mtp_inputs=state.num_mtp_inputs.at[slots].get(mode="clip"),
+    )
+    drafts, cache = options.drafter.draft(
+        model, context, requests.sampling, options.depth, options.vocab_size
+    )
+    # Drafts past the limit are not checked. One position is reserved for the model's own token.
+    room = jnp.where(requests.is_running, requests.limits - requests.lengths - 1, 0)
+    drafts = drafts._replace(counts=jnp.clip(drafts.counts, 0, room))
+    return drafts, dataclasses.replace(
+        state, pool=cache.pool, routing_counts=cache.routing_counts
+    )
+
+
+def _with_undrafted(drafts: Drafts, tokens: Int[Array, "C K"]) -> Drafts:
+    """Returns the drafts with C more requests that have none."""
+    logits = drafts.logits
+    if logits is not None:
+        logits = jnp.pad(logits, ((0, len(tokens)), (0, 0), (0, 0)))
+    return Drafts(
+        jnp.concatenate([drafts.tokens, tokens]),
+        jnp.concatenate([drafts.counts, jnp.zeros(len(tokens), jnp.int32)]),
+        logits,
+    )
+
+
+def _decode_batch(state: SlotState, requests: _Requests, drafts: Drafts) -> TokenBatch:
+    """Returns the newest token of each request, and its drafts."""
+    last = state.tokens.at[requests.slots, requests.lengths - 1].get(mode="clip")
+    return TokenBatch(
+        tokens=jnp.concatenate([last[:, None], drafts.tokens], axis=1),
+        counts=jnp.where(requests.is_running, 1 + drafts.counts, 0),
+        sequences=SequenceTables(requests.tables, requests.lengths - 1),
+        form="absorbed",
+    )
+
+
+def _chunk_batch(
+    state: SlotState, inputs: StepInput, shape: StepShape
+) -> tuple[_Requests, TokenBatch]:
+    """Returns the requests of the prefill chunks, which run if a token is to be sampled, and the
+    chunks' tokens."""
+    positions = inputs.starts[:, None] + jnp.arange(shape.chunk_tokens)
+    batch = TokenBatch(
+        tokens=state.tokens.at[inputs.chunk_slots[:, None], positions].get(mode="clip"),
+        counts=inputs.counts,
+        sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
+        form="expanded",
+    )
+    requests = _Requests.of(state, inputs.chunk_slots, inputs.chunk_tables)
+    return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
+
+
+def _at_last(hidden: Hidden, counts: Int[Array, " C"], copies: int) -> Hidden:
+    """Returns the hidden state of each chunk's last token, several times: [C, copies, D]."""
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+
+    def pick(x: jax.Array) -> jax.Array:
+        one = jnp.take_along_axis(x, last, axis=1)
+        return jnp.broadcast_to(one, (len(x), copies, x.shape[2]))
+
+    return Hidden(pick(hidden.pre_norm), pick(hidden.post_norm))
+
+
+def _append(state: SlotState, requests: _Requests, new: NewTokens) -> SlotState:
+    """Writes new tokens, lengths and ends to the rows of the requests that gained tokens or ended.
+
+    A request has several chunks in a step if its prompt is long; only the last one of them writes.
+    """
+    slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
+    offsets = jnp.arange(new.tokens.shape[1])
+    positions = requests.lengths[:, None] + offsets
+    # S is out of bounds, so the tokens after the first `counts` are dropped.
+    positions = jnp.where(offsets < new.counts[:, None], positions, state.tokens.shape[1])
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[slots[:, None], positions].set(new.tokens, mode="drop"),
+        lengths=state.lengths.at[slots].set(requests.lengths + new.counts, mode="drop"),
+        finished=state.finished.at[slots].set(new.finished, mode="drop"),
+    )
+
+
+def _keep_mtp_inputs(
+    state: SlotState, requests: _Requests, mtp_inputs: jax.Array, counts: Int[Array, " R"]
+) -> SlotState:
+    """Stores the hidden states that the MTP layer takes in the next step.
+
+    A decoding request has one for each token it gained, and a new one that of its last prompt
+    token: in both cases as many as it gained tokens.
+    """
+    slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
+    # The state has room for its K drafts, of which this step may use fewer.
+    padding = state.mtp_inputs.shape[1] - mtp_inputs.shape[1]
+    padded = jnp.pad(mtp_inputs, ((0, 0), (0, padding), (0, 0)))
+    return dataclasses.replace(
+        state,
+        mtp_inputs=state.mtp_inputs.at[slots].set(padded, mode="drop"),
+        num_mtp_inputs=state.num_mtp_inputs.at[slots].set(counts, mode="drop"),
+    )
+
+
+def _prefill_mtp(
+    model: DeepSeekV3,
+    state: SlotState,
+    inputs: StepInput,
+    batch: TokenBatch,
+    mtp_inputs: jax.Array,
+) -> SlotState:
+    """Caches the chunks' positions in the MTP layer. Position i takes token i + 1, which for the
+    last token of a prompt is the one that this step has sampled."""
+    positions = inputs.starts[:, None] + 1 + jnp.arange(batch.tokens.shape[1])
+    next_tokens = state.tokens.at[inputs.chunk_slots[:, None], positions].get(mode="clip")
+    cache = LatentKVCache(state.pool, batch.sequences, state.routing_counts)
+    _, cache = model.extend_mtp(
+        mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded"
+    )
+    return dataclasses.replace(state, pool=cache.pool, routing_counts=cache.routing_counts)

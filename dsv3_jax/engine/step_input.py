@@ -1,0 +1,146 @@
+"""What the host sends to the device for one step, packed into a single transfer.
+
+Every array that a program takes from the host costs it tens of microseconds. A step needs about
+fifteen of them, so they are views into one int32 buffer, which the device cuts up again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int, Int32, UInt32
+
+from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.settings import MAX_STOP_TOKENS
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """The static shape of a step. Each shape is a compiled program."""
+
+    decodes: int
+    """B: most requests that decode."""
+    chunks: int
+    """C: most prompt chunks that are prefilled; 0 in a step that only decodes."""
+    chunk_tokens: int
+    """T: tokens of a chunk, padding included."""
+    max_pages: int
+    """Pages of the longest request."""
+    max_len: int
+    """S: tokens of the longest request."""
+    max_steps: int
+    """Most decode steps in a dispatch; 1 in a step that prefills."""
+
+
+class StepInput(NamedTuple):
+    """Arguments of a step, on the host as views into one buffer, or on the device.
+
+    The slot number R, one past the last slot, marks unused entries.
+    """
+
+    steps: Int[Array, " one"]
+    """Number of decode steps of this dispatch."""
+
+    decode_slots: Int[Array, " B"]
+    decode_tables: Int[Array, "B max_pages"]
+    """Block table of each request that decodes."""
+
+    chunk_slots: Int[Array, " C"]
+    chunk_tables: Int[Array, "C max_pages"]
+    starts: Int[Array, " C"]
+    """Position of a chunk's first token."""
+    counts: Int[Array, " C"]
+    """Tokens in a chunk."""
+    is_last: Int[Array, " C"]
+    """1 if the chunk ends the prompt, so that the step samples the token after it."""
+
+    admitted_slots: Int[Array, " C"]
+    """Slot that the chunk's request gets in this step; R if it has one already. The arrays below
+    describe the admitted requests."""
+    prompts: Int[Array, "C S"]
+    """Tokens of the prompt, padded at the end."""
+    lengths: Int[Array, " C"]
+    """Number of tokens in the prompt."""
+    limits: Int[Array, " C"]
+    """Length at which the request ends."""
+    temperature: Float32[Array, " C"]
+    top_k: Int[Array, " C"]
+    top_p: Float32[Array, " C"]
+    min_p: Float32[Array, " C"]
+    seed: UInt32[Array, " C"]
+    stop_tokens: Int[Array, "C n_stop"]
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling settings of the admitted requests."""
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.stop_tokens
+        )
+
+
+class _Field(NamedTuple):
+    """Where an argument is in the buffer."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape)
+
+
+_DTYPES: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.uint32,
+}
+
+
+def _fields(shape: StepShape) -> Iterator[_Field]:
+    B, C, M, S = shape.decodes, shape.chunks, shape.max_pages, shape.max_len
+    sizes: dict[str, tuple[int, ...]] = {
+        "steps": (1,),
+        "decode_slots": (B,),
+        "decode_tables": (B, M),
+        "chunk_tables": (C, M),
+        "prompts": (C, S),
+        "stop_tokens": (C, MAX_STOP_TOKENS),
+    }
+    begin = 0
+    for name in StepInput._fields:
+        field = _Field(begin, sizes.get(name, (C,)), _DTYPES.get(name, np.int32))
+        yield field
+        begin = field.end
+
+
+def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, StepInput]:
+    """Returns a new buffer, and the arguments as writable views into it. All entries are unused."""
+    fields = list(_fields(shape))
+    buffer = np.zeros(fields[-1].end, np.int32)
+    views = StepInput(
+        *(buffer[f.begin : f.end].view(f.dtype).reshape(f.shape) for f in fields)  # pyright: ignore
+    )
+    for slots in (views.decode_slots, views.chunk_slots, views.admitted_slots):
+        slots[...] = num_slots  # pyright: ignore[reportIndexIssue]
+    views.stop_tokens[...] = -1  # pyright: ignore[reportIndexIssue]
+    return buffer, views
+
+
+def unpack(buffer: Int32[Array, " n"], shape: StepShape) -> StepInput:
+    """Returns the arguments in a buffer of :func:`empty_input`, on the device."""
+
+    def cut(field: _Field) -> jax.Array:
+        values = buffer[field.begin : field.end].reshape(field.shape)
+        if field.dtype is np.int32:
+            return values
+        return jax.lax.bitcast_convert_type(values, jnp.dtype(field.dtype))
+
+    return StepInput(*map(cut, _fields(shape)))
