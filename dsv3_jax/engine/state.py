@@ -45,8 +45,8 @@ class SlotState:
     """Sampling settings of each request."""
 
     mtp_inputs: Float[Array, "R F D"]
-    """Hidden states of the newest cached tokens, which the MTP layer has not processed yet. F is the
-    largest number of drafts plus 1 if the MTP layer drafts, else 0."""
+    """Hidden states of the newest cached tokens, which the MTP layer has not processed yet. F is
+    the largest number of drafts plus 1 if the MTP layer drafts, else 0."""
 
     num_mtp_inputs: Int[Array, " R"]
     """Number of valid ``mtp_inputs``."""

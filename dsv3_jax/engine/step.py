@@ -2,9 +2,9 @@
 
 A step drafts tokens for the requests that decode, and runs three kinds of tokens through the model
 together: the newest token of each of these requests, its drafts, and the tokens of the prefill
-chunks. All dense layers and experts see them as one list [N, D], so that weights are read once; only
-attention treats the two groups differently. Then one token is sampled after each finished prompt,
-and one or more for each decoding request.
+chunks. Dense layers and experts process all of them as one array [N, D], so that weights are read
+once; attention alone treats the two groups differently. Then one token is sampled after each
+finished prompt, and one or more for each decoding request.
 
 A step without chunks repeats itself up to ``StepInput.steps`` times on the device.
 """
@@ -82,7 +82,6 @@ def step(
     drafter: Drafter | None,
     depth: int,
     vocab_size: int,
-    top: int,
 ) -> tuple[SlotState, StepOutput]:
     """Runs one dispatch.
 
@@ -90,11 +89,10 @@ def step(
       buffer: the arguments, see :func:`dsv3_jax.engine.step_input.unpack`.
       depth: drafts per decode step; 0 without a drafter.
       vocab_size: ids from here on are padding of the embedding and never selected.
-      top: most probable tokens to report at each position.
     """
     model = model.precompute_for_decode()
     inputs = unpack(buffer, shape)
-    options = _Options(drafter, depth, vocab_size, top)
+    options = _Options(drafter, depth, vocab_size, shape.top)
     if shape.chunks:
         state = state.admit(inputs)
         state, new, drafted = _step(model, state, inputs, shape, options)
@@ -147,7 +145,7 @@ def _step(
 ) -> tuple[SlotState, NewTokens, Int[Array, " R"]]:
     """Runs one step. Also returns its new tokens, and how many drafts each request had."""
     decodes = _Requests.of(state, inputs.decode_slots, inputs.decode_tables)
-    drafts, state = _draft(model, state, decodes, options)
+    drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
         batches.append(_decode_batch(state, decodes, drafts))
@@ -188,12 +186,15 @@ def _step(
 
 
 def _draft(
-    model: DeepSeekV3, state: SlotState, requests: _Requests, options: _Options
+    model: DeepSeekV3,
+    state: SlotState,
+    requests: _Requests,
+    max_drafts: Int[Array, " B"],
+    options: _Options,
 ) -> tuple[Drafts, SlotState]:
     """Returns drafts for the requests that decode, and the state with the drafter's cache."""
     if options.drafter is None or not len(requests.slots):
-        empty = Drafts.empty(len(requests.slots))
-        return empty, state
+        return Drafts.empty(len(requests.slots)), state
     slots = requests.slots
     context = DraftContext(
         tokens=state.tokens.at[slots].get(mode="clip"),
@@ -208,10 +209,9 @@ def _draft(
     )
     # Drafts past the limit are not checked. One position is reserved for the model's own token.
     room = jnp.where(requests.is_running, requests.limits - requests.lengths - 1, 0)
-    drafts = drafts._replace(counts=jnp.clip(drafts.counts, 0, room))
-    return drafts, dataclasses.replace(
-        state, pool=cache.pool, routing_counts=cache.routing_counts
-    )
+    most = jnp.minimum(room, max_drafts)
+    drafts = drafts._replace(counts=jnp.clip(drafts.counts, 0, most))
+    return drafts, dataclasses.replace(state, pool=cache.pool, routing_counts=cache.routing_counts)
 
 
 def _with_undrafted(drafts: Drafts, tokens: Int[Array, "C K"]) -> Drafts:

@@ -36,6 +36,8 @@ class StepShape:
     """S: tokens of the longest request."""
     max_steps: int
     """Most decode steps in a dispatch; 1 in a step that prefills."""
+    top: int = 0
+    """Most probable tokens that the step reports at each position."""
 
 
 class StepInput(NamedTuple):
@@ -50,6 +52,8 @@ class StepInput(NamedTuple):
     decode_slots: Int[Array, " B"]
     decode_tables: Int[Array, "B max_pages"]
     """Block table of each request that decodes."""
+    max_drafts: Int[Array, " B"]
+    """Most drafts to verify for each of them."""
 
     chunk_slots: Int[Array, " C"]
     chunk_tables: Int[Array, "C max_pages"]
@@ -110,6 +114,7 @@ def _fields(shape: StepShape) -> Iterator[_Field]:
         "steps": (1,),
         "decode_slots": (B,),
         "decode_tables": (B, M),
+        "max_drafts": (B,),
         "chunk_tables": (C, M),
         "prompts": (C, S),
         "stop_tokens": (C, MAX_STOP_TOKENS),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-FinishReason = Literal["stop", "length", "interrupted", "error"]
+FinishReason = Literal["stop", "length", "interrupted", "error", "cancelled", "timeout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Completion:
     """Most probable (token, logprob) pairs of each position, best first. None if not requested."""
     speculation: Speculation | None = None
     """Statistics of this request; None without a drafter."""
+    cached_tokens: int = 0
+    """Number of prompt tokens that an engine's prefix cache saved."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns a dictionary for ``json.dumps``."""

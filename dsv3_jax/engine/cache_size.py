@@ -1,0 +1,61 @@
+"""Size of an engine's cache: what the caller asks for, or what fits on the device."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import page_width, target
+
+_FREE_SHARE = 0.85
+"""Share of the device's free memory that a cache of default size takes. The rest is for the
+activations of the largest step and the arrays of the slots."""
+
+
+def cache_pages(
+    model: DeepSeekV3,
+    cache_tokens: int | None,
+    most_tokens: int,
+    *,
+    page_size: int,
+    mtp: bool,
+) -> int:
+    """Returns the number of pages of the cache.
+
+    Args:
+      cache_tokens: size that the caller asks for, or None.
+      most_tokens: tokens that all slots can hold together; a cache of default size is not larger
+        than this on devices that do not report their memory.
+      mtp: whether the MTP layer has a cache.
+
+    Raises:
+      ValueError: ``cache_tokens`` is below one page, or the device has no memory left.
+    """
+    if cache_tokens is not None:
+        if cache_tokens < page_size:
+            raise ValueError(
+                f"cache_tokens: expected at least a page, {page_size}, got {cache_tokens}"
+            )
+        return cache_tokens // page_size
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return -(-most_tokens // page_size)
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    pages = int(_FREE_SHARE * free) // (bytes_per_token(model, mtp=mtp) * page_size)
+    if pages < 1:
+        raise ValueError(
+            f"cache: expected memory for at least a page of {page_size} tokens, got {free} bytes"
+        )
+    return pages
+
+
+def bytes_per_token(model: DeepSeekV3, *, mtp: bool) -> int:
+    """Returns the bytes that one token takes in the caches of all layers."""
+    spec = model.cache_spec(mtp=mtp)
+    platform = (model.layout and model.layout.platform) or target.platform()
+    return sum(
+        page_width(array.width, platform) * np.dtype(array.dtype).itemsize
+        for layer in (*spec.layers, *spec.mtp)
+        for array in layer.values()
+    )

@@ -1,0 +1,135 @@
+"""One request's results on the host: tokens, text, log-probabilities, counts of drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dsv3_jax.engine.request import EngineRequest
+from dsv3_jax.engine.scheduler import ScheduledRequest
+from dsv3_jax.generation.completion import (
+    Completion,
+    FinishReason,
+    Generation,
+    Piece,
+    Speculation,
+    Stats,
+)
+from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.results import FINISH_REASONS, Results
+from dsv3_jax.generation.text import Decoder, TextTracker
+
+
+class RequestOutput:
+    """Turns a request's steps into text, pieces and its completion.
+
+    Args:
+      draft: name of the drafter, or None.
+      depth: most drafts per step.
+    """
+
+    def __init__(
+        self,
+        handle: EngineRequest,
+        request: Request,
+        scheduled: ScheduledRequest,
+        decoder: Decoder | None,
+        *,
+        draft: str | None,
+        depth: int,
+    ):
+        self.handle = handle
+        self.scheduled = scheduled
+        self._request = request
+        self._has_decoder = decoder is not None
+        self._tracker = TextTracker(decoder, request.stop)
+        self._results = Results()
+        self._draft = draft
+        self._drafted = np.zeros(depth, np.int64)
+        self._accepted = np.zeros(depth, np.int64)
+        self._steps = 0
+        self._streamed = 0  # tokens in the pieces so far
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._tracker.stopped
+
+    def add(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        top_tokens: np.ndarray,
+        top_logprobs: np.ndarray,
+        drafted: int,
+        *,
+        is_decode: bool,
+    ) -> None:
+        """Adds the tokens of one step.
+
+        Args:
+          tokens: [t]
+          logprobs: [t]
+          top_tokens: [t, n]
+          top_logprobs: [t, n]
+          drafted: number of drafts that the step verified.
+          is_decode: whether it was a decode step; else it ended the prompt.
+        """
+        if not len(tokens) or self.is_stopped:
+            return
+        self._results.add(self._request.logprobs, logprobs, top_tokens, top_logprobs)
+        self._tracker.extend(tokens.tolist())
+        if is_decode:
+            self._steps += 1
+            self._drafted[:drafted] += 1
+            self._accepted[: len(tokens) - 1] += 1
+
+    def stream(self) -> None:
+        """Delivers the text that later tokens cannot change."""
+        tokens = self._tracker.tokens[self._streamed :]
+        text = self._tracker.piece(final=False)
+        if text or (tokens and not self._has_decoder):
+            self._streamed += len(tokens)
+            self.handle.deliver(Piece(text, tokens, None))
+
+    def finish(self, finished: int) -> None:
+        """Delivers the rest of the text and the completion, for a value of ``finished``."""
+        self.end("stop" if self.is_stopped else FINISH_REASONS[finished])
+
+    def end(self, reason: FinishReason) -> None:
+        """Delivers the rest of the text and the completion."""
+        tokens = self._tracker.tokens[self._streamed :]
+        text = self._tracker.piece(final=True)
+        self.handle.deliver(Piece(text, tokens, reason), self.completion(reason))
+
+    def fail_non_finite(self) -> None:
+        """Ends the request with an error that carries its tokens so far."""
+        completion = self.completion("error")
+        length = completion.prompt_tokens + len(completion.tokens)
+        message = (
+            f"request: expected finite logits for position {length} ({completion.prompt_tokens} "
+            f"prompt and {len(completion.tokens)} generated tokens before it), got NaN or an "
+            "infinity; a weight is not finite, or activations overflow"
+        )
+        stats = Stats(self._steps, len(completion.tokens), 0.0, 0.0, 0.0, completion.speculation)
+        self.handle.fail(NonFiniteLogitsError(message, Generation([completion], stats)))
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """Returns the completion with the tokens so far."""
+        completion = self._results.completion(
+            self._request, self._tracker, reason, self._speculation()
+        )
+        return dataclasses.replace(completion, cached_tokens=self.scheduled.cached_tokens)
+
+    def _speculation(self) -> Speculation | None:
+        if self._draft is None:
+            return None
+        return Speculation(
+            draft=self._draft,
+            steps=self._steps,
+            tokens=self._steps + int(self._accepted.sum()),
+            drafted=tuple(self._drafted.tolist()),
+            accepted=tuple(self._accepted.tolist()),
+        )

@@ -1,0 +1,159 @@
+"""The compiled programs of an engine: one for each bucket of requests and prefill chunks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.step import StepOutput, step
+from dsv3_jax.engine.step_input import StepShape, empty_input
+from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.program import GPU_OPTIONS
+from dsv3_jax.kv_cache import PagePool
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes that programs are compiled for. A step takes the smallest one that holds it."""
+
+    decodes: tuple[int, ...]
+    """Numbers of decoding requests, ascending. The last one is the number of slots."""
+    chunks: tuple[int, ...]
+    """Numbers of prefill chunks, ascending, without 0."""
+    chunk_tokens: int
+    """Tokens of a chunk."""
+    max_steps: int
+    """Most decode steps in a dispatch that prefills nothing."""
+
+    @classmethod
+    def default(cls, max_running: int, *, platform: str) -> Buckets:
+        """Returns powers of four up to ``max_running``, and one and eight chunks.
+
+        A chunk has 256 tokens, on a CPU 32: there, computing its padding costs more than another
+        chunk.
+        """
+        decodes = [4**i for i in range(8) if 4**i < max_running]
+        chunk_tokens = 32 if platform == "cpu" else 256
+        return cls((*decodes, max_running), (1, 8), chunk_tokens, 8)
+
+
+class Programs:
+    """Compiles and runs the step for every bucket.
+
+    Args:
+      buckets: the sizes to compile for.
+      max_len: most tokens of a request.
+      page_size: tokens of a page.
+      depth: drafts per step.
+    """
+
+    def __init__(
+        self,
+        model: DeepSeekV3,
+        buckets: Buckets,
+        *,
+        num_slots: int,
+        max_len: int,
+        page_size: int,
+        drafter: Drafter | None,
+        depth: int,
+        vocab_size: int,
+    ):
+        self.buckets = buckets
+        self.num_slots = num_slots
+        self.compiled_after_warm_up = 0
+        """Number of programs that were compiled while requests were waiting for them."""
+        self._is_warm = False
+        self._max_len = max_len
+        self._max_pages = -(-(max_len + depth) // page_size)
+        graph, model_state = nnx.split(model)
+        self._leaves, treedef = jax.tree.flatten(model_state)
+        options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
+
+        # Lists of arrays, since they are the cheapest arguments of a jitted call.
+        def run(
+            leaves: list[jax.Array], state: SlotState, buffer: jax.Array, shape: StepShape
+        ) -> tuple[SlotState, StepOutput]:
+            model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+            return step(model, state, buffer, shape=shape, **options)
+
+        platform = (model.layout and model.layout.platform) or target.platform()
+        self._jitted = jax.jit(
+            run,
+            donate_argnums=1,
+            static_argnums=3,
+            compiler_options=GPU_OPTIONS if platform == "gpu" else None,
+        )
+        self._compiled: dict[StepShape, Any] = {}
+
+    def shape(self, decodes: int, chunks: int, top: int = 0) -> StepShape:
+        """Returns the smallest shape that holds so many requests and chunks."""
+        B = next(size for size in (0, *self.buckets.decodes) if size >= decodes)
+        C = next(size for size in (0, *self.buckets.chunks) if size >= chunks)
+        return self._shape(B, C, top)
+
+    def _shape(self, B: int, C: int, top: int = 0) -> StepShape:
+        return StepShape(
+            decodes=B,
+            chunks=C,
+            chunk_tokens=self.buckets.chunk_tokens if C else 0,
+            max_pages=self._max_pages,
+            max_len=self._max_len,
+            max_steps=1 if C else self.buckets.max_steps,
+            top=top,
+        )
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """Every shape that a step without top log-probabilities can have."""
+        sizes = itertools.product((0, *self.buckets.decodes), (0, *self.buckets.chunks))
+        return [self._shape(B, C) for B, C in sizes if B or C]
+
+    def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
+        """Compiles programs in parallel: those of ``shapes``, or all."""
+        missing = [s for s in shapes or self.shapes if s not in self._compiled]
+        lowered = [self._lower(state, shape) for shape in missing]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for shape, compiled in zip(missing, pool.map(_compile, lowered), strict=True):
+                self._compiled[shape] = compiled
+        self._is_warm = self._is_warm or shapes is None
+
+    def __call__(
+        self, state: SlotState, buffer: np.ndarray, shape: StepShape
+    ) -> tuple[SlotState, StepOutput]:
+        """Dispatches a step. The state is donated."""
+        compiled = self._compiled.get(shape)
+        if compiled is None:
+            if self._is_warm:
+                self.compiled_after_warm_up += 1
+                logger.warning("compiling a step after warm-up: %s", shape)
+            compiled = self._compiled[shape] = _compile(self._lower(state, shape))
+        return compiled(self._leaves, state, jax.device_put(buffer))
+
+    def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
+        buffer, _ = empty_input(shape, self.num_slots)
+        return self._jitted.lower(self._leaves, state, buffer, shape)
+
+
+def _compile(lowered: jax.stages.Lowered) -> Any:
+    return lowered.compile()
+
+
+def empty_pool(model: DeepSeekV3, num_pages: int, page_size: int, *, mtp: bool) -> PagePool:
+    """Returns the page arrays of an engine."""
+    return PagePool.empty(
+        model.cache_spec(mtp=mtp), num_pages, page_size=page_size, layout=model.layout
+    )

@@ -1,0 +1,128 @@
+"""The handle of a submitted request: its text as it arrives, and its completion."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from dsv3_jax.generation.completion import Completion, Piece
+
+
+class EngineRequest:
+    """A request on its way through an engine. All methods can be called from any thread.
+
+    Iterating over it yields the text piece by piece, ``for piece in request`` or ``async for piece
+    in request``. Every iteration starts with the first piece.
+
+    Args:
+      cancel: asks the engine to end the request.
+    """
+
+    def __init__(self, cancel: Callable[[EngineRequest], None]):
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._completion: Completion | None = None
+        self._error: BaseException | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end of the request and returns its completion. That of a cancelled request
+        has the finish reason ``cancelled``, and the tokens so far.
+
+        Args:
+          timeout: seconds to wait. The request goes on after them; its own time limit is the
+            setting ``timeout`` of :meth:`dsv3_jax.Engine.submit`.
+
+        Raises:
+          TimeoutError: the request is not at its end after ``timeout`` seconds.
+          NonFiniteLogitsError: the model computed NaN or an infinity for this request.
+          EngineError: the engine failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.is_done, timeout):
+                raise TimeoutError(f"request: expected its end within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        assert self._completion is not None
+        return self._completion
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the request has a completion or an error."""
+        return self._completion is not None or self._error is not None
+
+    def cancel(self) -> None:
+        """Ends the request within one step. Does nothing if it is at its end."""
+        self._cancel(self)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yields pieces as they arrive. The last one has a finish reason. Joined, they are the
+        completion's text. Raises like :meth:`result`."""
+        position = 0
+        while True:
+            with self._changed:
+                while not self._has_news(position):
+                    self._changed.wait()
+                fresh = self._pieces[position:]
+            if not fresh and self._error is not None:
+                raise self._error
+            for piece in fresh:
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+            position += len(fresh)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Like :meth:`__iter__`, without blocking the event loop."""
+        loop, arrived, position = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def listener() -> None:
+            loop.call_soon_threadsafe(arrived.set)
+
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            while True:
+                with self._changed:
+                    has_news = self._has_news(position)
+                    fresh = self._pieces[position:]
+                if not has_news:
+                    await arrived.wait()
+                    arrived.clear()
+                    continue
+                if not fresh and self._error is not None:
+                    raise self._error
+                for piece in fresh:
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+                position += len(fresh)
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+    def _has_news(self, position: int) -> bool:
+        return len(self._pieces) > position or self._error is not None
+
+    # Called by the engine's thread.
+
+    def deliver(self, piece: Piece, completion: Completion | None = None) -> None:
+        """Adds a piece; the last one comes with the completion."""
+        with self._changed:
+            self._pieces.append(piece)
+            self._completion = completion
+            self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with an error."""
+        with self._changed:
+            if not self.is_done:
+                self._error = error
+                self._notify()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,100 @@
+"""Figures of a running engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dsv3_jax.engine.scheduler import StepPlan
+
+_SMOOTHING = 0.9  # weight of earlier measurements of a decode step
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Figures of an engine at one moment. Counts are totals since it was made."""
+
+    running: int
+    """Requests that have a slot."""
+    waiting: int
+    """Requests in the waiting queue."""
+    cache_usage: float
+    """Share of the cache's pages that requests refer to, from 0 to 1."""
+    cache_tokens: int
+    """Size of the cache."""
+    prefix_hit_tokens: int
+    """Prompt tokens that the prefix cache saved."""
+    prefix_queried_tokens: int
+    """Prompt tokens of all admitted requests."""
+    preemptions: int
+    """Requests that lost their pages to others and were prefilled again."""
+    compiled_after_warm_up: int
+    """Programs that were compiled while requests were waiting."""
+    steps: int
+    """Dispatched steps."""
+    host_us_per_step: float
+    """Microseconds of the host per dispatch: planning, dispatching and processing of results. They
+    overlap with the device's work."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures by name."""
+        return dataclasses.asdict(self)
+
+
+class HostTimes:
+    """Measures what the host's part of a step takes. Written by the engine's thread alone."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = dict.fromkeys(("planning", "dispatching", "waiting", "processing"), 0.0)
+        self.seconds_per_decode_step: float | None = None
+        """Recent mean between two results of dispatches that only decode."""
+        self._last_decode_read: float | None = None
+
+    @property
+    def us_per_step(self) -> float:
+        """Microseconds per step, without those of waiting for the device."""
+        busy = sum(self.seconds.values()) - self.seconds["waiting"]
+        return 1e6 * busy / self.steps if self.steps else 0.0
+
+    def planning(self) -> contextlib.AbstractContextManager[None]:
+        """Measures the scheduler."""
+        return self._measure("planning")
+
+    def dispatching(self) -> contextlib.AbstractContextManager[None]:
+        """Measures the launch of a step."""
+        return self._measure("dispatching")
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Measures how long the host waits for the device."""
+        return self._measure("waiting")
+
+    def processing(self) -> contextlib.AbstractContextManager[None]:
+        """Measures what is done with results."""
+        return self._measure("processing")
+
+    def count(self, plan: StepPlan) -> None:
+        """Counts a step whose results have been read."""
+        self.steps += 1
+        now = time.perf_counter()
+        if plan.chunks:
+            self._last_decode_read = None
+            return
+        if self._last_decode_read is not None:
+            seconds = (now - self._last_decode_read) / plan.decode_steps
+            before = self.seconds_per_decode_step
+            self.seconds_per_decode_step = (
+                seconds if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * seconds
+            )
+        self._last_decode_read = now
+
+    @contextlib.contextmanager
+    def _measure(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - began
