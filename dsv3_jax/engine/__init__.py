@@ -1,0 +1,25 @@
+"""The serving engine: continuous batching, chunked prefill, a prefix cache, speculation.
+
+In the order a request moves through it:
+
+=================== ===================================================================
+request.py          the handle that the caller holds
+scheduler.py        what the next step computes; pure Python
+page_allocator.py   cache pages and the prefix index; pure Python
+step_input.py       what the host sends to the device for one step
+state.py            the device's state: page pool and request slots
+step.py             the compiled step
+programs.py         one compiled program for each bucket of sizes
+output.py           tokens, text and log-probabilities on the host
+engine.py           the loop that connects them
+stats.py            figures of a running engine
+=================== ===================================================================
+"""
+
+from dsv3_jax.engine.engine import Engine
+from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.request import EngineRequest
+from dsv3_jax.engine.scheduler import QueueFullError
+from dsv3_jax.engine.stats import EngineStats
+
+__all__ = ["Engine", "EngineError", "EngineRequest", "EngineStats", "QueueFullError"]

@@ -253,11 +253,18 @@ class Engine:
                 cache_tokens=pages.num_pages * pages.page_size,
                 prefix_hit_tokens=scheduler.prefix_hit_tokens,
                 prefix_queried_tokens=scheduler.prefix_queried_tokens,
+                prompt_tokens=self._host_times.prompt_tokens,
+                output_tokens=self._host_times.output_tokens,
                 preemptions=scheduler.preemptions,
                 compiled_after_warm_up=self._programs.compiled_after_warm_up,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
             )
+
+    def clear_prefix_cache(self) -> None:
+        """Makes later requests compute their whole prompts again."""
+        with self._changed:
+            self._scheduler.pages.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots or queues contradict each other."""
@@ -418,7 +425,7 @@ class Engine:
             if chunk.is_last
         ]
         with self._changed, self._host_times.processing():
-            self._host_times.count(plan)
+            self._host_times.count(plan, int(output.counts.sum()))
             gained: dict[ScheduledRequest, list[int]] = {}
             finished: dict[ScheduledRequest, int] = {}
             for request, row, is_decode in rows:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from dsv3_jax.generation.completion import Completion, Piece
+
+
+@dataclasses.dataclass
+class RequestTimes:
+    """When things happened to a request, in seconds of ``time.monotonic()``; NaN before that."""
+
+    submitted: float
+    first_token: float = math.nan
+    end: float = math.nan
 
 
 class EngineRequest:
@@ -20,6 +32,7 @@ class EngineRequest:
     """
 
     def __init__(self, cancel: Callable[[EngineRequest], None]):
+        self.times = RequestTimes(time.monotonic())
         self._cancel = cancel
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
@@ -110,7 +123,12 @@ class EngineRequest:
 
     def deliver(self, piece: Piece, completion: Completion | None = None) -> None:
         """Adds a piece; the last one comes with the completion."""
+        now = time.monotonic()
         with self._changed:
+            if piece.tokens and math.isnan(self.times.first_token):
+                self.times.first_token = now
+            if completion is not None:
+                self.times.end = now
             self._pieces.append(piece)
             self._completion = completion
             self._notify()

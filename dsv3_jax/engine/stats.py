@@ -29,6 +29,10 @@ class EngineStats:
     """Prompt tokens that the prefix cache saved."""
     prefix_queried_tokens: int
     """Prompt tokens of all admitted requests."""
+    prompt_tokens: int
+    """Prompt tokens that were prefilled."""
+    output_tokens: int
+    """Tokens that were generated."""
     preemptions: int
     """Requests that lost their pages to others and were prefilled again."""
     compiled_after_warm_up: int
@@ -38,6 +42,22 @@ class EngineStats:
     host_us_per_step: float
     """Microseconds of the host per dispatch: planning, dispatching and processing of results. They
     overlap with the device's work."""
+
+    def since(self, before: EngineStats) -> EngineStats:
+        """Returns the figures with totals counted from an earlier moment."""
+        names = (
+            "prefix_hit_tokens",
+            "prefix_queried_tokens",
+            "prompt_tokens",
+            "output_tokens",
+            "preemptions",
+            "compiled_after_warm_up",
+            "steps",
+        )
+        totals = {name: getattr(self, name) - getattr(before, name) for name in names}
+        host = self.host_us_per_step * self.steps - before.host_us_per_step * before.steps
+        host_us = host / totals["steps"] if totals["steps"] else 0.0
+        return dataclasses.replace(self, **totals, host_us_per_step=host_us)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures by name."""
@@ -49,6 +69,8 @@ class HostTimes:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
         self.seconds = dict.fromkeys(("planning", "dispatching", "waiting", "processing"), 0.0)
         self.seconds_per_decode_step: float | None = None
         """Recent mean between two results of dispatches that only decode."""
@@ -76,9 +98,11 @@ class HostTimes:
         """Measures what is done with results."""
         return self._measure("processing")
 
-    def count(self, plan: StepPlan) -> None:
+    def count(self, plan: StepPlan, output_tokens: int) -> None:
         """Counts a step whose results have been read."""
         self.steps += 1
+        self.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
+        self.output_tokens += output_tokens
         now = time.perf_counter()
         if plan.chunks:
             self._last_decode_read = None

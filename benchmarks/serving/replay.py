@@ -1,0 +1,123 @@
+"""Sends a trace of requests to an engine, and measures latency and throughput."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.traces import Trace
+
+SAMPLE_SECONDS = 0.05  # between two entries of a timeline
+PERCENTILES = (50, 90, 99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What came of a trace."""
+
+    seconds: float
+    """From the first submission to the last token."""
+    requests: list[EngineRequest]
+    timeline: dict[str, list[float]]
+    """Samples of the engine's figures, by name; ``seconds`` since the start among them."""
+    stats: dict[str, Any]
+    """The engine's figures at the end."""
+
+    def summary(self) -> dict[str, Any]:
+        """Returns throughput in tokens per second, and percentiles of latencies in milliseconds.
+
+        TTFT is the time from submission to the first token, TPOT the mean time between two later
+        tokens of a request.
+        """
+        completions = [request.result() for request in self.requests]
+        outputs = [len(completion.tokens) for completion in completions]
+        ttft = [request.times.first_token - request.times.submitted for request in self.requests]
+        tpot = [
+            (request.times.end - request.times.first_token) / (count - 1)
+            for request, count in zip(self.requests, outputs, strict=True)
+            if count > 1
+        ]
+        return {
+            "requests": len(completions),
+            "seconds": round(self.seconds, 3),
+            "prompt_tokens": sum(completion.prompt_tokens for completion in completions),
+            "cached_tokens": sum(completion.cached_tokens for completion in completions),
+            "output_tokens": sum(outputs),
+            "output_tokens_per_second": round(sum(outputs) / self.seconds, 1),
+            "ttft_ms": _percentiles(ttft),
+            "tpot_ms": _percentiles(tpot),
+            "engine": self.stats,
+        }
+
+
+def replay(
+    engine: Engine,
+    trace: Trace,
+    *,
+    rate: float | None,
+    count: int | None = None,
+    vocab_size: int,
+    scale: float = 1.0,
+) -> Replay:
+    """Submits the requests of a trace and waits for all of them.
+
+    Every request generates exactly its number of output tokens, greedily.
+
+    Args:
+      rate: requests per second, by the trace's own arrival times; None submits all at once.
+      count: number of requests; None takes all.
+      scale: factor of prompt and output lengths, for small models.
+    """
+    chosen = trace.requests[:count]
+    prompts = [trace.prompt(i, vocab_size) for i in range(len(chosen))]
+    arrivals = [0.0 if rate is None else request.unit_arrival / rate for request in chosen]
+    prompts = [prompt[: max(1, round(scale * len(prompt)))] for prompt in prompts]
+    timeline: dict[str, list[float]] = {}
+    before = engine.stats()
+    began = time.monotonic()
+    next_sample = 0.0
+    requests: list[EngineRequest] = []
+    while len(requests) < len(chosen) or not all(request.is_done for request in requests):
+        now = time.monotonic() - began
+        while len(requests) < len(chosen) and arrivals[len(requests)] <= now:
+            i = len(requests)
+            new_tokens = max(1, round(scale * chosen[i].output_tokens))
+            requests.append(
+                engine.submit(
+                    prompts[i], max_new_tokens=new_tokens, ignore_eos=True, temperature=0.0
+                )
+            )
+        if now >= next_sample:
+            _sample(timeline, engine, now)
+            next_sample = now + SAMPLE_SECONDS
+        due = arrivals[len(requests)] if len(requests) < len(chosen) else next_sample
+        time.sleep(min(max(due - (time.monotonic() - began), 0.0), SAMPLE_SECONDS))
+    end = max(request.times.end for request in requests)
+    stats = engine.stats().since(before)
+    return Replay(end - began, requests, timeline, stats.as_json())
+
+
+def _sample(timeline: dict[str, list[float]], engine: Engine, now: float) -> None:
+    stats = engine.stats()
+    entry = {
+        "seconds": round(now, 3),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "cache_usage": round(stats.cache_usage, 4),
+        "steps": stats.steps,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": stats.output_tokens,
+    }
+    for name, value in entry.items():
+        timeline.setdefault(name, []).append(value)
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    values = np.percentile(seconds, PERCENTILES) * 1e3
+    return {f"p{p}": round(float(v), 2) for p, v in zip(PERCENTILES, values, strict=True)}

@@ -1,0 +1,110 @@
+"""Measures the serving engine on request traces.
+
+    python -m scripts.bench_engine --model moonlight-16b --out benchmarks/results/engine_h200.json \\
+        [--traces chat prefixed] [--rates 8 24] [--count 384] [--picture engine.svg]
+    python -m scripts.bench_engine --model demo --scale 0.1
+
+Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
+A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
+All programs are compiled first, and an engine serves all replays, with an empty prefix cache at the
+beginning of each. The results are written after every replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import dsv3_jax
+from benchmarks.decode import machine, models
+from benchmarks.serving.replay import replay
+from dsv3_jax.engine import Engine
+from dsv3_jax.files import atomic_write
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.traces import TRACES
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure the serving engine on request traces.")
+    parser.add_argument("--model", default="demo", help=f"demo, {models.HELP}")
+    parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
+    parser.add_argument("--traces", nargs="+", default=["chat"], choices=tuple(TRACES))
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
+    parser.add_argument("--count", type=int, help="requests of a replay at a rate; default all")
+    parser.add_argument("--offline-count", type=int, help="requests offline; default all")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--max-len", type=int, default=5120)
+    parser.add_argument("--cache-tokens", type=int)
+    parser.add_argument("--draft", choices=("mtp", "ngram"))
+    parser.add_argument("--draft-depth", type=int, default=1)
+    parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words)
+
+
+def load(name: str, weights: str) -> DeepSeekV3:
+    """Returns the demo, or a model with published widths and random weights."""
+    if name == "demo":
+        return dsv3_jax.load("demo")[0]
+    config = models.config(name)
+    return models.random_model(models.shapes(config, weights, jnp.bfloat16, mtp=False))
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse(words)
+    began = time.perf_counter()
+    model = load(arguments.model, arguments.weights)
+    jax.block_until_ready(jax.tree.leaves(model))
+    loaded = time.perf_counter()
+    result: dict[str, Any] = {
+        **machine.description(),
+        "model": arguments.model,
+        "weights": arguments.weights,
+        "load_s": round(loaded - began, 2),
+        "replays": [],
+    }
+    with Engine(
+        model,
+        None,
+        arguments.max_len,
+        max_running=arguments.max_running,
+        cache_tokens=arguments.cache_tokens,
+        draft=arguments.draft,
+        draft_depth=arguments.draft_depth,
+        overlap=not arguments.no_overlap,
+    ) as engine:
+        result["warm_up_s"] = round(engine.warm_up(), 2)
+        for name in arguments.traces:
+            for rate in (None, *arguments.rates):
+                engine.clear_prefix_cache()
+                done = replay(
+                    engine,
+                    TRACES[name](),
+                    rate=rate,
+                    count=arguments.offline_count if rate is None else arguments.count,
+                    vocab_size=model.config.vocab_size,
+                    scale=arguments.scale,
+                )
+                entry = {"trace": name, "rate": rate, **done.summary()}
+                print(json.dumps(entry), file=sys.stderr)
+                if arguments.timelines:
+                    entry["timeline"] = done.timeline
+                result["replays"].append(entry)
+                if arguments.out:
+                    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
