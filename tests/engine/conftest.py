@@ -1,0 +1,31 @@
+"""Fixtures of the engine's tests: a tiny random model with an MTP layer, and its Generator."""
+
+from __future__ import annotations
+
+import pytest
+
+import dsv3_jax
+from dsv3_jax.engine.programs import Buckets
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+MAX_LEN = 120
+
+# Few programs: every step is padded to one of three shapes.
+BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3)
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(tmp_path_factory) -> DeepSeekV3:
+    """Two layers, one with experts, and an MTP layer. Random weights write varied tokens."""
+    directory = tmp_path_factory.mktemp("tiny_mtp")
+    config = tiny_config(num_hidden_layers=2)
+    write_checkpoint(directory, config, random_tensors(config))
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_mtp) -> Generator:
+    """Runs requests one batch at a time."""
+    return Generator(tiny_mtp, None, MAX_LEN, batch_sizes=(8,), prefill_chunk=16)

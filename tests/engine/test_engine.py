@@ -1,0 +1,280 @@
+"""The engine gives every request the tokens that the Generator gives it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
+from tests.engine.conftest import BUCKETS, MAX_LEN
+
+ENGINES = {
+    "plain": {},
+    "no_overlap": {"overlap": False},
+    "no_prefix_cache": {"prefix_cache": False},
+    "few_pages": {"cache_tokens": 64 * 5},
+    "mtp": {"draft": "mtp", "draft_depth": 2},
+    "mtp_few_pages": {"draft": "mtp", "draft_depth": 1, "cache_tokens": 64 * 5},
+    "ngram": {"draft": "ngram", "draft_depth": 3},
+}
+
+
+def make(model, **options) -> Engine:
+    defaults = {"max_running": 4, "background": False, "buckets": BUCKETS}
+    return Engine(model, None, MAX_LEN, **(defaults | options))
+
+
+def trace(count: int, seed: int = 0) -> list[tuple[list[int], int]]:
+    """Prompts of 1 to 100 tokens, half of them with a shared beginning, and their new tokens."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(2, 160, 80).tolist()
+    requests = []
+    for i in range(count):
+        length = int(random.integers(1, 100))
+        own = random.integers(2, 160, length).tolist()
+        prompt = (shared[: length - 1] + own[-1:]) if i % 2 else own
+        requests.append((prompt, int(random.integers(1, MAX_LEN - length + 1))))
+    return requests
+
+
+def run(engine: Engine, limit: int = 3000) -> None:
+    """Steps until nothing is left."""
+    for _ in range(limit):
+        worked = engine.step()
+        engine.check_integrity()
+        if not worked:
+            return
+    raise AssertionError("the engine does not become idle")
+
+
+@pytest.fixture(scope="module")
+def expected(alone):
+    """Greedy and sampled completions of the trace by the Generator."""
+    requests = trace(20)
+
+    def of(**settings):
+        return alone.generate(
+            [prompt for prompt, _ in requests],
+            max_new_tokens=[new for _, new in requests],
+            seed=list(range(len(requests))),
+            **settings,
+        )
+
+    return {"greedy": of(), "sampled": of(temperature=0.9, top_p=0.95)}
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
+    engine = make(tiny_mtp, **ENGINES[name])
+    handles = [engine.submit(p, max_new_tokens=new) for p, new in trace(20)]
+    run(engine)
+    for handle, completion in zip(handles, expected["greedy"], strict=True):
+        got = handle.result(0)
+        assert got.tokens == completion.tokens
+        assert got.finish_reason == completion.finish_reason
+        np.testing.assert_allclose(got.logprobs, completion.logprobs, atol=2e-5)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
+    if "few_pages" in name:
+        assert stats.preemptions > 0
+    if name == "no_prefix_cache":
+        assert stats.prefix_hit_tokens == 0
+    elif "few_pages" not in name:
+        assert stats.prefix_hit_tokens > 0
+
+
+def test_sampled_tokens_are_those_of_the_generator(tiny_mtp, expected):
+    engine = make(tiny_mtp)
+    handles = [
+        engine.submit(p, max_new_tokens=new, temperature=0.9, top_p=0.95, seed=i)
+        for i, (p, new) in enumerate(trace(20))
+    ]
+    run(engine)
+    for handle, completion in zip(handles, expected["sampled"], strict=True):
+        assert handle.result(0).tokens == completion.tokens
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_mtp) -> Engine:
+    """One engine for the tests that need no other."""
+    return make(tiny_mtp)
+
+
+class TestHandles:
+    def test_pieces_make_up_the_completion(self, engine):
+        request = engine.submit([5, 6, 7], max_new_tokens=9, ignore_eos=True)
+        run(engine)
+        pieces = list(request)
+        assert [t for piece in pieces for t in piece.tokens] == request.result().tokens
+        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == "length"
+        assert list(request) == pieces  # again from the beginning
+
+    def test_result_waits_for_its_timeout_only(self, engine):
+        request = engine.submit([5, 6, 7], max_new_tokens=4)
+        with pytest.raises(TimeoutError, match="expected its end within 0.01 s"):
+            request.result(0.01)
+        run(engine)
+        assert request.result(0).prompt_tokens == 3
+
+    def test_top_log_probabilities(self, engine, alone):
+        request = engine.submit([5, 6, 7], max_new_tokens=4, logprobs=3, ignore_eos=True)
+        run(engine)
+        (wanted,) = alone.generate([[5, 6, 7]], max_new_tokens=4, logprobs=3, ignore_eos=True)
+        got = request.result().top_logprobs
+        assert [[t for t, _ in top] for top in got] == [
+            [t for t, _ in top] for top in wanted.top_logprobs
+        ]
+
+    def test_cached_tokens_are_reported(self, engine):
+        engine.clear_prefix_cache()
+        prompt = list(range(2, 80))
+        first = engine.submit(prompt, max_new_tokens=2)
+        run(engine)
+        second = engine.submit(prompt, max_new_tokens=2)
+        run(engine)
+        assert (first.result().cached_tokens, second.result().cached_tokens) == (0, 64)
+        assert second.result().tokens == first.result().tokens
+
+
+class TestEnds:
+    @pytest.mark.parametrize("steps", [0, 1, 2, 4])
+    def test_cancelled_within_one_step(self, engine, steps):
+        kept = engine.submit([9, 8, 7], max_new_tokens=12, ignore_eos=True)
+        request = engine.submit([5, 6, 7], max_new_tokens=100, ignore_eos=True)
+        for _ in range(steps):
+            engine.step()
+        request.cancel()
+        engine.step()
+        completion = request.result(0)
+        assert completion.finish_reason == "cancelled"
+        assert len(completion.tokens) <= 3 * steps
+        run(engine)
+        assert len(kept.result(0).tokens) == 12
+
+    def test_timeout(self, engine):
+        request = engine.submit([5, 6, 7], max_new_tokens=100, timeout=0.0)
+        run(engine)
+        assert request.result(0).finish_reason == "timeout"
+
+    def test_stop_tokens(self, engine):
+        request = engine.submit([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+        run(engine)
+        tokens = request.result().tokens
+        stopped = engine.submit(
+            [5, 6, 7], max_new_tokens=20, ignore_eos=True, stop_tokens=[tokens[5]]
+        )
+        run(engine)
+        assert stopped.result().tokens == tokens[: tokens.index(tokens[5]) + 1]
+        assert stopped.result().finish_reason == "stop"
+
+    def test_cancelling_a_finished_request_does_nothing(self, engine):
+        request = engine.submit([5, 6], max_new_tokens=2, ignore_eos=True)
+        run(engine)
+        request.cancel()
+        run(engine)
+        assert request.result().finish_reason == "length"
+
+
+class TestRefusals:
+    def test_bad_settings_are_refused_at_once(self, engine):
+        with pytest.raises(ValueError, match="temperature: expected"):
+            engine.submit([5], temperature=-1.0)
+        with pytest.raises(ValueError, match="empty prompt"):
+            engine.submit([])
+        with pytest.raises(ValueError, match="max_new_tokens: expected at most"):
+            engine.submit([5], max_new_tokens=MAX_LEN)
+        assert engine.stats().waiting == 0
+
+    def test_a_full_queue(self, tiny_mtp):
+        engine = make(tiny_mtp, max_waiting=1)
+        engine.submit([5])
+        with pytest.raises(QueueFullError):
+            engine.submit([5])
+
+    def test_step_of_an_engine_with_a_thread(self, tiny_mtp):
+        with make(tiny_mtp, background=True) as engine:
+            with pytest.raises(ValueError, match="background=False"):
+                engine.step()
+
+    def test_a_request_after_shutdown(self, tiny_mtp):
+        engine = make(tiny_mtp)
+        engine.shutdown()
+        with pytest.raises(EngineError, match="shut down"):
+            engine.submit([5])
+
+
+class TestThread:
+    @pytest.fixture(scope="class")
+    def served(self, tiny_mtp):
+        with make(tiny_mtp, background=True) as engine:
+            yield engine
+
+    def test_serves_requests_of_several_threads(self, served, expected):
+        handles = [served.submit(p, max_new_tokens=new) for p, new in trace(20)]
+        for handle, completion in zip(handles, expected["greedy"], strict=True):
+            assert handle.result(60).tokens == completion.tokens
+
+    def test_streams(self, served):
+        request = served.submit([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+        assert len([t for piece in request for t in piece.tokens]) == 20
+
+    def test_streams_asynchronously(self, served):
+        async def collect(request: EngineRequest) -> list[int]:
+            return [t async for piece in request for t in piece.tokens]
+
+        async def both() -> list[list[int]]:
+            requests = [served.submit([5, i], max_new_tokens=9, ignore_eos=True) for i in (6, 7)]
+            return await asyncio.gather(*map(collect, requests))
+
+        assert [len(tokens) for tokens in asyncio.run(both())] == [9, 9]
+
+    def test_shutdown_finishes_requests(self, tiny_mtp):
+        engine = make(tiny_mtp, background=True)
+        request = engine.submit([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+        engine.shutdown()
+        assert len(request.result(0).tokens) == 20
+
+    def test_shutdown_without_draining_cancels(self, tiny_mtp):
+        engine = make(tiny_mtp, background=True)
+        requests = [engine.submit([5, i], max_new_tokens=110, ignore_eos=True) for i in range(9)]
+        engine.shutdown(drain=False)
+        assert "cancelled" in {request.result(0).finish_reason for request in requests}
+
+    def test_an_error_of_the_device_reaches_every_request(self, tiny_mtp, monkeypatch):
+        engine = make(tiny_mtp, background=True)
+        monkeypatch.setattr(engine, "_dispatch", lambda plan: 1 / 0)
+        request = engine.submit([5, 6, 7])
+        with pytest.raises(EngineError, match="a step failed: division by zero"):
+            request.result(30)
+        with pytest.raises(EngineError, match="a step failed"):
+            engine.submit([5])
+        engine.shutdown()
+
+
+def test_a_broken_request_hurts_no_other(tiny_mtp):
+    # Token 3 has an embedding that is not finite.
+    from flax import nnx
+
+    model = nnx.clone(tiny_mtp)
+    table = model.embed_tokens.weight
+    table.set_value(table.get_value().at[3].set(np.nan))
+    engine = make(model)
+    good = engine.submit([5, 6, 7], max_new_tokens=6, ignore_eos=True)
+    broken = engine.submit([5, 3, 7], max_new_tokens=6, ignore_eos=True)
+    run(engine)
+    assert len(good.result(0).tokens) == 6
+    with pytest.raises(dataclasses.FrozenInstanceError) if False else pytest.raises(ValueError):
+        broken.result(0)
+
+
+def test_no_program_is_compiled_after_warm_up(tiny_mtp):
+    engine = make(tiny_mtp)
+    engine.warm_up()
+    for prompt, new in trace(6):
+        engine.submit(prompt, max_new_tokens=new)
+    run(engine)
+    assert engine.stats().compiled_after_warm_up == 0
