@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import latent_cache_spec
+from dsv3_jax.layers.attention import Form, latent_cache_spec
 from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
 from pallas_kernels import page_width, target
 from sharding import Layout
@@ -162,6 +163,19 @@ class SequenceTables:
     def max_pages(self) -> int:
         """Pages per sequence."""
         return self.block_tables.shape[1]
+
+
+class TokenBatch(NamedTuple):
+    """New tokens of B sequences, T each, that attend in the same form."""
+
+    tokens: Int[Array, "B T"]
+    """Padded at the right."""
+    counts: Int[Array, " B"]
+    """Number of tokens of each sequence."""
+    sequences: SequenceTables
+    """Pages, and lengths before these tokens."""
+    form: Form
+    """``expanded`` for prefill, ``absorbed`` for decode; the results are equal."""
 
 
 @jax.tree_util.register_dataclass

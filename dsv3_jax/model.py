@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.input_checks import check_extension, check_tokens
-from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
 from dsv3_jax.layers.attention import Form, MultiHeadLatentAttention
 from dsv3_jax.layers.attention_variants import check_variant, set_variant
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
@@ -277,23 +278,50 @@ class DeepSeekV3(nnx.Module):
             outside of ``jax.jit``, a sequence becomes too long.
         """
         check_extension(self.config, tokens, cache.lengths, counts, cache)
-        cache.pool.check_spec(self.cache_spec())
-        if self.layout is not None:
-            self.layout.check_batch(len(tokens))
-        valid = self._valid(tokens, cache.lengths, counts, cache)
-        rotation = self._rotation(tokens, cache.lengths)
-        x = self._embed(tokens)
+        batch = TokenBatch(tokens, counts, cache.sequences, form)
+        (hidden,), pool, expert_counts = self.extend_batches([batch], cache.pool)
+        cache = dataclasses.replace(cache, pool=pool).add_routing_counts(0, expert_counts)
+        return hidden, cache.with_lengths(cache.lengths + counts.astype(jnp.int32))
+
+    def extend_batches(
+        self,
+        batches: Sequence[TokenBatch],
+        pool: PagePool,
+    ) -> tuple[list[Hidden], PagePool, list[Int[Array, " E"]]]:
+        """Runs several batches of new tokens through the network together.
+
+        Weights are read once for all of them; only attention treats each batch by itself. A
+        sequence may have consecutive tokens in several entries of a batch.
+
+        Returns:
+          The hidden states of each batch, see :meth:`extend`; the pool with the new tokens; and for
+          each MoE layer, the number of tokens that chose each expert.
+
+        Raises:
+          ValueError: the pool has other page arrays than the model caches, or a batch size does not
+            divide over the devices.
+        """
+        pool.check_spec(self.cache_spec())
+        xs, rotations, caches = [], [], []
+        for batch in batches:
+            if self.layout is not None:
+                self.layout.check_batch(len(batch.tokens))
+            tables, starts = batch.sequences.block_tables, batch.sequences.lengths
+            cache = LatentKVCache(pool, batch.sequences)
+            valid = self._valid(batch.tokens, starts, batch.counts, cache)
+            xs.append(self._embed(batch.tokens))
+            rotations.append(self._rotation(batch.tokens, starts))
+            caches.append(LayerCache({}, tables, starts, valid))
+        forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
-        for layer, pages in zip(self.layers, cache.pool.layers, strict=True):
-            layer_cache = LayerCache(pages, cache.block_tables, cache.lengths, valid)
-            x, pages, layer_counts = _extend_layer(
-                form, *nnx.split(layer), x, rotation, layer_cache
+        for layer, pages in zip(self.layers, pool.layers, strict=True):
+            xs, pages, layer_counts = _extend_layer(
+                forms, *nnx.split(layer), xs, rotations, caches, pages
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
-        pool = dataclasses.replace(cache.pool, layers=tuple(new_pages))
-        cache = dataclasses.replace(cache, pool=pool).add_routing_counts(0, expert_counts)
-        return self._hidden(x), cache.with_lengths(cache.lengths + counts.astype(jnp.int32))
+        pool = dataclasses.replace(pool, layers=tuple(new_pages))
+        return [self._hidden(x) for x in xs], pool, expert_counts
 
     def extend_mtp(
         self,
@@ -361,19 +389,23 @@ class DeepSeekV3(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _extend_layer(
-    form: Form,
+    forms: tuple[Form, ...],
     graph: nnx.GraphDef[DecoderLayer],
     weights: Any,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    cache: LayerCache,
-) -> tuple[Float[Array, "B T D"], LayerPages, Int[Array, " E"] | None]:
-    """Returns a layer's output, its extended pages, and how many tokens chose each expert.
+    xs: list[Float[Array, "_ _ D"]],
+    rotations: list[Rotation],
+    caches: list[LayerCache],
+    pages: LayerPages,
+) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
+    """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
+    expert.
 
     It is jitted so that layers of the same kind are traced and lowered once.
     """
-    x, pages, stats = nnx.merge(graph, weights).extend(x, rotation, cache, form)
-    return x, pages, None if stats is None else stats.counts
+    caches = [cache._replace(pages=pages) for cache in caches]
+    layer = nnx.merge(graph, weights)
+    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms)
+    return xs, pages, None if stats is None else stats.counts
 
 
 def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:

@@ -79,22 +79,29 @@ class Programs:
         self._is_warm = False
         self._max_len = max_len
         self._max_pages = -(-(max_len + depth) // page_size)
-        graph, model_state = nnx.split(model)
+        graph, model_state = nnx.split(model.precompute_for_decode())
         self._leaves, treedef = jax.tree.flatten(model_state)
         options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
 
-        # Lists of arrays, since they are the cheapest arguments of a jitted call.
+        # Takes flat lists of arrays: they are the cheapest arguments, and lowering unflattens trees
+        # into shapes, which the state classes reject when they check their types.
         def run(
-            leaves: list[jax.Array], state: SlotState, buffer: jax.Array, shape: StepShape
-        ) -> tuple[SlotState, StepOutput]:
+            leaves: list[jax.Array],
+            state_leaves: list[jax.Array],
+            buffer: jax.Array,
+            shape: StepShape,
+            structure: Any,
+        ) -> tuple[list[jax.Array], StepOutput]:
             model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-            return step(model, state, buffer, shape=shape, **options)
+            state = jax.tree.unflatten(structure, state_leaves)
+            state, output = step(model, state, buffer, shape=shape, **options)
+            return jax.tree.leaves(state), output
 
         platform = (model.layout and model.layout.platform) or target.platform()
         self._jitted = jax.jit(
             run,
             donate_argnums=1,
-            static_argnums=3,
+            static_argnums=(3, 4),
             compiler_options=GPU_OPTIONS if platform == "gpu" else None,
         )
         self._compiled: dict[StepShape, Any] = {}
@@ -141,11 +148,14 @@ class Programs:
                 self.compiled_after_warm_up += 1
                 logger.warning("compiling a step after warm-up: %s", shape)
             compiled = self._compiled[shape] = _compile(self._lower(state, shape))
-        return compiled(self._leaves, state, jax.device_put(buffer))
+        leaves, structure = jax.tree.flatten(state)
+        leaves, output = compiled(self._leaves, leaves, jax.device_put(buffer))
+        return jax.tree.unflatten(structure, leaves), output
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
         buffer, _ = empty_input(shape, self.num_slots)
-        return self._jitted.lower(self._leaves, state, buffer, shape)
+        leaves, structure = jax.tree.flatten(state)
+        return self._jitted.lower(self._leaves, leaves, buffer, shape, structure)
 
 
 def _compile(lowered: jax.stages.Lowered) -> Any:

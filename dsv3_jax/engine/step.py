@@ -24,8 +24,9 @@ from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.selection import NewTokens, select_tokens
 from dsv3_jax.generation.state import RUNNING
-from dsv3_jax.kv_cache import LatentKVCache, SequenceTables
-from dsv3_jax.model import DeepSeekV3, Hidden, TokenBatch
+from dsv3_jax.kv_cache import LatentKVCache, SequenceTables, TokenBatch
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.outputs import Hidden
 
 
 class StepOutput(NamedTuple):
@@ -90,7 +91,6 @@ def step(
       depth: drafts per decode step; 0 without a drafter.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
-    model = model.precompute_for_decode()
     inputs = unpack(buffer, shape)
     options = _Options(drafter, depth, vocab_size, shape.top)
     if shape.chunks:

@@ -12,7 +12,7 @@ are computed in two orders:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -33,6 +33,8 @@ from dsv3_jax.layers.paged_cache import (
     LayerPages,
     PageShard,
     append,
+    join_tokens,
+    split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
@@ -66,6 +68,16 @@ class Attention(Protocol):
 
         The second result is the page arrays with the new tokens.
         """
+        ...
+
+    def extend_batches(
+        self,
+        x: Float[Array, "_ _ D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
+        """Like ``extend`` for the joined tokens of several batches."""
         ...
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
@@ -154,16 +166,47 @@ class MultiHeadLatentAttention(nnx.Module):
 
         The second result is the page arrays with the new tokens' latents.
         """
-        latent = self.latents(x, rotation)
-        cache, shard = append({"latent": latent}, cache, self.layout)
+        return self.extend_batches(x, rotation, (cache,), (form,))
+
+    def extend_batches(
+        self,
+        x: Float[Array, "_ _ D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
+        """Like :meth:`extend` for several batches that attend in different forms.
+
+        All projections process the tokens of all batches together, so that weights are read once.
+
+        Args:
+          x: the tokens of all batches, see :func:`join_tokens`.
+          caches: one for each batch, with the same page arrays.
+          forms: the form of each batch.
+        """
+        latents = split_tokens(self.latents(x, rotation), caches)
         queries = self.queries(self.query_latent(x), rotation)
-        pages = cache.pages["latent"]
-        if form == "absorbed":
-            out, lse = self._attend_absorbed(*queries, latent, pages, cache, shard)
-        else:
-            q = jnp.concatenate(queries, axis=-1)
-            out, lse = self.attend_by_heads(q, latent, pages, cache, shard, self.expand)
-        return self.output(merge_devices(out, lse, self.layout).astype(x.dtype)), cache.pages
+        # A sequence may have tokens in several batches or entries of one: all of them are written
+        # before any is read.
+        pages, appended = caches[0].pages, []
+        for latent, cache in zip(latents, caches, strict=True):
+            cache, shard = append({"latent": latent}, cache._replace(pages=pages), self.layout)
+            pages = cache.pages
+            appended.append((latent, cache, shard))
+        outputs = []
+        for i, (latent, cache, shard) in enumerate(appended):
+            q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
+            if forms[i] == "absorbed":
+                out, lse = self._attend_absorbed(
+                    q_nope, q_rope, latent, pages["latent"], cache, shard
+                )
+            else:
+                q = jnp.concatenate([q_nope, q_rope], axis=-1)
+                out, lse = self.attend_by_heads(
+                    q, latent, pages["latent"], cache, shard, self.expand
+                )
+            outputs.append(merge_devices(out, lse, self.layout).astype(x.dtype))
+        return self.output(join_tokens(outputs)), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the one array that the layer caches, see :func:`latent_cache_spec`."""

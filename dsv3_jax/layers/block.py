@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,19 @@ from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import batch_sharded, on_mesh
-from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCache, LayerPages
+from dsv3_jax.layers.paged_cache import (
+    PAGE_AXES,
+    LayerCache,
+    LayerPages,
+    join_tokens,
+    split_tokens,
+)
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.quantization import Quantization
 from sharding import Layout
+
+_BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
+"""Tokens of one batch, their rotation, and its cache, without page arrays."""
 
 
 class DecoderLayer(nnx.Module):
@@ -66,7 +76,9 @@ class DecoderLayer(nnx.Module):
 
         def body(layer: DecoderLayer, x: Array, rotation: Rotation):
             micro_batches = _split_batch((x, rotation), layout.micro_batches)
-            return _join_batch([layer._forward(*inputs) for inputs in micro_batches])
+            outputs = [layer._forward(*inputs) for inputs in micro_batches]
+            (y,), stats = _join_micro_batches([([y], stats) for y, stats in outputs])
+            return y, stats
 
         batch = layout.partition_spec(("batch",))
         out_specs = batch, self._stats_specs(layout)
@@ -86,37 +98,67 @@ class DecoderLayer(nnx.Module):
 
         Returns the output, the page arrays with the new tokens, and statistics of an MoE.
         """
+        (y,), pages, stats = self.extend_batches([x], [rotation], [cache], [form])
+        return y, pages, stats
+
+    def extend_batches(
+        self,
+        xs: Sequence[Float[Array, "_ _ D"]],
+        rotations: Sequence[Rotation],
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
+        """Runs several batches that attend in different forms, see
+        :meth:`MultiHeadLatentAttention.extend_batches`. Their caches have the same page arrays.
+
+        Returns the output of each batch, the page arrays, and statistics of all tokens of an MoE.
+        """
+        pages = caches[0].pages
+        inputs = [
+            (x, rotation, cache._replace(pages={}))
+            for x, rotation, cache in zip(xs, rotations, caches, strict=True)
+        ]
         if self.layout is None:
-            return self._extend(x, rotation, cache, form)
+            return self._extend(inputs, pages, forms)
         layout = self.layout
 
-        def body(layer: DecoderLayer, x: Array, rotation: Rotation, cache: LayerCache):
-            cache, pages = _with_local_tables(cache, layout), cache.pages
+        def body(layer: DecoderLayer, inputs: list[_BatchInput], pages: LayerPages):
+            num_local_pages = next(iter(pages.values())).shape[0]
+            inputs = [
+                (x, rotation, _with_local_tables(cache, num_local_pages, layout))
+                for x, rotation, cache in inputs
+            ]
             outputs = []
             # Each micro-batch has its own sequences; all write to the same page arrays.
-            inputs = x, rotation, cache._replace(pages={})
-            for x_part, rotation_part, cache_part in _split_batch(inputs, layout.micro_batches):
-                cache_part = cache_part._replace(pages=pages)
-                y, pages, stats = layer._extend(x_part, rotation_part, cache_part, form)
-                outputs.append((y, stats))
-            y, stats = _join_batch(outputs)
-            return y, pages, stats
+            for part in _split_batch(inputs, layout.micro_batches):
+                ys, pages, stats = layer._extend(part, pages, forms)
+                outputs.append((ys, stats))
+            ys, stats = _join_micro_batches(outputs)
+            return ys, pages, stats
 
         batch = layout.partition_spec(("batch",))
-        pages_specs = {name: layout.partition_spec(PAGE_AXES) for name in cache.pages}
-        cache_specs: Any = LayerCache(pages_specs, batch, batch, batch)  # pyright: ignore
-        in_specs = batch, batch, cache_specs
-        out_specs = batch, pages_specs, self._stats_specs(layout)
-        return on_mesh(layout, self, body, in_specs, out_specs)(x, rotation, cache)
+        pages_specs = {name: layout.partition_spec(PAGE_AXES) for name in pages}
+        out_specs = [batch] * len(xs), pages_specs, self._stats_specs(layout)
+        in_specs = batch, pages_specs
+        return on_mesh(layout, self, body, in_specs, out_specs)(inputs, pages)
 
     def _extend(
-        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
-        """Does :meth:`extend` for the sequences on one device."""
+        self, inputs: Sequence[_BatchInput], pages: LayerPages, forms: Sequence[Form]
+    ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
+        """Does :meth:`extend_batches` for the sequences on one device."""
+        xs, rotations, caches = zip(*inputs, strict=True)
+        caches = [cache._replace(pages=pages) for cache in caches]
+        x = join_tokens(xs)
+        rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
-        attended, pages = attention.extend(self.input_layernorm(x), rotation, cache, form)
-        y, stats = self._feed_forward(x, attended, cache.valid)
-        return y, pages, stats
+        normed = self.input_layernorm(x)
+        if len(caches) == 1:
+            attended, pages = attention.extend(normed, rotation, caches[0], forms[0])
+        else:
+            attended, pages = attention.extend_batches(normed, rotation, caches, forms)
+        valid = join_tokens([cache.valid for cache in caches])
+        y, stats = self._feed_forward(x, attended, valid)
+        return split_tokens(y, caches), pages, stats
 
     def _feed_forward(
         self,
@@ -148,27 +190,26 @@ def _split_batch(tree: Any, parts: int) -> list[Any]:
     ]
 
 
-def _join_batch(
-    outputs: list[tuple[Float[Array, "B T D"], RoutingStats | None]],
-) -> tuple[Float[Array, "all T D"], RoutingStats | None]:
-    """Returns a layer's output and statistics for a batch, from those of its micro-batches."""
+def _join_micro_batches(
+    outputs: list[tuple[list[Float[Array, "_ _ D"]], RoutingStats | None]],
+) -> tuple[list[Float[Array, "_ _ D"]], RoutingStats | None]:
+    """Returns a layer's outputs and statistics for whole batches, from those of micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
-    y = jnp.concatenate([y for y, _ in outputs])
+    ys = [jnp.concatenate(parts) for parts in zip(*(ys for ys, _ in outputs), strict=True)]
     stats = [each for _, each in outputs if each is not None]
     if not stats:
-        return y, None
+        return ys, None
     counts, scores, experts = zip(*stats, strict=True)
     total = functools.reduce(jnp.add, counts)
-    return y, RoutingStats(total, jnp.concatenate(scores), jnp.concatenate(experts))
+    return ys, RoutingStats(total, jnp.concatenate(scores), jnp.concatenate(experts))
 
 
-def _with_local_tables(cache: LayerCache, layout: Layout) -> LayerCache:
+def _with_local_tables(cache: LayerCache, num_local_pages: int, layout: Layout) -> LayerCache:
     """Returns the cache with block tables of the pages on this device, numbered from 0.
 
     Where n devices share a sequence's tokens, a device has every n-th page of the sequence.
     """
-    num_local_pages = next(iter(cache.pages.values())).shape[0]
     first = layout.shard_index(PAGE_AXES[0]) * num_local_pages
     B, n = len(cache.block_tables), layout.num_shards("cached_tokens")
     tables = cache.block_tables.reshape(B, -1, n)[..., layout.shard_index("cached_tokens")]

@@ -6,12 +6,12 @@ All arrays of a layer, and all layers, use the same page numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sharding import Layout
 
@@ -51,6 +51,27 @@ class LayerCache(NamedTuple):
     def page_size(self) -> int:
         """Tokens per page."""
         return next(iter(self.pages.values())).shape[1]
+
+
+def join_tokens(batches: Sequence[Shaped[Array, "_ _ *rest"]]) -> Shaped[Array, "_ _ *rest"]:
+    """Returns the tokens of several batches as one sequence: [1, N, ...]. One batch stays as it
+    is."""
+    if len(batches) == 1:
+        return batches[0]
+    return jnp.concatenate([x.reshape(1, -1, *x.shape[2:]) for x in batches], axis=1)
+
+
+def split_tokens(
+    x: Shaped[Array, "_ _ *rest"], caches: Sequence[LayerCache]
+) -> list[Shaped[Array, "_ _ *rest"]]:
+    """Returns the batches that :func:`join_tokens` joined, with the shapes of their caches."""
+    if len(caches) == 1:
+        return [x]
+    batches, begin = [], 0
+    for B, T in (cache.valid.shape for cache in caches):
+        batches.append(x[0, begin : begin + B * T].reshape(B, T, *x.shape[2:]))
+        begin += B * T
+    return batches
 
 
 class PageShard(NamedTuple):
