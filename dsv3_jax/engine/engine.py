@@ -67,6 +67,8 @@ class Engine:
       max_len: most tokens of a request, prompt and completion together.
       max_running: number of slots: most requests that run at a time.
       cache_tokens: size of the cache in tokens. None takes what fits on the device.
+      page_size: tokens of a cache page. Prefixes are shared by whole pages. The Hopper kernels take
+        64 alone.
       prefix_cache: whether prompts reuse cache pages of earlier requests.
       draft: who drafts tokens for the model to verify, as in :meth:`Generator.generate`. A request
         can do without.
@@ -88,6 +90,7 @@ class Engine:
         *,
         max_running: int = 64,
         cache_tokens: int | None = None,
+        page_size: int = DEFAULT_PAGE_SIZE,
         prefix_cache: bool = True,
         draft: str | Drafter | None = None,
         draft_depth: int = 1,
@@ -96,7 +99,7 @@ class Engine:
         buckets: Buckets | None = None,
         max_waiting: int = 4096,
     ):
-        config, page_size = model.config, DEFAULT_PAGE_SIZE
+        config = model.config
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
+from dsv3_jax.generation.errors import NonFiniteLogitsError
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 ENGINES = {
     "plain": {},
     "no_overlap": {"overlap": False},
     "no_prefix_cache": {"prefix_cache": False},
-    "few_pages": {"cache_tokens": 64 * 5},
+    "few_pages": {"cache_tokens": 16 * 9, "page_size": 16},
     "mtp": {"draft": "mtp", "draft_depth": 2},
-    "mtp_few_pages": {"draft": "mtp", "draft_depth": 1, "cache_tokens": 64 * 5},
+    "mtp_few_pages": {"draft": "mtp", "draft_depth": 1, "cache_tokens": 16 * 9, "page_size": 16},
     "ngram": {"draft": "ngram", "draft_depth": 3},
 }
 
@@ -27,17 +29,36 @@ def make(model, **options) -> Engine:
     return Engine(model, None, MAX_LEN, **(defaults | options))
 
 
-def trace(count: int, seed: int = 0) -> list[tuple[list[int], int]]:
-    """Prompts of 1 to 100 tokens, half of them with a shared beginning, and their new tokens."""
+class Traced(NamedTuple):
+    """A request of the trace."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    ignore_eos: bool
+
+
+def trace(count: int = 20, seed: int = 0) -> list[Traced]:
+    """Long prompts with a shared beginning and few new tokens, and short prompts with many."""
     random = np.random.default_rng(seed)
     shared = random.integers(2, 160, 80).tolist()
     requests = []
     for i in range(count):
-        length = int(random.integers(1, 100))
-        own = random.integers(2, 160, length).tolist()
-        prompt = (shared[: length - 1] + own[-1:]) if i % 2 else own
-        requests.append((prompt, int(random.integers(1, MAX_LEN - length + 1))))
+        length = int(random.integers(66, 100) if i % 2 else random.integers(1, 60))
+        prompt = random.integers(2, 160, length).tolist()
+        if i % 2:
+            prompt[: length - 2] = shared[: length - 2]
+        new = MAX_LEN - length if i % 4 == 0 else int(random.integers(1, MAX_LEN - length + 1))
+        requests.append(Traced(prompt, new, ignore_eos=i % 4 < 3))
     return requests
+
+
+def submit(engine: Engine, traced: Traced, **settings) -> EngineRequest:
+    return engine.submit(
+        traced.prompt,
+        max_new_tokens=traced.max_new_tokens,
+        ignore_eos=traced.ignore_eos,
+        **settings,
+    )
 
 
 def run(engine: Engine, limit: int = 3000) -> None:
@@ -53,13 +74,14 @@ def run(engine: Engine, limit: int = 3000) -> None:
 @pytest.fixture(scope="module")
 def expected(alone):
     """Greedy and sampled completions of the trace by the Generator."""
-    requests = trace(20)
+    prompts, max_new_tokens, ignore_eos = map(list, zip(*trace(), strict=True))
 
     def of(**settings):
         return alone.generate(
-            [prompt for prompt, _ in requests],
-            max_new_tokens=[new for _, new in requests],
-            seed=list(range(len(requests))),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            seed=list(range(len(prompts))),
             **settings,
         )
 
@@ -69,7 +91,7 @@ def expected(alone):
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
     engine = make(tiny_mtp, **ENGINES[name])
-    handles = [engine.submit(p, max_new_tokens=new) for p, new in trace(20)]
+    handles = [submit(engine, traced) for traced in trace()]
     run(engine)
     for handle, completion in zip(handles, expected["greedy"], strict=True):
         got = handle.result(0)
@@ -89,8 +111,8 @@ def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
 def test_sampled_tokens_are_those_of_the_generator(tiny_mtp, expected):
     engine = make(tiny_mtp)
     handles = [
-        engine.submit(p, max_new_tokens=new, temperature=0.9, top_p=0.95, seed=i)
-        for i, (p, new) in enumerate(trace(20))
+        submit(engine, traced, temperature=0.9, top_p=0.95, seed=i)
+        for i, traced in enumerate(trace())
     ]
     run(engine)
     for handle, completion in zip(handles, expected["sampled"], strict=True):
@@ -115,7 +137,7 @@ class TestHandles:
 
     def test_result_waits_for_its_timeout_only(self, engine):
         request = engine.submit([5, 6, 7], max_new_tokens=4)
-        with pytest.raises(TimeoutError, match="expected its end within 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"expected its end within 0\.01 s"):
             request.result(0.01)
         run(engine)
         assert request.result(0).prompt_tokens == 3
@@ -183,7 +205,7 @@ class TestRefusals:
     def test_bad_settings_are_refused_at_once(self, engine):
         with pytest.raises(ValueError, match="temperature: expected"):
             engine.submit([5], temperature=-1.0)
-        with pytest.raises(ValueError, match="empty prompt"):
+        with pytest.raises(ValueError, match="expected at least one"):
             engine.submit([])
         with pytest.raises(ValueError, match="max_new_tokens: expected at most"):
             engine.submit([5], max_new_tokens=MAX_LEN)
@@ -196,9 +218,11 @@ class TestRefusals:
             engine.submit([5])
 
     def test_step_of_an_engine_with_a_thread(self, tiny_mtp):
-        with make(tiny_mtp, background=True) as engine:
-            with pytest.raises(ValueError, match="background=False"):
-                engine.step()
+        with (
+            make(tiny_mtp, background=True) as engine,
+            pytest.raises(ValueError, match="background=False"),
+        ):
+            engine.step()
 
     def test_a_request_after_shutdown(self, tiny_mtp):
         engine = make(tiny_mtp)
@@ -207,14 +231,16 @@ class TestRefusals:
             engine.submit([5])
 
 
-class TestThread:
-    @pytest.fixture(scope="class")
-    def served(self, tiny_mtp):
-        with make(tiny_mtp, background=True) as engine:
-            yield engine
+@pytest.fixture(scope="module")
+def served(tiny_mtp):
+    """An engine with a thread."""
+    with make(tiny_mtp, background=True) as engine:
+        yield engine
 
+
+class TestThread:
     def test_serves_requests_of_several_threads(self, served, expected):
-        handles = [served.submit(p, max_new_tokens=new) for p, new in trace(20)]
+        handles = [submit(served, traced) for traced in trace()]
         for handle, completion in zip(handles, expected["greedy"], strict=True):
             assert handle.result(60).tokens == completion.tokens
 
@@ -257,8 +283,6 @@ class TestThread:
 
 def test_a_broken_request_hurts_no_other(tiny_mtp):
     # Token 3 has an embedding that is not finite.
-    from flax import nnx
-
     model = nnx.clone(tiny_mtp)
     table = model.embed_tokens.weight
     table.set_value(table.get_value().at[3].set(np.nan))
@@ -267,14 +291,15 @@ def test_a_broken_request_hurts_no_other(tiny_mtp):
     broken = engine.submit([5, 3, 7], max_new_tokens=6, ignore_eos=True)
     run(engine)
     assert len(good.result(0).tokens) == 6
-    with pytest.raises(dataclasses.FrozenInstanceError) if False else pytest.raises(ValueError):
+    with pytest.raises(NonFiniteLogitsError, match="finite logits for position 3") as error:
         broken.result(0)
+    assert error.value.generation[0].tokens == []
 
 
 def test_no_program_is_compiled_after_warm_up(tiny_mtp):
     engine = make(tiny_mtp)
     engine.warm_up()
-    for prompt, new in trace(6):
-        engine.submit(prompt, max_new_tokens=new)
+    for traced in trace(6):
+        submit(engine, traced)
     run(engine)
     assert engine.stats().compiled_after_warm_up == 0
