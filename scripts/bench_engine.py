@@ -1,7 +1,7 @@
 """Measures the serving engine on request traces.
 
-    python -m scripts.bench_engine --model moonlight-16b --out benchmarks/results/engine_h200.json \\
-        [--traces chat prefixed] [--rates 8 24] [--count 384] [--picture engine.svg]
+    python -m scripts.bench_engine --model moonlight-16b --traces chat prefixed --rates 8 24 \\
+        --count 384 --out benchmarks/results/engine_h200.json
     python -m scripts.bench_engine --model demo --scale 0.1
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
@@ -13,6 +13,7 @@ beginning of each. The results are written after every replay.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -27,9 +28,11 @@ import dsv3_jax
 from benchmarks.decode import machine, models
 from benchmarks.serving.replay import replay
 from dsv3_jax.engine import Engine
+from dsv3_jax.engine.programs import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.traces import TRACES
+from pallas_kernels import target
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -44,6 +47,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--max-len", type=int, default=5120)
     parser.add_argument("--cache-tokens", type=int)
+    parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
+    parser.add_argument("--chunks", nargs="+", type=int, help="buckets of prefill chunks")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens of a chunk")
+    parser.add_argument("--max-steps", type=int, help="most decode steps in a dispatch")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
     parser.add_argument("--draft-depth", type=int, default=1)
     parser.add_argument("--no-overlap", action="store_true")
@@ -60,6 +67,18 @@ def load(name: str, weights: str) -> DeepSeekV3:
     return models.random_model(models.shapes(config, weights, jnp.bfloat16, mtp=False))
 
 
+def buckets(arguments: argparse.Namespace) -> Buckets:
+    """Returns the default buckets with what the arguments change."""
+    changes = {
+        "decodes": arguments.decodes and (*arguments.decodes, arguments.max_running),
+        "chunks": arguments.chunks and tuple(arguments.chunks),
+        "chunk_tokens": arguments.chunk_tokens,
+        "max_steps": arguments.max_steps,
+    }
+    default = Buckets.default(arguments.max_running, platform=target.platform())
+    return dataclasses.replace(default, **{n: v for n, v in changes.items() if v is not None})
+
+
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
     began = time.perf_counter()
@@ -70,6 +89,7 @@ def main(words: Sequence[str]) -> int:
         **machine.description(),
         "model": arguments.model,
         "weights": arguments.weights,
+        "buckets": dataclasses.asdict(buckets(arguments)),
         "load_s": round(loaded - began, 2),
         "replays": [],
     }
@@ -82,6 +102,7 @@ def main(words: Sequence[str]) -> int:
         draft=arguments.draft,
         draft_depth=arguments.draft_depth,
         overlap=not arguments.no_overlap,
+        buckets=buckets(arguments),
     ) as engine:
         result["warm_up_s"] = round(engine.warm_up(), 2)
         for name in arguments.traces:
