@@ -105,6 +105,9 @@ def main(words: Sequence[str]) -> int:
         buckets=buckets(arguments),
     ) as engine:
         result["warm_up_s"] = round(engine.warm_up(), 2)
+        print(
+            f"loaded in {result['load_s']} s, compiled in {result['warm_up_s']} s", file=sys.stderr
+        )
         for name in arguments.traces:
             for rate in (None, *arguments.rates):
                 engine.clear_prefix_cache()

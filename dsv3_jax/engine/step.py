@@ -156,8 +156,9 @@ def _step(
         sampled.append(chunks)
         padding = jnp.zeros((shape.chunks, drafts.tokens.shape[1]), jnp.int32)
         drafts = _with_undrafted(drafts, padding)
-    hidden, pool, routing_counts = model.extend_batches(batches, state.pool, state.routing_counts)
-    state = dataclasses.replace(state, pool=pool, routing_counts=routing_counts)
+    hidden, pool, expert_counts = model.extend_batches(batches, state.pool)
+    cache = LatentKVCache(pool, batches[0].sequences, state.routing_counts)
+    state = _with_cache(state, cache.add_routing_counts(0, expert_counts))
     outputs = list(hidden)
     if shape.chunks:
         outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
@@ -211,7 +212,7 @@ def _draft(
     room = jnp.where(requests.is_running, requests.limits - requests.lengths - 1, 0)
     most = jnp.minimum(room, max_drafts)
     drafts = drafts._replace(counts=jnp.clip(drafts.counts, 0, most))
-    return drafts, dataclasses.replace(state, pool=cache.pool, routing_counts=cache.routing_counts)
+    return drafts, _with_cache(state, cache)
 
 
 def _with_undrafted(drafts: Drafts, tokens: Int[Array, "C K"]) -> Drafts:
@@ -316,4 +317,9 @@ def _prefill_mtp(
     _, cache = model.extend_mtp(
         mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded"
     )
+    return _with_cache(state, cache)
+
+
+def _with_cache(state: SlotState, cache: LatentKVCache) -> SlotState:
+    """Returns the state with the pages and counts of a cache of some of its requests."""
     return dataclasses.replace(state, pool=cache.pool, routing_counts=cache.routing_counts)
