@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -303,3 +304,75 @@ def test_no_program_is_compiled_after_warm_up(tiny_mtp):
         submit(engine, traced)
     run(engine)
     assert engine.stats().compiled_after_warm_up == 0
+
+
+def test_a_launch_transfers_nothing_implicitly(tiny_mtp, monkeypatch):
+    engine = make(tiny_mtp, draft="mtp")
+    for traced in trace(6):
+        submit(engine, traced)
+    engine.step()
+    dispatch = engine._dispatch
+
+    def guarded(plan):
+        with jax.transfer_guard("disallow"):
+            dispatch(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", guarded)
+    # The guard notices a NumPy array that is passed to a program.
+    with (
+        pytest.raises(Exception, match="Disallowed host-to-device transfer"),
+        jax.transfer_guard("disallow"),
+    ):
+        jax.jit(lambda x: x + 1)(np.ones(3))
+    engine.warm_up()
+    run(engine)
+    assert engine.stats().steps > 10
+
+
+class TestChaos:
+    """Random operations in any order leave pages, slots and queues consistent."""
+
+    OPERATIONS = 300
+
+    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("name", ["few_pages", "mtp_few_pages"])
+    def test_random_operations(self, tiny_mtp, chaotic, name, seed):
+        engine = chaotic(name)
+        random = np.random.default_rng(seed)
+        requests = trace(self.OPERATIONS, seed)
+        open_handles: list[EngineRequest] = []
+        submitted = 0
+        for _ in range(self.OPERATIONS):
+            operation = random.choice(["submit", "cancel", "step", "step", "evict"])
+            if operation == "submit":
+                timeout = float(random.choice([0.0, 0.05, 60.0]))
+                try:
+                    handle = submit(engine, requests[submitted], timeout=timeout)
+                except QueueFullError:
+                    continue
+                open_handles.append(handle)
+                submitted += 1
+            elif operation == "cancel" and open_handles:
+                open_handles[int(random.integers(len(open_handles)))].cancel()
+            elif operation == "evict":
+                engine.clear_prefix_cache()
+            else:
+                engine.step()
+            engine.check_integrity()
+        run(engine)
+        assert all(handle.is_done for handle in open_handles)
+        assert engine.stats().cache_usage == 0.0
+        assert {handle.result(0).finish_reason for handle in open_handles} >= {"timeout", "length"}
+
+
+@pytest.fixture(scope="module")
+def chaotic(tiny_mtp):
+    """Returns the engine of a name, made once."""
+    made: dict[str, Engine] = {}
+
+    def engine(name: str) -> Engine:
+        if name not in made:
+            made[name] = make(tiny_mtp, max_waiting=8, **ENGINES[name])
+        return made[name]
+
+    return engine
