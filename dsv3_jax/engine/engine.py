@@ -262,6 +262,7 @@ class Engine:
                 compiled_after_warm_up=self._programs.compiled_after_warm_up,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
+                host_us=self._host_times.us,
             )
 
     def clear_prefix_cache(self) -> None:

@@ -42,6 +42,8 @@ class EngineStats:
     host_us_per_step: float
     """Microseconds of the host per dispatch: planning, dispatching and processing of results. They
     overlap with the device's work."""
+    host_us: dict[str, float]
+    """Its parts, and ``waiting`` for results."""
 
     def since(self, before: EngineStats) -> EngineStats:
         """Returns the figures with totals counted from an earlier moment."""
@@ -57,7 +59,11 @@ class EngineStats:
         totals = {name: getattr(self, name) - getattr(before, name) for name in names}
         host = self.host_us_per_step * self.steps - before.host_us_per_step * before.steps
         host_us = host / totals["steps"] if totals["steps"] else 0.0
-        return dataclasses.replace(self, **totals, host_us_per_step=host_us)
+        parts = {
+            name: (us * self.steps - before.host_us[name] * before.steps) / max(totals["steps"], 1)
+            for name, us in self.host_us.items()
+        }
+        return dataclasses.replace(self, **totals, host_us_per_step=host_us, host_us=parts)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures by name."""
@@ -81,6 +87,11 @@ class HostTimes:
         """Microseconds per step, without those of waiting for the device."""
         busy = sum(self.seconds.values()) - self.seconds["waiting"]
         return 1e6 * busy / self.steps if self.steps else 0.0
+
+    @property
+    def us(self) -> dict[str, float]:
+        """Microseconds per step of each part."""
+        return {name: 1e6 * s / max(self.steps, 1) for name, s in self.seconds.items()}
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """Measures the scheduler."""

@@ -93,12 +93,12 @@ def step(
     """
     inputs = unpack(buffer, shape)
     options = _Options(drafter, depth, vocab_size, shape.top)
-    if shape.chunks:
-        state = state.admit(inputs)
-        state, new, drafted = _step(model, state, inputs, shape, options)
-        one = jax.tree.map(lambda x: x[None], new)
-        return state, _output(one, drafted[None], new.finished)
-    return _decode(model, state, inputs, shape, options)
+    if shape.max_steps > 1:
+        return _decode(model, state, inputs, shape, options)
+    state = state.admit(inputs)
+    state, new, drafted = _step(model, state, inputs, shape, options)
+    one = jax.tree.map(lambda x: x[None], new)
+    return state, _output(one, drafted[None], new.finished)
 
 
 class _Options(NamedTuple):
