@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dsv3_jax import distributed, presets
     from dsv3_jax.checkpoint.load import load
     from dsv3_jax.config import ModelConfig
+    from dsv3_jax.engine import Engine
     from dsv3_jax.generation.generator import Generator
     from dsv3_jax.model import DeepSeekV3
     from dsv3_jax.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeepSeekV3",
+    "Engine",
     "Generator",
     "ModelConfig",
     "Tokenizer",
@@ -33,6 +35,7 @@ __all__ = [
 # Module that defines each name; None for a submodule of this package.
 _MODULES = {
     "DeepSeekV3": "dsv3_jax.model",
+    "Engine": "dsv3_jax.engine",
     "Generator": "dsv3_jax.generation.generator",
     "ModelConfig": "dsv3_jax.config",
     "Tokenizer": "dsv3_jax.tokenizer",

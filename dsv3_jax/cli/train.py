@@ -24,7 +24,8 @@ from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.initialization import abstract_model, random_model
-from dsv3_jax.model import DeepSeekV3, parameter_count
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig

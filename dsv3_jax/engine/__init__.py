@@ -10,6 +10,7 @@ step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
+executor.py         dispatch of plans, and their results
 output.py           tokens, text and log-probabilities on the host
 engine.py           the loop that connects them
 stats.py            figures of a running engine

@@ -11,35 +11,22 @@ import dataclasses
 import math
 import threading
 import time
-from collections import deque
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
-
-import jax
-import numpy as np
+from typing import Any, Literal
 
 from dsv3_jax.engine.cache_size import cache_pages
 from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.executor import Executor, RequestResult
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.programs import Buckets, Programs, empty_pool
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import (
-    Chunk,
-    EndReason,
-    ScheduledRequest,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-)
+from dsv3_jax.engine.scheduler import EndReason, ScheduledRequest, Scheduler, SchedulerConfig
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.stats import EngineStats, HostTimes
-from dsv3_jax.engine.step import StepOutput
-from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
-from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.state import NON_FINITE, RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
@@ -48,14 +35,6 @@ from pallas_kernels import target
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for two."""
-
-
-class _Dispatched(NamedTuple):
-    """A step whose results have not been read."""
-
-    plan: StepPlan
-    shape: StepShape
-    output: StepOutput
 
 
 class Engine:
@@ -99,6 +78,7 @@ class Engine:
         buckets: Buckets | None = None,
         max_waiting: int = 4096,
     ):
+        _check_model(model)
         config = model.config
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
@@ -125,7 +105,7 @@ class Engine:
         vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
-        self._programs = Programs(
+        programs = Programs(
             model,
             buckets,
             num_slots=max_running,
@@ -135,7 +115,7 @@ class Engine:
             depth=self._depth,
             vocab_size=vocab_size,
         )
-        self._state = SlotState.empty(
+        state = SlotState.empty(
             empty_pool(model, num_pages, page_size, mtp=mtp),
             max_running,
             max_len,
@@ -145,7 +125,7 @@ class Engine:
         self._outputs: dict[ScheduledRequest, RequestOutput] = {}
         self._requests: dict[ScheduledRequest, Request] = {}
         self._by_handle: dict[EngineRequest, ScheduledRequest] = {}
-        self._in_flight: deque[_Dispatched] = deque()
+        self._executor = Executor(programs, state, self._requests.get)
         self._host_times = HostTimes()
         self._next_seed = 0
         self._error: EngineError | None = None
@@ -227,7 +207,7 @@ class Engine:
         """Compiles all programs. Returns the seconds it took."""
         began = time.perf_counter()
         with self._changed:
-            self._programs.warm_up(self._state)
+            self._executor.warm_up()
         return time.perf_counter() - began
 
     def step(self) -> bool:
@@ -259,7 +239,7 @@ class Engine:
                 prompt_tokens=self._host_times.prompt_tokens,
                 output_tokens=self._host_times.output_tokens,
                 preemptions=scheduler.preemptions,
-                compiled_after_warm_up=self._programs.compiled_after_warm_up,
+                compiled_after_warm_up=self._executor.programs.compiled_after_warm_up,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
@@ -361,11 +341,11 @@ class Engine:
                     self._end(scheduled, reason)
         if plan is not None:
             with self._host_times.dispatching():
-                self._dispatch(plan)
-        kept = 1 if self._overlap and plan is not None else 0
-        has_read = len(self._in_flight) > kept
-        while len(self._in_flight) > kept:
-            self._read(self._in_flight.popleft())
+                self._executor.dispatch(plan)
+        in_flight = 1 if self._overlap and plan is not None else 0
+        has_read = self._executor.steps_in_flight > in_flight
+        while self._executor.steps_in_flight > in_flight:
+            self._read()
         return plan is not None or has_read or bool(ended)
 
     def _check_failed(self) -> None:
@@ -376,66 +356,18 @@ class Engine:
         seconds = self._host_times.seconds_per_decode_step
         if seconds is None:
             return 1
-        return max(1, min(int(DISPATCH_SECONDS / seconds), self._programs.buckets.max_steps))
-
-    def _dispatch(self, plan: StepPlan) -> None:
-        top = any(self._requests[r].logprobs for r in plan.requests if r in self._requests)
-        shape = self._programs.shape(
-            len(plan.decodes), len(plan.chunks), MAX_TOP_LOGPROBS if top else 0
+        return max(
+            1, min(int(DISPATCH_SECONDS / seconds), self._executor.programs.buckets.max_steps)
         )
-        buffer, inputs = empty_input(shape, self._programs.num_slots)
-        self._fill(inputs, plan)
-        self._state, output = self._programs(self._state, buffer, shape)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        self._in_flight.append(_Dispatched(plan, shape, output))
 
-    def _fill(self, inputs: StepInput, plan: StepPlan) -> None:
-        """Writes a plan into the arguments of a step."""
-        arrays: Any = inputs  # NumPy's, on the host
-        arrays.steps[0] = plan.decode_steps
-        for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
-            arrays.decode_slots[i] = slot
-            arrays.max_drafts[i] = request.drafts
-            arrays.decode_tables[i, : len(request.pages)] = request.pages
-        for i, chunk in enumerate(plan.chunks):
-            arrays.chunk_slots[i] = chunk.slot
-            arrays.chunk_tables[i, : len(chunk.request.pages)] = chunk.request.pages
-            arrays.starts[i] = chunk.start
-            arrays.counts[i] = chunk.count
-            arrays.is_last[i] = chunk.is_last
-            if chunk.is_first:
-                self._fill_admission(arrays, i, chunk)
-
-    def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
-        scheduled, request = chunk.request, self._requests[chunk.request]
-        arrays.admitted_slots[i] = chunk.slot
-        arrays.prompts[i, : len(scheduled.tokens)] = scheduled.tokens
-        arrays.lengths[i] = len(scheduled.tokens)
-        arrays.limits[i] = scheduled.max_length
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            getattr(arrays, name)[i] = getattr(request, name)
-        arrays.stop_tokens[i, : len(request.stop_tokens)] = request.stop_tokens
-
-    def _read(self, dispatched: _Dispatched) -> None:
-        """Waits for the results of a step, and hands them to its requests."""
+    def _read(self) -> None:
+        """Waits for the results of the oldest step, and hands them to its requests."""
         with self._host_times.waiting():
-            output: StepOutput = jax.device_get(dispatched.output)
-        plan, shape = dispatched.plan, dispatched.shape
-        rows = [(request, i, True) for i, request in enumerate(plan.decodes)]
-        rows += [
-            (chunk.request, shape.decodes + i, False)
-            for i, chunk in enumerate(plan.chunks)
-            if chunk.is_last
-        ]
+            plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
-            self._host_times.count(plan, int(output.counts.sum()))
-            gained: dict[ScheduledRequest, list[int]] = {}
-            finished: dict[ScheduledRequest, int] = {}
-            for request, row, is_decode in rows:
-                gained[request] = self._take(request, output, row, is_decode=is_decode)
-                if request in self._outputs and self._has_ended(request, output, row):
-                    finished[request] = int(output.finished[row])
+            self._host_times.count(plan, sum(len(result.tokens) for result in results))
+            finished = {r.request: r.finished for r in results if self._take(r)}
+            gained = {result.request: result.tokens for result in results}
             self._scheduler.report(plan, gained, finished.keys())
             for request, reason in finished.items():
                 self._finish(request, reason)
@@ -443,28 +375,14 @@ class Engine:
                 if request in self._outputs:
                     self._outputs[request].stream()
 
-    def _take(
-        self, request: ScheduledRequest, output: StepOutput, row: int, *, is_decode: bool
-    ) -> list[int]:
-        """Adds a row's tokens to its request, and returns them."""
-        tokens: list[int] = []
-        for step, count in enumerate(output.counts[:, row].tolist()):
-            if not count:
-                continue
-            tokens += output.tokens[step, row, :count].tolist()
-            if request in self._outputs:
-                self._outputs[request].add(
-                    np.asarray(output.tokens[step, row, :count]),
-                    np.asarray(output.logprobs[step, row, :count]),
-                    np.asarray(output.top_tokens[step, row, :count]),
-                    np.asarray(output.top_logprobs[step, row, :count]),
-                    int(output.drafted[step, row]),
-                    is_decode=is_decode,
-                )
-        return tokens
-
-    def _has_ended(self, request: ScheduledRequest, output: StepOutput, row: int) -> bool:
-        return int(output.finished[row]) != RUNNING or self._outputs[request].is_stopped
+    def _take(self, result: RequestResult) -> bool:
+        """Adds a result to its request's output. Returns whether the request is at its end."""
+        output = self._outputs.get(result.request)
+        if output is None:
+            return False  # it has ended in the meantime
+        for step in result.steps:
+            output.add(step, is_decode=result.is_decode)
+        return result.finished != RUNNING or output.is_stopped
 
     def _finish(self, request: ScheduledRequest, finished: int) -> None:
         output = self._forget(request)
@@ -481,3 +399,22 @@ class Engine:
         del self._requests[request]
         del self._by_handle[output.handle]
         return output
+
+
+def _check_model(model: DeepSeekV3) -> None:
+    """Raises ValueError for a model that the engine cannot run."""
+    if not isinstance(model, DeepSeekV3):
+        raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
+    if model.attn_impl is not None:
+        raise ValueError(
+            f"model: expected attn_impl None, got {model.attn_impl!r}; the variants are for"
+            " comparison in a Generator"
+        )
+    if model.layout is None:
+        return
+    for axis in ("batch", "cached_tokens"):
+        if (shards := model.layout.num_shards(axis)) > 1:
+            raise ValueError(
+                f"model: expected a layout that does not shard {axis!r}, got {shards} shards;"
+                " the engine does not assign requests to data-parallel shards yet"
+            )

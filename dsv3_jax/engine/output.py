@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from dsv3_jax.engine.executor import NewTokens
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import ScheduledRequest
 from dsv3_jax.generation.completion import (
@@ -57,34 +58,17 @@ class RequestOutput:
         """Whether a stop string has appeared."""
         return self._tracker.stopped
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        top_tokens: np.ndarray,
-        top_logprobs: np.ndarray,
-        drafted: int,
-        *,
-        is_decode: bool,
-    ) -> None:
-        """Adds the tokens of one step.
-
-        Args:
-          tokens: [t]
-          logprobs: [t]
-          top_tokens: [t, n]
-          top_logprobs: [t, n]
-          drafted: number of drafts that the step verified.
-          is_decode: whether it was a decode step; else it ended the prompt.
-        """
-        if not len(tokens) or self.is_stopped:
+    def add(self, step: NewTokens, *, is_decode: bool) -> None:
+        """Adds the tokens of one step: a decode step, or the prefill that ended the prompt."""
+        if self.is_stopped:
             return
-        self._results.add(self._request.logprobs, logprobs, top_tokens, top_logprobs)
-        self._tracker.extend(tokens.tolist())
+        logprobs = step.logprobs, step.top_tokens, step.top_logprobs
+        self._results.add(self._request.logprobs, *logprobs)
+        self._tracker.extend(step.tokens.tolist())
         if is_decode:
             self._steps += 1
-            self._drafted[:drafted] += 1
-            self._accepted[: len(tokens) - 1] += 1
+            self._drafted[: step.drafted] += 1
+            self._accepted[: len(step.tokens) - 1] += 1
 
     def stream(self) -> None:
         """Delivers the text that later tokens cannot change."""

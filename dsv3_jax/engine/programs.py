@@ -106,13 +106,13 @@ class Programs:
         )
         self._compiled: dict[StepShape, Any] = {}
 
-    def shape(self, decodes: int, chunks: int, top: int = 0) -> StepShape:
+    def shape(self, decodes: int, chunks: int, num_top_logprobs: int = 0) -> StepShape:
         """Returns the smallest shape that holds so many requests and chunks."""
         B = next(size for size in (0, *self.buckets.decodes) if size >= decodes)
         C = next(size for size in (0, *self.buckets.chunks) if size >= chunks)
-        return self._shape(B, C, top)
+        return self._shape(B, C, num_top_logprobs)
 
-    def _shape(self, B: int, C: int, top: int = 0) -> StepShape:
+    def _shape(self, B: int, C: int, num_top_logprobs: int = 0) -> StepShape:
         return StepShape(
             decodes=B,
             chunks=C,
@@ -120,7 +120,7 @@ class Programs:
             max_pages=self._max_pages,
             max_len=self._max_len,
             max_steps=1 if C else self.buckets.max_steps,
-            top=top,
+            num_top_logprobs=num_top_logprobs,
         )
 
     @property

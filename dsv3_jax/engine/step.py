@@ -92,7 +92,7 @@ def step(
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     inputs = unpack(buffer, shape)
-    options = _Options(drafter, depth, vocab_size, shape.top)
+    options = _Options(drafter, depth, vocab_size, shape.num_top_logprobs)
     if shape.max_steps > 1:
         return _decode(model, state, inputs, shape, options)
     state = state.admit(inputs)
@@ -107,7 +107,7 @@ class _Options(NamedTuple):
     drafter: Drafter | None
     depth: int
     vocab_size: int
-    top: int
+    num_top_logprobs: int
 
 
 def _decode(
@@ -172,7 +172,7 @@ def _step(
         requests.limits,
         requests.is_running,
         vocab_size=options.vocab_size,
-        top=options.top,
+        num_top_logprobs=options.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
     )
     state = _append(state, requests, new)

@@ -38,7 +38,7 @@ class StepShape:
     """S: tokens of the longest request."""
     max_steps: int
     """Most decode steps in a dispatch; 1 in a step that prefills."""
-    top: int = 0
+    num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""
 
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Int
 
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
-from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
-from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED, DecodeState
-from dsv3_jax.generation.verification import verify
+from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.selection import NewTokens, select_tokens
+from dsv3_jax.generation.state import RUNNING, DecodeState
 from dsv3_jax.model import DeepSeekV3
 
 
@@ -127,29 +127,21 @@ def decode_step(
     hidden, cache = model.extend(
         inputs, jnp.where(is_running, 1 + drafts.counts, 0), state.cache, "absorbed"
     )
-    logits = model.logits(hidden.post_norm)
-    # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
-    # is the largest value to argmax, so the check of the maximum below detects it.
-    logits = mask_vocab_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
-    acceptance = None if drafter is None else drafter.acceptance
-    tokens, accepted = verify(logits, drafts, sampling, state.lengths, acceptance)
-
-    is_stop = jnp.any(tokens[..., None] == sampling.stop_tokens[:, None], axis=-1)
-    is_stop &= jnp.arange(inputs.shape[1]) <= accepted[:, None]
-    is_stopped = jnp.any(is_stop, axis=1)
-    num_new = jnp.where(is_stopped, jnp.argmax(is_stop, axis=1), accepted) + 1
-    # The same argmax as in verify, which XLA computes once.
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
-    max_logits = jnp.take_along_axis(logits, best, axis=-1)
-    is_finite = jnp.isfinite(max_logits[..., 0]).astype(jnp.int32)
-    num_finite = jnp.cumprod(is_finite, axis=1).sum(axis=1)
-    is_non_finite = num_finite < num_new
-    num_new = jnp.where(is_running, jnp.minimum(num_new, num_finite), 0).astype(jnp.int32)
+    new = select_tokens(
+        model.logits(hidden.post_norm),
+        drafts,
+        sampling,
+        state.lengths,
+        state.limits,
+        is_running,
+        vocab_size=vocab_size,
+        num_top_logprobs=state.top_tokens.shape[-1],
+        acceptance=None if drafter is None else drafter.acceptance,
+    )
     # Rejected drafts stay in the cache past its length, where later tokens overwrite them.
-    cache = cache.with_lengths(cached + num_new)
-    state = dataclasses.replace(state, cache=cache)
-    state = _append_tokens(state, num_new, tokens, logits, max_logits)
-    state = _count_drafts(state, drafts, num_new)
+    cache = cache.with_lengths(cached + new.counts)
+    state = _append_tokens(dataclasses.replace(state, cache=cache), new)
+    state = _count_drafts(state, drafts, new.counts)
     if drafter is not None and drafter.mtp_hidden is not None:
         mtp_input = hidden.mtp_input(drafter.mtp_hidden)
         # The state has room for K drafts. This step may use fewer.
@@ -157,14 +149,10 @@ def decode_step(
         state = dataclasses.replace(
             state,
             mtp_inputs=jnp.pad(mtp_input, ((0, 0), (0, padding), (0, 0))),
-            num_mtp_inputs=jnp.where(is_running, num_new, state.num_mtp_inputs),
+            num_mtp_inputs=jnp.where(is_running, new.counts, state.num_mtp_inputs),
         )
-    is_full = state.lengths >= state.limits
-    finished = jnp.where(is_stopped, STOPPED, jnp.where(is_full, FULL, RUNNING))
-    finished = jnp.where(is_non_finite, NON_FINITE, finished)
-    return dataclasses.replace(
-        state, finished=jnp.where(is_running, finished, state.finished), steps=state.steps + 1
-    )
+    finished = jnp.where(is_running, new.finished, state.finished)
+    return dataclasses.replace(state, finished=finished, steps=state.steps + 1)
 
 
 def _draft(
@@ -195,38 +183,24 @@ def _draft(
     return drafts._replace(counts=jnp.clip(drafts.counts, 0, room)), state
 
 
-def _append_tokens(
-    state: DecodeState,
-    num_new: Int[Array, " B"],
-    tokens: Int[Array, "B T"],
-    logits: Float32[Array, "B T W"],
-    max_logits: Float32[Array, "B T 1"],
-) -> DecodeState:
-    """Appends the first ``num_new`` tokens of each sequence and their log-probabilities.
-
-    Args:
-      max_logits: maximum of ``logits`` at each position.
-    """
-    sequences = jnp.arange(tokens.shape[0])[:, None]
-    offsets = jnp.arange(tokens.shape[1])
+def _append_tokens(state: DecodeState, new: NewTokens) -> DecodeState:
+    """Appends the new tokens of each sequence and their log-probabilities."""
+    sequences = jnp.arange(new.tokens.shape[0])[:, None]
+    offsets = jnp.arange(new.tokens.shape[1])
     positions = state.lengths[:, None] + offsets
-    # S is out of bounds, so the tokens after the first num_new are dropped.
-    positions = jnp.where(offsets < num_new[:, None], positions, state.tokens.shape[1])
+    # S is out of bounds, so the tokens after the first `counts` are dropped.
+    positions = jnp.where(offsets < new.counts[:, None], positions, state.tokens.shape[1])
 
     def write(array: jax.Array, values: jax.Array) -> jax.Array:
         return array.at[sequences, positions].set(values, mode="drop")
 
-    # log_softmax, evaluated only at the tokens that are recorded.
-    log_total = jnp.log(jnp.sum(jnp.exp(logits - max_logits), axis=-1, keepdims=True))
-    logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - max_logits - log_total
-    top_logits, top_tokens = jax.lax.top_k(logits, state.top_tokens.shape[-1])
     return dataclasses.replace(
         state,
-        tokens=write(state.tokens, tokens),
-        logprobs=write(state.logprobs, logprobs[..., 0]),
-        top_tokens=write(state.top_tokens, top_tokens),
-        top_logprobs=write(state.top_logprobs, top_logits - max_logits - log_total),
-        lengths=state.lengths + num_new,
+        tokens=write(state.tokens, new.tokens),
+        logprobs=write(state.logprobs, new.logprobs),
+        top_tokens=write(state.top_tokens, new.top_tokens),
+        top_logprobs=write(state.top_logprobs, new.top_logprobs),
+        lengths=state.lengths + new.counts,
     )
 
 

@@ -38,7 +38,7 @@ def select_tokens(
     is_running: Bool[Array, " B"],
     *,
     vocab_size: int,
-    top: int,
+    num_top_logprobs: int,
     acceptance: float | None = None,
 ) -> NewTokens:
     """Accepts drafts, samples one more token, and ends sequences.
@@ -51,7 +51,7 @@ def select_tokens(
       lengths: number of known tokens.
       limits: length at which a sequence ends. No draft goes past it.
       vocab_size: ids from here on are padding of the embedding and never selected.
-      top: n, the number of most probable tokens to report.
+      num_top_logprobs: n, the number of most probable tokens to report.
       acceptance: for benchmarks, accept drafts at this rate whatever the model computes.
     """
     # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
@@ -74,7 +74,7 @@ def select_tokens(
     # log_softmax, evaluated only at the tokens that are reported.
     log_total = jnp.log(jnp.sum(jnp.exp(logits - max_logits), axis=-1, keepdims=True))
     logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - max_logits - log_total
-    top_logits, top_tokens = jax.lax.top_k(logits, top)
+    top_logits, top_tokens = jax.lax.top_k(logits, num_top_logprobs)
     return NewTokens(
         tokens=tokens,
         counts=counts,

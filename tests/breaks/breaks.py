@@ -253,7 +253,7 @@ BREAKS: dict[str, Break] = {
     ),
     "rejected drafts stay in the cache": Break(
         "dsv3_jax/generation/loop.py",
-        "cache.with_lengths(cached + num_new)",
+        "cache.with_lengths(cached + new.counts)",
         "cache.with_lengths(cached + jnp.where(is_running, 1 + drafts.counts, 0))",
         (_GENERATION + "test_speculation.py",),
     ),
@@ -270,9 +270,9 @@ BREAKS: dict[str, Break] = {
         (_GENERATION + "test_loop.py",),
     ),
     "stop tokens among drafts are ignored": Break(
-        "dsv3_jax/generation/loop.py",
-        "is_stop &= jnp.arange(inputs.shape[1]) <= accepted[:, None]",
-        "is_stop &= jnp.arange(inputs.shape[1]) == accepted[:, None]",
+        "dsv3_jax/generation/selection.py",
+        "is_stop &= jnp.arange(tokens.shape[1]) <= accepted[:, None]",
+        "is_stop &= jnp.arange(tokens.shape[1]) == accepted[:, None]",
         (_GENERATION + "test_speculation.py", _GENERATION + "test_stopping.py"),
     ),
     "padding of the embedding may be chosen": Break(

@@ -6,12 +6,16 @@ import asyncio
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import dsv3_jax
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.generator import Generator
+from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 ENGINES = {
@@ -89,7 +93,14 @@ def expected(alone):
     return {"greedy": of(), "sampled": of(temperature=0.9, top_p=0.95)}
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
+# In the quick suite: the plain engine, and the one that does everything at once.
+QUICK = ("plain", "mtp_few_pages")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES],
+)
 def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
     engine = make(tiny_mtp, **ENGINES[name])
     handles = [submit(engine, traced) for traced in trace()]
@@ -273,7 +284,7 @@ class TestThread:
 
     def test_an_error_of_the_device_reaches_every_request(self, tiny_mtp, monkeypatch):
         engine = make(tiny_mtp, background=True)
-        monkeypatch.setattr(engine, "_dispatch", lambda plan: 1 / 0)
+        monkeypatch.setattr(engine._executor, "dispatch", lambda plan: 1 / 0)
         request = engine.submit([5, 6, 7])
         with pytest.raises(EngineError, match="a step failed: division by zero"):
             request.result(30)
@@ -311,13 +322,13 @@ def test_a_launch_transfers_nothing_implicitly(tiny_mtp, monkeypatch):
     for traced in trace(6):
         submit(engine, traced)
     engine.step()
-    dispatch = engine._dispatch
+    dispatch = engine._executor.dispatch
 
     def guarded(plan):
         with jax.transfer_guard("disallow"):
             dispatch(plan)
 
-    monkeypatch.setattr(engine, "_dispatch", guarded)
+    monkeypatch.setattr(engine._executor, "dispatch", guarded)
     # The guard notices a NumPy array that is passed to a program.
     with (
         pytest.raises(Exception, match="Disallowed host-to-device transfer"),
@@ -332,10 +343,12 @@ def test_a_launch_transfers_nothing_implicitly(tiny_mtp, monkeypatch):
 class TestChaos:
     """Random operations in any order leave pages, slots and queues consistent."""
 
-    OPERATIONS = 300
+    OPERATIONS = 400
 
-    @pytest.mark.parametrize("seed", range(2))
-    @pytest.mark.parametrize("name", ["few_pages", "mtp_few_pages"])
+    @pytest.mark.parametrize(
+        ("name", "seed"),
+        [("mtp_few_pages", 0), pytest.param("few_pages", 1, marks=pytest.mark.slow)],
+    )
     def test_random_operations(self, tiny_mtp, chaotic, name, seed):
         engine = chaotic(name)
         random = np.random.default_rng(seed)
@@ -366,13 +379,37 @@ class TestChaos:
 
 
 @pytest.fixture(scope="module")
-def chaotic(tiny_mtp):
-    """Returns the engine of a name, made once."""
-    made: dict[str, Engine] = {}
+def chaotic(tiny_mtp) -> Engine:
+    """An engine with little of everything."""
+    return make(tiny_mtp, max_waiting=8, **ENGINES["mtp_few_pages"])
 
-    def engine(name: str) -> Engine:
-        if name not in made:
-            made[name] = make(tiny_mtp, max_waiting=8, **ENGINES[name])
-        return made[name]
 
-    return engine
+class TestMeshes:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["tensor_parallel", "tp_attention_ep"])
+    def test_layouts_that_do_not_shard_the_batch(self, name):
+        layout = make_layout(name, devices=jax.devices()[:4])
+        sharded = dsv3_jax.load("demo", layout=layout, dtype=jnp.float32)[0]
+        plain = dsv3_jax.load("demo", dtype=jnp.float32)[0]
+        prompts = [[10 + i] * (5 * i + 1) for i in range(6)]
+        wanted = Generator(plain, None, MAX_LEN, batch_sizes=(8,)).generate(
+            prompts, max_new_tokens=8, ignore_eos=True
+        )
+        engine = make(sharded, draft="mtp")
+        handles = [engine.submit(p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+        run(engine)
+        for handle, completion in zip(handles, wanted, strict=True):
+            assert handle.result(0).tokens == completion.tokens
+
+    def test_a_layout_that_shards_the_batch_is_refused(self, tiny_mtp):
+        layout = make_layout("dp_attention_ep", devices=jax.devices()[:4])
+        model = nnx.clone(tiny_mtp)
+        model.lay_out(layout)
+        with pytest.raises(ValueError, match="does not shard 'batch', got 4 shards"):
+            make(model)
+
+    def test_an_attention_variant_is_refused(self, tiny_mtp):
+        model = nnx.clone(tiny_mtp)
+        model.use_attn_impl("CC")
+        with pytest.raises(ValueError, match="expected attn_impl None, got 'CC'"):
+            make(model)

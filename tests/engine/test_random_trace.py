@@ -14,15 +14,17 @@ from dsv3_jax.generation.generator import Generator
 pytestmark = pytest.mark.slow
 
 REQUESTS, MAX_LEN = 300, 256
+# Every option at least once: programs of the demo take a minute to compile.
 OPTIONS = {
-    "overlap": {"chunk_tokens": 32},
-    "no_overlap": {"chunk_tokens": 16, "overlap": False},
-    "long_chunks": {"chunk_tokens": 512, "prefix_cache": False},
-    "preemption": {"chunk_tokens": 64, "page_size": 16, "cache_tokens": 16 * 24},
-    "mtp_1": {"chunk_tokens": 32, "draft": "mtp", "draft_depth": 1},
-    "mtp_2": {"chunk_tokens": 64, "draft": "mtp", "draft_depth": 2, "page_size": 16},
-    "mtp_3": {
-        "chunk_tokens": 32,
+    "chunks of 16, no overlap, MTP with one draft": {
+        "chunk_tokens": 16,
+        "overlap": False,
+        "draft": "mtp",
+        "draft_depth": 1,
+    },
+    "chunks of 512, no prefix cache": {"chunk_tokens": 512, "prefix_cache": False},
+    "preemptions, MTP with three drafts": {
+        "chunk_tokens": 64,
         "draft": "mtp",
         "draft_depth": 3,
         "page_size": 16,

@@ -1,0 +1,154 @@
+"""Runs step plans on the device: arguments in, tokens out, with steps in flight between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.scheduler import Chunk, ScheduledRequest, StepPlan
+from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.step import StepOutput
+from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
+
+
+class _Dispatched(NamedTuple):
+    """A step whose results have not been read."""
+
+    plan: StepPlan
+    shape: StepShape
+    output: StepOutput
+
+
+class NewTokens(NamedTuple):
+    """Tokens that one step gave to a request."""
+
+    tokens: np.ndarray
+    """[t]"""
+    logprobs: np.ndarray
+    """[t]"""
+    top_tokens: np.ndarray
+    """[t, n]"""
+    top_logprobs: np.ndarray
+    """[t, n]"""
+    drafted: int
+    """Number of drafts that the step verified."""
+
+
+class RequestResult(NamedTuple):
+    """What a dispatch gave to one request."""
+
+    request: ScheduledRequest
+    steps: list[NewTokens]
+    """The steps that gained tokens."""
+    finished: int
+    """RUNNING, STOPPED, FULL or NON_FINITE."""
+    is_decode: bool
+    """Whether these were decode steps. Otherwise a prefill ended its prompt."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All new tokens."""
+        return [token for step in self.steps for token in step.tokens.tolist()]
+
+
+class Executor:
+    """Dispatches plans and reads their results in the same order.
+
+    Args:
+      settings_of: returns the settings of a scheduled request, or None if it has ended.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        state: SlotState,
+        settings_of: Callable[[ScheduledRequest], Request | None],
+    ):
+        self.programs = programs
+        self._state = state
+        self._settings_of = settings_of
+        self._in_flight: deque[_Dispatched] = deque()
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of dispatches whose results have not been read."""
+        return len(self._in_flight)
+
+    def warm_up(self) -> None:
+        """Compiles all programs."""
+        self.programs.warm_up(self._state)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Launches a plan. It does not wait for the device, and transfers one array to it."""
+        settings = [self._settings_of(request) for request in plan.requests]
+        top = any(each is not None and each.logprobs for each in settings)
+        shape = self.programs.shape(
+            len(plan.decodes), len(plan.chunks), MAX_TOP_LOGPROBS if top else 0
+        )
+        buffer, inputs = empty_input(shape, self.programs.num_slots)
+        self._fill(inputs, plan)
+        self._state, output = self.programs(self._state, buffer, shape)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        self._in_flight.append(_Dispatched(plan, shape, output))
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
+        """Waits for the oldest dispatch. Returns its plan, and a result for each request that
+        decoded or whose prompt ended."""
+        plan, shape, device_output = self._in_flight.popleft()
+        output: StepOutput = jax.device_get(device_output)
+        results = [
+            RequestResult(request, list(_new_tokens(output, row)), int(output.finished[row]), True)
+            for row, request in enumerate(plan.decodes)
+        ]
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.is_last:
+                row = shape.decodes + i
+                finished = int(output.finished[row])
+                tokens = list(_new_tokens(output, row))
+                results.append(RequestResult(chunk.request, tokens, finished, False))
+        return plan, results
+
+    def _fill(self, inputs: StepInput, plan: StepPlan) -> None:
+        """Writes a plan into the arguments of a step."""
+        arrays: Any = inputs  # NumPy's, on the host
+        arrays.steps[0] = plan.decode_steps
+        for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
+            arrays.decode_slots[i] = slot
+            arrays.max_drafts[i] = request.drafts
+            arrays.decode_tables[i, : len(request.pages)] = request.pages
+        for i, chunk in enumerate(plan.chunks):
+            arrays.chunk_slots[i] = chunk.slot
+            arrays.chunk_tables[i, : len(chunk.request.pages)] = chunk.request.pages
+            arrays.starts[i] = chunk.start
+            arrays.counts[i] = chunk.count
+            arrays.is_last[i] = chunk.is_last
+            if chunk.is_first:
+                self._fill_admission(arrays, i, chunk)
+
+    def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
+        request, settings = chunk.request, self._settings_of(chunk.request)
+        assert settings is not None, "a request was planned after its end"
+        arrays.admitted_slots[i] = chunk.slot
+        arrays.prompts[i, : len(request.tokens)] = request.tokens
+        arrays.lengths[i] = len(request.tokens)
+        arrays.limits[i] = request.max_length
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(arrays, name)[i] = getattr(settings, name)
+        arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
+
+
+def _new_tokens(output: StepOutput, row: int) -> Iterator[NewTokens]:
+    """Yields the tokens of each step of a dispatch that gave some to a row."""
+    for step, count in enumerate(np.asarray(output.counts[:, row]).tolist()):
+        if count:
+            arrays = (output.tokens, output.logprobs, output.top_tokens, output.top_logprobs)
+            parts = [np.asarray(array[step, row, :count]) for array in arrays]
+            yield NewTokens(*parts, int(output.drafted[step, row]))
