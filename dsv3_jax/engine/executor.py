@@ -149,6 +149,10 @@ def _new_tokens(output: StepOutput, row: int) -> Iterator[NewTokens]:
     """Yields the tokens of each step of a dispatch that gave some to a row."""
     for step, count in enumerate(np.asarray(output.counts[:, row]).tolist()):
         if count:
-            arrays = (output.tokens, output.logprobs, output.top_tokens, output.top_logprobs)
-            parts = [np.asarray(array[step, row, :count]) for array in arrays]
-            yield NewTokens(*parts, int(output.drafted[step, row]))
+            yield NewTokens(
+                tokens=np.asarray(output.tokens[step, row, :count]),
+                logprobs=np.asarray(output.logprobs[step, row, :count]),
+                top_tokens=np.asarray(output.top_tokens[step, row, :count]),
+                top_logprobs=np.asarray(output.top_logprobs[step, row, :count]),
+                drafted=int(output.drafted[step, row]),
+            )

@@ -77,7 +77,8 @@ class HostTimes:
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
-        self.seconds = dict.fromkeys(("planning", "dispatching", "waiting", "processing"), 0.0)
+        names = ("planning", "dispatching", "waiting", "processing")
+        self.seconds: dict[str, float] = dict.fromkeys(names, 0.0)
         self.seconds_per_decode_step: float | None = None
         """Recent mean between two results of dispatches that only decode."""
         self._last_decode_read: float | None = None
