@@ -73,8 +73,9 @@ def chat(count: int = 768, seed: int = 11) -> Trace:
 
 
 def prefixed(count: int = 512, seed: int = 12, families: int = 8, prefix: int = 1536) -> Trace:
-    """Returns prompts that begin with one of ``families`` prefixes of ``prefix`` tokens and go on
-    with 16 to 600 tokens of their own (median 100). Outputs have 8 to 400 tokens (median 100)."""
+    """Returns prompts that begin with one of ``families`` prefixes of ``prefix`` tokens and
+    continue with 16 to 600 tokens of their own. Outputs have 8 to 400 tokens. Both medians are 100.
+    """
     random = np.random.default_rng(seed)
     family = random.integers(0, families, count).tolist()
     own = _lognormal(random, count, median=100, sigma=0.6, least=16, most=600)

@@ -17,7 +17,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What came of a trace."""
+    """Results of a replayed trace."""
 
     seconds: float
     """From the first submission to the last token."""

@@ -42,7 +42,7 @@ class NewTokens(NamedTuple):
 
 
 class RequestResult(NamedTuple):
-    """What a dispatch gave to one request."""
+    """Tokens that a dispatch gave to one request."""
 
     request: ScheduledRequest
     steps: list[NewTokens]

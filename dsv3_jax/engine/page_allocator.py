@@ -33,7 +33,7 @@ _ROOT = 0  # identity of the parent of every first page
 
 
 class _Key(NamedTuple):
-    """What the contents of a page depend on."""
+    """Key of a page in the prefix index: everything that its contents depend on."""
 
     parent: int
     """Identity of the page before it, or ``_ROOT``."""

@@ -14,7 +14,7 @@ from dsv3_jax.generation.completion import Completion, Piece
 
 @dataclasses.dataclass
 class RequestTimes:
-    """When things happened to a request, in seconds of ``time.monotonic()``; NaN before that."""
+    """Times of a request's events, in seconds of ``time.monotonic()``; NaN before an event."""
 
     submitted: float
     first_token: float = math.nan

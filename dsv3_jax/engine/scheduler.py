@@ -31,7 +31,7 @@ from typing import Literal
 from dsv3_jax.engine.page_allocator import PageAllocator
 
 EndReason = Literal["cancelled", "timeout"]
-"""Why the scheduler itself ended a request."""
+"""Reason for which the scheduler itself ended a request."""
 
 
 class QueueFullError(RuntimeError):
@@ -39,7 +39,7 @@ class QueueFullError(RuntimeError):
 
 
 class Phase(enum.Enum):
-    """Where a request is in its life."""
+    """Stage of a request's life."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -75,7 +75,7 @@ class ScheduledRequest:
     steps_in_flight: int = 0
     """Dispatched plans that include it and whose results are not reported yet."""
     decodes_in_flight: int = 0
-    """Decode steps in those plans, each of which adds at least one token."""
+    """Decode steps in those plans. Each adds at least one token."""
     published: int = 0
     """Number of its pages that are in the prefix index."""
     preemptions: int = 0
@@ -116,7 +116,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What one dispatch computes."""
+    """The work of one dispatch."""
 
     decodes: tuple[ScheduledRequest, ...]
     slots: tuple[int, ...]
@@ -323,7 +323,7 @@ class Scheduler:
         return planned
 
     def _grow(self, request: ScheduledRequest, tokens: int) -> bool:
-        """Gives a request pages for so many tokens and returns whether it has them.
+        """Gives a request pages for ``tokens`` tokens and returns whether it has them.
 
         If pages are missing, it preempts the last running request, which may be this one. It never
         preempts another while pages of retiring requests are still to come: they may be enough.

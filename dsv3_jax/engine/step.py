@@ -30,7 +30,7 @@ from dsv3_jax.outputs import Hidden
 
 
 class StepOutput(NamedTuple):
-    """What the host reads of a step: n decode steps (one, if it prefills) of B + C requests.
+    """Results that the host reads: n decode steps (one, if it prefills) of B + C requests.
 
     The requests that decode come first, then those of the chunks.
     """
@@ -292,7 +292,7 @@ def _keep_mtp_inputs(
     token: in both cases as many as it gained tokens.
     """
     slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
-    # The state has room for its K drafts, of which this step may use fewer.
+    # The state has room for K drafts. This step may use fewer.
     padding = state.mtp_inputs.shape[1] - mtp_inputs.shape[1]
     padded = jnp.pad(mtp_inputs, ((0, 0), (0, padding), (0, 0)))
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What the host sends to the device for one step, packed into a single transfer.
+"""The arguments of one step, packed into a single transfer to the device.
 
 Every array that a program takes from the host costs it tens of microseconds. A step needs about
 twenty of them, so they are views into one int32 buffer, which the device cuts up again. Each begins
@@ -91,7 +91,7 @@ class StepInput(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """Where an argument is in the buffer."""
+    """Location of an argument in the buffer."""
 
     begin: int
     shape: tuple[int, ...]

@@ -89,7 +89,7 @@ class SimulatedDevice:
         return gained, finished
 
     def _decode(self, row: Slot, request: ScheduledRequest, gained: dict) -> None:
-        """Verifies drafts of which a number that depends on the prefix is right."""
+        """Verifies drafts. The number of accepted ones depends on the prefix."""
         prefix = tuple(row.tokens)
         last = len(prefix) - 1
         for position in range(max(last - 1 - request.drafts, 0), last):

@@ -178,7 +178,7 @@ class TestHandles:
 class TestEnds:
     @pytest.mark.parametrize("steps", [0, 1, 2, 4])
     def test_cancelled_within_one_step(self, engine, steps):
-        kept = engine.submit([9, 8, 7], max_new_tokens=12, ignore_eos=True)
+        other = engine.submit([9, 8, 7], max_new_tokens=12, ignore_eos=True)
         request = engine.submit([5, 6, 7], max_new_tokens=100, ignore_eos=True)
         for _ in range(steps):
             engine.step()
@@ -188,7 +188,7 @@ class TestEnds:
         assert completion.finish_reason == "cancelled"
         assert len(completion.tokens) <= 3 * steps
         run(engine)
-        assert len(kept.result(0).tokens) == 12
+        assert len(other.result(0).tokens) == 12
 
     def test_timeout(self, engine):
         request = engine.submit([5, 6, 7], max_new_tokens=100, timeout=0.0)

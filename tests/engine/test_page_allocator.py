@@ -191,12 +191,12 @@ def test_without_a_prefix_cache_pages_are_free_at_once():
 
 def test_clear_forgets_contents_and_keeps_owners():
     allocator = PageAllocator(4, 2)
-    kept, released = filled(allocator, [1, 2]), filled(allocator, [3, 4])
+    owned, released = filled(allocator, [1, 2]), filled(allocator, [3, 4])
     allocator.release(released)
     allocator.clear()
     assert allocator.cached_prefix([1, 2, 0]) == allocator.cached_prefix([3, 4, 0]) == []
-    allocator.check_integrity([kept])
-    allocator.release(kept)
+    allocator.check_integrity([owned])
+    allocator.release(owned)
     assert allocator.available == 4
 
 

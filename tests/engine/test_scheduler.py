@@ -177,10 +177,10 @@ class TestPrefixCache:
     def test_serves_a_conversation(self, lookahead, drafts, cached):
         # The next turn's prompt holds the tokens that were generated before.
         simulation = Simulation(num_pages=200, lookahead=lookahead)
-        turn = request([1] * 20, 20, drafts=drafts)
-        simulation.scheduler.add(turn)
+        first = request([1] * 20, 20, drafts=drafts)
+        simulation.scheduler.add(first)
         simulation.run()
-        following = request([*turn.tokens, 5, 6], 5, drafts=drafts)
+        following = request([*first.tokens, 5, 6], 5, drafts=drafts)
         simulation.scheduler.add(following)
         simulation.run()
         assert following.cached_tokens == cached
