@@ -115,7 +115,10 @@ def make_layout(
     Args:
       name: a key of :data:`PRESETS`.
       devices: None takes all devices, or for "single" the first.
-      exchange, float8_dispatch, bfloat16_combine, micro_batches: as in :class:`Layout`.
+      exchange: collective that moves tokens to experts, see :class:`Layout`.
+      float8_dispatch: whether tokens travel in float8, see :class:`Layout`.
+      bfloat16_combine: whether partial sums travel in bfloat16, see :class:`Layout`.
+      micro_batches: number of micro-batches per device, see :class:`Layout`.
       expert_devices: only for "train". Number of devices that share one set of experts and exchange
         tokens; it must divide the number of experts and of devices. The quotient is the size of the
         mesh axis ``data``, along which expert weights are stored sharded like all other parameters.

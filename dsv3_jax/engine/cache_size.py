@@ -30,8 +30,11 @@ def cache_pages(
       mtp: whether the MTP layer has a cache.
 
     Raises:
-      ValueError: ``cache_tokens`` is below one page, or the device has no memory left.
+      ValueError: ``page_size`` is below 1, ``cache_tokens`` below a page, or the device has no
+        memory left.
     """
+    if page_size < 1:
+        raise ValueError(f"page_size: expected 1 or more, got {page_size}")
     if cache_tokens is not None:
         if cache_tokens < page_size:
             raise ValueError(

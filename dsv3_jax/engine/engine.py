@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import threading
 import time
 from types import TracebackType
@@ -27,6 +28,7 @@ from dsv3_jax.engine.stats import EngineStats, HostTimes
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
+from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.state import NON_FINITE, RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
@@ -80,6 +82,10 @@ class Engine:
     ):
         _check_model(model)
         config = model.config
+        longest = config.max_position_embeddings
+        expected = f"2 to {longest} (max_position_embeddings)"
+        check("max_len", max_len, expected, numbers.Integral, 2, longest)
+        check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None

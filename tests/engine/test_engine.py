@@ -224,6 +224,23 @@ class TestRefusals:
             engine.submit([5], max_new_tokens=MAX_LEN)
         assert engine.stats().waiting == 0
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_running": 0}, "max_running: expected an integer of at least 1, got 0"),
+            ({"page_size": 0}, "page_size: expected 1 or more, got 0"),
+            ({"cache_tokens": 63}, "cache_tokens: expected at least a page, 64, got 63"),
+            ({"draft": "eagle"}, "draft: expected None, 'mtp', 'ngram'"),
+        ],
+    )
+    def test_bad_options(self, tiny_mtp, options, message):
+        with pytest.raises(ValueError, match=message):
+            make(tiny_mtp, **options)
+
+    def test_a_length_past_the_last_position(self, tiny_mtp):
+        with pytest.raises(ValueError, match=r"max_len: expected 2 to 128 .*got 129"):
+            Engine(tiny_mtp, None, 129)
+
     def test_a_full_queue(self, tiny_mtp):
         engine = make(tiny_mtp, max_waiting=1)
         engine.submit([5])
