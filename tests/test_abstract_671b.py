@@ -12,7 +12,8 @@ from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
-from dsv3_jax.model import DeepSeekV3, parameter_count
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.parameter_count import parameter_count
 
 # deepseek-r1 is the same network as deepseek-v3.
 MODELS = (
