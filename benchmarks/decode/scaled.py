@@ -18,7 +18,7 @@ _V3 = presets.DEEPSEEK_V3
 def tokens_per_s_per_device(row: dict[str, Any]) -> float:
     """Extrapolates a result of a slice of DeepSeek-V3 to all 61 layers on as many GPUs.
 
-    It assumes that the whole model reaches the same shard of its roofline bound as the slice. The
+    It assumes that the whole model reaches the same share of its roofline bound as the slice. The
     bound of decode is the bytes of weights and cache, that of prefill the arithmetic. The whole
     model would not fit in the memory of so few GPUs.
     """
