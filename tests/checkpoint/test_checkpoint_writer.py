@@ -279,7 +279,7 @@ def test_integer_weights_are_refused(checkpoint, tmp_path, out):
 def test_interrupted(model, out, monkeypatch, last):
     """The directory does not exist before the end, and the next run removes partial files."""
     with monkeypatch.context() as interrupted:
-        for name in ("write_file", "_write_json"):
+        for name in ("write_file", "atomic_write"):
             interrupted.setattr(writer, name, until(last, getattr(writer, name)))
         if last == "rename":
             interrupted.setattr("pathlib.Path.rename", until("there.partial", lambda *_: None))

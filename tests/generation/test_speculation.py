@@ -16,7 +16,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.generation import loop, plan
+from dsv3_jax.generation import loop, plan, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (
     DraftContext,
@@ -340,7 +340,7 @@ class TestDrafts:
             )
             return verify(logits, drafts, sampling, positions, acceptance)
 
-        monkeypatch.setattr(loop, "verify", spy)
+        monkeypatch.setattr(selection, "verify", spy)
         decode = functools.partial(loop.decode, vocab_size=VOCAB_SIZE)
         spied = Program.of(model, decode, static=plain._programs.decode.static)
         programs = dataclasses.replace(plain._programs, decode=spied, step_times=StepTimes())
