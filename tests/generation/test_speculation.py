@@ -214,7 +214,7 @@ class TestGreedy:
         check_same(got, want)
         steps = [completion.speculation.steps for completion in got]
         assert (steps[0], steps[2]) == (5, 24)
-        # Of three positions, two drafts are accepted and the third token is the model's own.
+        # Two of three tokens are accepted drafts, and the third is the model's own.
         assert all(8 <= steps[b] <= 9 for b in (1, 3))
 
     @pytest.mark.parametrize("depth", DEPTHS)
