@@ -12,7 +12,8 @@ step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 executor.py         dispatch of plans, and their results
 output.py           tokens, text and log-probabilities on the host
-engine.py           the loop that connects them
+loop.py             the loop that connects them, and its thread
+engine.py           the public class: it builds the parts and reads settings
 stats.py            figures of a running engine
 =================== ===================================================================
 """

@@ -81,6 +81,16 @@ class Executor:
         """Number of dispatches whose results have not been read."""
         return len(self._in_flight)
 
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps in a dispatch."""
+        return self.programs.buckets.max_steps
+
+    @property
+    def compiled_after_warm_up(self) -> int:
+        """Number of programs that were compiled while requests were waiting for them."""
+        return self.programs.compiled_after_warm_up
+
     def warm_up(self) -> None:
         """Compiles all programs."""
         self.programs.warm_up(self._state)

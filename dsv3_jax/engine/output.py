@@ -43,7 +43,7 @@ class RequestOutput:
     ):
         self.handle = handle
         self.scheduled = scheduled
-        self._request = request
+        self.request = request
         self._has_decoder = decoder is not None
         self._tracker = TextTracker(decoder, request.stop)
         self._results = Results()
@@ -63,7 +63,7 @@ class RequestOutput:
         if self.is_stopped:
             return
         logprobs = step.logprobs, step.top_tokens, step.top_logprobs
-        self._results.add(self._request.logprobs, *logprobs)
+        self._results.add(self.request.logprobs, *logprobs)
         self._tracker.extend(step.tokens.tolist())
         if is_decode:
             self._steps += 1
@@ -103,7 +103,7 @@ class RequestOutput:
     def completion(self, reason: FinishReason) -> Completion:
         """Returns the completion with the tokens so far."""
         completion = self._results.completion(
-            self._request, self._tracker, reason, self._speculation()
+            self.request, self._tracker, reason, self._speculation()
         )
         return dataclasses.replace(completion, cached_tokens=self.scheduled.cached_tokens)
 

@@ -1,0 +1,279 @@
+"""The loop of an engine: plan a step, dispatch it, read the results of the step before it.
+
+The loop knows requests, plans and results, and no arrays: an executor runs the plans. Its public
+methods can be called from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Protocol
+
+from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.executor import RequestResult
+from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.request import EngineRequest
+from dsv3_jax.engine.scheduler import EndReason, ScheduledRequest, Scheduler, StepPlan
+from dsv3_jax.engine.stats import EngineStats, HostTimes
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.state import NON_FINITE, RUNNING
+
+DISPATCH_SECONDS = 0.02
+"""Aim for the length of a dispatch that decodes several times. A new request waits for two."""
+
+
+class PlanExecutor(Protocol):
+    """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
+
+    @property
+    def steps_in_flight(self) -> int: ...
+
+    @property
+    def max_decode_steps(self) -> int: ...
+
+    @property
+    def compiled_after_warm_up(self) -> int: ...
+
+    def dispatch(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
+
+
+class EngineLoop:
+    """Moves requests from the waiting queue to their end.
+
+    Args:
+      scheduler: plans the steps.
+      executor: runs them.
+      settings: settings of the requests that are not at their end. The loop keeps it up to date,
+        and the executor reads it.
+      overlap: whether a step is dispatched before the results of the step before it are read.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: PlanExecutor,
+        settings: dict[ScheduledRequest, Request],
+        *,
+        overlap: bool,
+    ):
+        self._scheduler = scheduler
+        self._executor = executor
+        self._settings = settings
+        self._overlap = overlap
+        self._outputs: dict[ScheduledRequest, RequestOutput] = {}
+        self._by_handle: dict[EngineRequest, ScheduledRequest] = {}
+        self._host_times = HostTimes()
+        self._error: EngineError | None = None
+        self._is_closed = False
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts a thread that runs the steps."""
+        self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, output: RequestOutput) -> None:
+        """Puts a request into the waiting queue.
+
+        Raises:
+          ValueError: the request needs more pages than there are.
+          QueueFullError: too many requests are waiting.
+          EngineError: the engine failed or was shut down.
+        """
+        with self._changed:
+            self._check_open()
+            scheduled = output.scheduled
+            self._scheduler.add(scheduled)
+            self._outputs[scheduled] = output
+            self._settings[scheduled] = output.request
+            self._by_handle[output.handle] = scheduled
+            self._changed.notify_all()
+
+    def cancel(self, handle: EngineRequest) -> None:
+        """Ends a request within one step. Does nothing if it is at its end."""
+        with self._changed:
+            scheduled = self._by_handle.get(handle)
+            if scheduled is not None:
+                self._scheduler.cancel(scheduled)
+                self._changed.notify_all()
+
+    def step(self) -> bool:
+        """Runs one turn of the loop: plans and dispatches a step, and reads earlier results.
+
+        Returns False if there was nothing to do. Call it only if the engine has no thread.
+        """
+        if self._thread is not None and self._thread is not threading.current_thread():
+            raise ValueError(
+                "step: expected an engine with background=False, got one with a thread"
+            )
+        try:
+            return self._step()
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def stats(self) -> EngineStats:
+        """Returns figures of the engine as it is now."""
+        with self._changed:
+            scheduler, pages = self._scheduler, self._scheduler.pages
+            return EngineStats(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                cache_usage=pages.used / pages.num_pages,
+                cache_tokens=pages.num_pages * pages.page_size,
+                prefix_hit_tokens=scheduler.prefix_hit_tokens,
+                prefix_queried_tokens=scheduler.prefix_queried_tokens,
+                prompt_tokens=self._host_times.prompt_tokens,
+                output_tokens=self._host_times.output_tokens,
+                preemptions=scheduler.preemptions,
+                compiled_after_warm_up=self._executor.compiled_after_warm_up,
+                steps=self._host_times.steps,
+                host_us_per_step=self._host_times.us_per_step,
+                host_us=self._host_times.us,
+            )
+
+    def clear_prefix_cache(self) -> None:
+        """Makes later requests compute their whole prompts again."""
+        with self._changed:
+            self._scheduler.pages.clear()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if pages, slots or queues contradict each other."""
+        with self._changed:
+            self._scheduler.check_integrity()
+            known = {*self._scheduler.waiting, *self._scheduler.running}
+            assert known <= set(self._outputs), "a scheduled request has no output"
+
+    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Stops taking requests, and ends.
+
+        Args:
+          drain: whether running and waiting requests are finished first; otherwise they are
+            cancelled.
+          timeout: seconds to wait for them. Those that are left are cancelled.
+        """
+        with self._changed:
+            self._is_closed = True
+            if not drain:
+                self._cancel_all()
+            self._changed.notify_all()
+        if self._thread is None:
+            deadline = math.inf if timeout is None else time.monotonic() + timeout
+            while self._error is None and self.step():
+                if time.monotonic() >= deadline:
+                    self._cancel_all()
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._changed:
+                self._cancel_all()
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineError(str(self._error)) from self._error
+        if self._is_closed:
+            raise EngineError("engine: expected a running one, but it was shut down")
+
+    def _cancel_all(self) -> None:
+        for scheduled in self._outputs:
+            self._scheduler.cancel(scheduled)
+
+    def _run(self) -> None:
+        """The body of the engine's thread."""
+        while True:
+            try:
+                has_worked = self._step()
+            except Exception as error:
+                self._fail(error)
+                return
+            with self._changed:
+                if has_worked or self._outputs:
+                    continue
+                if self._is_closed:
+                    return
+                self._changed.wait_for(lambda: self._outputs or self._is_closed)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all requests after an error of the device or of the engine itself."""
+        with self._changed:
+            self._error = EngineError(f"engine: a step failed: {error}")
+            self._error.__cause__ = error
+            for output in self._outputs.values():
+                output.handle.fail(self._error)
+            self._outputs.clear()
+            self._settings.clear()
+            self._by_handle.clear()
+
+    def _step(self) -> bool:
+        with self._changed:
+            self._check_failed()
+            with self._host_times.planning():
+                plan, ended = self._scheduler.schedule(
+                    time.monotonic(), max_decode_steps=self._max_decode_steps()
+                )
+                for scheduled, reason in ended:
+                    self._end(scheduled, reason)
+        if plan is not None:
+            with self._host_times.dispatching():
+                self._executor.dispatch(plan)
+        in_flight = 1 if self._overlap and plan is not None else 0
+        has_read = self._executor.steps_in_flight > in_flight
+        while self._executor.steps_in_flight > in_flight:
+            self._read()
+        return plan is not None or has_read or bool(ended)
+
+    def _check_failed(self) -> None:
+        if self._error is not None:
+            raise EngineError(str(self._error)) from self._error
+
+    def _max_decode_steps(self) -> int:
+        seconds = self._host_times.seconds_per_decode_step
+        if seconds is None:
+            return 1
+        return max(1, min(int(DISPATCH_SECONDS / seconds), self._executor.max_decode_steps))
+
+    def _read(self) -> None:
+        """Waits for the results of the oldest step, and hands them to its requests."""
+        with self._host_times.waiting():
+            plan, results = self._executor.wait()
+        with self._changed, self._host_times.processing():
+            self._host_times.count(plan, sum(len(result.tokens) for result in results))
+            finished = {r.request: r.finished for r in results if self._take(r)}
+            gained = {result.request: result.tokens for result in results}
+            self._scheduler.report(plan, gained, finished.keys())
+            for request, reason in finished.items():
+                self._finish(request, reason)
+            for request in gained:
+                if request in self._outputs:
+                    self._outputs[request].stream()
+
+    def _take(self, result: RequestResult) -> bool:
+        """Adds a result to its request's output. Returns whether the request is at its end."""
+        output = self._outputs.get(result.request)
+        if output is None:
+            return False  # it has ended in the meantime
+        for step in result.steps:
+            output.add(step, is_decode=result.is_decode)
+        return result.finished != RUNNING or output.is_stopped
+
+    def _finish(self, request: ScheduledRequest, finished: int) -> None:
+        output = self._forget(request)
+        if finished == NON_FINITE and not output.is_stopped:
+            output.fail_non_finite()
+        else:
+            output.finish(finished)
+
+    def _end(self, request: ScheduledRequest, reason: EndReason) -> None:
+        self._forget(request).end(reason)
+
+    def _forget(self, request: ScheduledRequest) -> RequestOutput:
+        output = self._outputs.pop(request)
+        del self._settings[request]
+        del self._by_handle[output.handle]
+        return output
