@@ -98,10 +98,10 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("chunk", "form"),
     [
-        (1, "absorbed"),
         (7, "expanded"),
         slow(7, "absorbed"),
         slow(113, "expanded"),
+        slow(1, "absorbed"),
         slow(1, "expanded"),
         slow(3, "expanded"),
         slow(3, "absorbed"),

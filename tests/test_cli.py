@@ -37,6 +37,7 @@ def generate(*arguments: str) -> int:
     return run("generate", "--max-new-tokens", "8", *arguments)
 
 
+@pytest.mark.slow
 def test_text_goes_to_stdout_and_the_rest_to_stderr(capsys):
     assert generate("--prompt", "import os\n", "--echo") == 0
     out, err = capsys.readouterr()

@@ -63,6 +63,8 @@ EVERY = {
 }
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 # V3 and Kimi-K2 have a hundred thousand tensors each.
 tensor_table = functools.cache(table_module.tensor_table)
 
@@ -86,7 +88,7 @@ def v3_2():
         ("deepseek-v3", 91_991, 684_531_386_000),
         ("deepseek-v3.2", 92_425, 685_396_921_376),
         # The published files also have a rope buffer of 56 values in each of 61 layers.
-        ("kimi-k2", 139_644 - 61, 1_026_470_731_056 - 61 * 56),
+        slow("kimi-k2", 139_644 - 61, 1_026_470_731_056 - 61 * 56),
         ("deepseek-v2-lite", 5_291, 15_706_484_224),
     ],
 )
@@ -109,13 +111,13 @@ def test_bytes_of_v3(v3):
             [(3, 20), (58, 1558), (1, 1564)],
             "f2b6fc059a922ec40758de9a94f591fe2f8b6731a30fd8bd8c80fc169ec45faf",
         ),
-        (
+        slow(
             "deepseek-v3.2",
             689_471_107_200,
             [(3, 27), (58, 1565), (1, 1571)],
             "4732c4312cd2379496c78f03b656407d7fe6a5775062762788251ecb23f0733e",
         ),
-        (
+        slow(
             "kimi-k2",
             1_029_173_249_888,
             [(1, 20), (60, 2326)],
@@ -155,7 +157,7 @@ def test_tables_have_not_changed(name, nbytes, layers, digest):
     assert hashlib.sha256("".join(lines).encode()).hexdigest() == digest
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+@pytest.mark.parametrize("name", ["deepseek-v3", slow("kimi-k2")])
 def test_the_table_of_another_author(name):
     """Lists the tensors independently of the table under test."""
     config = presets.get(name)

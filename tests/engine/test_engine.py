@@ -93,8 +93,8 @@ def expected(alone):
     return {"greedy": of(), "sampled": of(temperature=0.9, top_p=0.95)}
 
 
-# In the quick suite: the plain engine, and the one that does everything at once.
-QUICK = ("plain", "mtp_few_pages")
+# In the quick suite: the engine that does everything at once.
+QUICK = ("mtp_few_pages",)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Copies from the device to the host: only new tokens, in windows."""
 
 import numpy as np
+import pytest
 
 from dsv3_jax.generation import batch
 from dsv3_jax.generation.generator import Generator
@@ -10,6 +11,7 @@ PROMPTS = [letters("one"), letters("a longer prompt"), [5]]
 SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "temperature": 1.0, "logprobs": 2}
 
 
+@pytest.mark.slow
 def test_the_host_copies_new_tokens_in_windows(dense, monkeypatch):
     """A dispatch copies neither all positions of a sequence, nor too few of many new tokens."""
     max_len, window = 77, 16  # shapes for which nothing has been traced with the default window

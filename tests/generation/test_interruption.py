@@ -46,6 +46,7 @@ def want(generator):
     return list(generator.generate(PROMPTS, **SETTINGS))
 
 
+@pytest.mark.slow
 def test_completions_so_far(generator, want, monkeypatch, short_dispatches):
     before = signal.getsignal(signal.SIGINT)
     signal_at(generator, monkeypatch, 7)

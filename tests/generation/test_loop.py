@@ -14,6 +14,7 @@ from dsv3_jax.generation.sampling import Sampling, sample
 from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
 from dsv3_jax.kv_cache import LatentKVCache
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
+from tests.support.covering import slow_except
 
 # One token, a few, more than any chunk here, more than a page of the cache.
 PROMPTS = [
@@ -245,7 +246,7 @@ class TestSettingsReachTheSampler:
 
 class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 1.7])
-    @pytest.mark.parametrize("n", [1, 5, 20])
+    @pytest.mark.parametrize("n", slow_except([1, 5, 20], quick=(1,)))
     def test_against_the_whole_forward_pass(self, generator, forward, n, temperature):
         """Log-probabilities do not depend on temperature and filters."""
         settings = {"temperature": temperature, "top_k": 40, "seed": 8, "ignore_eos": True}

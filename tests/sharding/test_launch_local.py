@@ -53,6 +53,7 @@ def test_all_end_when_one_fails():
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_and_its_child():
     code = NUMBER + (
         "import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

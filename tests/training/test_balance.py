@@ -47,6 +47,7 @@ def test_step_moves_each_bias_by_the_loads_of_its_layer(trainer):
     assert float(metrics.expert_imbalance) == pytest.approx(want)
 
 
+@pytest.mark.slow
 def test_biases_stay_once_their_speed_is_zero(trainer):
     start = trainer.init()
     last = RUN.step_at(RUN.bias_update_end)

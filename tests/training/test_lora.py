@@ -83,6 +83,7 @@ def test_tuning_begins_with_the_model(tuned, trainer):
     assert weighted(tuned.losses[0]) == pytest.approx(weighted(want), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_goes_down(tuned):
     before, after = tuned.losses[0], tuned.losses[-1]
     assert float(after.main) < 0.8 * float(before.main)

@@ -66,6 +66,7 @@ def stop_after(step: int):
 # ---- what a run writes ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_entries_are_written_when_they_are_due(whole):
     """Step 0 has an evaluation, step 1 is the first after compilation, steps 3 and 6 are saved, and
     step 8 is the last."""
@@ -78,6 +79,7 @@ def test_entries_are_written_when_they_are_due(whole):
     assert trained.step == 8
 
 
+@pytest.mark.slow
 def test_every_entry_is_complete(whole):
     first, *entries = whole[1].metrics
     names = {*Metrics._fields, *CLOCK, "step"}
@@ -96,6 +98,7 @@ def test_every_entry_is_complete(whole):
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_numbers_are_the_trainers(model, whole):
     """Repeats the steps with a Trainer. JSON preserves each float exactly."""
     trainer = Trainer(model, CONFIG)
@@ -113,6 +116,7 @@ def test_numbers_are_the_trainers(model, whole):
         np.testing.assert_allclose(entry["expert_load"], load.max(1) / load.mean(1))
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_the_models(model, whole):
     _, trained = whole
     for one, entry in ((model, trained.metrics[0]), (trained.model, trained.metrics[-1])):
@@ -120,10 +124,12 @@ def test_held_out_losses_are_the_models(model, whole):
     assert trained.metrics[0]["held_out"] != trained.metrics[-1]["held_out"]
 
 
+@pytest.mark.slow
 def test_the_last_checkpoints_are_kept(whole):
     assert sorted(path.name for path in (whole[0] / "checkpoints").iterdir()) == ["6", "8"]
 
 
+@pytest.mark.slow
 def test_record(whole):
     record = json.loads((whole[0] / "run.json").read_text())
     assert record["training"]["learning_rate"] == 0.02
@@ -132,6 +138,7 @@ def test_record(whole):
     assert record["model"]["hidden_size"] == 16
 
 
+@pytest.mark.slow
 def test_pictures(whole, tmp_path):
     out = tmp_path / "copy"
     out.mkdir()
@@ -151,6 +158,7 @@ def test_pictures(whole, tmp_path):
 # ---- resuming ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_at", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_is_the_same_run(stopped_at, model, whole, tmp_path):
     """It was stopped before its first checkpoint, or between two checkpoints."""
@@ -186,6 +194,7 @@ def test_a_run_that_ends_at_its_time_limit_can_be_resumed(model, whole, tmp_path
     assert last == want
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_returns_its_result(model, whole):
     out, trained = whole
     again = train(model, CORPUS, out, CONFIG, SETTINGS, resume=True)
@@ -201,6 +210,7 @@ def refused(model, out: Path, corpus=CORPUS, config=CONFIG, settings=SETTINGS, *
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_another_run_is_not_resumed(model, whole):
     out = whole[0]
 
@@ -249,6 +259,7 @@ def test_bad_runs_leave_no_directory(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_left_alone(model, whole, tmp_path):
     assert "expected a new directory, or to resume" in refused(model, whole[0])
     (tmp_path / "file").write_text("precious")
