@@ -1,29 +1,34 @@
 # All targets depend on `make setup`, which needs only Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# One process per core. The tests of a file share a process and what it compiles.
-PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+# Modules are compiled when they are imported, which most of an installation never are.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# One process per core. Each begins with a part of the files in order, so that tests of a file share
+# what they compile, and takes tests from another process when it has no more.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: setup demo test test-all lint bench aot docs clean
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "expected Python >= 3.11, got %d.%d; try make PYTHON=python3.12" % v[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+
+.venv/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
 	@touch $@
 
-.venv/.tested: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@touch $@
+.venv/.tested: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch .venv/.installed $@
 
 .venv/.compared: .venv/.tested
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[parity]'
+	$(PIP) --editable '.[parity]'
 	@touch $@
 
 .venv/.documented: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 demo: setup
@@ -50,11 +55,10 @@ bench: .venv/.compared
 # kernels need jax 0.11 or newer and therefore Python 3.12: make aot PYTHON=python3.12.
 RESULTS := benchmarks/results/plan_compiled.json
 aot: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[tpu]'
+	$(PIP) --editable '.[tpu]'
 	$(BIN)/python -m scripts.plan_compiled $(RESULTS) docs/planning.md --part tpu
 	jax=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
-	  $(BIN)/pip install --quiet --disable-pip-version-check \
-	    jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax
+	  $(PIP) jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax
 	$(BIN)/python -m scripts.plan_compiled $(RESULTS) docs/planning.md --part gpu
 
 docs: .venv/.documented
