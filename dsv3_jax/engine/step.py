@@ -288,8 +288,8 @@ def _keep_mtp_inputs(
 ) -> SlotState:
     """Stores the hidden states that the MTP layer takes in the next step.
 
-    A decoding request has one for each token it gained, and a new one that of its last prompt
-    token: in both cases as many as it gained tokens.
+    There is one for each token that the request gained. A request whose prompt has just ended
+    gained one token, and its hidden state is that of the last prompt token.
     """
     slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
     # The state has room for K drafts. This step may use fewer.

@@ -4,23 +4,24 @@ Weights, cache and state are the arrays themselves, built from shapes. The works
 with constants of XLA's programs, checked against the measurements in benchmarks/results.
 
 Letters: M tokens on one device; H its heads; D, C, V and K as in the model (hidden size, latent
-  rank,
-value width, experts per token).
+rank, value width, experts per token).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.weights import ModelShard, ParameterShard
+from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
 from sharding import Layout, default_capacity, default_pairs_per_call
 from sharding.token_packer import FLOAT8_BLOCK
@@ -308,7 +309,9 @@ def _dequantized_bytes(
         is_quantized = parameter.is_matrix and parameter.dtype.itemsize == 1
         if not is_quantized or except_for in parameter.path:
             continue
-        if not has_kernels or _exceeds_kernel(parameter, pairs if is_expert else M):
+        if not has_kernels or _exceeds_kernel(
+            pairs if is_expert else M, math.prod(parameter.shape[:-2]), parameter.dtype
+        ):
             copies += 2 * parameter.elements
             if is_expert:
                 columns = parameter.elements // math.prod(parameter.shape[:-1])
@@ -339,10 +342,11 @@ def _tiled_bytes(shard: ModelShard, deployment: Deployment, except_for: str) -> 
     )
 
 
-def _exceeds_kernel(parameter: ParameterShard, rows: int) -> bool:
+@functools.cache  # called for every parameter
+def _exceeds_kernel(rows: int, groups: int, dtype: np.dtype) -> bool:
     """Returns whether the kernel that reads weights as stored refuses this number of rows."""
     try:
-        check_few_tokens(rows, math.prod(parameter.shape[:-2]), parameter.dtype)
+        check_few_tokens(rows, groups, dtype)
     except NotImplementedError:
         return True
     return False

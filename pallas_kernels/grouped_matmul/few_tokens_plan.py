@@ -35,7 +35,8 @@ class Config:
     ``k_warpgroups`` still leaves too few tiles."""
 
     stages: int | None = None
-    """Stages of the ring buffer. By default as many as fit in shared memory."""
+    """Number of stages of the ring buffer. The default is the largest number that fits in shared
+    memory."""
 
     max_mma_tokens: int = 16
     """Widest tile for which each warp multiplies its own 16 features with mma.sync. Wider tiles use

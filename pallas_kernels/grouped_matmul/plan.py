@@ -45,8 +45,8 @@ class Config:
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
 
     panel: int | None = None
-    """M tiles that are computed for one N tile before the next N tile. None for as many as stay in
-    the L2 cache while the matrices stream through it."""
+    """Number of M tiles that are computed for one N tile before the next N tile. None takes the
+    largest number that stays in the L2 cache while the matrices stream through it."""
 
     copy_heights: tuple[int, ...] = ()
     """Heights of the lhs copies for tiles that are not full. The smallest that covers a tile's rows

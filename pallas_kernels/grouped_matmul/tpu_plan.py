@@ -11,8 +11,8 @@ from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.tpu import LANES, Chip, require_vmem, tiled_bytes
 
 EXPANDED_ROWS = 128
-"""Rows of a quantized matrix that are expanded at a time: as many as a register has lanes, because
-their scales are along the lanes."""
+"""Number of rows of a quantized matrix that are expanded at a time. It is the number of lanes of a
+register, because the scales of the rows are stored along the lanes."""
 
 _MIN_ROWS, _MAX_ROWS = 16, 512
 """Rows of a tile: a bfloat16 register has 16, and 512 keep the matrix unit busy."""

@@ -30,7 +30,8 @@ class FewQueries:
     unused. A float8 cache takes 64."""
 
     stages: int | None = None
-    """Stages of all ring buffers together. By default as many as fit in shared memory."""
+    """Number of stages of all ring buffers together. The default is the largest number that fits in
+    shared memory."""
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""

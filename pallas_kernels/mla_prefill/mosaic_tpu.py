@@ -45,7 +45,8 @@ class Config:
     """Keys per chunk, the unit of computation."""
 
     segment: int | None = None
-    """Keys per segment, the unit of copying: whole chunks, by default as many as fit in VMEM."""
+    """Number of keys per segment, the unit of copying, in whole chunks. The default is the largest
+    number that fits in VMEM."""
 
 
 def mla_prefill(

@@ -18,12 +18,9 @@ from dsv3_jax.generation.generator import Generator
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
+# test_random_trace.py has the others.
 ENGINES = {
     "plain": {},
-    "no_overlap": {"overlap": False},
-    "no_prefix_cache": {"prefix_cache": False},
-    "few_pages": {"cache_tokens": 16 * 9, "page_size": 16},
-    "mtp": {"draft": "mtp", "draft_depth": 2},
     "mtp_few_pages": {"draft": "mtp", "draft_depth": 1, "cache_tokens": 16 * 9, "page_size": 16},
     "ngram": {"draft": "ngram", "draft_depth": 3},
 }
@@ -114,9 +111,7 @@ def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
     assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
     if "few_pages" in name:
         assert stats.preemptions > 0
-    if name == "no_prefix_cache":
-        assert stats.prefix_hit_tokens == 0
-    elif "few_pages" not in name:
+    if "few_pages" not in name:
         assert stats.prefix_hit_tokens > 0
 
 

@@ -133,3 +133,5 @@ def serve(served: Served, *, count: int, chunk_tokens: int, **options) -> None:
         assert engine.stats().preemptions > 0
     elif options.get("prefix_cache", True):
         assert engine.stats().prefix_hit_tokens > 0
+    else:
+        assert engine.stats().prefix_hit_tokens == 0

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-len",
         type=int,
         metavar="N",
-        help="positions of the cache, for prompt and completion together (default: as many as"
-        " needed)",
+        help="positions of the cache, for prompt and completion together (default: the number"
+        " that the request needs)",
     )
     add(
         "--temperature",
