@@ -99,8 +99,12 @@ class Executor:
         """Launches a plan. It does not wait for the device, and transfers one array to it."""
         settings = [self._settings_of(request) for request in plan.requests]
         top = any(each is not None and each.logprobs for each in settings)
+        is_sampled = any(each is not None and each.temperature for each in settings)
         shape = self.programs.shape(
-            len(plan.decodes), len(plan.chunks), MAX_TOP_LOGPROBS if top else 0
+            len(plan.decodes),
+            len(plan.chunks),
+            sampling="sampled" if is_sampled else "greedy",
+            num_top_logprobs=MAX_TOP_LOGPROBS if top else 0,
         )
         buffer, inputs = empty_input(shape, self.programs.num_slots)
         self._fill(inputs, plan)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.program import GPU_OPTIONS
+from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
@@ -106,13 +107,22 @@ class Programs:
         )
         self._compiled: dict[StepShape, Any] = {}
 
-    def shape(self, decodes: int, chunks: int, num_top_logprobs: int = 0) -> StepShape:
+    def shape(
+        self,
+        decodes: int,
+        chunks: int,
+        *,
+        sampling: SamplingMode = "greedy",
+        num_top_logprobs: int = 0,
+    ) -> StepShape:
         """Returns the smallest shape that holds so many requests and chunks."""
         B = next(size for size in (0, *self.buckets.decodes) if size >= decodes)
         C = next(size for size in (0, *self.buckets.chunks) if size >= chunks)
-        return self._shape(B, C, num_top_logprobs)
+        return self._shape(B, C, sampling, num_top_logprobs)
 
-    def _shape(self, B: int, C: int, num_top_logprobs: int = 0) -> StepShape:
+    def _shape(
+        self, B: int, C: int, sampling: SamplingMode, num_top_logprobs: int = 0
+    ) -> StepShape:
         return StepShape(
             decodes=B,
             chunks=C,
@@ -120,6 +130,7 @@ class Programs:
             max_pages=self._max_pages,
             max_len=self._max_len,
             max_steps=1 if C else self.buckets.max_steps,
+            sampling=sampling,
             num_top_logprobs=num_top_logprobs,
         )
 
@@ -127,12 +138,13 @@ class Programs:
     def shapes(self) -> list[StepShape]:
         """Every shape that a step without top log-probabilities can have."""
         sizes = itertools.product((0, *self.buckets.decodes), (0, *self.buckets.chunks))
-        return [self._shape(B, C) for B, C in sizes if B or C]
+        modes: tuple[SamplingMode, ...] = get_args(SamplingMode)
+        return [self._shape(B, C, mode) for B, C in sizes if B or C for mode in modes]
 
     def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
         """Compiles programs in parallel: those of ``shapes``, or all."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
-        lowered = [self._lower(state, shape) for shape in missing]
+        lowered = [self.lower(state, shape) for shape in missing]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             for shape, compiled in zip(missing, pool.map(_compile, lowered), strict=True):
                 self._compiled[shape] = compiled
@@ -147,12 +159,13 @@ class Programs:
             if self._is_warm:
                 self.compiled_after_warm_up += 1
                 logger.warning("compiling a step after warm-up: %s", shape)
-            compiled = self._compiled[shape] = _compile(self._lower(state, shape))
+            compiled = self._compiled[shape] = _compile(self.lower(state, shape))
         leaves, structure = jax.tree.flatten(state)
         leaves, output = compiled(self._leaves, leaves, jax.device_put(buffer))
         return jax.tree.unflatten(structure, leaves), output
 
-    def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
+    def lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
+        """Lowers the program of a shape."""
         buffer, _ = empty_input(shape, self.num_slots)
         leaves, structure = jax.tree.flatten(state)
         return self._jitted.lower(self._leaves, leaves, buffer, shape, structure)

@@ -59,13 +59,18 @@ class _Requests(NamedTuple):
 
     @classmethod
     def of(
-        cls, state: SlotState, slots: Int[Array, " B"], tables: Int[Array, "B max_pages"]
+        cls,
+        state: SlotState,
+        slots: Int[Array, " B"],
+        tables: Int[Array, "B max_pages"],
+        shape: StepShape,
     ) -> _Requests:
         def rows(array: jax.Array) -> jax.Array:
             return array.at[slots].get(mode="clip")
 
         is_running = (slots < state.num_slots) & (rows(state.finished) == RUNNING)
         sampling = jax.tree.map(rows, state.sampling)
+        sampling = dataclasses.replace(sampling, mode=shape.sampling)
         return cls(slots, tables, is_running, rows(state.lengths), rows(state.limits), sampling)
 
     def cache(self, state: SlotState) -> LatentKVCache:
@@ -126,7 +131,7 @@ def _decode(
 
     def proceed(carry: tuple) -> Bool[Array, ""]:
         i, state, _ = carry
-        requests = _Requests.of(state, inputs.decode_slots, inputs.decode_tables)
+        requests = _Requests.of(state, inputs.decode_slots, inputs.decode_tables, shape)
         return (i < steps) & jnp.any(requests.is_running)
 
     _, state, (new, drafted) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
@@ -144,7 +149,7 @@ def _step(
     model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
 ) -> tuple[SlotState, NewTokens, Int[Array, " R"]]:
     """Runs one step. Also returns its new tokens, and how many drafts each request had."""
-    decodes = _Requests.of(state, inputs.decode_slots, inputs.decode_tables)
+    decodes = _Requests.of(state, inputs.decode_slots, inputs.decode_tables, shape)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
@@ -250,7 +255,7 @@ def _chunk_batch(
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
         form="expanded",
     )
-    requests = _Requests.of(state, inputs.chunk_slots, inputs.chunk_tables)
+    requests = _Requests.of(state, inputs.chunk_slots, inputs.chunk_tables, shape)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
-from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.sampling import Sampling, SamplingMode
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 
 
@@ -38,6 +38,8 @@ class StepShape:
     """S: tokens of the longest request."""
     max_steps: int
     """Most decode steps in a dispatch; 1 in a step that prefills."""
+    sampling: SamplingMode = "greedy"
+    """``greedy`` if no request of the step samples."""
     num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ NEXT, DRAFT, ACCEPT = range(3)
 # Higher temperatures give the same distribution. Their reciprocals are subnormal, which devices
 # flush to zero, and zero times the -inf of an excluded token is NaN.
 _MAX_TEMPERATURE = 2.0**125
+
+_T = TypeVar("_T")
+
+SamplingMode = Literal["greedy", "sampled"]
+"""``greedy``: every temperature is 0. ``sampled``: some may be higher."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +40,9 @@ class Sampling:
     seed: UInt32[Array, " B"]
     stop_tokens: Int[Array, "B n_stop"]
     """Token ids that end the sequence, padded with -1."""
+    mode: SamplingMode | None = dataclasses.field(default=None, metadata={"static": True})
+    """The mode, where the caller knows it when it compiles. None reads the temperatures instead and
+    branches, for which XLA makes a GPU's host wait until they are known."""
 
     @classmethod
     def pack(
@@ -69,9 +78,18 @@ class Sampling:
 
     @property
     def any_sampled(self) -> Bool[Array, ""]:
-        """Whether any sequence has a temperature above 0. Sorting a whole vocabulary costs more
-        than the rest of sampling, so greedy batches skip it by a branch."""
+        """Whether any sequence has a temperature above 0."""
         return jnp.any(self.temperature > 0.0)
+
+    def choose(self, sampled: Callable[[], _T], greedy: Callable[[], _T]) -> _T:
+        """Returns ``greedy()`` if all temperatures are 0, else ``sampled()``, which must be right
+        for any temperatures.
+
+        Sorting a whole vocabulary costs more than the rest of sampling, so greedy batches skip it.
+        """
+        if self.mode is None:
+            return jax.lax.cond(self.any_sampled, sampled, greedy)
+        return greedy() if self.mode == "greedy" else sampled()
 
 
 def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
@@ -171,8 +189,7 @@ def sample(
     purpose: int = NEXT,
 ) -> Int[Array, " B"]:
     """Returns each sequence's token at ``positions``, greedy or sampled by its settings."""
-    return jax.lax.cond(
-        sampling.any_sampled,
+    return sampling.choose(
         lambda: sample_filtered(filter_logits(logits, sampling), sampling, positions, purpose),
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )

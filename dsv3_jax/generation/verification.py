@@ -77,7 +77,7 @@ def verify(
         tokens = jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded_drafts)
         return tokens, accepted
 
-    return jax.lax.cond(sampling.any_sampled, verify_sampled, verify_greedy)
+    return sampling.choose(verify_sampled, verify_greedy)
 
 
 def _num_leading_true(mask: Bool[Array, "B K"]) -> Int[Array, " B"]:

@@ -1,5 +1,6 @@
 """Sampling: filters against a reference, tokens against their distribution, and batches."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.sampling import Sampling, filter_mask, sample
+from dsv3_jax.generation.sampling import Sampling, SamplingMode, filter_mask, sample
 
 Options = dict[str, Any]
 
@@ -259,3 +260,35 @@ def test_by_default_sampling_is_greedy_and_never_stops():
     assert sampling.seed.tolist() == [0, 1, 2]
     assert sampling.top_p.tolist() == [1.0] * 3
     assert sampling.stop_tokens.tolist() == [[-1]] * 3
+
+
+class TestMode:
+    """A static mode gives the tokens that the branch gives, and leaves no branch."""
+
+    logits = np.random.default_rng(5).normal(size=(6, 40)).astype(np.float32)
+    positions = np.arange(6)
+
+    def sample(self, mode: SamplingMode | None, temperatures: list[float]) -> jax.Array:
+        batch = sampling([{"temperature": t, "seed": i} for i, t in enumerate(temperatures)])
+        settings = dataclasses.replace(batch, mode=mode)
+        return sample(jnp.asarray(self.logits), settings, jnp.asarray(self.positions))
+
+    @pytest.mark.parametrize(
+        ("mode", "temperatures"),
+        [
+            ("greedy", [0.0] * 6),
+            ("sampled", [0.0] * 6),
+            ("sampled", [0.0, 0.7, 0.0, 1.5, 1.0, 0.0]),
+        ],
+    )
+    def test_tokens(self, mode, temperatures):
+        expected = self.sample(None, temperatures)
+        np.testing.assert_array_equal(self.sample(mode, temperatures), expected)
+
+    @pytest.mark.parametrize(
+        ("mode", "operations"),
+        [(None, {"cond", "sort"}), ("sampled", {"sort"}), ("greedy", set())],
+    )
+    def test_operations(self, mode, operations):
+        program = str(jax.make_jaxpr(lambda: self.sample(mode, [1.0] * 6))())
+        assert {name for name in ("cond", "sort") if f" {name}[" in program} == operations

@@ -39,7 +39,8 @@ run_verify = jax.jit(verify, static_argnums=4)
 
 def repeated(options: Options, count: int = N) -> Sampling:
     """Settings of ``count`` sequences that differ in their seeds only."""
-    columns = {f.name: getattr(sampling([options]), f.name) for f in dataclasses.fields(Sampling)}
+    names = [field.name for field in dataclasses.fields(Sampling) if field.name != "mode"]
+    columns = {name: getattr(sampling([options]), name) for name in names}
     batch = {name: np.repeat(np.asarray(column), count, axis=0) for name, column in columns.items()}
     return Sampling.pack(**batch | {"seed": np.arange(count)})
 
