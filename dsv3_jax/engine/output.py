@@ -45,7 +45,7 @@ class RequestOutput:
         self.scheduled = scheduled
         self.request = request
         self._has_decoder = decoder is not None
-        self._tracker = TextTracker(decoder, request.stop)
+        self._tracker = TextTracker(decoder, request.stop, request.min_tokens)
         self._results = Results()
         self._draft = draft
         self._drafted = np.zeros(depth, np.int64)

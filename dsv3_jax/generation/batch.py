@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3_jax.generation.adjustments import Adjustments
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
 from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
 from dsv3_jax.generation.plan import DraftPlan
@@ -56,7 +57,7 @@ class Batch:
         self._after_dispatch = after_dispatch
         self._is_warm_up = is_warm_up
         self._requests = requests
-        self.trackers = [TextTracker(tokenizer, request.stop) for request in requests]
+        self.trackers = [TextTracker(tokenizer, r.stop, r.min_tokens) for r in requests]
         """Tokens and text of each request."""
         self.has_stop_strings = any(request.stop for request in requests)
         self.steps = 0
@@ -72,6 +73,7 @@ class Batch:
         self._sequence_steps = np.zeros(size, np.int32)
         self._routing_counts: np.ndarray | int = 0
         self._sampling = _sampling(sequences)
+        self._adjustments = Adjustments.of(sequences, programs.signature.config.vocab_size)
         self._state: DecodeState | None = self._initial_state(sequences)
 
     def free(self) -> None:
@@ -138,7 +140,8 @@ class Batch:
             dispatch in both cases.
         """
         depth = self._chooser.choose() if depth is None else depth
-        program = ("decode", *_shape(self._live_state), self._plan.drafter, depth)
+        parts = jax.tree.structure(self._adjustments)
+        program = ("decode", *_shape(self._live_state), self._plan.drafter, depth, parts)
         times = self._programs.step_times
         if tokens is not None:
             steps = max(1, tokens // (depth + 1))
@@ -163,7 +166,12 @@ class Batch:
         steps_before, began = self.steps, time.perf_counter()
         # Assigned at once: an interrupt may come at any time, and the old state is donated.
         self._state = state = self._programs.decode(
-            self._live_state, self._sampling, np.int32(max_steps), self._plan.drafter, depth
+            self._live_state,
+            self._sampling,
+            np.int32(max_steps),
+            self._plan.drafter,
+            depth,
+            self._adjustments,
         )
         finished, drafted, accepted, self._sequence_steps, total_steps = host_values(
             (state.finished, state.drafted, state.accepted, state.sequence_steps, state.steps)

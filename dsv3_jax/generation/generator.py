@@ -34,9 +34,10 @@ class Generator:
     """Generates text with a model, many tokens per dispatch.
 
     All shapes are static. A call pads its batch to the next of ``batch_sizes``. For each batch size
-    that is used, one prefill and one decode program are compiled; a second decode program when
-    ``logprobs`` are first asked for; and the same for each drafter and depth. After that nothing
-    compiles again, for any prompts and settings.
+    that is used, one prefill and one decode program are compiled; another decode program when
+    ``logprobs``, penalties (or biases, or ``min_tokens``), or allowed (or banned) tokens are first
+    asked for; and the same for each drafter and depth. After that nothing compiles again, for any
+    prompts and settings.
 
     The tokens of a request depend only on the request: its randomness comes from its own seed, and
     sequences of a batch do not influence each other. Programs of different batch sizes may round
@@ -126,6 +127,13 @@ class Generator:
         stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
         ignore_eos: bool | Sequence[bool] = False,
         logprobs: int | Sequence[int] = 0,
+        presence_penalty: float | Sequence[float] = 0.0,
+        frequency_penalty: float | Sequence[float] = 0.0,
+        repetition_penalty: float | Sequence[float] = 1.0,
+        logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+        min_tokens: int | Sequence[int] = 0,
+        allowed_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
+        banned_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
         draft: str | Drafter | None = None,
         draft_depth: int | Literal["auto"] = 1,
         progress: Callable[[int], object] | None = None,
@@ -152,7 +160,20 @@ class Generator:
             tokens. A sequence of sequences has different ones for each prompt.
           ignore_eos: continue after the model's end-of-sequence tokens.
           logprobs: number of most probable tokens to report at each position, at most 20. The
-            logprob of the generated token itself is always reported.
+            logprob of the generated token itself is always reported. Both are the model's own,
+            before all settings below.
+          presence_penalty: subtracted from the logit of each token that the completion contains;
+            from -2 to 2.
+          frequency_penalty: subtracted once for every time that the completion contains it; from
+            -2 to 2.
+          repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
+            the prompt or the completion contains; 1 changes nothing.
+          logit_bias: numbers from -100 to 100 that are added to the logits of up to 300 tokens.
+          min_tokens: number of tokens before which a completion does not end with an
+            end-of-sequence or stop token, nor with a stop string that begins before.
+          allowed_tokens: the only token ids that may be generated. End-of-sequence tokens are no
+            exception. None allows all.
+          banned_tokens: token ids that are never generated, even if they are allowed.
           draft: proposes tokens. The model checks several of them in one step. None (no
             speculation), ``"mtp"`` (the model's own MTP layer), ``"ngram"`` (prompt look-up), or a
             Drafter. Greedy tokens stay the same. Sampled tokens keep their distribution, but a seed
@@ -186,6 +207,13 @@ class Generator:
             stop_tokens=stop_tokens,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+            min_tokens=min_tokens,
+            allowed_tokens=allowed_tokens,
+            banned_tokens=banned_tokens,
             draft=draft,
             draft_depth=draft_depth,
             progress=progress,

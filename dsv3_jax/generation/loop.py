@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dsv3_jax.generation.adjustments import Adjustments
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.selection import NewTokens, select_tokens
@@ -82,6 +83,7 @@ def decode(
     max_steps: Int[Array, ""],
     drafter: Drafter | None = None,
     depth: int = 0,
+    adjustments: Adjustments | None = None,
     *,
     vocab_size: int,
 ) -> DecodeState:
@@ -90,13 +92,14 @@ def decode(
     Args:
       depth: number of drafts per step; 0 without a drafter. At most the depth for which the state
         was created.
+      adjustments: changes to the logits; None if no sequence asks for any.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     model = model.precompute_for_decode()
 
     def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         i, state = carry
-        return i + 1, decode_step(model, state, sampling, drafter, depth, vocab_size)
+        return i + 1, decode_step(model, state, sampling, drafter, depth, vocab_size, adjustments)
 
     def proceed(carry: tuple[jax.Array, DecodeState]) -> Bool[Array, ""]:
         i, state = carry
@@ -113,6 +116,7 @@ def decode_step(
     drafter: Drafter | None,
     depth: int,
     vocab_size: int,
+    adjustments: Adjustments | None = None,
 ) -> DecodeState:
     """Drafts tokens, checks them in one forward pass, and appends the accepted ones.
 
@@ -137,6 +141,8 @@ def decode_step(
         vocab_size=vocab_size,
         num_top_logprobs=state.top_tokens.shape[-1],
         acceptance=None if drafter is None else drafter.acceptance,
+        adjustments=adjustments,
+        known_tokens=state.tokens,
     )
     # Rejected drafts stay in the cache past its length, where later tokens overwrite them.
     cache = cache.with_lengths(cached + new.counts)

@@ -27,8 +27,8 @@ class Programs:
     """Runs :func:`dsv3_jax.generation.loop.prefill`: ``(state, max_chunks, drafter) -> state``."""
 
     decode: Program
-    """Runs :func:`dsv3_jax.generation.loop.decode`: ``(state, sampling, max_steps, drafter, depth)
-    -> state``."""
+    """Runs :func:`dsv3_jax.generation.loop.decode`: ``(state, sampling, max_steps, drafter, depth,
+    adjustments) -> state``."""
 
     signature: ModelSignature
     """Properties of the model on which the programs depend."""

@@ -16,6 +16,7 @@ from dsv3_jax.generation.settings import (
     check_setting,
     check_unicode,
 )
+from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import counted
 
@@ -42,11 +43,35 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed: TokenMask | None = None
+    """Tokens that it may generate; None allows all."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name != "prompt":
+            if field.name not in ("prompt", "logit_bias", "allowed"):
                 check_setting(field.name, getattr(self, field.name))
+        check_setting("logit_bias", dict(self.logit_bias))
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens: expected at most max_new_tokens, {self.max_new_tokens}, got "
+                f"{self.min_tokens}"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its logits are changed other than by excluding all but ``allowed``."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_tokens
+        )
 
 
 class RequestReader:
@@ -62,6 +87,9 @@ class RequestReader:
         self._config = config
         self._tokenizer = tokenizer
         self._max_len = max_len
+        # Ids from here on are padding of the embedding and never selected.
+        own = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+        self._vocab_size = min(config.vocab_size, own)
 
     def read(
         self,
@@ -73,6 +101,9 @@ class RequestReader:
         stop: Any = (),
         stop_tokens: Any = (),
         ignore_eos: Any = False,
+        logit_bias: Any = None,
+        allowed_tokens: Any = None,
+        banned_tokens: Any = (),
         **settings: Any,
     ) -> list[Request]:
         """Returns ``n`` requests per prompt; those of the first prompt come first.
@@ -101,6 +132,16 @@ class RequestReader:
         columns["stop"] = [self._check_stop_strings(strings) for strings in stops]
         columns["stop_tokens"] = [
             self._stop_token_ids(*each) for each in zip(stops, ends, ignores, strict=True)
+        ]
+        columns["logit_bias"] = [
+            self._logit_bias(value) for value in _per_prompt("logit_bias", logit_bias, count)
+        ]
+        allowed = _per_prompt("allowed_tokens", allowed_tokens, count, is_sequence=True)
+        banned = _per_prompt("banned_tokens", banned_tokens, count, is_sequence=True)
+        early = [bool(value) for value in columns.get("min_tokens", [0] * count)]
+        columns["allowed"] = [
+            self._allowed(*each)
+            for each in zip(allowed, banned, early, columns["stop_tokens"], strict=True)
         ]
         requests = [
             Request(
@@ -150,6 +191,32 @@ class RequestReader:
                 f"got {len(ends)}"
             )
         return tuple(ends)
+
+    def _logit_bias(self, value: Any) -> tuple[tuple[int, float], ...]:
+        check_setting("logit_bias", value)
+        pairs = {int(token): float(bias) for token, bias in (value or {}).items()}
+        self._token_ids("logit_bias", list(pairs))
+        return tuple((token, bias) for token, bias in pairs.items() if bias)
+
+    def _allowed(
+        self, allowed: Any, banned: Any, has_min_tokens: bool, stop_tokens: tuple[int, ...]
+    ) -> TokenMask | None:
+        """Returns the tokens that a request may generate, or None for all."""
+        allowed = _to_python(allowed)
+        if allowed is not None:
+            allowed = self._token_ids("allowed_tokens", allowed)
+        banned = self._token_ids("banned_tokens", _to_python(banned))
+        if allowed is None and not banned:
+            return None
+        mask = TokenMask.of(self._config.vocab_size, allowed, banned)
+        real = TokenMask.of(self._config.vocab_size, range(self._vocab_size))
+        if not mask & (real.without(stop_tokens) if has_min_tokens else real):
+            name = "banned_tokens" if allowed is None else "allowed_tokens"
+            stops = ", other than stop tokens, with min_tokens" if has_min_tokens else ""
+            raise ValueError(
+                f"{name}: expected at least one token that may be generated{stops}; got none"
+            )
+        return mask
 
     def _end_tokens(self) -> tuple[int, ...]:
         """Returns the end-of-sequence tokens of the model and of the tokenizer."""

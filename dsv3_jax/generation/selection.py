@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
+from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
@@ -23,7 +24,7 @@ class NewTokens(NamedTuple):
     finished: Int[Array, " B"]
     """RUNNING, STOPPED, FULL or NON_FINITE, after these tokens."""
     logprobs: Float32[Array, "B T"]
-    """log softmax(logits)[token], before temperature and filters."""
+    """log softmax(logits)[token], before adjustments, temperature and filters."""
     top_tokens: Int[Array, "B T n"]
     """The n most probable tokens, best first."""
     top_logprobs: Float32[Array, "B T n"]
@@ -40,6 +41,8 @@ def select_tokens(
     vocab_size: int,
     num_top_logprobs: int,
     acceptance: float | None = None,
+    adjustments: Adjustments | None = None,
+    known_tokens: Int[Array, "B S"] | None = None,
 ) -> NewTokens:
     """Accepts drafts, samples one more token, and ends sequences.
 
@@ -53,16 +56,25 @@ def select_tokens(
       vocab_size: ids from here on are padding of the embedding and never selected.
       num_top_logprobs: n, the number of most probable tokens to report.
       acceptance: for benchmarks, accept drafts at this rate whatever the model computes.
+      adjustments: changes to the logits from which tokens are selected. Log-probabilities are those
+        of the model before them.
+      known_tokens: prompt and generated tokens, undefined past ``lengths``; read by adjustments.
     """
     # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
     # is the largest value to argmax, so the check of the maximum below detects it.
     logits = mask_vocab_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
-    tokens, accepted = verify(logits, drafts, sampling, lengths, acceptance)
+    adjusted = logits
+    if adjustments is not None:
+        assert known_tokens is not None
+        adjusted = adjust_logits(
+            logits, adjustments, known_tokens, lengths, sampling.stop_tokens, drafts.tokens
+        )
+    tokens, accepted = verify(adjusted, drafts, sampling, lengths, acceptance)
     is_stop = jnp.any(tokens[..., None] == sampling.stop_tokens[:, None], axis=-1)
     is_stop &= jnp.arange(tokens.shape[1]) <= accepted[:, None]
     is_stopped = jnp.any(is_stop, axis=1)
     counts = jnp.where(is_stopped, jnp.argmax(is_stop, axis=1), accepted) + 1
-    # The same argmax as in verify, which XLA computes once.
+    # Without adjustments the same argmax as in verify, which XLA computes once.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
     max_logits = jnp.take_along_axis(logits, best, axis=-1)
     is_finite = jnp.isfinite(max_logits[..., 0]).astype(jnp.int32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -24,6 +24,8 @@ MAX_STOP_TOKENS = 8
 """Number of stop tokens that compiled programs have room for, including the model's own."""
 MAX_DEPTH = 4
 """Maximum number of drafts per step."""
+MAX_LOGIT_BIAS = 300
+"""Number of biases that compiled programs have room for."""
 
 _FLOAT32_MAX = 2.0**128 - 2.0**104
 
@@ -36,6 +38,11 @@ _NUMBERS: dict[str, tuple[str, type, float, float]] = {
     "min_p": ("a number in [0, 1]", numbers.Real, 0, 1),
     "seed": ("an integer in [0, 2**32)", numbers.Integral, 0, 2**32 - 1),
     "n": ("an integer of at least 1", numbers.Integral, 1, math.inf),
+    "presence_penalty": ("a number in [-2, 2]", numbers.Real, -2, 2),
+    "frequency_penalty": ("a number in [-2, 2]", numbers.Real, -2, 2),
+    # Bounded so that no logit overflows.
+    "repetition_penalty": ("a number in [0.001, 1000]", numbers.Real, 1e-3, 1e3),
+    "min_tokens": ("an integer of at least 0", numbers.Integral, 0, math.inf),
     "logprobs": (f"an integer from 0 to {MAX_TOP_LOGPROBS}", numbers.Integral, 0, MAX_TOP_LOGPROBS),
 }
 
@@ -56,8 +63,8 @@ def check(
 def check_settings(**settings: Any) -> None:
     """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt.
 
-    ``stop`` is a string or a collection of strings, ``stop_tokens`` a sequence of ids. None for
-    ``max_new_tokens`` or ``seed`` leaves the choice to the Generator.
+    ``stop`` is a string or a collection of strings, and lists of tokens are sequences of ids. None
+    for ``max_new_tokens`` or ``seed`` leaves the choice to the Generator.
 
     Raises:
       ValueError: a setting is out of range. The message contains its name and value, and the range.
@@ -76,8 +83,13 @@ def check_setting(name: str, value: Any) -> None:
         check(name, value, *_NUMBERS[name])
     elif name == "stop":
         _check_stop(value)
-    elif name == "stop_tokens":
-        _check_stop_tokens(value)
+    elif name in ("stop_tokens", "banned_tokens"):
+        _check_tokens(name, value)
+    elif name == "allowed_tokens":
+        if value is not None:
+            _check_tokens(name, value)
+    elif name == "logit_bias":
+        _check_logit_bias(value)
     elif name == "ignore_eos":
         if not isinstance(value, bool):
             raise ValueError(f"ignore_eos: expected True or False, got {value!r}")
@@ -144,8 +156,20 @@ def _check_stop(value: Any) -> None:
         check_unicode("stop", text)
 
 
-def _check_stop_tokens(value: Any) -> None:
+def _check_tokens(name: str, value: Any) -> None:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ValueError(f"stop_tokens: expected token ids, got {value!r}")
+        raise ValueError(f"{name}: expected token ids, got {value!r}")
     for i in value:
-        check("stop_tokens", i, "token ids of at least 0", numbers.Integral, 0)
+        check(name, i, "token ids of at least 0", numbers.Integral, 0)
+
+
+def _check_logit_bias(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias: expected a mapping from ids to biases, got {value!r:.80}")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} tokens, got {len(value)}")
+    for token, bias in value.items():
+        check("logit_bias", token, "token ids of at least 0", numbers.Integral, 0)
+        check("logit_bias", bias, "biases in [-100, 100]", numbers.Real, -100, 100)

@@ -28,11 +28,16 @@ class TextTracker:
     tail, are decoded again together with new ones. Text before the tail is final. It is split off
     where decoding both parts separately gives the same text as decoding the tail, which is the case
     between characters only.
+
+    Args:
+      min_tokens: number of tokens in whose text no stop string may begin.
     """
 
-    def __init__(self, decoder: Decoder | None, stop: Sequence[str]):
+    def __init__(self, decoder: Decoder | None, stop: Sequence[str], min_tokens: int = 0):
         self._decoder = decoder
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._search_from = 0  # character from which on stop strings count
         # Number of characters of final text in which a stop string may begin.
         self._overlap = max((len(s) - 1 for s in self._stop), default=0)
         self._final: list[str] = []
@@ -53,6 +58,9 @@ class TextTracker:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds new tokens, up to and including the one that completes a stop string."""
+        if 0 < (early := self._min_tokens - len(self.tokens)) < len(tokens):
+            self.extend(tokens[:early])
+            tokens = tokens[early:]
         # A block in which a stop string appears is decoded once more for each of its tokens.
         block = _TAIL_TOKENS if self._stop else max(len(tokens), 1)
         for start in range(0, len(tokens), block):
@@ -65,17 +73,22 @@ class TextTracker:
         count = len(self.tokens)
         self.tokens += tokens
         self._tail = self._decode(self._tail_start, len(self.tokens))
+        if count < self._min_tokens:
+            self._search_from = self._final_length + len(self._tail.rstrip(INCOMPLETE))
+            return
         # Text before this character has been searched already.
         begin = max(self._final_length - self._overlap, 0)
         before = self._text_from(begin)[: self._final_length - begin]
-        if not self._stop_positions(before + self._tail):
+        skipped = max(self._search_from - begin, 0)
+        if not self._stop_positions(before + self._tail, skipped):
             return
         # Finds the first token that completes a stop string. Later tokens of the block may complete
         # another one that begins further left.
         positions: list[int] = []
         while not positions:
             count += 1
-            positions = self._stop_positions(before + self._decode(self._tail_start, count))
+            text = before + self._decode(self._tail_start, count)
+            positions = self._stop_positions(text, skipped)
         del self.tokens[count:]
         self._tail = self._decode(self._tail_start, count)
         text = self.text[: begin + min(positions)]
@@ -99,9 +112,10 @@ class TextTracker:
                 return
         self._split_at = 2 * (end - self._tail_start)  # keeps failed attempts rare
 
-    def _stop_positions(self, text: str) -> list[int]:
-        """Returns where in the text each stop string that it contains begins."""
-        return [position for s in self._stop if (position := text.find(s)) >= 0]
+    def _stop_positions(self, text: str, skipped: int) -> list[int]:
+        """Returns where in the text each stop string that it contains begins, without its first
+        ``skipped`` characters."""
+        return [position for s in self._stop if (position := text.find(s, skipped)) >= 0]
 
     def _decode(self, begin: int, end: int) -> str:
         return "" if self._decoder is None else self._decoder.decode(self.tokens[begin:end])

@@ -4,11 +4,15 @@ Every kind of speculation is compared with the exact joint probabilities of the 
 vocabulary of 8 gives 64 pairs. The whole Generator runs, including MTP cache and filters.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.generator import Generator
+from tests.generation.test_adjustments import adjusted
 from tests.generation.test_sampling import Options, bound, chi_square, reference
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.running import forward, optimized
@@ -52,11 +56,20 @@ def generator(tmp_path_factory) -> Generator:
     return made
 
 
-def exact_probabilities(generator: Generator, options: Options) -> np.ndarray:
-    """Returns P(first token, second token) [W, W] in float64, from whole forward passes."""
+Adjust = Callable[[np.ndarray, list[int]], np.ndarray]
 
-    def filtered(logits: np.ndarray) -> np.ndarray:
-        scaled = logits.astype(np.float64) / options["temperature"]
+
+def exact_probabilities(
+    generator: Generator, options: Options, adjust: Adjust = lambda logits, generated: logits
+) -> np.ndarray:
+    """Returns P(first token, second token) [W, W] in float64, from whole forward passes.
+
+    Args:
+      adjust: returns logits after adjustments, from logits and the tokens generated before.
+    """
+
+    def filtered(logits: np.ndarray, generated: list[int]) -> np.ndarray:
+        scaled = adjust(logits.astype(np.float64), generated) / options["temperature"]
         keep, margin = reference(scaled.astype(np.float32), options)
         assert margin > 1e-4, "too close to a threshold for float32"
         weights = np.where(keep, np.exp(scaled - scaled.max()), 0.0)
@@ -64,17 +77,22 @@ def exact_probabilities(generator: Generator, options: Options) -> np.ndarray:
 
     prompts = [[*PROMPT, first] for first in range(W)]
     logits = np.asarray(forward(generator.model, prompts)[0])
-    first = filtered(logits[0, -2])
-    return first[:, None] * np.stack([filtered(logits[t, -1]) for t in range(W)])
+    first = filtered(logits[0, -2], [])
+    return first[:, None] * np.stack([filtered(logits[t, -1], [t]) for t in range(W)])
 
 
 def count_pairs(
-    generator: Generator, options: Options, draft: str, depth: int | str = 2
+    generator: Generator,
+    options: Options,
+    draft: str,
+    depth: int | str = 2,
+    calls: int = CALLS,
+    **adjustments: Any,
 ) -> tuple[np.ndarray, float]:
     """Generates many times. Returns the count of each pair, and the acceptance rate."""
     pairs = np.zeros((W, W), int)
     drafted = accepted = 0
-    for call in range(CALLS):
+    for call in range(calls):
         seeds = range(call * BATCH, (call + 1) * BATCH)
         out = generator.generate(
             [PROMPT] * BATCH,
@@ -84,6 +102,7 @@ def count_pairs(
             draft=draft,
             draft_depth=depth,
             **options,
+            **adjustments,
         )
         for completion in out:
             pairs[completion.tokens[0], completion.tokens[1]] += 1
@@ -119,6 +138,25 @@ def test_joint_of_two_tokens(generator, draft, depth, options):
     joint = exact_probabilities(generator, options)
     pairs, acceptance = count_pairs(generator, options, draft, depth)
     assert pairs.sum() > 200_000
+    check_lossless(pairs, joint)
+    assert 0.05 < acceptance < 0.95, "nothing would be tested"
+
+
+def test_joint_of_two_tokens_with_penalties(generator):
+    adjustments: dict[str, Any] = {
+        "presence_penalty": -0.6,
+        "frequency_penalty": -0.8,
+        "repetition_penalty": 0.7,
+        "logit_bias": {3: 0.5, 6: -0.4},
+    }
+    options: Options = {"temperature": 1.0, "top_p": 0.97}
+
+    def adjust(logits: np.ndarray, generated: list[int]) -> np.ndarray:
+        return adjusted(logits, generated, prompt=PROMPT, **adjustments)
+
+    joint = exact_probabilities(generator, options, adjust)
+    assert np.abs(joint - exact_probabilities(generator, options)).max() > 0.01
+    pairs, acceptance = count_pairs(generator, options, "mtp", 2, calls=10, **adjustments)
     check_lossless(pairs, joint)
     assert 0.05 < acceptance < 0.95, "nothing would be tested"
 
