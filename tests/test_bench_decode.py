@@ -235,13 +235,12 @@ def test_integer_weights_have_mean_zero(dtype, rms):
 
 @pytest.mark.slow
 def test_on_eight_devices(config, monkeypatch):
-    words = "--batches 8 --contexts 70 --prefills 8x20 --chunk 64 --layers 2"
+    words = "--batches 8 --contexts 70 --layers 2"
     layout = "--layout dp_attention_ep --exchange all_to_all one_sided"
     result = run(monkeypatch, config, *f"{words} {layout}".split())
-    assert [row["exchange"] for row in result["rows"]] == ["all_to_all"] * 2 + ["one_sided"] * 2
-    decode, prefill, *_ = result["rows"]
+    assert [row["exchange"] for row in result["rows"]] == ["all_to_all", "one_sided"]
+    decode = result["rows"][0]
     assert decode["ms"] == pytest.approx(1)
-    assert prefill["ms"] > 0
     assert (decode["layout"], decode["devices"], decode["layers"]) == ("dp_attention_ep", 8, 2)
     assert 6 <= decode["experts_visited"] <= 8
 

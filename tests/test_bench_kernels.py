@@ -36,7 +36,6 @@ from benchmarks.kernels.shapes import (
 )
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels
-from tests.support.covering import slow_except
 
 TINY = [
     Decode(3, 100, 2, 4),
@@ -229,8 +228,8 @@ def test_ceilings():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    # Other cases take the same code paths and compile more slowly.
-    slow_except(TINY, quick=(2,)),
+    # Decode over sequences of one length is left out: ragged lengths take the same code path.
+    TINY[1:],
     ids=key,
 )
 def test_checks_detect_wrong_results(case):
@@ -520,17 +519,17 @@ def result_of(words, chosen, out):
 def test_a_whole_run(tmp_path):
     out = tmp_path / "kernels.json"
     words = ["--implementation", "reference", "--calls", "2", "--out", str(out), "--repeats", "2"]
-    result = result_of(words, [TINY[0], TINY[1], TINY[5]], out)
+    result = result_of(words, [TINY[1], TINY[5]], out)
     assert {"date", "machine", "versions", "gpu", "ceilings", "checks", "rows"} <= set(result)
     assert {"python", "jax", "jaxlib"} <= set(result["versions"])
-    assert list(result["checks"].values()) == ["right"] * 3
+    assert list(result["checks"].values()) == ["right"] * 2
     assert result["ceilings"]["read_gbs"] == READ_GBS
     assert result["clock"] == {"ours": "time.perf_counter"}
-    for case, row in zip([TINY[0], TINY[1], TINY[5]], result["rows"], strict=True):
+    for case, row in zip([TINY[1], TINY[5]], result["rows"], strict=True):
         assert (row["op"], row["shape"], row["dtype"]) == (case.op, case.shape, case.dtype)
         assert row["us"] > 0, row
         assert (row["ratio"] is not None) + ("no_peer" in row) + ("no_ratio" in row) == 1
-    assert "all scores at once" in result["rows"][2]["no_peer"]
+    assert "all scores at once" in result["rows"][1]["no_peer"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,4 @@
-"""300 random requests: greedy tokens equal the Generator's, however the requests are served.
-
-Two variants serve all of them and the others a third, on a tiny model. The demo serves 20: without
-LLVM's optimizations its steps are slow.
-"""
+"""Random requests: greedy tokens equal the Generator's, however the requests are served."""
 
 from __future__ import annotations
 
@@ -84,20 +80,17 @@ def requests(count: int, vocab_size: int, max_len: int) -> list[tuple[list[int],
 
 @pytest.fixture(scope="module")
 def tiny(tiny_mtp) -> Served:
-    return Served.of(tiny_mtp, 300, MAX_LEN)
-
-
-WHOLE = ("chunks of 16, no overlap", "preemptions, MTP with three drafts")
+    return Served.of(tiny_mtp, 120, MAX_LEN)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_tiny_model(tiny, name):
-    serve(tiny, count=300 if name in WHOLE else 100, **OPTIONS[name])
+    serve(tiny, count=120 if "three drafts" in name else 60, **OPTIONS[name])
 
 
 def test_the_demo():
     model = dsv3_jax.load("demo", dtype=jnp.float32)[0]
-    serve(Served.of(model, 20, 128), count=20, **OPTIONS["preemptions, MTP with three drafts"])
+    serve(Served.of(model, 10, 128), count=10, **OPTIONS["preemptions, MTP with three drafts"])
 
 
 def serve(served: Served, *, count: int, chunk_tokens: int, **options) -> None:
