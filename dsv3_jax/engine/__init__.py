@@ -4,8 +4,11 @@ In the order a request moves through it:
 
 =================== ===================================================================
 request.py          the handle that the caller holds
-scheduler.py        what the next step computes; pure Python
+scheduler.py        what the next step computes: queue, admission, plan; pure Python
+scheduler_shard.py  slots, pages and running requests of one data-parallel shard; pure Python
+balancers.py        the shard of each request; pure Python
 page_allocator.py   cache pages and the prefix index; pure Python
+step_plan.py        requests and plans as the scheduler passes them on
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
 step.py             the compiled step

@@ -22,9 +22,10 @@ from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.programs import Buckets, Programs, empty_pool
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import ScheduledRequest, Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.stats import EngineStats
+from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
@@ -101,7 +102,7 @@ class Engine:
                 max_chunks=buckets.chunks[-1],
                 max_waiting=max_waiting,
             ),
-            pages,
+            [pages],
         )
         vocab_size = config.vocab_size
         if tokenizer is not None:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.scheduler import Chunk, ScheduledRequest, StepPlan
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
+from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 
@@ -134,7 +134,8 @@ class Executor:
         """Writes a plan into the arguments of a step."""
         arrays: Any = inputs  # NumPy's, on the host
         arrays.steps[0] = plan.decode_steps
-        for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
+        (shard,) = plan.shards
+        for i, (request, slot) in enumerate(zip(shard.decodes, shard.slots, strict=True)):
             arrays.decode_slots[i] = slot
             arrays.max_drafts[i] = request.drafts
             arrays.decode_tables[i, : len(request.pages)] = request.pages

@@ -15,8 +15,9 @@ from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.executor import RequestResult
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import EndReason, ScheduledRequest, Scheduler, StepPlan
-from dsv3_jax.engine.stats import EngineStats, HostTimes
+from dsv3_jax.engine.scheduler import EndReason, Scheduler
+from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import NON_FINITE, RUNNING
 
@@ -120,12 +121,18 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
         with self._changed:
-            scheduler, pages = self._scheduler, self._scheduler.pages
+            scheduler = self._scheduler
+            shards = tuple(
+                ShardStats(len(shard.running), shard.pages.used / shard.pages.num_pages)
+                for shard in scheduler.shards
+            )
+            pages = scheduler.shards[0].pages
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
-                cache_usage=pages.used / pages.num_pages,
-                cache_tokens=pages.num_pages * pages.page_size,
+                cache_usage=sum(shard.cache_usage for shard in shards) / len(shards),
+                cache_tokens=len(shards) * pages.num_pages * pages.page_size,
+                shards=shards,
                 prefix_hit_tokens=scheduler.prefix_hit_tokens,
                 prefix_queried_tokens=scheduler.prefix_queried_tokens,
                 prompt_tokens=self._host_times.prompt_tokens,
@@ -140,7 +147,7 @@ class EngineLoop:
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""
         with self._changed:
-            self._scheduler.pages.clear()
+            self._scheduler.clear_prefix_cache()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots or queues contradict each other."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv3_jax.engine.executor import NewTokens
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import ScheduledRequest
+from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.completion import (
     Completion,
     FinishReason,

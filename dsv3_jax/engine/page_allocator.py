@@ -86,6 +86,11 @@ class PageAllocator:
         """Number of pages that requests refer to."""
         return self.num_pages - self.available
 
+    def available_beside(self, pages: Iterable[int]) -> int:
+        """Returns the number of pages that :meth:`allocate` can hand out after :meth:`reuse` of
+        ``pages``."""
+        return self.available - sum(page in self._cached for page in pages)
+
     def pages_for(self, tokens: int) -> int:
         """Returns the number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)

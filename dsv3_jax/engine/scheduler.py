@@ -17,18 +17,23 @@ A step is planned in this order:
 Requests are ordered by ``arrival + priority * priority_seconds``: a request with priority 1 is
 treated as if it had arrived that many seconds later. The order of two requests never changes, so
 that a low priority delays a request and cannot starve it.
+
+With data-parallel attention every shard has its own slots, pages and budget, see
+:class:`SchedulerShard`. There is one waiting queue. A request gets its shard when it is admitted,
+from :mod:`dsv3_jax.engine.balancers`; after a preemption it may get another one.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
-import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
+from dsv3_jax.engine.balancers import choose_shard, shard_load
 from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, ShardPlan, StepPlan
 
 EndReason = Literal["cancelled", "timeout"]
 """Reason for which the scheduler itself ended a request."""
@@ -38,109 +43,17 @@ class QueueFullError(RuntimeError):
     """The waiting queue holds as many requests as it may."""
 
 
-class Phase(enum.Enum):
-    """Stage of a request's life."""
-
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    ENDED = "ended"
-
-
-@dataclasses.dataclass(eq=False)
-class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first six."""
-
-    tokens: list[int]
-    """The prompt, then the generated tokens that the host has read."""
-    max_length: int
-    """Length at which the request ends: prompt tokens and the most new ones."""
-    drafts: int = 0
-    """Most draft tokens that a decode step verifies for it."""
-    priority: int = 0
-    """Less is more urgent."""
-    arrival: float = 0.0
-    """Time of submission, in seconds of the caller's clock."""
-    deadline: float = math.inf
-    """Time at which it ends even if it is not finished."""
-
-    phase: Phase = Phase.WAITING
-    slot: int | None = None
-    """Its row in the device's state, while it is running."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    computed: int = 0
-    """Tokens whose cache entries are written, or reused, when all dispatched prefills are done."""
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache saved at the first admission."""
-    steps_in_flight: int = 0
-    """Dispatched plans that include it and whose results are not reported yet."""
-    decodes_in_flight: int = 0
-    """Decode steps in those plans. Each adds at least one token."""
-    published: int = 0
-    """Number of its pages that are in the prefix index."""
-    preemptions: int = 0
-    is_cancelled: bool = False
-    is_slot_ready: bool = False
-    """Whether a dispatched step has initialised its slot."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.phase in (Phase.PREFILL, Phase.DECODE)
-
-    @property
-    def least_length(self) -> int:
-        """Tokens it has at least when all dispatched steps are done."""
-        return len(self.tokens) + self.decodes_in_flight
-
-    @property
-    def greatest_length(self) -> int:
-        """Tokens it has at most when all dispatched steps are done."""
-        most = len(self.tokens) + self.decodes_in_flight * (1 + self.drafts)
-        return min(most, self.max_length)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Consecutive prompt tokens of one request that a step prefills."""
-
-    request: ScheduledRequest
-    slot: int
-    start: int
-    """Position of the first token."""
-    count: int
-    is_first: bool
-    """Whether the request has just been admitted, so that the step initialises its slot."""
-    is_last: bool
-    """Whether the chunk ends the known tokens, so that the step samples the next one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepPlan:
-    """The work of one dispatch."""
-
-    decodes: tuple[ScheduledRequest, ...]
-    slots: tuple[int, ...]
-    """Slot of each request in ``decodes``."""
-    chunks: tuple[Chunk, ...]
-    decode_steps: int
-    """Decode steps in the dispatch: 1 if it prefills anything."""
-
-    @property
-    def requests(self) -> list[ScheduledRequest]:
-        """Every request of the plan, once."""
-        return list(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
-
-
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
     """Limits of a scheduler."""
 
     max_running: int
-    """Number of slots."""
+    """Number of slots of each shard."""
     chunk_tokens: int
     """Most tokens in a chunk; one chunk is one segment of the compiled step."""
     max_chunks: int
-    """Most chunks in a step. Its product with ``chunk_tokens`` is the prefill budget of a step."""
+    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
+    budget of a step."""
     max_waiting: int = 4096
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
@@ -152,24 +65,43 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Queues, admission, chunked prefill and preemption for one pool of slots and pages."""
+    """Queues, admission, chunked prefill and preemption.
 
-    def __init__(self, config: SchedulerConfig, pages: PageAllocator):
+    Args:
+      pages: the pages of each shard. All shards have equally many.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages: Sequence[PageAllocator]):
         self.config = config
-        self.pages = pages
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
-        self.running: list[ScheduledRequest] = []  # sorted by _order
-        self.preemptions = 0
+        self.shards = [
+            SchedulerShard(
+                number,
+                config.max_running,
+                allocator,
+                chunk_tokens=config.chunk_tokens,
+                order=self._order,
+                requeue=self._enqueue,
+            )
+            for number, allocator in enumerate(pages)
+        ]
         self.prefix_hit_tokens = 0
         self.prefix_queried_tokens = 0
-        self._free_slots = list(reversed(range(config.max_running)))
-        # Ended or preempted requests whose steps are still in flight keep their slots and pages.
-        self._retiring: list[ScheduledRequest] = []
+
+    @property
+    def running(self) -> list[ScheduledRequest]:
+        """The requests that have slots, shard by shard."""
+        return [request for shard in self.shards for request in shard.running]
+
+    @property
+    def preemptions(self) -> int:
+        """Number of preemptions so far."""
+        return sum(shard.preemptions for shard in self.shards)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits, runs or has steps in flight."""
-        return not (self.waiting or self.running or self._retiring)
+        return not self.waiting and not any(s.running or s.retiring for s in self.shards)
 
     def add(self, request: ScheduledRequest) -> None:
         """Puts a new request into the waiting queue.
@@ -183,13 +115,14 @@ class Scheduler:
                 f"waiting queue: expected fewer than {self.config.max_waiting} requests, got "
                 f"{len(self.waiting)}; try again later"
             )
-        needed = self._pages_for(request.max_length + request.drafts)
-        if needed > self.pages.num_pages:
+        pages = self.shards[0].pages
+        if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
+            share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
             raise ValueError(
-                f"request: expected at most {self.pages.num_pages * self.pages.page_size} tokens "
-                f"(cache_tokens), got {request.max_length} (prompt and max_new_tokens)"
+                f"request: expected at most {pages.num_pages * pages.page_size} tokens "
+                f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
             )
-        bisect.insort(self.waiting, request, key=self._order)
+        self._enqueue(request)
 
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request at the next call of :meth:`schedule`."""
@@ -208,23 +141,20 @@ class Scheduler:
           The plan, or None if there is nothing to compute, and the requests that ended here.
         """
         ended = self._end_overdue(now)
-        decodes = self._plan_decodes()
-        chunks = self._plan_prefills()
-        chunks += self._admit(self.config.max_chunks - len(chunks))
-        steps = 1
-        if not chunks and decodes and not self.waiting:
-            steps = self._decode_steps(decodes, max_decode_steps)
-        if not decodes and not chunks:
+        decodes = [shard.plan_decodes() for shard in self.shards]
+        chunks = [shard.plan_prefills(self.config.max_chunks) for shard in self.shards]
+        self._admit(chunks)
+        if not any(decodes) and not any(chunks):
             return None, ended
+        steps = 1
+        if not any(chunks) and not self.waiting:
+            steps = self._decode_steps(decodes, max_decode_steps)
         plan = StepPlan(
-            decodes=tuple(decodes),
-            slots=tuple(_slot(request) for request in decodes),
-            chunks=tuple(chunks),
-            decode_steps=steps,
+            tuple(ShardPlan.of(*each) for each in zip(decodes, chunks, strict=True)), steps
         )
-        for request in decodes:
+        for request in plan.decodes:
             request.decodes_in_flight += steps
-        for chunk in chunks:
+        for chunk in plan.chunks:
             if chunk.is_last:
                 chunk.request.decodes_in_flight += 1
         for request in plan.requests:
@@ -254,54 +184,51 @@ class Scheduler:
             if request.phase is not Phase.ENDED:
                 request.tokens.extend(new_tokens.get(request, ()))
                 if request.phase is Phase.DECODE:
-                    # The newest token is not in the cache yet. With an MTP layer, neither are its
-                    # entries of the newest decode step.
-                    lag = 1 + self.pages.lookahead * (1 + request.drafts)
-                    self._publish(request, len(request.tokens) - lag)
+                    self._shard_of(request).publish_decoded(request)
                 if request in finished:
                     self.end(request)
-        self._retire()
+        for shard in self.shards:
+            shard.retire()
 
     def end(self, request: ScheduledRequest) -> None:
         """Ends a request now. Its slot and pages are free once its steps in flight are reported."""
         if request.phase is Phase.WAITING and request in self.waiting:
             self.waiting.remove(request)
         elif request.is_running:
-            self.running.remove(request)
-            self._retiring.append(request)
+            self._shard_of(request).end(request)
         request.phase = Phase.ENDED
-        self._retire()
+        for shard in self.shards:
+            shard.retire()
+
+    def clear_prefix_cache(self) -> None:
+        """Empties the prefix index of every shard."""
+        for shard in self.shards:
+            shard.pages.clear()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot or page is lost or owned twice, or a queue contradicts a
-        request's state."""
-        owners = [*self.running, *self._retiring]
-        self.pages.check_integrity([request.pages for request in owners])
-        slots = [_slot(request) for request in owners] + self._free_slots
-        assert sorted(slots) == list(range(self.config.max_running)), "a slot is lost or used twice"
-        assert all(r.phase is Phase.WAITING and not r.pages for r in self.waiting)
-        assert all(request.is_running for request in self.running)
-        assert all(not request.is_running for request in self._retiring)
-        assert all(request.steps_in_flight > 0 for request in self._retiring)
-        for queue in (self.waiting, self.running):
-            orders = [self._order(request) for request in queue]
-            assert orders == sorted(orders), "a queue is out of order"
-        for request in self.running:
-            room = len(request.pages) * self.pages.page_size
-            assert request.computed <= room, "a request has written past its pages"
-            most = self._pages_for(request.max_length + request.drafts)
-            assert len(request.pages) <= most, "a request has pages that it cannot fill"
+        """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
+        or if a queue contradicts a request's state."""
+        for shard in self.shards:
+            shard.check_integrity()
+        for request in self.waiting:
+            assert request.phase is Phase.WAITING and not request.pages
+            assert request.shard is None and request.slot is None
+        orders = [self._order(request) for request in self.waiting]
+        assert orders == sorted(orders), "the waiting queue is out of order"
 
     def _order(self, request: ScheduledRequest) -> float:
         return request.arrival + request.priority * self.config.priority_seconds
 
-    def _pages_for(self, tokens: int) -> int:
-        return self.pages.pages_for(tokens)
+    def _enqueue(self, request: ScheduledRequest) -> None:
+        bisect.insort(self.waiting, request, key=self._order)
+
+    def _shard_of(self, request: ScheduledRequest) -> SchedulerShard:
+        assert request.shard is not None, "the request has no shard"
+        return self.shards[request.shard]
 
     def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, EndReason]]:
         ended: list[tuple[ScheduledRequest, EndReason]] = []
-        preempted = [r for r in self._retiring if r.phase is Phase.WAITING]
-        for request in [*self.waiting, *self.running, *preempted]:
+        for request in [*self.waiting, *self.running, *self._preempted()]:
             if request.is_cancelled:
                 ended.append((request, "cancelled"))
             elif now >= request.deadline:
@@ -310,141 +237,67 @@ class Scheduler:
             self.end(request)
         return ended
 
-    def _plan_decodes(self) -> list[ScheduledRequest]:
-        """Returns the requests that decode in the next step, each with pages for it."""
-        planned: list[ScheduledRequest] = []
-        for request in list(self.running):
-            # A request that reaches its limit with the steps in flight needs no other.
-            is_done = request.least_length >= request.max_length
-            if request.phase is not Phase.DECODE or is_done:
-                continue
-            if self._grow(request, request.greatest_length + request.drafts):
-                planned.append(request)
-        return planned
+    def _preempted(self) -> list[ScheduledRequest]:
+        """Returns the preempted requests that wait for the results of their last steps."""
+        retiring = [request for shard in self.shards for request in shard.retiring]
+        return [request for request in retiring if request.phase is Phase.WAITING]
 
-    def _grow(self, request: ScheduledRequest, tokens: int) -> bool:
-        """Gives a request pages for ``tokens`` tokens and returns whether it has them.
-
-        If pages are missing, it preempts the last running request, which may be this one. It never
-        preempts another while pages of retiring requests are still to come: they may be enough.
-        """
-        missing = self._pages_for(tokens) - len(request.pages)
-        if missing <= 0:
-            return True
-        while (pages := self.pages.allocate(missing)) is None:
-            if self._retiring:
-                return False
-            last = self.running[-1]
-            assert last is not request or len(self.running) > 1, "add() refuses such requests"
-            self._preempt(last)
-            if last is request:
-                return False
-        request.pages += pages
-        return True
-
-    def _preempt(self, request: ScheduledRequest) -> None:
-        """Moves a running request back to the waiting queue. It is prefilled again, generated
-        tokens included, unless the prefix cache still has them."""
-        self.running.remove(request)
-        request.phase = Phase.WAITING
-        request.preemptions += 1
-        self.preemptions += 1
-        self._retiring.append(request)
-        self._retire()
-
-    def _retire(self) -> None:
-        """Frees the slots and pages of retiring requests without steps in flight."""
-        for request in [r for r in self._retiring if not r.steps_in_flight]:
-            self._retiring.remove(request)
-            self.pages.release(request.pages)
-            self._free_slots.append(_slot(request))
-            request.pages, request.slot = [], None
-            request.computed = request.published = 0
-            if request.phase is Phase.WAITING:
-                bisect.insort(self.waiting, request, key=self._order)
-
-    def _plan_prefills(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        for request in self.running:
-            if request.phase is Phase.PREFILL:
-                chunks += self._chunks(request, self.config.max_chunks - len(chunks))
-        return chunks
-
-    def _chunks(self, request: ScheduledRequest, most: int) -> list[Chunk]:
-        """Plans up to ``most`` chunks of a request."""
-        chunks = []
-        end = len(request.tokens)
-        while len(chunks) < most and request.computed < end:
-            count = min(self.config.chunk_tokens, end - request.computed)
-            is_last = request.computed + count == end
-            is_first = not request.is_slot_ready
-            start = request.computed
-            chunks.append(Chunk(request, _slot(request), start, count, is_first, is_last))
-            request.is_slot_ready = True
-            request.computed += count
-            if is_last:
-                request.phase = Phase.DECODE
-        # The device runs steps in order, so a later step can already read these pages.
-        self._publish(request, request.computed)
-        return chunks
-
-    def _publish(self, request: ScheduledRequest, written: int) -> None:
-        """Indexes the full pages within the first ``written`` tokens of a request."""
-        known = request.tokens[: max(written, 0) + self.pages.lookahead]
-        request.published = self.pages.publish(known, request.pages, request.published)
-
-    def _admit(self, most_chunks: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        while self.waiting and self._free_slots and len(chunks) < most_chunks:
+    def _admit(self, chunks: list[list[Chunk]]) -> None:
+        """Admits waiting requests, and adds their chunks to those of each shard."""
+        while self.waiting:
             request = self.waiting[0]
-            hit = self.pages.cached_prefix(request.tokens)
-            self.pages.reuse(hit)
-            needed = self._pages_for(len(request.tokens) + 1 + request.drafts) - len(hit)
-            # Pages that running requests will soon need are left to them.
-            reserve = len(self.running)
-            pages = self.pages.allocate(needed) if self._has_room(needed, reserve) else None
-            if pages is None:
-                self.pages.release(hit)
-                break
+            if any(self._order(each) <= self._order(request) for each in self._preempted()):
+                return  # that one comes first
+            rooms = [self.config.max_chunks - len(planned) for planned in chunks]
+            choice = self._choose_shard(request, rooms)
+            if choice is None:
+                return
+            shard, hit = choice
             self.waiting.pop(0)
-            request.pages = [*hit, *pages]
-            request.slot = self._free_slots.pop()
-            request.phase = Phase.PREFILL
-            request.is_slot_ready = False
-            request.computed = len(hit) * self.pages.page_size
-            request.published = len(hit)
+            shard.admit(request, hit)
             if not request.preemptions:
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)
-            bisect.insort(self.running, request, key=self._order)
-            chunks += self._chunks(request, most_chunks - len(chunks))
-        return chunks
+            chunks[shard.number] += shard.plan_chunks(request, rooms[shard.number])
 
-    def _has_room(self, needed: int, reserve: int) -> bool:
-        """Whether a request may be admitted. The reserve is waived if nothing else runs."""
-        return self.pages.available >= needed + (reserve if self.running else 0)
+    def _choose_shard(
+        self, request: ScheduledRequest, rooms: Sequence[int]
+    ) -> tuple[SchedulerShard, list[int]] | None:
+        """Returns the shard for a request, and the cached pages that it reuses there, or None if no
+        shard has room.
 
-    def _decode_steps(self, decodes: Sequence[ScheduledRequest], most: int) -> int:
+        Args:
+          rooms: number of chunks that each shard can still prefill in this step.
+        """
+        hits: dict[int, list[int]] = {}
+
+        def hit_with_room(number: int) -> int | None:
+            hit = self.shards[number].hit_with_room(request) if rooms[number] else None
+            if hit is None:
+                return None
+            hits[number] = hit
+            return len(hit) * self.shards[number].pages.page_size
+
+        loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in self.shards]
+        number = choose_shard(loads, hit_with_room, len(request.tokens))
+        return None if number is None else (self.shards[number], hits[number])
+
+    def _decode_steps(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
         """Returns how many decode steps a dispatch can take, and gives each request its pages."""
-        longest = max(r.max_length - r.least_length for r in decodes)
+        longest = max(r.max_length - r.least_length for each in decodes for r in each)
         steps = max(1, min(most, longest))
         while steps > 1:
-            needs = [self._missing_for(request, steps) for request in decodes]
-            pages = self.pages.allocate(sum(needs))
-            if pages is not None:
-                for request, count in zip(decodes, needs, strict=True):
-                    request.pages += [pages.pop() for _ in range(count)]
+            needs = [
+                shard.missing_pages(requests, steps)
+                for shard, requests in zip(self.shards, decodes, strict=True)
+            ]
+            if all(
+                sum(counts) <= shard.pages.available
+                for shard, counts in zip(self.shards, needs, strict=True)
+            ):
+                for shard, requests, counts in zip(self.shards, decodes, needs, strict=True):
+                    shard.add_pages(requests, counts)
                 return steps
             steps //= 2
         return 1
-
-    def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
-        most = request.greatest_length + steps * (1 + request.drafts) + request.drafts
-        most = min(most, request.max_length + request.drafts)
-        return max(self._pages_for(most) - len(request.pages), 0)
-
-
-def _slot(request: ScheduledRequest) -> int:
-    assert request.slot is not None, "the request has no slot"
-    return request.slot

@@ -8,9 +8,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dsv3_jax.engine.scheduler import StepPlan
+from dsv3_jax.engine.step_plan import StepPlan
 
 _SMOOTHING = 0.9  # weight of earlier measurements of a decode step
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardStats:
+    """Figures of one data-parallel shard."""
+
+    running: int
+    """Requests that have a slot on it."""
+    cache_usage: float
+    """Share of its pages that requests refer to, from 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +34,9 @@ class EngineStats:
     cache_usage: float
     """Share of the cache's pages that requests refer to, from 0 to 1."""
     cache_tokens: int
-    """Size of the cache."""
+    """Size of the cache, of all shards together."""
+    shards: tuple[ShardStats, ...]
+    """Figures of each data-parallel shard."""
     prefix_hit_tokens: int
     """Prompt tokens that the prefix cache saved."""
     prefix_queried_tokens: int

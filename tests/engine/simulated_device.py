@@ -13,14 +13,11 @@ import zlib
 from collections import deque
 
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import (
-    ScheduledRequest,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-)
+from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.step_plan import ScheduledRequest, ShardPlan, StepPlan
 
 VOCABULARY = 7
+FIRST_PAGE = 10  # of the first shard
 
 
 def next_token(prefix: tuple[int, ...]) -> int:
@@ -50,23 +47,33 @@ class Slot:
 class SimulatedDevice:
     """Runs plans in order. A request ends with the token ``stop``."""
 
-    def __init__(self, page_size: int, stop: int | None = None, lookahead: int = 0):
+    def __init__(
+        self, num_pages: int, page_size: int, stop: int | None = None, lookahead: int = 0
+    ):
+        self.num_pages = num_pages  # of one shard
         self.page_size = page_size
         self.stop = stop
         self.lookahead = lookahead
         self.entries: dict[tuple[int, int], tuple[int, ...]] = {}
         self.mtp_entries: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[tuple[int, int], Slot] = {}  # by shard and number
         self.tokens_computed = 0
 
     def run(self, plan: StepPlan) -> tuple[dict, set]:
         """Returns the tokens that each request gained, and the requests that are finished."""
         gained: dict[ScheduledRequest, list[int]] = {}
         finished: set[ScheduledRequest] = set()
+        for number, shard in enumerate(plan.shards):
+            self._run_shard(number, shard, plan.decode_steps, gained, finished)
+        return gained, finished
+
+    def _run_shard(
+        self, number: int, plan: ShardPlan, decode_steps: int, gained: dict, finished: set
+    ) -> None:
         for slot, request in zip(plan.slots, plan.decodes, strict=True):
-            row = self.slots[slot]
-            assert row.request is request, "a slot belongs to another request"
-            for _ in range(plan.decode_steps):
+            row = self.slots[number, slot]
+            self._check_owner(number, row, request)
+            for _ in range(decode_steps):
                 if not row.is_finished:
                     self._decode(row, request, gained)
             if row.is_finished:
@@ -74,9 +81,9 @@ class SimulatedDevice:
         for chunk in plan.chunks:
             request = chunk.request
             if chunk.is_first:
-                self.slots[chunk.slot] = Slot(request, list(request.tokens))
-            row = self.slots[chunk.slot]
-            assert row.request is request, "a slot belongs to another request"
+                self.slots[number, chunk.slot] = Slot(request, list(request.tokens))
+            row = self.slots[number, chunk.slot]
+            self._check_owner(number, row, request)
             for position in range(chunk.start, chunk.start + chunk.count):
                 self._compute(row, request.pages, position)
                 if position + 1 < len(row.tokens):
@@ -86,7 +93,11 @@ class SimulatedDevice:
                 self._append(row, request, next_token(tuple(row.tokens)), gained)
                 if row.is_finished:
                     finished.add(request)
-        return gained, finished
+
+    def _check_owner(self, shard: int, row: Slot, request: ScheduledRequest) -> None:
+        assert row.request is request, "a slot belongs to another request"
+        owners = {(page - FIRST_PAGE) // self.num_pages for page in request.pages}
+        assert owners == {shard}, "a request has pages of another shard"
 
     def _decode(self, row: Slot, request: ScheduledRequest, gained: dict) -> None:
         """Verifies drafts. The number of accepted ones depends on the prefix."""
@@ -134,7 +145,10 @@ class SimulatedDevice:
 
 
 class Simulation:
-    """A scheduler and a simulated device, with results that are reported ``delay`` steps late."""
+    """A scheduler and a simulated device, with results that are reported ``delay`` steps late.
+
+    ``num_pages`` and the limits in ``config`` are those of one shard.
+    """
 
     def __init__(
         self,
@@ -146,14 +160,22 @@ class Simulation:
         prefix_cache: bool = True,
         stop: int | None = None,
         max_decode_steps: int = 1,
+        shards: int = 1,
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
-        pages = PageAllocator(
-            num_pages, page_size, lookahead=lookahead, prefix_cache=prefix_cache, first_page=10
-        )
+        pages = [
+            PageAllocator(
+                num_pages,
+                page_size,
+                lookahead=lookahead,
+                prefix_cache=prefix_cache,
+                first_page=FIRST_PAGE + shard * num_pages,
+            )
+            for shard in range(shards)
+        ]
         self.scheduler = Scheduler(SchedulerConfig(**settings), pages)
-        self.device = SimulatedDevice(page_size, stop, lookahead)
+        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead)
         self.delay = delay
         self.max_decode_steps = max_decode_steps
         self.now = 0.0
@@ -189,4 +211,5 @@ class Simulation:
             if not self.step() and self.scheduler.is_idle:
                 break
         assert self.scheduler.is_idle, "requests are left"
-        assert self.scheduler.pages.used == 0, "an idle engine holds pages"
+        used = [shard.pages.used for shard in self.scheduler.shards]
+        assert not any(used), "an idle engine holds pages"

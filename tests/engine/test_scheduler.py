@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import (
-    Phase,
-    QueueFullError,
-    ScheduledRequest,
-    Scheduler,
-    SchedulerConfig,
-)
+from dsv3_jax.engine.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from dsv3_jax.engine.step_plan import Phase, ScheduledRequest
 from tests.engine.simulated_device import VOCABULARY, Simulation, completion
 
 STOP = 3
@@ -217,7 +212,7 @@ class TestPreemption:
         simulation.scheduler.add(preempted)
         for _ in range(4):
             simulation.step()
-        simulation.scheduler._preempt(preempted)
+        simulation.scheduler.shards[0].preempt(preempted)
         in_flight = preempted.steps_in_flight
         known = len(preempted.tokens)
         while simulation.unread:
@@ -311,9 +306,10 @@ class TestRefusals:
             SchedulerConfig(**limits)
 
     def test_integrity_notices_a_lost_page(self):
-        scheduler = Scheduler(SchedulerConfig(2, 4, 2), PageAllocator(4, 4))
+        pages = PageAllocator(4, 4)
+        scheduler = Scheduler(SchedulerConfig(2, 4, 2), [pages])
         scheduler.check_integrity()
-        scheduler.pages.allocate(1)
+        pages.allocate(1)
         with pytest.raises(AssertionError, match="differ"):
             scheduler.check_integrity()
 
@@ -370,7 +366,7 @@ class RandomOperations(RuleBasedStateMachine):
 
     @rule()
     def evict(self):
-        self.simulation.scheduler.pages.clear()
+        self.simulation.scheduler.clear_prefix_cache()
 
     @invariant()
     def nothing_is_lost(self):

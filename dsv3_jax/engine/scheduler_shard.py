@@ -1,0 +1,217 @@
+"""One data-parallel shard as the scheduler sees it: its slots, its pages, its running requests.
+
+A layout with data-parallel attention runs each request on one shard, that is on the devices that
+share one part of the batch. Slots are numbered from 0 on every shard. Page numbers are those of the
+whole cache, so that a page of another shard is noticed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest
+
+
+class SchedulerShard:
+    """Slots, pages and running requests of one shard.
+
+    Args:
+      number: number of the shard.
+      slots: number of slots.
+      chunk_tokens: most tokens in a chunk.
+      order: returns the number that orders requests; the last one is preempted first.
+      requeue: takes a preempted request once no step in flight refers to it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        slots: int,
+        pages: PageAllocator,
+        *,
+        chunk_tokens: int,
+        order: Callable[[ScheduledRequest], float],
+        requeue: Callable[[ScheduledRequest], None],
+    ):
+        self.number = number
+        self.pages = pages
+        self.running: list[ScheduledRequest] = []  # sorted by order
+        # Ended or preempted requests whose steps are still in flight keep their slots and pages.
+        self.retiring: list[ScheduledRequest] = []
+        self.preemptions = 0
+        self._num_slots = slots
+        self._free_slots = list(reversed(range(slots)))
+        self._chunk_tokens = chunk_tokens
+        self._order = order
+        self._requeue = requeue
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether it can admit another request."""
+        return bool(self._free_slots)
+
+    def hit_with_room(self, request: ScheduledRequest) -> list[int] | None:
+        """Returns the cached pages that the request's tokens begin with, or None if the shard has
+        no room for the request now. Nothing changes."""
+        if not self._free_slots:
+            return None
+        hit = self.pages.cached_prefix(request.tokens)
+        needed = self._pages_at_admission(request) - len(hit)
+        # Pages that running requests will soon need are left to them.
+        reserve = len(self.running)
+        return hit if self.pages.available_beside(hit) >= needed + reserve else None
+
+    def admit(self, request: ScheduledRequest, hit: list[int]) -> None:
+        """Gives a request its slot and pages, after :meth:`hit_with_room` has returned ``hit``."""
+        self.pages.reuse(hit)
+        pages = self.pages.allocate(self._pages_at_admission(request) - len(hit))
+        assert pages is not None, "the shard has no room"
+        request.pages = [*hit, *pages]
+        request.shard = self.number
+        request.slot = self._free_slots.pop()
+        request.phase = Phase.PREFILL
+        request.is_slot_ready = False
+        request.computed = len(hit) * self.pages.page_size
+        request.published = len(hit)
+        bisect.insort(self.running, request, key=self._order)
+
+    def plan_decodes(self) -> list[ScheduledRequest]:
+        """Returns the requests that decode in the next step, each with pages for it."""
+        planned: list[ScheduledRequest] = []
+        for request in list(self.running):
+            # A request that reaches its limit with the steps in flight needs no other.
+            is_done = request.least_length >= request.max_length
+            if request.phase is not Phase.DECODE or is_done:
+                continue
+            if self._grow(request, request.greatest_length + request.drafts):
+                planned.append(request)
+        return planned
+
+    def plan_prefills(self, most: int) -> list[Chunk]:
+        """Returns up to ``most`` chunks of prompts that are partly cached."""
+        chunks: list[Chunk] = []
+        for request in self.running:
+            if request.phase is Phase.PREFILL:
+                chunks += self.plan_chunks(request, most - len(chunks))
+        return chunks
+
+    def plan_chunks(self, request: ScheduledRequest, most: int) -> list[Chunk]:
+        """Returns up to ``most`` chunks of a request."""
+        chunks = []
+        end = len(request.tokens)
+        while len(chunks) < most and request.computed < end:
+            count = min(self._chunk_tokens, end - request.computed)
+            is_last = request.computed + count == end
+            is_first = not request.is_slot_ready
+            start = request.computed
+            chunks.append(Chunk(request, _slot(request), start, count, is_first, is_last))
+            request.is_slot_ready = True
+            request.computed += count
+            if is_last:
+                request.phase = Phase.DECODE
+        # The device runs steps in order, so a later step can already read these pages.
+        self._publish(request, request.computed)
+        return chunks
+
+    def missing_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> list[int]:
+        """Returns how many more pages each request needs for so many decode steps."""
+        return [self._missing_for(request, steps) for request in requests]
+
+    def add_pages(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> None:
+        """Gives each request so many more pages. The shard must have them."""
+        pages = self.pages.allocate(sum(counts))
+        assert pages is not None, "the shard has too few pages"
+        for request, count in zip(requests, counts, strict=True):
+            request.pages += [pages.pop() for _ in range(count)]
+
+    def publish_decoded(self, request: ScheduledRequest) -> None:
+        """Indexes the pages that a decoding request has filled."""
+        # The newest token is not in the cache yet. With an MTP layer, neither are its entries of
+        # the newest decode step.
+        lag = 1 + self.pages.lookahead * (1 + request.drafts)
+        self._publish(request, len(request.tokens) - lag)
+
+    def preempt(self, request: ScheduledRequest) -> None:
+        """Gives up a running request. It is prefilled again later, generated tokens included,
+        unless a prefix cache still has them."""
+        self.running.remove(request)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        self.retiring.append(request)
+        self.retire()
+
+    def end(self, request: ScheduledRequest) -> None:
+        """Ends a running request. Its slot and pages are free once its steps are reported."""
+        self.running.remove(request)
+        self.retiring.append(request)
+
+    def retire(self) -> None:
+        """Frees the slots and pages of retiring requests without steps in flight."""
+        for request in [r for r in self.retiring if not r.steps_in_flight]:
+            self.retiring.remove(request)
+            self.pages.release(request.pages)
+            self._free_slots.append(_slot(request))
+            request.pages, request.slot, request.shard = [], None, None
+            request.computed = request.published = 0
+            if request.phase is Phase.WAITING:
+                self._requeue(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a slot or page is lost or owned twice, or if a list contradicts
+        a request's state."""
+        owners = [*self.running, *self.retiring]
+        assert all(r.shard == self.number for r in owners), "a request is on another shard"
+        self.pages.check_integrity([request.pages for request in owners])
+        slots = [_slot(request) for request in owners] + self._free_slots
+        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost or used twice"
+        assert all(request.is_running for request in self.running)
+        assert all(not request.is_running for request in self.retiring)
+        assert all(request.steps_in_flight > 0 for request in self.retiring)
+        orders = [self._order(request) for request in self.running]
+        assert orders == sorted(orders), "a queue is out of order"
+        for request in self.running:
+            room = len(request.pages) * self.pages.page_size
+            assert request.computed <= room, "a request has written past its pages"
+            most = self.pages.pages_for(request.max_length + request.drafts)
+            assert len(request.pages) <= most, "a request has pages that it cannot fill"
+
+    def _pages_at_admission(self, request: ScheduledRequest) -> int:
+        return self.pages.pages_for(len(request.tokens) + 1 + request.drafts)
+
+    def _grow(self, request: ScheduledRequest, tokens: int) -> bool:
+        """Gives a request pages for ``tokens`` tokens and returns whether it has them.
+
+        If pages are missing, it preempts the last running request, which may be this one. It never
+        preempts another while pages of retiring requests are still to come: they may be enough.
+        """
+        missing = self.pages.pages_for(tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        while (pages := self.pages.allocate(missing)) is None:
+            if self.retiring:
+                return False
+            last = self.running[-1]
+            assert last is not request or len(self.running) > 1, "add() refuses such requests"
+            self.preempt(last)
+            if last is request:
+                return False
+        request.pages += pages
+        return True
+
+    def _publish(self, request: ScheduledRequest, written: int) -> None:
+        """Indexes the full pages within the first ``written`` tokens of a request."""
+        known = request.tokens[: max(written, 0) + self.pages.lookahead]
+        request.published = self.pages.publish(known, request.pages, request.published)
+
+    def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
+        most = request.greatest_length + steps * (1 + request.drafts) + request.drafts
+        most = min(most, request.max_length + request.drafts)
+        return max(self.pages.pages_for(most) - len(request.pages), 0)
+
+
+def _slot(request: ScheduledRequest) -> int:
+    assert request.slot is not None, "the request has no slot"
+    return request.slot

@@ -1,0 +1,130 @@
+"""Requests as the scheduler sees them, and the plan of one step. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Sequence
+
+
+class Phase(enum.Enum):
+    """Stage of a request's life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False)
+class ScheduledRequest:
+    """A request as the scheduler sees it. The scheduler writes all fields but the first six."""
+
+    tokens: list[int]
+    """The prompt, then the generated tokens that the host has read."""
+    max_length: int
+    """Length at which the request ends: prompt tokens and the most new ones."""
+    drafts: int = 0
+    """Most draft tokens that a decode step verifies for it."""
+    priority: int = 0
+    """Less is more urgent."""
+    arrival: float = 0.0
+    """Time of submission, in seconds of the caller's clock."""
+    deadline: float = math.inf
+    """Time at which it ends even if it is not finished."""
+
+    phase: Phase = Phase.WAITING
+    shard: int | None = None
+    """The data-parallel shard that runs it, while it has a slot."""
+    slot: int | None = None
+    """Its row in its shard's part of the device's state, while it is running."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    """Tokens whose cache entries are written, or reused, when all dispatched prefills are done."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache saved at the first admission."""
+    steps_in_flight: int = 0
+    """Dispatched plans that include it and whose results are not reported yet."""
+    decodes_in_flight: int = 0
+    """Decode steps in those plans. Each adds at least one token."""
+    published: int = 0
+    """Number of its pages that are in the prefix index."""
+    preemptions: int = 0
+    is_cancelled: bool = False
+    is_slot_ready: bool = False
+    """Whether a dispatched step has initialised its slot."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase in (Phase.PREFILL, Phase.DECODE)
+
+    @property
+    def least_length(self) -> int:
+        """Tokens it has at least when all dispatched steps are done."""
+        return len(self.tokens) + self.decodes_in_flight
+
+    @property
+    def greatest_length(self) -> int:
+        """Tokens it has at most when all dispatched steps are done."""
+        most = len(self.tokens) + self.decodes_in_flight * (1 + self.drafts)
+        return min(most, self.max_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive prompt tokens of one request that a step prefills."""
+
+    request: ScheduledRequest
+    slot: int
+    start: int
+    """Position of the first token."""
+    count: int
+    is_first: bool
+    """Whether the request has just been admitted, so that the step initialises its slot."""
+    is_last: bool
+    """Whether the chunk ends the known tokens, so that the step samples the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """The work of one dispatch on one data-parallel shard."""
+
+    decodes: tuple[ScheduledRequest, ...]
+    slots: tuple[int, ...]
+    """Slot of each request in ``decodes``."""
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
+        """Returns the plan with the slots that the requests have now."""
+        slots = []
+        for request in decodes:
+            assert request.slot is not None, "the request has no slot"
+            slots.append(request.slot)
+        return cls(tuple(decodes), tuple(slots), tuple(chunks))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """The work of one dispatch."""
+
+    shards: tuple[ShardPlan, ...]
+    decode_steps: int
+    """Decode steps in the dispatch: 1 if it prefills anything."""
+
+    @functools.cached_property
+    def decodes(self) -> tuple[ScheduledRequest, ...]:
+        """The requests that decode, shard by shard."""
+        return tuple(request for shard in self.shards for request in shard.decodes)
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of all shards."""
+        return tuple(chunk for shard in self.shards for chunk in shard.chunks)
+
+    @functools.cached_property
+    def requests(self) -> tuple[ScheduledRequest, ...]:
+        """Every request of the plan, once."""
+        return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
