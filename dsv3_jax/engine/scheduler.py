@@ -211,8 +211,9 @@ class Scheduler:
         for shard in self.shards:
             shard.check_integrity()
         for request in self.waiting:
-            assert request.phase is Phase.WAITING and not request.pages
-            assert request.shard is None and request.slot is None
+            assert request.phase is Phase.WAITING
+            assert request.shard is request.slot is None, "a waiting request has a slot"
+            assert not request.pages, "a waiting request has pages"
         orders = [self._order(request) for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 

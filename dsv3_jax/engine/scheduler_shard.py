@@ -116,11 +116,11 @@ class SchedulerShard:
         return chunks
 
     def missing_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> list[int]:
-        """Returns how many more pages each request needs for so many decode steps."""
+        """Returns how many more pages each request needs for ``steps`` decode steps."""
         return [self._missing_for(request, steps) for request in requests]
 
     def add_pages(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> None:
-        """Gives each request so many more pages. The shard must have them."""
+        """Gives each request ``counts`` more pages. The shard must have them."""
         pages = self.pages.allocate(sum(counts))
         assert pages is not None, "the shard has too few pages"
         for request, count in zip(requests, counts, strict=True):

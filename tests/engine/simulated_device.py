@@ -47,9 +47,7 @@ class Slot:
 class SimulatedDevice:
     """Runs plans in order. A request ends with the token ``stop``."""
 
-    def __init__(
-        self, num_pages: int, page_size: int, stop: int | None = None, lookahead: int = 0
-    ):
+    def __init__(self, num_pages: int, page_size: int, stop: int | None = None, lookahead: int = 0):
         self.num_pages = num_pages  # of one shard
         self.page_size = page_size
         self.stop = stop
