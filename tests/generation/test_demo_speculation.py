@@ -61,11 +61,11 @@ def plain(generators, prompts) -> dict[int, list[list[int]]]:
 
 
 def shared(prompts: list[list[int]], batch: int) -> list[list[int]]:
-    """Returns all prompts, but only every fifth for batch size 1, which takes much longer."""
-    return prompts[::5] if batch == 1 else prompts
+    """Returns every second prompt, and every tenth for batch size 1, which takes much longer."""
+    return prompts[:: 10 if batch == 1 else 2]
 
 
-@pytest.mark.parametrize(("batch", "depth"), [(1, 1), (1, 4), (16, 1), (16, 2), (16, 3), (16, 4)])
+@pytest.mark.parametrize(("batch", "depth"), [(1, 1), (1, 3), (16, 2), (16, 4)])
 def test_greedy_equals_no_speculation(generators, prompts, plain, batch, depth):
     assert len(prompts) == PROMPTS
     some = shared(prompts, batch)
