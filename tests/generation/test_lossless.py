@@ -1,4 +1,4 @@
-"""Sampled tokens keep the model's distribution: 200,704 generations per setting.
+"""Sampled tokens keep the model's distribution: 53,248 generations or more per setting.
 
 Every kind of speculation is compared with the exact joint probabilities of the first two tokens. A
 vocabulary of 8 gives 64 pairs. The whole Generator runs, including MTP cache and filters.
@@ -19,7 +19,7 @@ from tests.support.running import forward, optimized
 
 pytestmark = pytest.mark.slow
 
-W, BATCH, CALLS = 8, 4096, 49
+W, BATCH, CALLS = 8, 4096, 13
 PROMPT = [2, 3, 5, 6, 2, 3]  # the n-gram drafter proposes 5 6, which followed 2 3
 SETTINGS: list[Options] = [
     {"temperature": 0.7, "top_p": 0.9},
@@ -125,19 +125,19 @@ def check_lossless(pairs: np.ndarray, joint: np.ndarray) -> None:
 
 
 CASES = [
-    ("mtp", 2, SETTINGS[0]),
-    ("mtp", 2, SETTINGS[1]),
-    ("mtp", "auto", SETTINGS[0]),  # depths depend on acceptance and measured times
-    ("ngram", 2, SETTINGS[0]),
-    ("ngram", 2, SETTINGS[1]),
+    ("mtp", 2, SETTINGS[0], 49),
+    ("mtp", 2, SETTINGS[1], CALLS),
+    ("mtp", "auto", SETTINGS[0], CALLS),  # depths depend on acceptance and measured times
+    ("ngram", 2, SETTINGS[0], CALLS),
+    ("ngram", 2, SETTINGS[1], CALLS),
 ]
 
 
-@pytest.mark.parametrize(("draft", "depth", "options"), CASES, ids=str)
-def test_joint_of_two_tokens(generator, draft, depth, options):
+@pytest.mark.parametrize(("draft", "depth", "options", "calls"), CASES, ids=str)
+def test_joint_of_two_tokens(generator, draft, depth, options, calls):
     joint = exact_probabilities(generator, options)
-    pairs, acceptance = count_pairs(generator, options, draft, depth)
-    assert pairs.sum() > 200_000
+    pairs, acceptance = count_pairs(generator, options, draft, depth, calls)
+    assert pairs.sum() == calls * BATCH
     check_lossless(pairs, joint)
     assert 0.05 < acceptance < 0.95, "nothing would be tested"
 
@@ -165,8 +165,7 @@ def test_joint_of_two_tokens_with_penalties(generator):
 def test_accepting_always_fails_it(generator, options):
     """A deliberate defect fails the same check: all drafts of the MTP layer are accepted."""
     joint = exact_probabilities(generator, options)
-    pairs, _ = count_pairs(generator, options, "synthetic:1")
-    assert pairs.sum() > 200_000
+    pairs, _ = count_pairs(generator, options, "synthetic:1", calls=5)
     possible = np.where(joint > 0, pairs, 0)  # without impossible pairs, which alone would fail
     for seen in (pairs, possible):
         with pytest.raises(AssertionError):
