@@ -36,7 +36,7 @@ def mix_local(
     K = experts.shape[1]
     is_local = (experts >= 0) & (experts < num_experts)
     flat = jnp.where(is_local, experts, num_experts).reshape(-1)
-    order, position = _sort_positions(flat)
+    order, position = _sort_positions(flat, num_experts + 1)
     position = position.reshape(experts.shape)
     group_sizes = jnp.sum(jnp.arange(num_experts)[:, None] == flat, axis=1, dtype=jnp.int32)
     if pairs_per_call is None or pairs_per_call >= flat.size:
@@ -78,25 +78,46 @@ def gather_sum(
     return jnp.sum(picked, axis=1)
 
 
-# Up to this many keys a GPU compares all pairs of keys faster than it sorts twice.
+# Up to this many keys a GPU compares all pairs of keys faster than it counts in blocks.
 _MAX_COMPARED_KEYS = 4096
+_BLOCK_KEYS = 256
 
 
-def _sort_positions(keys: Int32[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
-    """Returns the order of a stable sort, and the position of each key in that order."""
+def _sort_positions(
+    keys: Int32[Array, " N"], num_keys: int
+) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+    """Returns the order of a stable sort, and the position of each key in that order.
+
+    XLA's sort would take longer: two of them in every layer, each of which XLA compiles for three
+    seconds for a GPU.
+
+    Args:
+      keys: numbers from 0 to num_keys - 1.
+    """
     numbers = jnp.arange(len(keys), dtype=jnp.int32)
     if len(keys) > _MAX_COMPARED_KEYS:
-        order = _argsort(keys, numbers)
-        return order, _argsort(order, numbers)
-    ahead = (keys < keys[:, None]) | ((keys == keys[:, None]) & (numbers < numbers[:, None]))
-    position = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+        position = _count_positions(keys, num_keys)
+    else:
+        ahead = (keys < keys[:, None]) | ((keys == keys[:, None]) & (numbers < numbers[:, None]))
+        position = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     return numbers.at[position].set(numbers, unique_indices=True), position
 
 
-def _argsort(keys: Int32[Array, " N"], numbers: Int32[Array, " N"]) -> Int32[Array, " N"]:
-    """Stable argsort. ``numbers`` counts from 0.
+def _count_positions(keys: Int32[Array, " N"], num_keys: int) -> Int32[Array, " N"]:
+    """Returns the position of each key in a stable sort.
 
-    jnp.argsort does not work here. In jax 0.10 to 0.12 its result does not vary over shard_map's
-    axes, and a gradient through ``x[argsort(y)]`` is wrong.
+    It is the number of smaller keys, plus that of equal keys in earlier blocks, plus that of equal
+    keys before it in its own block.
     """
-    return jax.lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]
+    blocks = jnp.pad(keys, (0, -len(keys) % _BLOCK_KEYS), constant_values=num_keys)
+    blocks = blocks.reshape(-1, _BLOCK_KEYS)
+    index = jnp.arange(_BLOCK_KEYS)
+    is_equal_before = (blocks[:, None] == blocks[:, :, None]) & (index < index[:, None])
+    in_block = jnp.sum(is_equal_before, axis=2, dtype=jnp.int32)
+    counts = jnp.sum(jnp.arange(num_keys)[:, None] == blocks[:, None], axis=2, dtype=jnp.int32)
+    through_block = jnp.cumsum(counts, axis=0)
+    smaller = jnp.cumsum(through_block[-1]) - through_block[-1]
+    first = smaller + through_block - counts
+    # Padding is out of bounds and clipped. It is cut off below.
+    position = jnp.take_along_axis(first, blocks, axis=1, mode="clip") + in_block
+    return position.reshape(-1)[: len(keys)]

@@ -422,9 +422,9 @@ def test_default_pairs():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 300, 4096, 5000])
 def test_order_of_pairs_is_a_stable_sort(count):
-    """Few pairs are ordered by counting, many by sorting."""
+    """Many pairs are counted in blocks."""
     keys = np.random.default_rng(count).integers(0, 7, count, np.int32)
-    order, position = expert_mixture._sort_positions(jnp.asarray(keys))
+    order, position = expert_mixture._sort_positions(jnp.asarray(keys), 7)
     np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
     np.testing.assert_array_equal(position, np.argsort(order))
 
