@@ -176,6 +176,9 @@ class TokenBatch(NamedTuple):
     """Pages, and lengths before these tokens."""
     form: Form
     """``expanded`` for prefill, ``absorbed`` for decode; the results are equal."""
+    context: int | None = None
+    """With the form ``expanded``: no sequence is longer than this before its new tokens. None reads
+    the lengths in a loop, for which XLA makes a GPU's host wait in every layer."""
 
 
 @jax.tree_util.register_dataclass

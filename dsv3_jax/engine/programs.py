@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
@@ -25,30 +24,10 @@ from pallas_kernels import target
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """Sizes that programs are compiled for. A step takes the smallest one that holds it."""
-
-    decodes: tuple[int, ...]
-    """Numbers of decoding requests, ascending. The last one is the number of slots."""
-    chunks: tuple[int, ...]
-    """Numbers of prefill chunks, ascending, without 0."""
-    chunk_tokens: int
-    """Tokens of a chunk."""
-    max_steps: int
-    """Most decode steps in a dispatch that prefills nothing."""
-
-    @classmethod
-    def default(cls, max_running: int, *, platform: str) -> Buckets:
-        """Returns powers of four up to ``max_running``, and one and eight chunks.
-
-        A chunk has 256 tokens, on a CPU 32: there, computing its padding costs more than another
-        chunk.
-        """
-        decodes = [4**i for i in range(8) if 4**i < max_running]
-        chunk_tokens = 32 if platform == "cpu" else 256
-        return cls((*decodes, max_running), (1, 8), chunk_tokens, 8)
+_ONE_STEP_GPU_OPTIONS = {
+    # No CUDA graphs: the host would update one in every dispatch, for kernels that run once.
+    "xla_gpu_enable_command_buffer": "",
+}
 
 
 class Programs:
@@ -98,13 +77,8 @@ class Programs:
             state, output = step(model, state, buffer, shape=shape, **options)
             return jax.tree.leaves(state), output
 
-        platform = (model.layout and model.layout.platform) or target.platform()
-        self._jitted = jax.jit(
-            run,
-            donate_argnums=1,
-            static_argnums=(3, 4),
-            compiler_options=GPU_OPTIONS if platform == "gpu" else None,
-        )
+        self._platform = (model.layout and model.layout.platform) or target.platform()
+        self._jitted = jax.jit(run, donate_argnums=1, static_argnums=(3, 4))
         self._compiled: dict[StepShape, Any] = {}
 
     def shape(
@@ -112,24 +86,19 @@ class Programs:
         decodes: int,
         chunks: int,
         *,
+        context: int = 0,
+        steps: int = 1,
         sampling: SamplingMode = "greedy",
         num_top_logprobs: int = 0,
     ) -> StepShape:
-        """Returns the smallest shape that holds so many requests and chunks."""
-        B = next(size for size in (0, *self.buckets.decodes) if size >= decodes)
-        C = next(size for size in (0, *self.buckets.chunks) if size >= chunks)
-        return self._shape(B, C, sampling, num_top_logprobs)
-
-    def _shape(
-        self, B: int, C: int, sampling: SamplingMode, num_top_logprobs: int = 0
-    ) -> StepShape:
-        return StepShape(
-            decodes=B,
-            chunks=C,
-            chunk_tokens=self.buckets.chunk_tokens if C else 0,
-            max_pages=self._max_pages,
+        """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`."""
+        return self.buckets.shape(
+            decodes,
+            chunks,
             max_len=self._max_len,
-            max_steps=1 if C else self.buckets.max_steps,
+            max_pages=self._max_pages,
+            context=context,
+            steps=steps,
             sampling=sampling,
             num_top_logprobs=num_top_logprobs,
         )
@@ -137,17 +106,15 @@ class Programs:
     @property
     def shapes(self) -> list[StepShape]:
         """Every shape that a step without top log-probabilities can have."""
-        sizes = itertools.product((0, *self.buckets.decodes), (0, *self.buckets.chunks))
-        modes: tuple[SamplingMode, ...] = get_args(SamplingMode)
-        return [self._shape(B, C, mode) for B, C in sizes if B or C for mode in modes]
+        return self.buckets.shapes(max_len=self._max_len, max_pages=self._max_pages)
 
     def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
         """Compiles programs in parallel: those of ``shapes``, or all."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
-        lowered = [self.lower(state, shape) for shape in missing]
+        # Lowering is Python and runs in one thread, while others compile.
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            for shape, compiled in zip(missing, pool.map(_compile, lowered), strict=True):
-                self._compiled[shape] = compiled
+            compiling = {s: pool.submit(self.compile, self.lower(state, s), s) for s in missing}
+            self._compiled |= {shape: done.result() for shape, done in compiling.items()}
         self._is_warm = self._is_warm or shapes is None
 
     def __call__(
@@ -159,7 +126,7 @@ class Programs:
             if self._is_warm:
                 self.compiled_after_warm_up += 1
                 logger.warning("compiling a step after warm-up: %s", shape)
-            compiled = self._compiled[shape] = _compile(self.lower(state, shape))
+            compiled = self._compiled[shape] = self.compile(self.lower(state, shape), shape)
         leaves, structure = jax.tree.flatten(state)
         leaves, output = compiled(self._leaves, leaves, jax.device_put(buffer))
         return jax.tree.unflatten(structure, leaves), output
@@ -170,9 +137,11 @@ class Programs:
         leaves, structure = jax.tree.flatten(state)
         return self._jitted.lower(self._leaves, leaves, buffer, shape, structure)
 
-
-def _compile(lowered: jax.stages.Lowered) -> Any:
-    return lowered.compile()
+    def compile(self, lowered: jax.stages.Lowered, shape: StepShape) -> jax.stages.Compiled:
+        """Compiles the lowered program of a shape."""
+        if self._platform != "gpu":
+            return lowered.compile()
+        return lowered.compile(GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS)
 
 
 def empty_pool(model: DeepSeekV3, num_pages: int, page_size: int, *, mtp: bool) -> PagePool:

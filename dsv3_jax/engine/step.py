@@ -73,10 +73,15 @@ class _Requests(NamedTuple):
         sampling = dataclasses.replace(sampling, mode=shape.sampling)
         return cls(slots, tables, is_running, rows(state.lengths), rows(state.limits), sampling)
 
+    @property
+    def sequences(self) -> SequenceTables:
+        """The cached tokens of these requests: all except the last. None of a request that does not
+        run, so that attention reads nothing for the padding of a batch."""
+        return SequenceTables(self.tables, jnp.where(self.is_running, self.lengths - 1, 0))
+
     def cache(self, state: SlotState) -> LatentKVCache:
-        """The cache of these requests: all tokens except the last."""
-        sequences = SequenceTables(self.tables, self.lengths - 1)
-        return LatentKVCache(state.pool, sequences, state.routing_counts)
+        """The cache of these requests."""
+        return LatentKVCache(state.pool, self.sequences, state.routing_counts)
 
 
 def step(
@@ -208,7 +213,9 @@ def _draft(
         is_running=requests.is_running,
         cache=requests.cache(state),
         mtp_inputs=state.mtp_inputs.at[slots].get(mode="clip"),
-        num_mtp_inputs=state.num_mtp_inputs.at[slots].get(mode="clip"),
+        num_mtp_inputs=jnp.where(
+            requests.is_running, state.num_mtp_inputs.at[slots].get(mode="clip"), 0
+        ),
     )
     drafts, cache = options.drafter.draft(
         model, context, requests.sampling, options.depth, options.vocab_size
@@ -238,7 +245,7 @@ def _decode_batch(state: SlotState, requests: _Requests, drafts: Drafts) -> Toke
     return TokenBatch(
         tokens=jnp.concatenate([last[:, None], drafts.tokens], axis=1),
         counts=jnp.where(requests.is_running, 1 + drafts.counts, 0),
-        sequences=SequenceTables(requests.tables, requests.lengths - 1),
+        sequences=requests.sequences,
         form="absorbed",
     )
 
@@ -254,6 +261,7 @@ def _chunk_batch(
         counts=inputs.counts,
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
         form="expanded",
+        context=shape.context,
     )
     requests = _Requests.of(state, inputs.chunk_slots, inputs.chunk_tables, shape)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
@@ -320,7 +328,7 @@ def _prefill_mtp(
     next_tokens = state.tokens.at[inputs.chunk_slots[:, None], positions].get(mode="clip")
     cache = LatentKVCache(state.pool, batch.sequences, state.routing_counts)
     _, cache = model.extend_mtp(
-        mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded"
+        mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded", batch.context
     )
     return _with_cache(state, cache)
 

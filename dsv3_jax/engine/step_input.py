@@ -38,10 +38,19 @@ class StepShape:
     """S: tokens of the longest request."""
     max_steps: int
     """Most decode steps in a dispatch; 1 in a step that prefills."""
+    context: int | None = None
+    """Most tokens that the cache holds before those of a chunk; None if it may be any number."""
     sampling: SamplingMode = "greedy"
     """``greedy`` if no request of the step samples."""
     num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""
+
+    @property
+    def name(self) -> str:
+        """The sizes and settings that distinguish the shapes of an engine."""
+        common = ("chunk_tokens", "max_pages", "max_len")
+        values = {n: v for n, v in dataclasses.asdict(self).items() if v and n not in common}
+        return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 class StepInput(NamedTuple):

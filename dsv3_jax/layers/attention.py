@@ -51,6 +51,10 @@ _LATENT_NORM_EPS = 1e-6
 # and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
 
+# A static number of blocks up to this is unrolled. More become a loop, which compiles faster: XLA's
+# GPU runtime knows its length, and does not wait for the device to read it.
+_UNROLLED_BLOCKS = 2
+
 
 class Attention(Protocol):
     """Interface between a decoder layer and its attention."""
@@ -315,7 +319,8 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns attention with a key and a value per head, and its log-sum-exp.
 
         The new tokens attend to each other, then, block by block, to the tokens that were cached
-        before on this device.
+        before on this device. With ``cache.context_tables`` the number of blocks is static, else
+        the longest sequence decides.
 
         Args:
           new: what ``pages`` store for the new tokens.
@@ -326,10 +331,24 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         B, T, _, _ = q.shape
         scale, page_size = self.config.softmax_scale, cache.page_size
-        max_pages = cache.block_tables.shape[1]
+        out, lse = mla_prefill(
+            q,
+            *keys_values(new),
+            jnp.zeros((B,), jnp.int32),
+            jnp.full((B,), T, jnp.int32),
+            scale=scale,
+        )
+        lse = weigh_once(lse, shard)
+        context_tables = cache.context_tables
+        tables = cache.block_tables if context_tables is None else context_tables
+        if not (max_pages := tables.shape[1]):
+            return out, lse
         block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
+        num_blocks = -(-max_pages // block_pages)
+        if context_tables is not None:
+            block_pages = -(-max_pages // num_blocks)  # equal blocks have the least padding
         block = block_pages * page_size
-        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -max_pages % block_pages)))
+        tables = jnp.pad(tables, ((0, 0), (0, num_blocks * block_pages - max_pages)))
         # Tokens past the capacity are not cached; without a bound the last pages would count twice.
         lengths = jnp.minimum(shard.local_lengths(cache.starts), max_pages * page_size)
         after_block = jnp.full((B,), block, jnp.int32)  # all queries come after the whole block
@@ -342,13 +361,14 @@ class MultiHeadLatentAttention(nnx.Module):
             out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
-        out, lse = mla_prefill(
-            q,
-            *keys_values(new),
-            jnp.zeros((B,), jnp.int32),
-            jnp.full((B,), T, jnp.int32),
-            scale=scale,
-        )
+        if context_tables is not None:
+            carry = out.astype(jnp.float32), lse
+            if num_blocks <= _UNROLLED_BLOCKS:
+                for i in range(num_blocks):
+                    carry = add_block(jnp.int32(i), carry)
+            else:
+                carry = jax.lax.fori_loop(0, num_blocks, add_block, carry)
+            return carry[0].astype(out.dtype), carry[1]
         blocks = -(-jnp.max(lengths) // block)
 
         def with_context(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -356,5 +376,4 @@ class MultiHeadLatentAttention(nnx.Module):
             return total.astype(out.dtype), lse
 
         # The first chunk of a prompt has no context, and then needs no float32 copy.
-        lse = weigh_once(lse, shard)
         return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import Attention, Form, MultiHeadLatentAttention
@@ -211,9 +211,17 @@ def _with_local_tables(cache: LayerCache, num_local_pages: int, layout: Layout) 
     Where n devices share a sequence's tokens, a device has every n-th page of the sequence.
     """
     first = layout.shard_index(PAGE_AXES[0]) * num_local_pages
-    B, n = len(cache.block_tables), layout.num_shards("cached_tokens")
-    tables = cache.block_tables.reshape(B, -1, n)[..., layout.shard_index("cached_tokens")]
-    return cache._replace(block_tables=tables - first)
+    n = layout.num_shards("cached_tokens")
+
+    def local(tables: Int[Array, "B pages"]) -> Int[Array, "B local_pages"]:
+        own = tables.reshape(len(tables), -1, n)[..., layout.shard_index("cached_tokens")]
+        return own - first
+
+    context_tables = cache.context_tables
+    return cache._replace(
+        block_tables=local(cache.block_tables),
+        context_tables=None if context_tables is None else local(context_tables),
+    )
 
 
 class SharedHead(nnx.Module):

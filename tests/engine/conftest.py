@@ -12,8 +12,8 @@ from tests.support.checkpoints import random_tensors, tiny_config, write_checkpo
 
 MAX_LEN = 120
 
-# Few programs: every step is padded to one of three shapes.
-BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3)
+# Few programs: a step decodes only, or also has chunks, with or without context.
+BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3, contexts=(0,))
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
+from typing import ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dsv3_jax.engine.programs import Programs, empty_pool
+from dsv3_jax.engine.programs import Buckets, Programs, empty_pool
 from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.step import _decode_batch, _Requests
+from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.generation.drafters import Drafts
+from dsv3_jax.generation.state import RUNNING
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 PAGES, SLOTS = 8, 4
@@ -34,22 +44,87 @@ def state(tiny_mtp) -> SlotState:
     return SlotState.empty(pool, SLOTS, MAX_LEN, dtype=tiny_mtp.dtype)
 
 
-def operations(programs: Programs, state: SlotState, **shape) -> Counter[str]:
+def operations(programs: Programs, state: SlotState, shape: StepShape) -> Counter[str]:
     """Numbers of operations in the lowered program, by name."""
-    text = programs.lower(state, programs.shape(**shape)).as_text()
+    text = programs.lower(state, shape).as_text()
     return Counter(re.findall(r"stablehlo\.(\w+)", text))
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [(1, 0), (1, 1)])
 def test_greedy_steps_do_not_sort(programs, state, decodes, chunks):
     greedy, sampled = (
-        operations(programs, state, decodes=decodes, chunks=chunks, sampling=mode)
+        operations(programs, state, programs.shape(decodes, chunks, sampling=mode))
         for mode in ("greedy", "sampled")
     )
     # The experts of the CPU sort tokens too.
     assert sampled["sort"] == greedy["sort"] + 1
 
 
-def test_steps_that_decode_have_no_branch(programs, state):
-    for sampling in ("greedy", "sampled"):
-        assert operations(programs, state, decodes=1, chunks=0, sampling=sampling)["case"] == 0
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_sampled_steps_have_no_branch(programs, state, chunks):
+    shape = programs.shape(1, chunks, context=20, sampling="sampled")
+    assert operations(programs, state, shape)["case"] == 0
+
+
+def test_a_static_context_replaces_a_branch_and_a_loop(programs, state):
+    static, dynamic = (
+        operations(programs, state, dataclasses.replace(programs.shape(1, 1), context=context))
+        for context in (MAX_LEN, None)
+    )
+    # Two kinds of layers, each of which is lowered once.
+    assert (static["case"], dynamic["case"]) == (0, 2)
+    assert dynamic["while"] == static["while"] + 2
+
+
+def test_padding_has_no_context(state):
+    full = dataclasses.replace(
+        state,
+        lengths=state.lengths + 9,
+        finished=state.finished.at[0].set(RUNNING),
+    )
+    slots = np.array([0, 1, SLOTS], np.int32)  # running, at its end, and none
+    shape = BUCKETS.shape(3, 0, max_len=MAX_LEN, max_pages=2)
+    tables = np.zeros((3, 2), np.int32)
+    requests = _Requests.of(full, *map(jnp.asarray, (slots, tables)), shape)
+    batch = _decode_batch(full, requests, Drafts.empty(3))
+    assert batch.sequences.lengths.tolist() == [8, 0, 0]
+    assert batch.counts.tolist() == [1, 0, 0]
+
+
+class TestBuckets:
+    DEFAULT = Buckets.default(256, platform="gpu")
+    LIMITS: ClassVar = {"max_len": 5120, "max_pages": 80}
+
+    def test_number_of_programs(self):
+        shapes = self.DEFAULT.shapes(**self.LIMITS)
+        assert len(shapes) == len(set(shapes)) == 44
+        assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 14
+
+    @given(
+        st.integers(0, 256),
+        st.integers(0, 8),
+        st.integers(0, 5120),
+        st.integers(1, 8),
+        st.sampled_from(["greedy", "sampled"]),
+    )
+    def test_every_step_has_a_program_that_holds_it(self, decodes, chunks, context, steps, mode):
+        if chunks:
+            steps = 1
+        elif not decodes:
+            return
+        shape = self.DEFAULT.shape(
+            decodes, chunks, context=context, steps=steps, sampling=mode, **self.LIMITS
+        )
+        assert shape in self.DEFAULT.shapes(**self.LIMITS)
+        assert shape.decodes >= decodes
+        assert shape.chunks >= chunks
+        assert shape.max_steps >= steps
+        assert not chunks or (shape.context is not None and shape.context >= context)
+
+    def test_padding_of_chunks_is_less_than_half(self):
+        for chunks in range(1, 9):
+            assert self.DEFAULT.shape(9, chunks, **self.LIMITS).chunks < 2 * chunks
+
+    def test_short_requests(self):
+        shape = self.DEFAULT.shape(1, 1, context=100, max_len=128, max_pages=2)
+        assert shape.context == 128

@@ -1,0 +1,109 @@
+"""The sizes that programs are compiled for, and which of them a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import get_args
+
+from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.generation.sampling import SamplingMode
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes that programs are compiled for. A step takes the smallest one that holds it."""
+
+    decodes: tuple[int, ...]
+    """Numbers of decoding requests, ascending. The last one is the number of slots."""
+    chunks: tuple[int, ...]
+    """Numbers of prefill chunks, ascending, without 0."""
+    chunk_tokens: int
+    """Tokens of a chunk."""
+    max_steps: int
+    """Most decode steps in a dispatch that prefills nothing."""
+    contexts: tuple[int, ...] | None = None
+    """Numbers of cached tokens before a chunk, ascending. The longest request's is added. None
+    compiles a loop over as many as there are."""
+    single_steps: bool = False
+    """Whether a large step that prefills nothing has a program without the loop over decode steps,
+    besides the one with it."""
+
+    @classmethod
+    def default(cls, max_running: int, *, platform: str) -> Buckets:
+        """Returns powers of four up to ``max_running``, and one, two, four and eight chunks.
+
+        A chunk has 256 tokens, on a CPU 32: there, computing its padding costs more than another
+        chunk. XLA's GPU runtime waits for the device to read how often a loop runs, so that
+        programs for GPUs have none where they can.
+        """
+        decodes = (*(4**i for i in range(8) if 4**i < max_running), max_running)
+        chunk_tokens = 32 if platform == "cpu" else 256
+        is_gpu = platform == "gpu"
+        contexts = (0, 512, 2048) if is_gpu else None
+        return cls(decodes, (1, 2, 4, 8), chunk_tokens, 8, contexts, single_steps=is_gpu)
+
+    @property
+    def large_decodes(self) -> tuple[int, ...]:
+        """Numbers of decoding requests in a step that prefills: those of at least as many tokens as
+        a chunk. Padding fewer to that costs little beside the chunk, and saves programs."""
+        return tuple(size for size in self.decodes if size >= self.chunk_tokens) or (
+            self.decodes[-1],
+        )
+
+    def shape(
+        self,
+        decodes: int,
+        chunks: int,
+        *,
+        max_len: int,
+        max_pages: int,
+        context: int = 0,
+        steps: int = 1,
+        sampling: SamplingMode = "greedy",
+        num_top_logprobs: int = 0,
+    ) -> StepShape:
+        """Returns the smallest shape that holds a step.
+
+        Args:
+          max_len: most tokens of a request.
+          max_pages: most pages of a request.
+          context: most cached tokens before one of the chunks.
+          steps: decode steps of the dispatch.
+        """
+        B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
+        is_single = steps == 1 and self.single_steps and B in self.large_decodes
+        return StepShape(
+            decodes=B,
+            chunks=_round_up(chunks, self.chunks) if chunks else 0,
+            chunk_tokens=self.chunk_tokens if chunks else 0,
+            max_pages=max_pages,
+            max_len=max_len,
+            max_steps=1 if chunks or is_single else self.max_steps,
+            context=self._context(context, max_len) if chunks else 0,
+            sampling=sampling,
+            num_top_logprobs=num_top_logprobs,
+        )
+
+    def shapes(self, *, max_len: int, max_pages: int) -> list[StepShape]:
+        """Returns every shape that a step without top log-probabilities can have."""
+        limits = {"max_len": max_len, "max_pages": max_pages}
+        contexts = (0,) if self.contexts is None else (*self.contexts, max_len)
+        decoding = itertools.product(self.decodes, (0,), (0,), (1, self.max_steps))
+        prefilling = itertools.product(self.large_decodes, self.chunks, contexts, (1,))
+        shapes = [
+            self.shape(B, C, context=min(S, max_len), steps=n, sampling=sampling, **limits)
+            for B, C, S, n in (*decoding, *prefilling)
+            for sampling in get_args(SamplingMode)
+        ]
+        return list(dict.fromkeys(shapes))
+
+    def _context(self, tokens: int, max_len: int) -> int | None:
+        if self.contexts is None:
+            return None
+        return _round_up(tokens, [size for size in self.contexts if size < max_len] + [max_len])
+
+
+def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:
+    """Returns the smallest of ``sizes``, which are ascending, that is at least ``size``."""
+    return next(each for each in sizes if each >= size)
