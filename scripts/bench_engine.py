@@ -3,16 +3,20 @@
     python -m scripts.bench_engine --model moonlight-16b --traces chat prefixed --rates 8 24 \\
         --count 384 --out benchmarks/results/engine_h200.json
     python -m scripts.bench_engine --model demo --scale 0.1
+    python -m scripts.bench_engine --model moonlight-16b --count 48 --profile /tmp/trace
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
 A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
 All programs are compiled first, and an engine serves all replays, with an empty prefix cache at the
-beginning of each. The results are written after every replay.
+beginning of each. The results are written after every replay: throughput and latencies, and how
+many steps of each shape ran for how long, with the share of the time in which no dispatch was in
+flight. ``--profile`` also records a trace, which has the device time of each kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -50,10 +54,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
     parser.add_argument("--chunks", nargs="+", type=int, help="buckets of prefill chunks")
     parser.add_argument("--chunk-tokens", type=int, help="tokens of a chunk")
+    parser.add_argument("--contexts", nargs="+", type=int, help="buckets of tokens before a chunk")
     parser.add_argument("--max-steps", type=int, help="most decode steps in a dispatch")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
     parser.add_argument("--draft-depth", type=int, default=1)
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -73,10 +79,23 @@ def buckets(arguments: argparse.Namespace) -> Buckets:
         "decodes": arguments.decodes and (*arguments.decodes, arguments.max_running),
         "chunks": arguments.chunks and tuple(arguments.chunks),
         "chunk_tokens": arguments.chunk_tokens,
+        "contexts": arguments.contexts and tuple(arguments.contexts),
         "max_steps": arguments.max_steps,
     }
     default = Buckets.default(arguments.max_running, platform=target.platform())
     return dataclasses.replace(default, **{n: v for n, v in changes.items() if v is not None})
+
+
+def histogram(dispatches: dict[str, Any]) -> str:
+    """Returns a table of the shapes of steps, the one that took longest first."""
+    total = dispatches["seconds_in_flight"]
+    lines = [f"no dispatch in flight: {dispatches['idle_share']:.1%} of the time under load"]
+    lines += [f"{'steps':>7} {'seconds':>9} {'share':>6} {'ms':>8}  shape"]
+    for name, times in dispatches["shapes"].items():
+        count, seconds = times["count"], times["seconds"]
+        share, ms = seconds / total, 1e3 * seconds / count
+        lines.append(f"{count:7} {seconds:9.3f} {share:6.1%} {ms:8.2f}  {name}")
+    return "\n".join(lines)
 
 
 def main(words: Sequence[str]) -> int:
@@ -93,21 +112,26 @@ def main(words: Sequence[str]) -> int:
         "load_s": round(loaded - began, 2),
         "replays": [],
     }
-    with Engine(
-        model,
-        None,
-        arguments.max_len,
-        max_running=arguments.max_running,
-        cache_tokens=arguments.cache_tokens,
-        draft=arguments.draft,
-        draft_depth=arguments.draft_depth,
-        overlap=not arguments.no_overlap,
-        buckets=buckets(arguments),
-    ) as engine:
+    with contextlib.ExitStack() as running:
+        engine = running.enter_context(
+            Engine(
+                model,
+                None,
+                arguments.max_len,
+                max_running=arguments.max_running,
+                cache_tokens=arguments.cache_tokens,
+                draft=arguments.draft,
+                draft_depth=arguments.draft_depth,
+                overlap=not arguments.no_overlap,
+                buckets=buckets(arguments),
+            )
+        )
         result["warm_up_s"] = round(engine.warm_up(), 2)
         print(
             f"loaded in {result['load_s']} s, compiled in {result['warm_up_s']} s", file=sys.stderr
         )
+        if arguments.profile:
+            running.enter_context(jax.profiler.trace(str(arguments.profile)))
         for name in arguments.traces:
             for rate in (None, *arguments.rates):
                 engine.clear_prefix_cache()
@@ -121,6 +145,7 @@ def main(words: Sequence[str]) -> int:
                 )
                 entry = {"trace": name, "rate": rate, **done.summary()}
                 print(json.dumps(entry), file=sys.stderr)
+                print(histogram(entry["engine"]["dispatches"]), file=sys.stderr)
                 if arguments.timelines:
                     entry["timeline"] = done.timeline
                 result["replays"].append(entry)

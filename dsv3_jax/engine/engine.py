@@ -125,7 +125,8 @@ class Engine:
             dtype=model.dtype,
         )
         requests: dict[ScheduledRequest, Request] = {}
-        self._executor = Executor(programs, state, requests.get)
+        # Without overlap, every launch is waited for at once.
+        self._executor = Executor(programs, state, requests.get, background=background and overlap)
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
         self._seeds = itertools.count()
         if background:

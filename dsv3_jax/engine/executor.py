@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from dsv3_jax.engine.dispatch_times import DispatchTimes
+from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
@@ -23,7 +27,7 @@ class _Dispatched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
-    output: StepOutput
+    output: Future[StepOutput]
 
 
 class NewTokens(NamedTuple):
@@ -63,6 +67,7 @@ class Executor:
 
     Args:
       settings_of: returns the settings of a scheduled request, or None if it has ended.
+      background: whether a thread launches the programs, see :class:`Launcher`.
     """
 
     def __init__(
@@ -70,9 +75,12 @@ class Executor:
         programs: Programs,
         state: SlotState,
         settings_of: Callable[[ScheduledRequest], Request | None],
+        *,
+        background: bool = False,
     ):
         self.programs = programs
-        self._state = state
+        self.times = DispatchTimes()
+        self._launcher = Launcher(state, background=background)
         self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
 
@@ -93,31 +101,33 @@ class Executor:
 
     def warm_up(self) -> None:
         """Compiles all programs."""
-        self.programs.warm_up(self._state)
+        self.programs.warm_up(self._launcher.state)
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Launches a plan. It does not wait for the device, and transfers one array to it."""
+        """Launches a plan, or hands it to the thread that does. It reads nothing from the device
+        and transfers one array to it. :meth:`wait` raises an error of the launch."""
         settings = [self._settings_of(request) for request in plan.requests]
         top = any(each is not None and each.logprobs for each in settings)
         is_sampled = any(each is not None and each.temperature for each in settings)
         shape = self.programs.shape(
             len(plan.decodes),
             len(plan.chunks),
+            context=max((chunk.start for chunk in plan.chunks), default=0),
+            steps=plan.decode_steps,
             sampling="sampled" if is_sampled else "greedy",
             num_top_logprobs=MAX_TOP_LOGPROBS if top else 0,
         )
         buffer, inputs = empty_input(shape, self.programs.num_slots)
         self._fill(inputs, plan)
-        self._state, output = self.programs(self._state, buffer, shape)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
+        output = self._launcher.launch(functools.partial(self._launch, buffer, shape))
         self._in_flight.append(_Dispatched(plan, shape, output))
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request that
         decoded or whose prompt ended."""
-        plan, shape, device_output = self._in_flight.popleft()
-        output: StepOutput = jax.device_get(device_output)
+        plan, shape, future = self._in_flight.popleft()
+        output: StepOutput = jax.device_get(future.result())
+        self.times.finished(shape.name)
         results = [
             RequestResult(request, list(_new_tokens(output, row)), int(output.finished[row]), True)
             for row, request in enumerate(plan.decodes)
@@ -129,6 +139,20 @@ class Executor:
                 tokens = list(_new_tokens(output, row))
                 results.append(RequestResult(chunk.request, tokens, finished, False))
         return plan, results
+
+    def close(self) -> None:
+        """Ends the thread that launches programs."""
+        self._launcher.close()
+
+    def _launch(
+        self, buffer: np.ndarray, shape: StepShape, state: SlotState
+    ) -> tuple[SlotState, StepOutput]:
+        began = self.times.launches()
+        state, output = self.programs(state, buffer, shape)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        self.times.launched(began)
+        return state, output
 
     def _fill(self, inputs: StepInput, plan: StepPlan) -> None:
         """Writes a plan into the arguments of a step."""

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Protocol
 
+from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.executor import RequestResult
 from dsv3_jax.engine.output import RequestOutput
@@ -37,9 +38,14 @@ class PlanExecutor(Protocol):
     @property
     def compiled_after_warm_up(self) -> int: ...
 
+    @property
+    def times(self) -> DispatchTimes: ...
+
     def dispatch(self, plan: StepPlan) -> None: ...
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
+
+    def close(self) -> None: ...
 
 
 class EngineLoop:
@@ -114,7 +120,7 @@ class EngineLoop:
             )
         try:
             return self._step()
-        except Exception as error:
+        except BaseException as error:  # an interrupt may lose a plan or its results
             self._fail(error)
             raise
 
@@ -142,6 +148,7 @@ class EngineLoop:
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
+                dispatches=self._executor.times.figures,
             )
 
     def clear_prefix_cache(self) -> None:
@@ -174,6 +181,7 @@ class EngineLoop:
             while self._error is None and self.step():
                 if time.monotonic() >= deadline:
                     self._cancel_all()
+            self._executor.close()
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -203,13 +211,19 @@ class EngineLoop:
                 if has_worked or self._outputs:
                     continue
                 if self._is_closed:
-                    return
+                    break
                 self._changed.wait_for(lambda: self._outputs or self._is_closed)
+        self._executor.close()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
+        self._executor.close()
         with self._changed:
-            self._error = EngineError(f"engine: a step failed: {error}")
+            if self._error is not None:
+                return
+            self._error = EngineError(
+                f"engine: a step failed: {str(error) or type(error).__name__}"
+            )
             self._error.__cause__ = error
             for output in self._outputs.values():
                 output.handle.fail(self._error)
@@ -229,6 +243,8 @@ class EngineLoop:
         if plan is not None:
             with self._host_times.dispatching():
                 self._executor.dispatch(plan)
+        elif not self._executor.steps_in_flight:
+            self._executor.times.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
@@ -147,7 +148,7 @@ class Scheduler:
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
-        if not any(chunks) and not self.waiting:
+        if not any(chunks):
             steps = self._decode_steps(decodes, max_decode_steps)
         plan = StepPlan(
             tuple(ShardPlan.of(*each) for each in zip(decodes, chunks, strict=True)), steps
@@ -285,9 +286,20 @@ class Scheduler:
         return None if number is None else (self.shards[number], hits[number])
 
     def _decode_steps(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
-        """Returns how many decode steps a dispatch can take, and gives each request its pages."""
-        longest = max(r.max_length - r.least_length for each in decodes for r in each)
-        steps = max(1, min(most, longest))
+        """Returns how many decode steps a dispatch can take, and gives each request its pages.
+
+        While requests wait, for a slot or for pages, no dispatch goes past the step in which one of
+        its requests may reach its limit.
+        """
+        requests = list(itertools.chain.from_iterable(decodes))
+        remaining = [request.max_length - request.least_length for request in requests]
+        if self.waiting:
+            if any(s.retiring for s in self.shards) or len(requests) < len(self.running):
+                return 1  # results in flight will free a slot
+            # A step adds up to 1 + drafts tokens.
+            least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
+            most = min(most, *least)
+        steps = max(1, min(most, max(remaining)))
         while steps > 1:
             needs = [
                 shard.missing_pages(requests, steps)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
 
 _SMOOTHING = 0.9  # weight of earlier measurements of a decode step
@@ -52,10 +53,12 @@ class EngineStats:
     steps: int
     """Dispatched steps."""
     host_us_per_step: float
-    """Microseconds of the host per dispatch: planning, dispatching and processing of results. They
-    overlap with the device's work."""
+    """Microseconds of the engine's thread per dispatch: planning, dispatching and processing of
+    results. They overlap with the device's work. Launches in a thread of their own do not count."""
     host_us: dict[str, float]
     """Its parts, and ``waiting`` for results."""
+    dispatches: DispatchFigures
+    """Times of the dispatches, by shape."""
 
     def since(self, before: EngineStats) -> EngineStats:
         """Returns the figures with totals counted from an earlier moment."""
@@ -75,11 +78,22 @@ class EngineStats:
             name: (us * self.steps - before.host_us[name] * before.steps) / max(totals["steps"], 1)
             for name, us in self.host_us.items()
         }
-        return dataclasses.replace(self, **totals, host_us_per_step=host_us, host_us=parts)
+        return dataclasses.replace(
+            self,
+            **totals,
+            host_us_per_step=host_us,
+            host_us=parts,
+            dispatches=self.dispatches.since(before.dispatches),
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures by name."""
-        return dataclasses.asdict(self)
+        """Returns the figures by name. Shapes come in the order of their time, longest first."""
+        values = dataclasses.asdict(self)
+        shapes = values["dispatches"]["shapes"]
+        longest_first = sorted(shapes, key=lambda name: -shapes[name]["seconds"])
+        values["dispatches"]["shapes"] = {name: shapes[name] for name in longest_first}
+        values["dispatches"]["idle_share"] = self.dispatches.idle_share
+        return values
 
 
 class HostTimes:

@@ -13,6 +13,7 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
+from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.generator import Generator
 from sharding import make_layout
@@ -324,35 +325,42 @@ def test_a_broken_request_hurts_no_other(tiny_mtp):
     assert error.value.generation[0].tokens == []
 
 
-def test_no_program_is_compiled_after_warm_up(tiny_mtp):
+@pytest.fixture(scope="module")
+def warm(tiny_mtp) -> Engine:
+    """An engine whose programs are all compiled."""
     engine = make(tiny_mtp)
     engine.warm_up()
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_program_is_compiled_after_warm_up(warm, temperature):
     for traced in trace(6):
-        submit(engine, traced)
-    run(engine)
-    assert engine.stats().compiled_after_warm_up == 0
+        submit(warm, traced, temperature=temperature)
+    run(warm)
+    assert warm.stats().compiled_after_warm_up == 0
 
 
-def test_a_launch_transfers_nothing_implicitly(tiny_mtp, monkeypatch):
-    engine = make(tiny_mtp)
+def test_a_launch_transfers_nothing_implicitly(warm, monkeypatch):
+    steps = warm.stats().steps
     for traced in trace(6):
-        submit(engine, traced)
-    dispatch = engine._executor.dispatch
+        submit(warm, traced)
+    # The guard belongs to a thread, so it is set where programs are launched.
+    launch = Launcher._run
 
-    def guarded(plan):
+    def guarded(*args):
         with jax.transfer_guard("disallow"):
-            dispatch(plan)
+            return launch(*args)
 
-    monkeypatch.setattr(engine._executor, "dispatch", guarded)
+    monkeypatch.setattr(Launcher, "_run", guarded)
     # The guard notices a NumPy array that is passed to a program.
     with (
         pytest.raises(Exception, match="Disallowed host-to-device transfer"),
         jax.transfer_guard("disallow"),
     ):
         jax.jit(lambda x: x + 1)(np.ones(3))
-    engine.warm_up()
-    run(engine)
-    assert engine.stats().steps > 10
+    run(warm)
+    assert warm.stats().steps > steps + 10
 
 
 class TestChaos:

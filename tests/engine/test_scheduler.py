@@ -118,20 +118,32 @@ class TestOneStep:
         simulation.run()
         assert any(plan.chunks and plan.decodes for plan in simulation.plans)
 
-    def test_decodes_several_times_only_if_nothing_waits(self):
+    @pytest.mark.parametrize("drafts", [0, 2])
+    def test_decodes_several_times_only_if_nothing_can_be_admitted(self, drafts, monkeypatch):
         simulation = Simulation(num_pages=200, max_running=2, max_decode_steps=4)
-        for prompt in prompts(3, 5):
-            simulation.scheduler.add(request(prompt, 40))
-        waited = []
-        while simulation.step() or not simulation.scheduler.is_idle:
-            waited.append(bool(simulation.scheduler.waiting))
-        steps = [plan.decode_steps for plan in simulation.plans]
-        assert 4 in steps
-        assert all(
-            count == 1
-            for count, plan, waits in zip(steps, simulation.plans, waited, strict=False)
-            if waits or plan.chunks
-        )
+        scheduler = simulation.scheduler
+        for i, prompt in enumerate(prompts(3, 5)):
+            scheduler.add(request(prompt, 38 + i, drafts=drafts))
+        schedule = scheduler.schedule
+        waiting_steps, other_steps = set(), set()
+
+        def checked(now, *, max_decode_steps):
+            plan, ended = schedule(now, max_decode_steps=max_decode_steps)
+            steps = plan.decode_steps if plan else 1
+            (waiting_steps if scheduler.waiting else other_steps).add(steps)
+            if steps > 1:
+                assert not plan.chunks
+            if steps > 1 and scheduler.waiting:
+                # No step follows one that may free a slot.
+                for each in plan.decodes:
+                    tokens = (steps - 1) * (1 + drafts)
+                    assert each.least_length - steps + tokens < each.max_length
+            return plan, ended
+
+        monkeypatch.setattr(scheduler, "schedule", checked)
+        simulation.run()
+        assert 4 in waiting_steps
+        assert 4 in other_steps
 
     def test_never_waits_for_results(self):
         # With results two steps late, decode steps follow each other without a gap.

@@ -1,0 +1,193 @@
+"""Launches run in order in a thread of their own; failures and interrupts end the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from dsv3_jax.engine import Engine, EngineError
+from dsv3_jax.engine.dispatch_times import DispatchTimes
+from dsv3_jax.engine.launcher import Launcher
+from dsv3_jax.engine.programs import Programs
+from tests.engine.conftest import BUCKETS, MAX_LEN
+
+PROMPT = [5, 6, 7]
+SETTINGS = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+def make(model, **options) -> Engine:
+    return Engine(model, None, MAX_LEN, max_running=4, buckets=BUCKETS, **options)
+
+
+def append(number: int) -> Callable:
+    """A launch that adds a number to the state, a list."""
+    return lambda state: ([*state, number], number)
+
+
+@pytest.mark.parametrize("background", [False, True])
+class TestLauncher:
+    def test_in_order(self, background):
+        launcher = Launcher([], background=background)  # pyright: ignore
+        futures = [launcher.launch(append(i)) for i in range(50)]
+        assert [future.result() for future in futures] == list(range(50))
+        assert launcher.state == list(range(50))
+        launcher.close()
+
+    def test_nothing_runs_after_an_error(self, background):
+        launcher = Launcher([], background=background)  # pyright: ignore
+        launcher.launch(append(0))
+        failed = launcher.launch(lambda state: 1 // 0)
+        later = launcher.launch(append(1))
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+        with pytest.raises(EngineError, match="an earlier one failed"):
+            later.result()
+        assert launcher.state == [0]
+        launcher.close()
+
+
+def test_a_launch_returns_while_the_one_before_blocks():
+    launcher = Launcher([], background=True)  # pyright: ignore
+    go = threading.Event()
+    first = launcher.launch(lambda state: ([*state, go.wait(30)], None))
+    second = launcher.launch(append(2))
+    assert not first.done()
+    assert not second.done()
+    go.set()
+    assert second.result(30) == 2
+    assert launcher.state == [True, 2]
+    launcher.close()
+
+
+def test_closing_cancels_what_has_not_begun():
+    launcher = Launcher([], background=True)  # pyright: ignore
+    began, go = threading.Event(), threading.Event()
+
+    def block(state):
+        began.set()
+        return [*state, go.wait(30)], None
+
+    launcher.launch(block)
+    later = launcher.launch(append(2))
+    assert began.wait(30)
+    closing = threading.Thread(target=launcher.close)
+    closing.start()
+    go.set()
+    closing.join(30)
+    assert later.cancelled() or launcher.state == [True, 2]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        launcher.launch(append(3))
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Replaces what the n-th launch of a program does first."""
+    actions: dict[int, Callable[[], object]] = {}
+    count = 0
+    run = Programs.__call__
+
+    def call(self, *args):
+        nonlocal count
+        count += 1
+        actions.get(count, lambda: None)()
+        return run(self, *args)
+
+    monkeypatch.setattr(Programs, "__call__", call)
+    return actions
+
+
+def test_results_are_read_while_a_launch_blocks(tiny_mtp, alone, programs):
+    blocked, go = threading.Event(), threading.Event()
+    programs[2] = lambda: (blocked.set(), go.wait(60))
+    with make(tiny_mtp) as engine:
+        request = engine.submit(PROMPT, **SETTINGS)
+        first = next(iter(request))
+        assert blocked.wait(60)
+        assert not go.is_set()
+        go.set()
+        (wanted,) = alone.generate([PROMPT], **SETTINGS)
+        assert request.result(60).tokens == wanted.tokens
+        assert first.tokens == wanted.tokens[:1]
+        stats = engine.stats()
+    # The shutdown ended both threads.
+    names = {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert not [name for name in names if name.startswith("dsv3-")]
+    assert stats.dispatches.launch_seconds > 0
+    shapes = stats.dispatches.shapes
+    assert sum(times.count for times in shapes.values()) == stats.steps
+    assert {name.split()[0] for name in shapes} == {"decodes=4"}
+    assert all("sampling=greedy" in name for name in shapes)
+
+
+def test_a_failing_launch_ends_the_engine(tiny_mtp, programs):
+    programs[2] = lambda: 1 // 0
+    engine = make(tiny_mtp)
+    request = engine.submit(PROMPT, **SETTINGS)
+    with pytest.raises(EngineError, match="a step failed: integer division"):
+        request.result(60)
+    with pytest.raises(EngineError, match="a step failed"):
+        engine.submit(PROMPT)
+    engine.shutdown()
+
+
+def test_an_interrupt_ends_an_engine_without_a_thread(tiny_mtp, programs):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    programs[2] = interrupt
+    engine = make(tiny_mtp, background=False)
+    request = engine.submit(PROMPT, **SETTINGS)
+    with pytest.raises(KeyboardInterrupt):
+        engine.shutdown()  # runs steps until the request is done
+    with pytest.raises(EngineError, match="a step failed: KeyboardInterrupt"):
+        request.result(0)
+    with pytest.raises(EngineError):
+        engine.step()
+    engine.shutdown()
+
+
+def test_without_overlap_a_step_is_read_at_once(tiny_mtp, programs):
+    with make(tiny_mtp, overlap=False) as engine:
+        flights: list[int] = []
+        for i in range(1, 9):
+            programs[i] = lambda: flights.append(engine._executor.steps_in_flight)
+        engine.submit(PROMPT, **SETTINGS).result(60)
+    assert flights
+    assert set(flights) == {0}
+
+
+class TestDispatchTimes:
+    def test_sums_up(self, monkeypatch):
+        now = 0.0
+        monkeypatch.setattr("dsv3_jax.engine.dispatch_times.time.perf_counter", lambda: now)
+        times = DispatchTimes()
+
+        def at(moment: float, event: Callable[[], object]) -> None:
+            nonlocal now
+            now = moment
+            event()
+
+        at(1.0, times.launches)
+        at(1.5, lambda: times.launched(1.0))
+        at(2.0, times.launches)  # in flight with the first
+        at(4.0, lambda: times.finished("a"))
+        before = times.figures
+        at(5.0, lambda: times.finished("b"))
+        at(7.0, times.launches)  # two seconds after the last one ended
+        at(8.0, lambda: times.finished("a"))
+        at(8.5, times.rest)
+        at(20.0, times.launches)
+        at(21.0, lambda: times.finished("a"))
+        figures = times.figures
+        assert figures.launch_seconds == 0.5
+        assert figures.seconds_in_flight == 3 + 1 + 1 + 1
+        assert figures.seconds_between == 2.0
+        assert figures.idle_share == 2.0 / 8.0
+        assert figures.shapes["a"].count == 3
+        assert figures.shapes["a"].seconds == 5.0
+        later = figures.since(before)
+        assert later.shapes["a"].count == 2
+        assert later.shapes["b"].seconds == 1.0
+        assert later.seconds_in_flight == 3.0
