@@ -88,8 +88,7 @@ def _sort_positions(
 ) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
     """Returns the order of a stable sort, and the position of each key in that order.
 
-    XLA's sort would take longer: two of them in every layer, each of which XLA compiles for three
-    seconds for a GPU.
+    Two sorts in every layer would launch more kernels on a GPU.
 
     Args:
       keys: numbers from 0 to num_keys - 1.

@@ -23,33 +23,40 @@ class Buckets:
     max_steps: int
     """Most decode steps in a dispatch that prefills nothing."""
     contexts: tuple[int, ...] | None = None
-    """Numbers of cached tokens before a chunk, ascending. The longest request's is added. None
-    compiles a loop over as many as there are."""
+    """Numbers of cached tokens before a chunk, ascending. Those of up to half the longest request
+    are used, and the longest request. None compiles a loop that ends with the last cached token."""
     single_steps: bool = False
     """Whether a large step that prefills nothing has a program without the loop over decode steps,
     besides the one with it."""
 
     @classmethod
     def default(cls, max_running: int, *, platform: str) -> Buckets:
-        """Returns powers of four up to ``max_running``, and one, two, four and eight chunks.
+        """Returns powers of eight up to ``max_running``, and one, two, four and eight chunks.
 
-        A chunk has 256 tokens, on a CPU 32: there, computing its padding costs more than another
-        chunk. XLA's GPU runtime waits for the device to read how often a loop runs, so that
-        programs for GPUs have none where they can.
+        A chunk has 256 tokens. On a CPU, where padding costs more than another step, it has 32, and
+        the numbers of decoding requests are powers of four from 1 on. XLA's GPU runtime waits for
+        the device to read how often a loop runs, so that programs for GPUs have no such loop where
+        they can.
         """
-        decodes = (*(4**i for i in range(8) if 4**i < max_running), max_running)
-        chunk_tokens = 32 if platform == "cpu" else 256
+        base, first, chunk_tokens = (4, 0, 32) if platform == "cpu" else (8, 1, 256)
+        decodes = (*(base**i for i in range(first, 8) if base**i < max_running), max_running)
         is_gpu = platform == "gpu"
-        contexts = (0, 512, 2048) if is_gpu else None
+        contexts = (0, 1024, 4096, 16384, 65536) if is_gpu else None
         return cls(decodes, (1, 2, 4, 8), chunk_tokens, 8, contexts, single_steps=is_gpu)
 
     @property
     def large_decodes(self) -> tuple[int, ...]:
         """Numbers of decoding requests in a step that prefills: those of at least as many tokens as
-        a chunk. Padding fewer to that costs little beside the chunk, and saves programs."""
+        a chunk. Padding fewer to that costs little compared with the chunk, and saves programs."""
         return tuple(size for size in self.decodes if size >= self.chunk_tokens) or (
             self.decodes[-1],
         )
+
+    @property
+    def sampled_chunks(self) -> tuple[int, ...]:
+        """Numbers of chunks in a step that samples: every second one, which saves programs. There,
+        sorting the vocabulary takes longer than the padding."""
+        return self.chunks[::-1][::2][::-1]
 
     def shape(
         self,
@@ -71,11 +78,12 @@ class Buckets:
           context: most cached tokens before one of the chunks.
           steps: decode steps of the dispatch.
         """
+        chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
         is_single = steps == 1 and self.single_steps and B in self.large_decodes
         return StepShape(
             decodes=B,
-            chunks=_round_up(chunks, self.chunks) if chunks else 0,
+            chunks=_round_up(chunks, chunk_sizes) if chunks else 0,
             chunk_tokens=self.chunk_tokens if chunks else 0,
             max_pages=max_pages,
             max_len=max_len,
@@ -101,7 +109,8 @@ class Buckets:
     def _context(self, tokens: int, max_len: int) -> int | None:
         if self.contexts is None:
             return None
-        return _round_up(tokens, [size for size in self.contexts if size < max_len] + [max_len])
+        sizes = [size for size in self.contexts if 2 * size <= max_len]
+        return _round_up(tokens, [*sizes, max_len])
 
 
 def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:

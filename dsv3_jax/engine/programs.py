@@ -141,7 +141,8 @@ class Programs:
         """Compiles the lowered program of a shape."""
         if self._platform != "gpu":
             return lowered.compile()
-        return lowered.compile(GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS)
+        options = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
+        return lowered.compile({**options})
 
 
 def empty_pool(model: DeepSeekV3, num_pages: int, page_size: int, *, mtp: bool) -> PagePool:

@@ -71,7 +71,7 @@ def test_a_static_context_replaces_a_branch_and_a_loop(programs, state):
         operations(programs, state, dataclasses.replace(programs.shape(1, 1), context=context))
         for context in (MAX_LEN, None)
     )
-    # Two kinds of layers, each of which is lowered once.
+    # There are two kinds of layers, and each is lowered once.
     assert (static["case"], dynamic["case"]) == (0, 2)
     assert dynamic["while"] == static["while"] + 2
 
@@ -97,8 +97,9 @@ class TestBuckets:
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
-        assert len(shapes) == len(set(shapes)) == 44
-        assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 14
+        assert len(shapes) == len(set(shapes)) == 26
+        assert {shape.context for shape in shapes if shape.chunks} == {0, 1024, 5120}
+        assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 12
 
     @given(
         st.integers(0, 256),
@@ -121,10 +122,15 @@ class TestBuckets:
         assert shape.max_steps >= steps
         assert not chunks or (shape.context is not None and shape.context >= context)
 
-    def test_padding_of_chunks_is_less_than_half(self):
+    def test_padding_is_bounded(self):
         for chunks in range(1, 9):
             assert self.DEFAULT.shape(9, chunks, **self.LIMITS).chunks < 2 * chunks
+        for context in range(1025, 100_000, 999):
+            shape = self.DEFAULT.shape(1, 1, context=context, max_len=100_000, max_pages=1563)
+            assert shape.context is not None
+            assert shape.context < 8 * context
 
     def test_short_requests(self):
-        shape = self.DEFAULT.shape(1, 1, context=100, max_len=128, max_pages=2)
-        assert shape.context == 128
+        limits = {"max_len": 128, "max_pages": 2}
+        assert self.DEFAULT.shape(1, 1, context=100, **limits).context == 128
+        assert self.DEFAULT.shape(1, 1, context=0, **limits).context == 0
