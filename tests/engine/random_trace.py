@@ -24,9 +24,10 @@ from sharding import make_layout
 OPTIONS = {
     "chunks of 16, no overlap": {"chunk_tokens": 16, "page_size": 16, "overlap": False},
     "chunks of 512, no prefix cache": {"chunk_tokens": 512, "prefix_cache": False},
-    "preemptions": {"chunk_tokens": 32, "page_size": 16, "few_pages": True},
+    "preemptions": {"chunk_tokens": 32, "page_size": 16, "few_pages": True, "is_static": True},
     "MTP with one draft": {
         "chunk_tokens": 32,
+        "is_static": True,
         "draft": "mtp",
         "draft_depth": 1,
         "page_size": 16,
@@ -83,14 +84,23 @@ def requests(count: int, vocab_size: int, max_len: int) -> list[tuple[list[int],
 
 
 def serve(
-    served: Served, *, count: int, chunk_tokens: int, few_pages: bool = False, **options
+    served: Served,
+    *,
+    count: int,
+    chunk_tokens: int,
+    few_pages: bool = False,
+    is_static: bool = False,
+    **options,
 ) -> EngineStats:
     """Submits the first requests over time, cancels some, and compares every token.
 
     Args:
       few_pages: whether the cache has room for only one and a half of the longest requests.
+      is_static: whether programs have no loop where they can, as on GPUs.
     """
     buckets = Buckets((8,), (2,), chunk_tokens, 4)
+    if is_static:
+        buckets = dataclasses.replace(buckets, contexts=(0, 32), single_steps=True)
     if few_pages:
         options["cache_tokens"] = 3 * (served.max_len + 8) // 2
     engine = Engine(
