@@ -47,11 +47,18 @@ def extend(model: DeepSeekV3, context: int | None, cached: np.ndarray = CACHED):
     return np.asarray(hidden), [np.asarray(page) for page in jax.tree.leaves(pool)]
 
 
-# Blocks of 4096 tokens: one. Of 48 tokens, 12 for each sequence: two or more.
-@pytest.mark.parametrize("block_tokens", [4096, 48])
-@pytest.mark.parametrize("context", [23, 24, MAX_LEN])
-def test_equals_the_loop(directory, monkeypatch, block_tokens, context):
+@pytest.mark.parametrize(
+    ("block_tokens", "unrolled_tokens", "context"),
+    [
+        (4096, 4096, 23),  # one block
+        (48, 4096, MAX_LEN),  # four blocks of 12 tokens of each sequence
+        (16, 4096, MAX_LEN),  # four blocks, although twelve of the default size are needed
+        (48, 20, MAX_LEN),  # a loop
+    ],
+)
+def test_equals_the_loop(directory, monkeypatch, block_tokens, unrolled_tokens, context):
     monkeypatch.setattr(attention, "_CONTEXT_TOKENS", block_tokens)
+    monkeypatch.setattr(attention, "_UNROLLED_TOKENS", unrolled_tokens)
     model = dsv3_jax.load(directory)[0]
     hidden, pages = extend(model, context)
     expected, expected_pages = extend(model, None)

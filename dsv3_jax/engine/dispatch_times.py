@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,17 @@ class DispatchFigures:
             self.seconds_between - before.seconds_between,
             shapes,
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures by name. The shape that took longest comes first."""
+        shapes = sorted(self.shapes.items(), key=lambda item: -item[1].seconds)
+        return {
+            "launch_seconds": self.launch_seconds,
+            "seconds_in_flight": self.seconds_in_flight,
+            "seconds_between": self.seconds_between,
+            "idle_share": self.idle_share,
+            "shapes": {name: dataclasses.asdict(times) for name, times in shapes},
+        }
 
 
 class DispatchTimes:

@@ -87,13 +87,8 @@ class EngineStats:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures by name. Shapes come in the order of their time, longest first."""
-        values = dataclasses.asdict(self)
-        shapes = values["dispatches"]["shapes"]
-        longest_first = sorted(shapes, key=lambda name: -shapes[name]["seconds"])
-        values["dispatches"]["shapes"] = {name: shapes[name] for name in longest_first}
-        values["dispatches"]["idle_share"] = self.dispatches.idle_share
-        return values
+        """Returns the figures by name."""
+        return {**dataclasses.asdict(self), "dispatches": self.dispatches.as_json()}
 
 
 class HostTimes:

@@ -51,9 +51,11 @@ _LATENT_NORM_EPS = 1e-6
 # and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
 
-# A static number of blocks up to this is unrolled. More become a loop, which compiles faster: XLA's
-# GPU runtime knows its length, and does not wait for the device to read it.
-_UNROLLED_BLOCKS = 2
+# A context of static length is split into up to this many blocks, which are unrolled, because XLA
+# takes minutes to compile a loop in every layer. If they would be larger than _UNROLLED_TOKENS,
+# there is a loop all the same. XLA's GPU runtime knows its length, and does not read a predicate.
+_UNROLLED_BLOCKS = 4
+_UNROLLED_TOKENS = 16384
 
 
 class Attention(Protocol):
@@ -345,7 +347,10 @@ class MultiHeadLatentAttention(nnx.Module):
             return out, lse
         block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
         num_blocks = -(-max_pages // block_pages)
+        is_unrolled = False
         if context_tables is not None:
+            is_unrolled = B * max_pages * page_size <= _UNROLLED_BLOCKS * _UNROLLED_TOKENS
+            num_blocks = min(num_blocks, _UNROLLED_BLOCKS) if is_unrolled else num_blocks
             block_pages = -(-max_pages // num_blocks)  # equal blocks have the least padding
         block = block_pages * page_size
         tables = jnp.pad(tables, ((0, 0), (0, num_blocks * block_pages - max_pages)))
@@ -363,7 +368,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
         if context_tables is not None:
             carry = out.astype(jnp.float32), lse
-            if num_blocks <= _UNROLLED_BLOCKS:
+            if is_unrolled:
                 for i in range(num_blocks):
                     carry = add_block(jnp.int32(i), carry)
             else:
