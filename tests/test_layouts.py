@@ -184,7 +184,6 @@ def tokens_of(model, draft):
 @pytest.mark.parametrize(
     ("name", "draft"),
     [
-        ("dp_attention_ep, all_to_all", None),
         ("dp_attention_ep, 2 micro-batches", "mtp"),
         ("tp_attention_ep", None),
         ("data 2, expert 2, tensor 2", "mtp"),

@@ -68,13 +68,12 @@ def losses(out: Path) -> dict[int, Entry]:
     return {entry["step"]: {n: entry[n] for n in entry if n not in clock} for entry in entries}
 
 
-def test_a_run_killed_three_times_has_the_same_losses(files, tmp_path):
+def test_a_run_killed_twice_has_the_same_losses(files, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(begin(files, whole))
-    steps = sorted(random.Random(20).sample(range(1, STEPS - 1), 3))
+    steps = sorted(random.Random(20).sample(range(1, STEPS - 1), 2))
     kill_at(begin(files, killed), steps[0])
-    for step in steps[1:]:
-        kill_at(start(files, killed, "--resume"), step)
+    kill_at(start(files, killed, "--resume"), steps[1])
     finish(start(files, killed, "--resume"))
     want = losses(whole)
     for step, entry in losses(killed).items():
