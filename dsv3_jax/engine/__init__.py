@@ -9,8 +9,10 @@ scheduler_shard.py  slots, pages and running requests of one data-parallel shard
 balancers.py        the shard of each request; pure Python
 page_allocator.py   cache pages and the prefix index; pure Python
 step_plan.py        requests and plans as the scheduler passes them on
+pool_layout.py      division of the pages over shards and devices
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
+slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 executor.py         dispatch of plans, and their results

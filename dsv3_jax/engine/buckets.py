@@ -12,10 +12,14 @@ from dsv3_jax.generation.sampling import SamplingMode
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Sizes that programs are compiled for. A step takes the smallest one that holds it."""
+    """Sizes that programs are compiled for. A step takes the smallest one that holds it.
+
+    On a mesh with data-parallel attention, numbers are those of each shard: all shards run the
+    size that the fullest one needs.
+    """
 
     decodes: tuple[int, ...]
-    """Numbers of decoding requests, ascending. The last one is the number of slots."""
+    """Numbers of decoding requests, ascending. The last one is at least the number of slots."""
     chunks: tuple[int, ...]
     """Numbers of prefill chunks, ascending, without 0."""
     chunk_tokens: int
@@ -30,19 +34,42 @@ class Buckets:
     besides the one with it."""
 
     @classmethod
-    def default(cls, max_running: int, *, platform: str) -> Buckets:
+    def default(cls, max_running: int, *, platform: str, multiple: int = 1) -> Buckets:
         """Returns powers of eight up to ``max_running``, and one, two, four and eight chunks.
 
         A chunk has 256 tokens. On a CPU, where padding costs more than another step, it has 32, and
         the numbers of decoding requests are powers of four from 1 on. XLA's GPU runtime waits for
         the device to read how often a loop runs, so that programs for GPUs have no such loop where
         they can.
+
+        Args:
+          max_running: number of slots of each shard.
+          multiple: number of micro-batches. Sizes are rounded up to multiples of it.
         """
         base, first, chunk_tokens = (4, 0, 32) if platform == "cpu" else (8, 1, 256)
         decodes = (*(base**i for i in range(first, 8) if base**i < max_running), max_running)
         is_gpu = platform == "gpu"
         contexts = (0, 1024, 4096, 16384, 65536) if is_gpu else None
-        return cls(decodes, (1, 2, 4, 8), chunk_tokens, 8, contexts, single_steps=is_gpu)
+        decodes, chunks = (
+            tuple(sorted({-(-size // multiple) * multiple for size in sizes}))
+            for sizes in (decodes, (1, 2, 4, 8))
+        )
+        return cls(decodes, chunks, chunk_tokens, 8, contexts, single_steps=is_gpu)
+
+    def check(self, max_running: int, multiple: int) -> None:
+        """Raises ValueError unless the sizes hold ``max_running`` requests on each shard and are
+        multiples of ``multiple``, the number of micro-batches."""
+        if self.decodes[-1] < max_running:
+            raise ValueError(
+                f"buckets: expected at least {max_running} decodes, the slots of a shard, got"
+                f" {self.decodes[-1]}"
+            )
+        for name in ("decodes", "chunks"):
+            if any(size % multiple for size in getattr(self, name)):
+                raise ValueError(
+                    f"buckets: expected {name} that are multiples of {multiple} micro-batches, got"
+                    f" {getattr(self, name)}"
+                )
 
     @property
     def large_decodes(self) -> tuple[int, ...]:
@@ -69,6 +96,7 @@ class Buckets:
         steps: int = 1,
         sampling: SamplingMode = "greedy",
         num_top_logprobs: int = 0,
+        shards: int = 1,
     ) -> StepShape:
         """Returns the smallest shape that holds a step.
 
@@ -77,6 +105,7 @@ class Buckets:
           max_pages: most pages of a request.
           context: most cached tokens before one of the chunks.
           steps: decode steps of the dispatch.
+          shards: number of data-parallel shards.
         """
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
@@ -91,11 +120,12 @@ class Buckets:
             context=self._context(context, max_len) if chunks else 0,
             sampling=sampling,
             num_top_logprobs=num_top_logprobs,
+            shards=shards,
         )
 
-    def shapes(self, *, max_len: int, max_pages: int) -> list[StepShape]:
+    def shapes(self, *, max_len: int, max_pages: int, shards: int = 1) -> list[StepShape]:
         """Returns every shape that a step without top log-probabilities can have."""
-        limits = {"max_len": max_len, "max_pages": max_pages}
+        limits = {"max_len": max_len, "max_pages": max_pages, "shards": shards}
         contexts = (0,) if self.contexts is None else (*self.contexts, max_len)
         decoding = itertools.product(self.decodes, (0,), (0,), (1, self.max_steps))
         prefilling = itertools.product(self.large_decodes, self.chunks, contexts, (1,))

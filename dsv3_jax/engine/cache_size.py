@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import page_width, target
 
@@ -13,7 +14,7 @@ _FREE_SHARE = 0.85
 activations of the largest step and the arrays of the slots."""
 
 
-def cache_pages(
+def pages_per_device(
     model: DeepSeekV3,
     cache_tokens: int | None,
     most_tokens: int,
@@ -21,29 +22,33 @@ def cache_pages(
     page_size: int,
     mtp: bool,
 ) -> int:
-    """Returns the number of pages of the cache.
+    """Returns the number of cache pages on each device. Devices that run the same sequences hold
+    the same pages, or, where they share the tokens of a sequence, different ones.
 
     Args:
-      cache_tokens: size that the caller asks for, or None.
+      cache_tokens: size of the whole cache that the caller asks for, or None.
       most_tokens: tokens that all slots can hold together; a cache of default size is not larger
         than this on devices that do not report their memory.
       mtp: whether the MTP layer has a cache.
 
     Raises:
-      ValueError: ``page_size`` is below 1, ``cache_tokens`` below a page, or the device has no
-        memory left.
+      ValueError: ``page_size`` is below 1, ``cache_tokens`` below a page on each device, or a
+        device has no memory left.
     """
     if page_size < 1:
         raise ValueError(f"page_size: expected 1 or more, got {page_size}")
+    parts = 1 if model.layout is None else model.layout.num_shards(PAGE_AXES[0])
+    round_tokens = parts * page_size  # in a page on each device
     if cache_tokens is not None:
-        if cache_tokens < page_size:
+        if cache_tokens < round_tokens:
+            where = "" if parts == 1 else f" on each of {parts} devices"
             raise ValueError(
-                f"cache_tokens: expected at least a page, {page_size}, got {cache_tokens}"
+                f"cache_tokens: expected at least a page{where}, {round_tokens}, got {cache_tokens}"
             )
-        return cache_tokens // page_size
+        return cache_tokens // round_tokens
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
-        return -(-most_tokens // page_size)
+        return -(-most_tokens // round_tokens)
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     pages = int(_FREE_SHARE * free) // (bytes_per_token(model, mtp=mtp) * page_size)
     if pages < 1:

@@ -15,15 +15,16 @@ import time
 from types import TracebackType
 from typing import Any, Literal
 
-from dsv3_jax.engine.cache_size import cache_pages
+import jax
+
+from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.executor import Executor
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.programs import Buckets, Programs, empty_pool
+from dsv3_jax.engine.pool_layout import PoolLayout
+from dsv3_jax.engine.programs import Buckets, Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
-from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.drafters import Drafter
@@ -43,8 +44,9 @@ class Engine:
       model: the model. Its arrays stay with the caller.
       tokenizer: its tokenizer, or None for requests of token ids.
       max_len: most tokens of a request, prompt and completion together.
-      max_running: number of slots: most requests that run at a time.
-      cache_tokens: size of the cache in tokens. None takes what fits on the device.
+      max_running: number of slots: most requests that run at a time. Where the layout shards the
+        batch, each shard has an equal part of the slots and of the cache.
+      cache_tokens: size of the cache in tokens. None takes what fits on the devices.
       page_size: tokens of a cache page. Prefixes are shared by whole pages. The Hopper kernels take
         64 alone.
       prefix_cache: whether prompts reuse cache pages of earlier requests.
@@ -53,7 +55,7 @@ class Engine:
       draft_depth: drafts per step.
       background: whether a thread of the engine's own runs the steps. Otherwise call :meth:`step`.
       overlap: whether a step is dispatched before the results of the step before it are read.
-      buckets: sizes that programs are compiled for.
+      buckets: sizes that programs are compiled for, on each shard.
       max_waiting: most requests in the waiting queue.
 
     Raises:
@@ -86,23 +88,35 @@ class Engine:
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
-        platform = (model.layout and model.layout.platform) or target.platform()
-        buckets = buckets or Buckets.default(max_running, platform=platform)
+        layout = model.layout
+        shards, micro_batches = 1, 1
+        if layout is not None:
+            shards, micro_batches = layout.num_shards("batch"), layout.micro_batches
+        if max_running % shards:
+            raise ValueError(
+                f"max_running: expected a multiple of {shards}, the shards of the batch, got"
+                f" {max_running}"
+            )
+        platform = (layout and layout.platform) or target.platform()
+        buckets = buckets or Buckets.default(
+            max_running // shards, platform=platform, multiple=micro_batches
+        )
+        buckets.check(max_running // shards, micro_batches)
         self._tokenizer = tokenizer
         self._max_len = max_len
         self._reader = RequestReader(config, tokenizer, max_len)
-        num_pages = cache_pages(
+        pages = pages_per_device(
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
-        pages = PageAllocator(num_pages, page_size, lookahead=int(mtp), prefix_cache=prefix_cache)
+        pool = PoolLayout.of(layout, pages, page_size)
         scheduler = Scheduler(
             SchedulerConfig(
-                max_running=max_running,
+                max_running=max_running // shards,
                 chunk_tokens=buckets.chunk_tokens,
                 max_chunks=buckets.chunks[-1],
                 max_waiting=max_waiting,
             ),
-            [pages],
+            pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
         )
         vocab_size = config.vocab_size
         if tokenizer is not None:
@@ -117,16 +131,12 @@ class Engine:
             depth=self._depth,
             vocab_size=vocab_size,
         )
-        state = SlotState.empty(
-            empty_pool(model, num_pages, page_size, mtp=mtp),
-            max_running,
-            max_len,
-            mtp_inputs=(self._depth + 1 if mtp else 0, config.hidden_size),
-            dtype=model.dtype,
-        )
         requests: dict[ScheduledRequest, Request] = {}
+        state = programs.empty_state(pool.num_pages)
         # Without overlap, every launch is waited for at once.
-        self._executor = Executor(programs, state, requests.get, background=background and overlap)
+        self._executor = Executor(
+            programs, state, pool, requests.get, background=background and overlap
+        )
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
         self._seeds = itertools.count()
         if background:
@@ -247,11 +257,9 @@ def _check_model(model: DeepSeekV3) -> None:
             f"model: expected attn_impl None, got {model.attn_impl!r}; the variants are for"
             " comparison in a Generator"
         )
-    if model.layout is None:
-        return
-    for axis in ("batch", "cached_tokens"):
-        if (shards := model.layout.num_shards(axis)) > 1:
-            raise ValueError(
-                f"model: expected a layout that does not shard {axis!r}, got {shards} shards;"
-                " the engine does not assign requests to data-parallel shards yet"
-            )
+    mesh = None if model.layout is None else model.layout.mesh
+    if isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process:
+        raise ValueError(
+            "model: expected a mesh of this process's devices, got one that spans processes; their"
+            " schedulers would make different plans"
+        )

@@ -13,11 +13,12 @@ import numpy as np
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
+from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
-from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 
@@ -74,6 +75,7 @@ class Executor:
         self,
         programs: Programs,
         state: SlotState,
+        pool: PoolLayout,
         settings_of: Callable[[ScheduledRequest], Request | None],
         *,
         background: bool = False,
@@ -81,6 +83,7 @@ class Executor:
         self.programs = programs
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
+        self._pool = pool
         self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
 
@@ -110,15 +113,16 @@ class Executor:
         top = any(each is not None and each.logprobs for each in settings)
         is_sampled = any(each is not None and each.temperature for each in settings)
         shape = self.programs.shape(
-            len(plan.decodes),
-            len(plan.chunks),
+            max(len(shard.decodes) for shard in plan.shards),
+            max(len(shard.chunks) for shard in plan.shards),
             context=max((chunk.start for chunk in plan.chunks), default=0),
             steps=plan.decode_steps,
             sampling="sampled" if is_sampled else "greedy",
             num_top_logprobs=MAX_TOP_LOGPROBS if top else 0,
         )
-        buffer, inputs = empty_input(shape, self.programs.num_slots)
-        self._fill(inputs, plan)
+        buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
+        for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
+            self._fill(arguments, number, shard, plan.decode_steps)
         output = self._launcher.launch(functools.partial(self._launch, buffer, shape))
         self._in_flight.append(_Dispatched(plan, shape, output))
 
@@ -128,16 +132,17 @@ class Executor:
         plan, shape, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name)
-        results = [
-            RequestResult(request, list(_new_tokens(output, row)), int(output.finished[row]), True)
-            for row, request in enumerate(plan.decodes)
-        ]
-        for i, chunk in enumerate(plan.chunks):
-            if chunk.is_last:
-                row = shape.decodes + i
-                finished = int(output.finished[row])
-                tokens = list(_new_tokens(output, row))
-                results.append(RequestResult(chunk.request, tokens, finished, False))
+        results = []
+        for number, shard in enumerate(plan.shards):
+            first = number * (shape.decodes + shape.chunks)
+            rows = [(request, i, True) for i, request in enumerate(shard.decodes)]
+            for i, chunk in enumerate(shard.chunks):
+                if chunk.is_last:
+                    rows.append((chunk.request, shape.decodes + i, False))
+            for request, i, is_decode in rows:
+                row = first + i
+                tokens, finished = list(_new_tokens(output, row)), int(output.finished[row])
+                results.append(RequestResult(request, tokens, finished, is_decode))
         return plan, results
 
     def close(self) -> None:
@@ -154,23 +159,28 @@ class Executor:
         self.times.launched(began)
         return state, output
 
-    def _fill(self, inputs: StepInput, plan: StepPlan) -> None:
-        """Writes a plan into the arguments of a step."""
+    def _fill(self, inputs: StepInput, number: int, plan: ShardPlan, decode_steps: int) -> None:
+        """Writes the plan of a shard into its arguments of a step."""
         arrays: Any = inputs  # NumPy's, on the host
-        arrays.steps[0] = plan.decode_steps
-        (shard,) = plan.shards
-        for i, (request, slot) in enumerate(zip(shard.decodes, shard.slots, strict=True)):
+        arrays.steps[0] = decode_steps
+        for tables in (arrays.decode_tables, arrays.chunk_tables):
+            tables[...] = self._pool.unused_table(number, tables.shape[1])
+        for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
             arrays.decode_slots[i] = slot
             arrays.max_drafts[i] = request.drafts
-            arrays.decode_tables[i, : len(request.pages)] = request.pages
+            self._fill_table(arrays.decode_tables[i], request)
         for i, chunk in enumerate(plan.chunks):
             arrays.chunk_slots[i] = chunk.slot
-            arrays.chunk_tables[i, : len(chunk.request.pages)] = chunk.request.pages
+            self._fill_table(arrays.chunk_tables[i], chunk.request)
             arrays.starts[i] = chunk.start
             arrays.counts[i] = chunk.count
             arrays.is_last[i] = chunk.is_last
             if chunk.is_first:
                 self._fill_admission(arrays, i, chunk)
+
+    def _fill_table(self, row: np.ndarray, request: ScheduledRequest) -> None:
+        table = self._pool.table(request.pages)
+        row[: len(table)] = table
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
         request, settings = chunk.request, self._settings_of(chunk.request)

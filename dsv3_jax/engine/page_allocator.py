@@ -198,6 +198,7 @@ class PageAllocator:
         counts = dict.fromkeys(self._pages, 0)
         for pages in owners:
             for page in pages:
+                assert page in counts, "a page belongs to another allocator"
                 counts[page] += 1
         assert counts == self._references, "references differ from the pages of requests"
         used = {page for page, count in counts.items() if count}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.program import GPU_OPTIONS
+from dsv3_jax.generation.program import GPU_OPTIONS, shard_state, state_shapes
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
@@ -34,7 +35,9 @@ class Programs:
     """Compiles and runs the step for every bucket.
 
     Args:
+      model: the model. Shapes in place of its arrays are enough to lower programs.
       buckets: the sizes to compile for.
+      num_slots: number of slots of all shards.
       max_len: most tokens of a request.
       page_size: tokens of a page.
       depth: drafts per step.
@@ -58,7 +61,19 @@ class Programs:
         """Number of programs that were compiled while requests were waiting for them."""
         self._is_warm = False
         self._max_len = max_len
-        self._max_pages = -(-(max_len + depth) // page_size)
+        parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
+        self._max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
+        self._page_size = page_size
+        mtp = drafter is not None and drafter.mtp_hidden is not None
+        self._num_mtp_inputs = depth + 1 if mtp else 0
+        self._cache_spec = model.cache_spec(mtp=mtp)
+        self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
+        layout = self._layout = model.layout
+        shards = self._shards = 1 if layout is None else layout.num_shards("batch")
+        if layout is None:
+            self._buffer_sharding = None
+        else:
+            self._buffer_sharding = layout.sharding(("batch",) if shards > 1 else ())
         graph, model_state = nnx.split(model.precompute_for_decode())
         self._leaves, treedef = jax.tree.flatten(model_state)
         options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
@@ -77,8 +92,8 @@ class Programs:
             state, output = step(model, state, buffer, shape=shape, **options)
             return jax.tree.leaves(state), output
 
-        self._platform = (model.layout and model.layout.platform) or target.platform()
-        self._jitted = jax.jit(run, donate_argnums=1, static_argnums=(3, 4))
+        self._platform = (layout and layout.platform) or target.platform()
+        self._jit = functools.partial(jax.jit, run, donate_argnums=1, static_argnums=(3, 4))
         self._compiled: dict[StepShape, Any] = {}
 
     def shape(
@@ -101,19 +116,27 @@ class Programs:
             steps=steps,
             sampling=sampling,
             num_top_logprobs=num_top_logprobs,
+            shards=self._shards,
         )
+
+    @property
+    def slots_per_shard(self) -> int:
+        """Number of slots of each shard."""
+        return self.num_slots // self._shards
 
     @property
     def shapes(self) -> list[StepShape]:
         """Every shape that a step without top log-probabilities can have."""
-        return self.buckets.shapes(max_len=self._max_len, max_pages=self._max_pages)
+        return self.buckets.shapes(
+            max_len=self._max_len, max_pages=self._max_pages, shards=self._shards
+        )
 
     def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
         """Compiles programs in parallel: those of ``shapes``, or all."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
         # Lowering is Python and runs in one thread, while others compile.
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiling = {s: pool.submit(self.compile, self.lower(state, s), s) for s in missing}
+            compiling = {s: pool.submit(self.compile, self._lower(state, s), s) for s in missing}
             self._compiled |= {shape: done.result() for shape, done in compiling.items()}
         self._is_warm = self._is_warm or shapes is None
 
@@ -126,16 +149,60 @@ class Programs:
             if self._is_warm:
                 self.compiled_after_warm_up += 1
                 logger.warning("compiling a step after warm-up: %s", shape)
-            compiled = self._compiled[shape] = self.compile(self.lower(state, shape), shape)
+            compiled = self._compiled[shape] = self.compile(self._lower(state, shape), shape)
         leaves, structure = jax.tree.flatten(state)
-        leaves, output = compiled(self._leaves, leaves, jax.device_put(buffer))
+        device_buffer = jax.device_put(buffer, self._buffer_sharding)
+        leaves, output = compiled(self._leaves, leaves, device_buffer)
         return jax.tree.unflatten(structure, leaves), output
 
-    def lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
-        """Lowers the program of a shape."""
-        buffer, _ = empty_input(shape, self.num_slots)
-        leaves, structure = jax.tree.flatten(state)
-        return self._jitted.lower(self._leaves, leaves, buffer, shape, structure)
+    def empty_state(self, num_pages: int) -> SlotState:
+        """Creates the state that the programs take: empty slots, and a pool of ``num_pages``."""
+        state = SlotState.empty(
+            PagePool.empty(
+                self._cache_spec, num_pages, page_size=self._page_size, layout=self._layout
+            ),
+            self.num_slots,
+            self._max_len,
+            mtp_inputs=(self._num_mtp_inputs, self._hidden_size),
+            dtype=self._dtype,
+        )
+        return shard_state(state, self._layout)
+
+    def state_shapes(self, num_pages: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """Returns shape, dtype and sharding of each array of :meth:`empty_state`, and the state's
+        tree structure, without allocating memory. :meth:`lower` takes both."""
+        return state_shapes(lambda: self.empty_state(num_pages), self._layout)
+
+    def lower(
+        self,
+        state_leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+        structure: Any,
+        shape: StepShape,
+        *,
+        keep_unused: bool = False,
+    ) -> jax.stages.Lowered:
+        """Lowers the program of a shape for compilation ahead of time.
+
+        Args:
+          state_leaves: arrays of the state in flattening order, or their shapes.
+          structure: tree structure of the state.
+          keep_unused: keep arrays that the step does not read as arguments of the program.
+        """
+        options: dict[str, Any] = {"keep_unused": keep_unused}
+        if self._layout is not None:
+            # The state comes out as it went in, so that the next step can take it. Results are on
+            # every device: the host reads them from one instead of a part from each.
+            shardings = [leaf.sharding for leaf in state_leaves]
+            options["out_shardings"] = shardings, self._layout.sharding(())
+        buffer, _ = empty_input(shape, self.slots_per_shard)
+        buffer_shape = jax.ShapeDtypeStruct(
+            buffer.shape, buffer.dtype, sharding=self._buffer_sharding
+        )
+        jitted = self._jit(**options)
+        return jitted.lower(self._leaves, list(state_leaves), buffer_shape, shape, structure)
+
+    def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
+        return self.lower(*jax.tree.flatten(state), shape)
 
     def compile(self, lowered: jax.stages.Lowered, shape: StepShape) -> jax.stages.Compiled:
         """Compiles the lowered program of a shape."""
@@ -143,10 +210,3 @@ class Programs:
             return lowered.compile()
         options = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
         return lowered.compile({**options})
-
-
-def empty_pool(model: DeepSeekV3, num_pages: int, page_size: int, *, mtp: bool) -> PagePool:
-    """Returns the page arrays of an engine."""
-    return PagePool.empty(
-        model.cache_spec(mtp=mtp), num_pages, page_size=page_size, layout=model.layout
-    )

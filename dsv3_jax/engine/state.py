@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.step_input import StepInput
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
@@ -100,12 +101,11 @@ class SlotState:
         """R."""
         return self.tokens.shape[0]
 
-    def admit(self, inputs: StepInput) -> SlotState:
+    def admit(self, inputs: StepInput, rows: SlotRows) -> SlotState:
         """Returns the state in which the step's new requests have their slots."""
-        slots = inputs.admitted_slots
 
-        def put(rows: Array, values: Array | int) -> Array:
-            return rows.at[slots].set(values, mode="drop")
+        def put(array: Array, values: Array | int) -> Array:
+            return rows.set(array, values, inputs.admitted_slots)
 
         return dataclasses.replace(
             self,

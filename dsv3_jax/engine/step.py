@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step_input import StepInput, StepShape, unpack
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
@@ -32,7 +33,7 @@ from dsv3_jax.outputs import Hidden
 class StepOutput(NamedTuple):
     """Results that the host reads: n decode steps (one, if it prefills) of B + C requests.
 
-    The requests that decode come first, then those of the chunks.
+    On each shard the requests that decode come first, then those of the chunks.
     """
 
     tokens: Int[Array, "n R T"]
@@ -61,17 +62,16 @@ class _Requests(NamedTuple):
     def of(
         cls,
         state: SlotState,
+        rows: SlotRows,
         slots: Int[Array, " B"],
         tables: Int[Array, "B max_pages"],
         shape: StepShape,
     ) -> _Requests:
-        def rows(array: jax.Array) -> jax.Array:
-            return array.at[slots].get(mode="clip")
-
-        is_running = (slots < state.num_slots) & (rows(state.finished) == RUNNING)
-        sampling = jax.tree.map(rows, state.sampling)
-        sampling = dataclasses.replace(sampling, mode=shape.sampling)
-        return cls(slots, tables, is_running, rows(state.lengths), rows(state.limits), sampling)
+        is_slot = rows.is_slot(slots, state.num_slots)
+        is_running = is_slot & (rows.get(state.finished, slots) == RUNNING)
+        sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.sampling)
+        lengths, limits = rows.get(state.lengths, slots), rows.get(state.limits, slots)
+        return cls(slots, tables, is_running, lengths, limits, sampling)
 
     @property
     def sequences(self) -> SequenceTables:
@@ -87,7 +87,7 @@ class _Requests(NamedTuple):
 def step(
     model: DeepSeekV3,
     state: SlotState,
-    buffer: Int32[Array, " n"],
+    buffer: Int32[Array, "*shards n"],
     *,
     shape: StepShape,
     drafter: Drafter | None,
@@ -102,10 +102,11 @@ def step(
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     inputs = unpack(buffer, shape)
-    options = _Options(drafter, depth, vocab_size, shape.num_top_logprobs)
+    rows = SlotRows(model.layout)
+    options = _Options(drafter, depth, vocab_size, shape.num_top_logprobs, rows)
     if shape.max_steps > 1:
         return _decode(model, state, inputs, shape, options)
-    state = state.admit(inputs)
+    state = state.admit(inputs, rows)
     state, new, drafted = _step(model, state, inputs, shape, options)
     one = jax.tree.map(lambda x: x[None], new)
     return state, _output(one, drafted[None], new.finished)
@@ -118,6 +119,7 @@ class _Options(NamedTuple):
     depth: int
     vocab_size: int
     num_top_logprobs: int
+    rows: SlotRows
 
 
 def _decode(
@@ -136,12 +138,19 @@ def _decode(
 
     def proceed(carry: tuple) -> Bool[Array, ""]:
         i, state, _ = carry
-        requests = _Requests.of(state, inputs.decode_slots, inputs.decode_tables, shape)
+        requests = _decoding(state, inputs, shape, options)
         return (i < steps) & jnp.any(requests.is_running)
 
     _, state, (new, drafted) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
-    finished = state.finished.at[inputs.decode_slots].get(mode="clip")
+    finished = options.rows.get(state.finished, inputs.decode_slots)
     return state, _output(new, drafted, finished)
+
+
+def _decoding(
+    state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+) -> _Requests:
+    """Returns the requests that decode."""
+    return _Requests.of(state, options.rows, inputs.decode_slots, inputs.decode_tables, shape)
 
 
 def _output(new: NewTokens, drafted: Int[Array, "n R"], finished: Int[Array, " R"]) -> StepOutput:
@@ -154,26 +163,27 @@ def _step(
     model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
 ) -> tuple[SlotState, NewTokens, Int[Array, " R"]]:
     """Runs one step. Also returns its new tokens, and how many drafts each request had."""
-    decodes = _Requests.of(state, inputs.decode_slots, inputs.decode_tables, shape)
+    rows = options.rows
+    decodes = _decoding(state, inputs, shape, options)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
-        batches.append(_decode_batch(state, decodes, drafts))
+        batches.append(_decode_batch(state, rows, decodes, drafts))
         sampled.append(decodes)
     if shape.chunks:
-        chunks, chunk_batch = _chunk_batch(state, inputs, shape)
+        chunks, chunk_batch = _chunk_batch(state, rows, inputs, shape)
         batches.append(chunk_batch)
         sampled.append(chunks)
-        padding = jnp.zeros((shape.chunks, drafts.tokens.shape[1]), jnp.int32)
-        drafts = _with_undrafted(drafts, padding)
+        padding = jnp.zeros((len(chunk_batch.tokens), drafts.tokens.shape[1]), jnp.int32)
+        drafts = _with_undrafted(drafts, padding, rows)
     hidden, pool, expert_counts = model.extend_batches(batches, state.pool)
     cache = LatentKVCache(pool, batches[0].sequences, state.routing_counts)
     state = _with_cache(state, cache.add_routing_counts(0, expert_counts))
     outputs = list(hidden)
     if shape.chunks:
         outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
-    joined: Hidden = jax.tree.map(lambda *each: jnp.concatenate(each), *outputs)
-    requests: _Requests = jax.tree.map(lambda *each: jnp.concatenate(each), *sampled)
+    joined: Hidden = jax.tree.map(rows.concatenate, *outputs)
+    requests: _Requests = jax.tree.map(rows.concatenate, *sampled)
     new = select_tokens(
         model.logits(joined.post_norm),
         drafts,
@@ -185,14 +195,14 @@ def _step(
         num_top_logprobs=options.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
     )
-    state = _append(state, requests, new)
+    state = _append(state, rows, requests, new)
     drafter = options.drafter
     if drafter is not None and drafter.mtp_hidden is not None:
         mtp_inputs = joined.mtp_input(drafter.mtp_hidden)
-        state = _keep_mtp_inputs(state, requests, mtp_inputs, new.counts)
+        state = _keep_mtp_inputs(state, rows, requests, mtp_inputs, new.counts)
         if shape.chunks:
             chunk_inputs = hidden[-1].mtp_input(drafter.mtp_hidden)
-            state = _prefill_mtp(model, state, inputs, batches[-1], chunk_inputs)
+            state = _prefill_mtp(model, state, rows, inputs, batches[-1], chunk_inputs)
     return state, new, jnp.where(requests.is_running, drafts.counts, 0)
 
 
@@ -206,16 +216,14 @@ def _draft(
     """Returns drafts for the requests that decode, and the state with the drafter's cache."""
     if options.drafter is None or not len(requests.slots):
         return Drafts.empty(len(requests.slots)), state
-    slots = requests.slots
+    rows, slots = options.rows, requests.slots
     context = DraftContext(
-        tokens=state.tokens.at[slots].get(mode="clip"),
+        tokens=rows.get(state.tokens, slots),
         lengths=requests.lengths,
         is_running=requests.is_running,
         cache=requests.cache(state),
-        mtp_inputs=state.mtp_inputs.at[slots].get(mode="clip"),
-        num_mtp_inputs=jnp.where(
-            requests.is_running, state.num_mtp_inputs.at[slots].get(mode="clip"), 0
-        ),
+        mtp_inputs=rows.get(state.mtp_inputs, slots),
+        num_mtp_inputs=jnp.where(requests.is_running, rows.get(state.num_mtp_inputs, slots), 0),
     )
     drafts, cache = options.drafter.draft(
         model, context, requests.sampling, options.depth, options.vocab_size
@@ -227,21 +235,23 @@ def _draft(
     return drafts, _with_cache(state, cache)
 
 
-def _with_undrafted(drafts: Drafts, tokens: Int[Array, "C K"]) -> Drafts:
+def _with_undrafted(drafts: Drafts, tokens: Int[Array, "C K"], rows: SlotRows) -> Drafts:
     """Returns the drafts with C more requests that have none."""
     logits = drafts.logits
     if logits is not None:
-        logits = jnp.pad(logits, ((0, len(tokens)), (0, 0), (0, 0)))
+        logits = rows.pad(logits, len(tokens))
     return Drafts(
-        jnp.concatenate([drafts.tokens, tokens]),
-        jnp.concatenate([drafts.counts, jnp.zeros(len(tokens), jnp.int32)]),
+        rows.concatenate(drafts.tokens, tokens),
+        rows.concatenate(drafts.counts, jnp.zeros(len(tokens), jnp.int32)),
         logits,
     )
 
 
-def _decode_batch(state: SlotState, requests: _Requests, drafts: Drafts) -> TokenBatch:
+def _decode_batch(
+    state: SlotState, rows: SlotRows, requests: _Requests, drafts: Drafts
+) -> TokenBatch:
     """Returns the newest token of each request, and its drafts."""
-    last = state.tokens.at[requests.slots, requests.lengths - 1].get(mode="clip")
+    last = rows.get(state.tokens, requests.slots, requests.lengths - 1)
     return TokenBatch(
         tokens=jnp.concatenate([last[:, None], drafts.tokens], axis=1),
         counts=jnp.where(requests.is_running, 1 + drafts.counts, 0),
@@ -251,19 +261,19 @@ def _decode_batch(state: SlotState, requests: _Requests, drafts: Drafts) -> Toke
 
 
 def _chunk_batch(
-    state: SlotState, inputs: StepInput, shape: StepShape
+    state: SlotState, rows: SlotRows, inputs: StepInput, shape: StepShape
 ) -> tuple[_Requests, TokenBatch]:
     """Returns the requests of the prefill chunks, which run if a token is to be sampled, and the
     chunks' tokens."""
     positions = inputs.starts[:, None] + jnp.arange(shape.chunk_tokens)
     batch = TokenBatch(
-        tokens=state.tokens.at[inputs.chunk_slots[:, None], positions].get(mode="clip"),
+        tokens=rows.get(state.tokens, inputs.chunk_slots[:, None], positions),
         counts=inputs.counts,
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
         form="expanded",
         context=shape.context,
     )
-    requests = _Requests.of(state, inputs.chunk_slots, inputs.chunk_tables, shape)
+    requests = _Requests.of(state, rows, inputs.chunk_slots, inputs.chunk_tables, shape)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
 
 
@@ -278,46 +288,51 @@ def _at_last(hidden: Hidden, counts: Int[Array, " C"], copies: int) -> Hidden:
     return Hidden(pick(hidden.pre_norm), pick(hidden.post_norm))
 
 
-def _append(state: SlotState, requests: _Requests, new: NewTokens) -> SlotState:
+def _append(state: SlotState, rows: SlotRows, requests: _Requests, new: NewTokens) -> SlotState:
     """Writes new tokens, lengths and ends to the rows of the requests that gained tokens or ended.
 
     A request has several chunks in a step if its prompt is long; only the last one of them writes.
     """
-    slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
+    slots = rows.only(requests.is_running, requests.slots, state.num_slots)
     offsets = jnp.arange(new.tokens.shape[1])
     positions = requests.lengths[:, None] + offsets
     # S is out of bounds, so the tokens after the first `counts` are dropped.
     positions = jnp.where(offsets < new.counts[:, None], positions, state.tokens.shape[1])
     return dataclasses.replace(
         state,
-        tokens=state.tokens.at[slots[:, None], positions].set(new.tokens, mode="drop"),
-        lengths=state.lengths.at[slots].set(requests.lengths + new.counts, mode="drop"),
-        finished=state.finished.at[slots].set(new.finished, mode="drop"),
+        tokens=rows.set(state.tokens, new.tokens, slots[:, None], positions),
+        lengths=rows.set(state.lengths, requests.lengths + new.counts, slots),
+        finished=rows.set(state.finished, new.finished, slots),
     )
 
 
 def _keep_mtp_inputs(
-    state: SlotState, requests: _Requests, mtp_inputs: jax.Array, counts: Int[Array, " R"]
+    state: SlotState,
+    rows: SlotRows,
+    requests: _Requests,
+    mtp_inputs: jax.Array,
+    counts: Int[Array, " R"],
 ) -> SlotState:
     """Stores the hidden states that the MTP layer takes in the next step.
 
     There is one for each token that the request gained. A request whose prompt has just ended
     gained one token, and its hidden state is that of the last prompt token.
     """
-    slots = jnp.where(requests.is_running, requests.slots, state.num_slots)
+    slots = rows.only(requests.is_running, requests.slots, state.num_slots)
     # The state has room for K drafts. This step may use fewer.
     padding = state.mtp_inputs.shape[1] - mtp_inputs.shape[1]
     padded = jnp.pad(mtp_inputs, ((0, 0), (0, padding), (0, 0)))
     return dataclasses.replace(
         state,
-        mtp_inputs=state.mtp_inputs.at[slots].set(padded, mode="drop"),
-        num_mtp_inputs=state.num_mtp_inputs.at[slots].set(counts, mode="drop"),
+        mtp_inputs=rows.set(state.mtp_inputs, padded, slots),
+        num_mtp_inputs=rows.set(state.num_mtp_inputs, counts, slots),
     )
 
 
 def _prefill_mtp(
     model: DeepSeekV3,
     state: SlotState,
+    rows: SlotRows,
     inputs: StepInput,
     batch: TokenBatch,
     mtp_inputs: jax.Array,
@@ -325,7 +340,7 @@ def _prefill_mtp(
     """Caches the chunks' positions in the MTP layer. Position i takes token i + 1, which for the
     last token of a prompt is the one that this step has sampled."""
     positions = inputs.starts[:, None] + 1 + jnp.arange(batch.tokens.shape[1])
-    next_tokens = state.tokens.at[inputs.chunk_slots[:, None], positions].get(mode="clip")
+    next_tokens = rows.get(state.tokens, inputs.chunk_slots[:, None], positions)
     cache = LatentKVCache(state.pool, batch.sequences, state.routing_counts)
     _, cache = model.extend_mtp(
         mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded", batch.context

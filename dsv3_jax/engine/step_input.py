@@ -27,9 +27,10 @@ class StepShape:
     """The static shape of a step. Each shape is a compiled program."""
 
     decodes: int
-    """B: most requests that decode."""
+    """Most requests that decode on each shard. B is the number on all shards."""
     chunks: int
-    """C: most prompt chunks that are prefilled; 0 in a step that only decodes."""
+    """Most prompt chunks that are prefilled on each shard; 0 in a step that only decodes. C is the
+    number on all shards."""
     chunk_tokens: int
     """T: tokens of a chunk, padding included."""
     max_pages: int
@@ -44,19 +45,22 @@ class StepShape:
     """``greedy`` if no request of the step samples."""
     num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""
+    shards: int = 1
+    """Number of data-parallel shards."""
 
     @property
     def name(self) -> str:
         """The sizes and settings that distinguish the shapes of an engine."""
-        common = ("chunk_tokens", "max_pages", "max_len")
+        common = ("chunk_tokens", "max_pages", "max_len", "shards")
         values = {n: v for n, v in dataclasses.asdict(self).items() if v and n not in common}
         return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 class StepInput(NamedTuple):
-    """Arguments of a step, on the host as views into one buffer, or on the device.
+    """Arguments of a step: of one shard on the host, of all shards on the device.
 
-    The slot number R, one past the last slot, marks unused entries.
+    Slots are numbered from 0 on each shard. The number of slots of a shard, one past the last slot,
+    marks unused entries.
     """
 
     steps: Int[Array, " one"]
@@ -141,24 +145,38 @@ def _fields(shape: StepShape) -> Iterator[_Field]:
         begin = -(-field.end // _ALIGNMENT) * _ALIGNMENT
 
 
-def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, StepInput]:
-    """Returns a new buffer, and the arguments as writable views into it. All entries are unused."""
+def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, list[StepInput]]:
+    """Returns a new buffer, and the arguments of each shard as writable views into it. All entries
+    are unused.
+
+    Args:
+      num_slots: number of slots of each shard.
+
+    Returns:
+      The buffer, int32 [n], or [shards, n] for several shards.
+    """
     fields = list(_fields(shape))
-    buffer = np.zeros(fields[-1].end, np.int32)
-    views = StepInput(
-        *(buffer[f.begin : f.end].view(f.dtype).reshape(f.shape) for f in fields)  # pyright: ignore
-    )
-    for slots in (views.decode_slots, views.chunk_slots, views.admitted_slots):
-        slots[...] = num_slots  # pyright: ignore[reportIndexIssue]
-    views.stop_tokens[...] = -1  # pyright: ignore[reportIndexIssue]
-    return buffer, views
+    buffer = np.zeros((shape.shards, fields[-1].end), np.int32)
+    inputs = [
+        StepInput(
+            *(part[f.begin : f.end].view(f.dtype).reshape(f.shape) for f in fields)  # pyright: ignore
+        )
+        for part in buffer
+    ]
+    for views in inputs:
+        for slots in (views.decode_slots, views.chunk_slots, views.admitted_slots):
+            slots[...] = num_slots  # pyright: ignore[reportIndexIssue]
+        views.stop_tokens[...] = -1  # pyright: ignore[reportIndexIssue]
+    return buffer if shape.shards > 1 else buffer[0], inputs
 
 
-def unpack(buffer: Int32[Array, " n"], shape: StepShape) -> StepInput:
-    """Returns the arguments in a buffer of :func:`empty_input`, on the device."""
+def unpack(buffer: Int32[Array, "*shards n"], shape: StepShape) -> StepInput:
+    """Returns the arguments in a buffer of :func:`empty_input`, on the device: those of the first
+    shard, then of the second, and so on."""
 
     def cut(field: _Field) -> jax.Array:
-        values = buffer[field.begin : field.end].reshape(field.shape)
+        sizes = (shape.shards * field.shape[0], *field.shape[1:])
+        values = buffer[..., field.begin : field.end].reshape(sizes)
         if field.dtype is np.int32:
             return values
         return jax.lax.bitcast_convert_type(values, jnp.dtype(field.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -16,6 +16,8 @@ from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
 from sharding import Layout, LogicalAxes
+
+_State = TypeVar("_State")
 
 GPU_OPTIONS = {
     # Runs independent kernels of a CUDA graph concurrently: the shared experts with the routed
@@ -120,7 +122,7 @@ class Program:
         return jitted.lower(self.leaves, state_leaves, arg_leaves)
 
 
-def shard_state(state: DecodeState, layout: Layout | None) -> DecodeState:
+def shard_state(state: _State, layout: Layout | None) -> _State:
     """Constrains every array of a state to its sharding, inside or outside of ``jax.jit``.
 
     A program compiles once per sharding of its arguments. With this function it gets the same
@@ -133,8 +135,12 @@ def shard_state(state: DecodeState, layout: Layout | None) -> DecodeState:
     return jax.tree.unflatten(structure, map(jax.lax.with_sharding_constraint, leaves, shardings))
 
 
-def state_shardings(state: DecodeState, layout: Layout) -> list[NamedSharding]:
-    """Returns the sharding of each array of the state, in flattening order."""
+def state_shardings(state: Any, layout: Layout) -> list[NamedSharding]:
+    """Returns the sharding of each array of the state, in flattening order.
+
+    A state is a dataclass whose arrays have a row for each sequence, except the page arrays of its
+    ``pool`` and ``routing_counts``.
+    """
 
     def axes(path: tuple[Any, ...]) -> LogicalAxes:
         names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
@@ -144,3 +150,28 @@ def state_shardings(state: DecodeState, layout: Layout) -> list[NamedSharding]:
 
     paths_and_leaves, _ = jax.tree.flatten_with_path(state)
     return [layout.sharding(axes(path)[: leaf.ndim]) for path, leaf in paths_and_leaves]
+
+
+def state_shapes(
+    empty_state: Callable[[], Any], layout: Layout | None
+) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    """Returns shape, dtype and sharding of each array of a new state, and its tree structure.
+
+    ``empty_state`` creates the state. It is traced, so that no memory is allocated.
+    """
+    structure: Any = None
+    shardings: list[Any] = []
+
+    # The state is flattened inside, because its class rejects shapes in place of arrays.
+    def leaves() -> list[jax.Array]:
+        nonlocal structure, shardings
+        state = empty_state()
+        leaves, structure = jax.tree.flatten(state)
+        shardings = [None] * len(leaves) if layout is None else state_shardings(state, layout)
+        return leaves
+
+    shapes = jax.eval_shape(leaves)
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(shapes, shardings, strict=True)
+    ], structure

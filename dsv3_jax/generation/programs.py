@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.generation.loop import decode, prefill
-from dsv3_jax.generation.program import Program, state_shardings
+from dsv3_jax.generation.program import Program, state_shapes
 from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.generation.step_times import StepTimes
@@ -127,20 +127,4 @@ class Programs:
     ) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         """Returns shape, dtype and sharding of each array of :meth:`empty_state`, and the state's
         tree structure, without allocating memory. :meth:`Program.lower` takes both."""
-        layout = self.signature.layout
-        structure: Any = None
-        shardings: list[Any] = []
-
-        # The state is flattened inside, because its class rejects shapes in place of arrays.
-        def leaves() -> list[jax.Array]:
-            nonlocal structure, shardings
-            state = self.empty_state(batch_size, **options)
-            leaves, structure = jax.tree.flatten(state)
-            shardings = [None] * len(leaves) if layout is None else state_shardings(state, layout)
-            return leaves
-
-        shapes = jax.eval_shape(leaves)
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(shapes, shardings, strict=True)
-        ], structure
+        return state_shapes(lambda: self.empty_state(batch_size, **options), self.signature.layout)

@@ -95,19 +95,21 @@ def serve(
     """Submits the first requests over time, cancels some, and compares every token.
 
     Args:
-      few_pages: whether the cache has room for only one and a half of the longest requests.
+      few_pages: whether a shard's cache has room for only one and a half of the longest requests.
       is_static: whether programs have no loop where they can, as on GPUs.
     """
+    layout = served.model.layout
+    shards = 1 if layout is None else layout.num_shards("batch")
     buckets = Buckets((8,), (2,), chunk_tokens, 4)
     if is_static:
         buckets = dataclasses.replace(buckets, contexts=(0, 32), single_steps=True)
     if few_pages:
-        options["cache_tokens"] = 3 * (served.max_len + 8) // 2
+        options["cache_tokens"] = 3 * (served.max_len + 8) // 2 * shards
     engine = Engine(
         served.model,
         None,
         served.max_len,
-        max_running=8,
+        max_running=8 * shards,
         background=False,
         buckets=buckets,
         **options,

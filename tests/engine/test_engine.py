@@ -420,13 +420,6 @@ class TestMeshes:
         for handle, completion in zip(handles, wanted, strict=True):
             assert handle.result(0).tokens == completion.tokens
 
-    def test_a_layout_that_shards_the_batch_is_refused(self, tiny_mtp):
-        layout = make_layout("dp_attention_ep", devices=jax.devices()[:4])
-        model = nnx.clone(tiny_mtp)
-        model.lay_out(layout)
-        with pytest.raises(ValueError, match="does not shard 'batch', got 4 shards"):
-            make(model)
-
     def test_an_attention_variant_is_refused(self, tiny_mtp):
         model = nnx.clone(tiny_mtp)
         model.use_attn_impl("CC")

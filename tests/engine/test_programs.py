@@ -7,13 +7,15 @@ import re
 from collections import Counter
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3_jax.engine.programs import Buckets, Programs, empty_pool
+from dsv3_jax.engine.programs import Buckets, Programs
+from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import _decode_batch, _Requests
 from dsv3_jax.engine.step_input import StepShape
@@ -39,14 +41,13 @@ def programs(tiny_mtp) -> Programs:
 
 
 @pytest.fixture(scope="module")
-def state(tiny_mtp) -> SlotState:
-    pool = empty_pool(tiny_mtp, PAGES, 64, mtp=False)
-    return SlotState.empty(pool, SLOTS, MAX_LEN, dtype=tiny_mtp.dtype)
+def state(programs) -> SlotState:
+    return programs.empty_state(PAGES)
 
 
 def operations(programs: Programs, state: SlotState, shape: StepShape) -> Counter[str]:
     """Numbers of operations in the lowered program, by name."""
-    text = programs.lower(state, shape).as_text()
+    text = programs.lower(*jax.tree.flatten(state), shape).as_text()
     return Counter(re.findall(r"stablehlo\.(\w+)", text))
 
 
@@ -85,8 +86,9 @@ def test_padding_has_no_context(state):
     slots = np.array([0, 1, SLOTS], np.int32)  # running, at its end, and none
     shape = BUCKETS.shape(3, 0, max_len=MAX_LEN, max_pages=2)
     tables = np.zeros((3, 2), np.int32)
-    requests = _Requests.of(full, *map(jnp.asarray, (slots, tables)), shape)
-    batch = _decode_batch(full, requests, Drafts.empty(3))
+    rows = SlotRows(None)
+    requests = _Requests.of(full, rows, *map(jnp.asarray, (slots, tables)), shape)
+    batch = _decode_batch(full, rows, requests, Drafts.empty(3))
     assert batch.sequences.lengths.tolist() == [8, 0, 0]
     assert batch.counts.tolist() == [1, 0, 0]
 

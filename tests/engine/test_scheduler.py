@@ -39,6 +39,7 @@ class TestEveryRequestIsServed:
         prefix_cache=st.booleans(),
         max_decode_steps=st.integers(1, 5),
         chunk_tokens=st.integers(1, 20),
+        shards=st.integers(1, 3),
     )
     @settings(max_examples=150, deadline=None)
     def test_with_the_tokens_that_it_gains_alone(
@@ -51,6 +52,7 @@ class TestEveryRequestIsServed:
         prefix_cache,
         max_decode_steps,
         chunk_tokens,
+        shards,
     ):
         simulation = Simulation(
             num_pages=num_pages,
@@ -59,6 +61,7 @@ class TestEveryRequestIsServed:
             prefix_cache=prefix_cache,
             max_decode_steps=max_decode_steps,
             chunk_tokens=chunk_tokens,
+            shards=shards,
             stop=STOP,
         )
         requests = []
@@ -268,6 +271,127 @@ class TestPreemption:
         assert with_cache.device.tokens_computed <= without.device.tokens_computed
 
 
+class TestShards:
+    def test_share_the_requests(self):
+        simulation = Simulation(num_pages=100, shards=3, max_running=2)
+        for i, prompt in enumerate(prompts(6, 9)):
+            simulation.scheduler.add(request(prompt, 20, arrival=float(i)))
+        simulation.step()
+        assert [len(shard.running) for shard in simulation.scheduler.shards] == [2, 2, 2]
+        simulation.run()
+
+    def test_have_a_budget_each(self):
+        simulation = Simulation(
+            num_pages=200, shards=2, max_running=8, chunk_tokens=5, max_chunks=3
+        )
+        for i, prompt in enumerate(prompts(12, 23)):
+            simulation.scheduler.add(request(prompt, arrival=float(i)))
+        simulation.run()
+        shards = [shard for plan in simulation.plans for shard in plan.shards]
+        assert max(len(shard.chunks) for shard in shards) == 3
+        assert max(len(plan.chunks) for plan in simulation.plans) == 6
+        assert max(len(shard.decodes) for shard in shards) <= 8
+
+    def test_admit_in_the_order_of_arrival(self):
+        # The first request needs more than any shard has left, and the last one could run.
+        simulation = Simulation(num_pages=10, shards=2)
+        for i in range(2):
+            simulation.scheduler.add(request([i] * 20, 12, arrival=float(i)))
+        simulation.step()
+        large, small = request([5] * 30, 5, arrival=2.0), request([6], 2, arrival=3.0)
+        simulation.scheduler.add(large)
+        simulation.scheduler.add(small)
+        simulation.run()
+        admitted = [c.request for plan in simulation.plans for c in plan.chunks if c.is_first]
+        assert admitted.index(large) < admitted.index(small)
+
+    def test_preempt_their_own_requests_only(self):
+        # The first shard runs requests 0 and 3, and the second one has too few pages for 1 and 2.
+        simulation = Simulation(num_pages=14, shards=2, chunk_tokens=32)
+        sizes = [(20, 24), (1, 24), (20, 24), (1, 5)]
+        requests = [
+            request([i] * length, new, arrival=float(i)) for i, (length, new) in enumerate(sizes)
+        ]
+        for each in requests:
+            simulation.scheduler.add(each)
+        simulation.step()
+        assert [each.shard for each in requests] == [0, 1, 1, 0]
+        simulation.run()
+        assert [each.preemptions > 0 for each in requests] == [False, False, True, False]
+        for each, (length, new) in zip(requests, sizes, strict=True):
+            assert each.tokens[length:] == completion(each.tokens[:length], length + new)
+
+    @pytest.mark.parametrize("delay", [0, 2])
+    def test_admit_nobody_before_a_preempted_request(self, delay):
+        simulation = Simulation(num_pages=14, shards=2, delay=delay, max_running=2)
+        requests = [request(p, 24, arrival=float(i)) for i, p in enumerate(prompts(4, 20))]
+        for each in requests:
+            simulation.scheduler.add(each)
+        while not simulation.scheduler.preemptions:
+            simulation.step()
+        preempted = next(each for each in requests if each.preemptions)
+        late = request([5], 3, arrival=99.0)
+        simulation.scheduler.add(late)
+        simulation.run()
+        admitted = [c.request for plan in simulation.plans for c in plan.chunks if c.is_first]
+        assert admitted[-1] is late
+        assert admitted.count(preempted) == 1 + preempted.preemptions
+
+    def test_low_priority_does_not_starve(self):
+        simulation = Simulation(num_pages=100, shards=2, max_running=1, priority_seconds=10)
+        low = request([1, 2], priority=3)
+        simulation.scheduler.add(low)
+        for i in range(400):
+            for j in range(2):
+                simulation.scheduler.add(request([i % 7, j], arrival=simulation.now))
+            simulation.step()
+            if low in simulation.ended:
+                break
+        assert simulation.ended[low] == "finished"
+        assert simulation.scheduler.waiting, "the load was too low to prove anything"
+
+    @staticmethod
+    def admit(scheduler: Scheduler, *requests: ScheduledRequest) -> None:
+        """Schedules requests one after the other, whose results never come."""
+        for each in requests:
+            scheduler.add(each)
+            scheduler.schedule(0.0)
+
+    def test_keep_prompts_that_begin_alike_together(self):
+        scheduler = Simulation(num_pages=999, shards=3, chunk_tokens=999).scheduler
+        requests = [request(p) for p in ([1] * 500, [2] * 400, [3] * 9, [1] * 400 + [4])]
+        self.admit(scheduler, *requests)
+        assert [each.shard for each in requests] == [0, 1, 2, 0]
+        assert requests[3].cached_tokens == 400
+        scheduler.check_integrity()
+
+    def test_spread_a_popular_prefix(self):
+        scheduler = Simulation(num_pages=999, shards=2, max_running=99, chunk_tokens=999).scheduler
+        requests = [request([1] * 500 + [i % 7, i // 7]) for i in range(24)]
+        self.admit(scheduler, *requests)
+        # Others follow the first one until its shard has 1,000 tokens more of load. Then the second
+        # shard computes the prefix too.
+        shards = [each.shard for each in requests]
+        assert shards[:3] == [0, 0, 1]
+        assert shards.count(1) == 12
+        assert [each.cached_tokens for each in requests].count(0) == 2
+
+    def test_refuse_a_request_that_no_shard_can_hold(self):
+        scheduler = Simulation(num_pages=5, shards=2).scheduler
+        with pytest.raises(ValueError, match=r"20 tokens \(cache_tokens, divided by 2 shards\)"):
+            scheduler.add(request([1] * 10, 11))
+
+    def test_integrity_notices_a_page_of_another_shard(self):
+        simulation = Simulation(num_pages=20, shards=2)
+        for prompt in prompts(2, 9):
+            simulation.scheduler.add(request(prompt))
+        simulation.step()
+        first, second = simulation.scheduler.running
+        first.pages, second.pages = second.pages, first.pages
+        with pytest.raises(AssertionError, match="another allocator"):
+            simulation.scheduler.check_integrity()
+
+
 class TestEndedRequests:
     @pytest.mark.parametrize("steps", range(6))
     def test_cancelled(self, steps):
@@ -334,12 +458,14 @@ class RandomOperations(RuleBasedStateMachine):
         drafts=st.integers(0, 2),
         lookahead=st.integers(0, 1),
         num_pages=st.integers(12, 24),
+        shards=st.integers(1, 3),
     )
-    def begin(self, delay, drafts, lookahead, num_pages):
+    def begin(self, delay, drafts, lookahead, num_pages, shards):
         self.simulation = Simulation(
             num_pages=num_pages,
             delay=delay,
             lookahead=lookahead,
+            shards=shards,
             max_waiting=6,
             max_decode_steps=2,
             stop=STOP,
