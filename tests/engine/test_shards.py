@@ -35,20 +35,17 @@ SLOTS = 2  # of a shard
 LAYOUTS = {
     "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
     "data 2, expert 2, tensor 2": lambda: Layout(make_mesh(data=2, expert=2, tensor=2)),
-    "data 2, cached_tokens 2": lambda: Layout(
+    "data 2, cached_tokens 2, 2 micro-batches": lambda: Layout(
         make_mesh(data=2, expert=2, devices=jax.devices()[:4]),
         Rules({**DEFAULT_RULES.table, "cached_tokens": "expert"}),
-    ),
-    "2 micro-batches": lambda: make_layout(
-        "dp_attention_ep", devices=jax.devices()[:2], exchange="all_to_all", micro_batches=2
+        micro_batches=2,
     ),
 }
 # With number of requests. All options together, and less where only the layout is of interest.
 CASES = {
-    "dp_attention_ep": ("mtp", 20),
+    "dp_attention_ep": ("mtp", 16),
     "data 2, expert 2, tensor 2": ("mtp", 8),
-    "data 2, cached_tokens 2": (None, 8),
-    "2 micro-batches": (None, 8),
+    "data 2, cached_tokens 2, 2 micro-batches": (None, 8),
 }
 
 
@@ -68,7 +65,7 @@ def load_in(tmp_path_factory) -> Callable[[str | None], DeepSeekV3]:
 @pytest.fixture(scope="module")
 def expected(load_in) -> list[list[int]]:
     """Greedy tokens of the trace on one device."""
-    prompts, new, ignore_eos = map(list, zip(*trace(), strict=True))
+    prompts, new, ignore_eos = map(list, zip(*trace()[:16], strict=True))
     generator = Generator(load_in(None), None, MAX_LEN, batch_sizes=(8,), prefill_chunk=16)
     done = generator.generate(prompts, max_new_tokens=new, ignore_eos=ignore_eos)
     return [completion.tokens for completion in done]
