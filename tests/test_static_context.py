@@ -47,36 +47,45 @@ def extend(model: DeepSeekV3, context: int | None, cached: np.ndarray = CACHED):
     return np.asarray(hidden), [np.asarray(page) for page in jax.tree.leaves(pool)]
 
 
+@pytest.fixture(scope="module")
+def model(directory) -> DeepSeekV3:
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="module")
+def loop(model):
+    """Results of the loop over the context."""
+    return extend(model, None)
+
+
 @pytest.mark.parametrize(
     ("block_tokens", "unrolled_tokens", "context"),
     [
         (4096, 4096, 23),  # one block
-        (48, 4096, MAX_LEN),  # four blocks of 12 tokens of each sequence
+        pytest.param(48, 4096, MAX_LEN, marks=pytest.mark.slow),  # four blocks of 12 tokens each
         (16, 4096, MAX_LEN),  # four blocks, although twelve of the default size are needed
         (48, 20, MAX_LEN),  # a loop
     ],
 )
-def test_equals_the_loop(directory, monkeypatch, block_tokens, unrolled_tokens, context):
+def test_equals_the_loop(model, loop, monkeypatch, block_tokens, unrolled_tokens, context):
     monkeypatch.setattr(attention, "_CONTEXT_TOKENS", block_tokens)
     monkeypatch.setattr(attention, "_UNROLLED_TOKENS", unrolled_tokens)
-    model = dsv3_jax.load(directory)[0]
     hidden, pages = extend(model, context)
-    expected, expected_pages = extend(model, None)
+    expected, expected_pages = loop
     np.testing.assert_allclose(hidden, expected, atol=2e-6)
     for page, wanted in zip(pages, expected_pages, strict=True):
         np.testing.assert_allclose(page, wanted, atol=2e-6)
 
 
-def test_no_context(directory):
-    model = dsv3_jax.load(directory)[0]
+@pytest.mark.slow
+def test_no_context(model):
     none = np.zeros(4, np.int32)
     np.testing.assert_array_equal(extend(model, 0, none)[0], extend(model, None, none)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp_attention_ep", "context_parallel"])
-def test_on_a_mesh(directory, name):
+def test_on_a_mesh(directory, loop, name):
     layout = make_layout(name, devices=jax.devices()[:4])
     model = dsv3_jax.load(directory, layout=layout)[0]
-    expected = extend(dsv3_jax.load(directory)[0], None)[0]
-    np.testing.assert_allclose(extend(model, 24)[0], expected, atol=2e-5)
+    np.testing.assert_allclose(extend(model, 24)[0], loop[0], atol=2e-5)
