@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +93,7 @@ class Programs:
             return jax.tree.leaves(state), output
 
         self._platform = (layout and layout.platform) or target.platform()
-        self._jit = functools.partial(jax.jit, run, donate_argnums=1, static_argnums=(3, 4))
+        self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
     def shape(
@@ -198,7 +198,13 @@ class Programs:
         buffer_shape = jax.ShapeDtypeStruct(
             buffer.shape, buffer.dtype, sharding=self._buffer_sharding
         )
-        jitted = self._jit(**options)
+
+        def program(*arguments: Any) -> tuple[list[jax.Array], StepOutput]:
+            return self._run(*arguments)
+
+        # Its name in profiles.
+        program.__name__ = "step_" + re.sub(r"\W+", "_", shape.name)
+        jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
         return jitted.lower(self._leaves, list(state_leaves), buffer_shape, shape, structure)
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:

@@ -61,6 +61,14 @@ def test_greedy_steps_do_not_sort(programs, state, decodes, chunks):
     assert sampled["sort"] == greedy["sort"] + 1
 
 
+def test_a_program_is_named_for_its_shape(programs, state):
+    text = programs.lower(*jax.tree.flatten(state), programs.shape(1, 0)).as_text()
+    name = re.search(r"module @jit_(\w+)", text)
+    assert name is not None
+    assert name[1].startswith("step_decodes_4_")
+    assert name[1].endswith("max_steps_3_sampling_greedy")
+
+
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_sampled_steps_have_no_branch(programs, state, chunks):
     shape = programs.shape(1, chunks, context=20, sampling="sampled")
