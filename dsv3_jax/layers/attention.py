@@ -51,9 +51,9 @@ _LATENT_NORM_EPS = 1e-6
 # and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
 
-# A context of static length is split into up to this many blocks, which are unrolled, because XLA
-# takes minutes to compile a loop in every layer. If they would be larger than _UNROLLED_TOKENS,
-# there is a loop all the same. XLA's GPU runtime knows its length, and does not read a predicate.
+# A context of static length is split into up to this many blocks, which are unrolled. If they would
+# be larger than _UNROLLED_TOKENS, there is a loop. XLA's GPU runtime knows the length of that loop,
+# and does not wait for the device to read a predicate.
 _UNROLLED_BLOCKS = 4
 _UNROLLED_TOKENS = 16384
 
