@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from dsv3_jax.kv_cache import CacheSpec
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import page_width, target
@@ -32,11 +33,8 @@ def pages_per_device(
       mtp: whether the MTP layer has a cache.
 
     Raises:
-      ValueError: ``page_size`` is below 1, ``cache_tokens`` below a page on each device, or a
-        device has no memory left.
+      ValueError: ``cache_tokens`` is below a page on each device, or a device has no memory left.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size: expected 1 or more, got {page_size}")
     parts = 1 if model.layout is None else model.layout.num_shards(PAGE_AXES[0])
     round_tokens = parts * page_size  # in a page on each device
     if cache_tokens is not None:
@@ -50,7 +48,8 @@ def pages_per_device(
     if "bytes_limit" not in stats:
         return -(-most_tokens // round_tokens)
     free = stats["bytes_limit"] - stats["bytes_in_use"]
-    pages = int(_FREE_SHARE * free) // (bytes_per_token(model, mtp=mtp) * page_size)
+    platform = (model.layout and model.layout.platform) or target.platform()
+    pages = default_pages(free, page_bytes(model.cache_spec(mtp=mtp), page_size, platform))
     if pages < 1:
         raise ValueError(
             f"cache: expected memory for at least a page of {page_size} tokens, got {free} bytes"
@@ -58,12 +57,19 @@ def pages_per_device(
     return pages
 
 
-def bytes_per_token(model: DeepSeekV3, *, mtp: bool) -> int:
-    """Returns the bytes that one token takes in the caches of all layers."""
-    spec = model.cache_spec(mtp=mtp)
-    platform = (model.layout and model.layout.platform) or target.platform()
+def default_pages(free: int, page_bytes: int) -> int:
+    """Returns the number of pages of a cache of default size.
+
+    Args:
+      free: bytes of a device that hold neither weights nor the up-projections of decode.
+    """
+    return int(_FREE_SHARE * free) // page_bytes
+
+
+def page_bytes(spec: CacheSpec, page_size: int, platform: str) -> int:
+    """Returns the bytes of a page in all layers, on ``cpu``, ``gpu`` or ``tpu``."""
     return sum(
-        page_width(array.width, platform) * np.dtype(array.dtype).itemsize
+        page_size * page_width(array.width, platform) * np.dtype(array.dtype).itemsize
         for layer in (*spec.layers, *spec.mtp)
         for array in layer.values()
     )

@@ -85,6 +85,7 @@ class Engine:
         expected = f"2 to {longest} (max_position_embeddings)"
         check("max_len", max_len, expected, numbers.Integral, 2, longest)
         check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
+        check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
@@ -105,19 +106,6 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_len = max_len
         self._reader = RequestReader(config, tokenizer, max_len)
-        pages = pages_per_device(
-            model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
-        )
-        pool = PoolLayout.of(layout, pages, page_size)
-        scheduler = Scheduler(
-            SchedulerConfig(
-                max_running=max_running // shards,
-                chunk_tokens=buckets.chunk_tokens,
-                max_chunks=buckets.chunks[-1],
-                max_waiting=max_waiting,
-            ),
-            pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
-        )
         vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
@@ -130,6 +118,19 @@ class Engine:
             drafter=self._drafter,
             depth=self._depth,
             vocab_size=vocab_size,
+        )
+        pages = pages_per_device(
+            model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
+        )
+        pool = PoolLayout.of(layout, pages, page_size)
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=max_running // shards,
+                chunk_tokens=buckets.chunk_tokens,
+                max_chunks=buckets.chunks[-1],
+                max_waiting=max_waiting,
+            ),
+            pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
         )
         requests: dict[ScheduledRequest, Request] = {}
         state = programs.empty_state(pool.num_pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 import re
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
@@ -74,8 +75,11 @@ class Programs:
             self._buffer_sharding = None
         else:
             self._buffer_sharding = layout.sharding(("batch",) if shards > 1 else ())
-        graph, model_state = nnx.split(model.precompute_for_decode())
-        self._leaves, treedef = jax.tree.flatten(model_state)
+        arrays = ModelArrays.of(model)
+        # The size of the cache depends on the memory that they leave.
+        self._leaves = jax.block_until_ready(arrays.leaves)
+        # The closure below keeps no arrays.
+        arrays = dataclasses.replace(arrays, leaves=[])
         options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
 
         # Takes flat lists of arrays: they are the cheapest arguments, and lowering unflattens trees
@@ -87,7 +91,7 @@ class Programs:
             shape: StepShape,
             structure: Any,
         ) -> tuple[list[jax.Array], StepOutput]:
-            model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+            model = arrays.model(leaves)
             state = jax.tree.unflatten(structure, state_leaves)
             state, output = step(model, state, buffer, shape=shape, **options)
             return jax.tree.leaves(state), output

@@ -1,5 +1,5 @@
-"""Compiles the generator's own programs for a target, without its devices, and reads their memory
-use from the compiler."""
+"""Compiles the programs of a Generator or an Engine for a target, without its devices, and reads
+their memory use from the compiler."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ import jax
 import numpy as np
 from flax import nnx
 
+from dsv3_jax.engine import programs as engine
+from dsv3_jax.generation import programs as generator
 from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.generation.program import Program
-from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.estimate import model_shapes
 from dsv3_jax.plan.topology import topology
-from dsv3_jax.plan.weights import ModelShapes
 from sharding import Layout, make_layout
 
 Phase = Literal["decode", "prefill"]
 
 _KERNEL = re.compile(r'%([\w-]+?)(?:\.\d+)? = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
+_STEPS = 8  # decode steps of a dispatch; the programs' memory does not depend on it
+
 _UNNAMED = "mpmd_map"  # the name of every Mosaic GPU call
 
 
@@ -39,6 +43,8 @@ class CompiledProgram:
     not."""
     workspace: int
     """Bytes of temporary arrays, and of results that do not overwrite the state."""
+    reused: int
+    """Bytes of the state that the results overwrite. A copy of the cache would be missing here."""
     kernels: dict[str, int]
     """Number of calls of each Pallas kernel in the program. All Mosaic GPU kernels count as
     ``mosaic_gpu``."""
@@ -52,9 +58,11 @@ class CompiledProgram:
 
 
 def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
-    """Compiles the program of a decode step, or of a prefill chunk of all sequences.
+    """Compiles the program of a decode step, or of a prefill.
 
-    It has every layer of the model.
+    A Generator's prefill has a chunk of all sequences. An Engine's is its largest step: all chunks,
+    and a token of every sequence; its decode step runs several times in one dispatch. Programs have
+    every layer of the model.
 
     Raises:
       ValueError: the compiler for the target is not installed, or it reports that the program does
@@ -73,7 +81,29 @@ def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
 
 def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> CompiledProgram:
     began = time.perf_counter()
-    programs = _programs(deployment, layout)
+    lower = _lower_loop if deployment.engine is None else _lower_step
+    executable = _compile(*lower(layout, deployment, phase), deployment)
+    memory: Any = executable.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return CompiledProgram(
+        arguments=memory.argument_size_in_bytes,
+        workspace=memory.temp_size_in_bytes + results,
+        reused=memory.alias_size_in_bytes,
+        kernels=_kernels(executable.as_text() or ""),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _lower_loop(
+    layout: Layout, deployment: Deployment, phase: Phase
+) -> tuple[jax.stages.Lowered, dict[str, str]]:
+    """Lowers a program of the Generator. Returns it with its compiler options."""
+    programs = generator.Programs.of(
+        _model(deployment, layout),
+        deployment.max_len,
+        prefill_chunk=deployment.chunk_tokens,
+        vocab_size=deployment.config.vocab_size,
+    )
     program = getattr(programs, phase)
     state_leaves, structure = programs.state_shapes(
         deployment.batch, depth=deployment.draft_depth, mtp=deployment.mtp
@@ -84,25 +114,37 @@ def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> Compil
         arguments = Sampling.pack(seed=np.arange(deployment.batch)), np.int32(1)
         static = (drafter, deployment.draft_depth)
     lowered = program.lower(state_leaves, structure, *arguments, static=static, keep_unused=True)
-    executable = _compile(lowered, program, deployment)
-    memory: Any = executable.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return CompiledProgram(
-        arguments=memory.argument_size_in_bytes,
-        workspace=memory.temp_size_in_bytes + results,
-        kernels=_kernels(executable.as_text() or ""),
-        seconds=time.perf_counter() - began,
+    return lowered, program.options
+
+
+def _lower_step(
+    layout: Layout, deployment: Deployment, phase: Phase
+) -> tuple[jax.stages.Lowered, dict[str, str]]:
+    """Lowers a step of the Engine, with the compiler options of its programs."""
+    assert deployment.engine is not None
+    chunks = deployment.engine.chunks
+    programs = engine.Programs(
+        _model(deployment, layout),
+        engine.Buckets((deployment.batch,), (chunks,), deployment.chunk_tokens, _STEPS),
+        num_slots=deployment.batch,
+        max_len=deployment.max_len,
+        page_size=DEFAULT_PAGE_SIZE,
+        drafter=MTPDrafter() if deployment.mtp else None,
+        depth=deployment.draft_depth,
+        vocab_size=deployment.config.vocab_size,
     )
+    shard = model_shapes(deployment).shard(deployment.layout)
+    pages = engine_state.local_pages(shard, deployment) * layout.num_shards("batch")
+    shape = programs.shape(
+        deployment.batch, chunks if phase == "prefill" else 0, sampling="sampled"
+    )
+    lowered = programs.lower_shapes(*programs.state_shapes(pages), shape, keep_unused=True)
+    return lowered, {}
 
 
-def _programs(deployment: Deployment, layout: Layout) -> Programs:
-    """Returns the generator's programs for a model of shapes with the layout's shardings."""
-    model = ModelShapes.of(
-        deployment.config,
-        deployment.quantization,
-        mtp=deployment.mtp,
-        redundant_experts=deployment.redundant_experts,
-    ).model
+def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
+    """Returns a model of shapes with the layout's shardings."""
+    model = model_shapes(deployment).model
     if deployment.activations:
         model.use_float8_activations()
     model.lay_out(layout)
@@ -115,25 +157,18 @@ def _programs(deployment: Deployment, layout: Layout) -> Programs:
         )
         for path, leaf in nnx.to_flat_state(state)
     ]
-    model = nnx.merge(graph, nnx.from_flat_state(leaves))
-    max_len = -(-(deployment.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
-    return Programs.of(
-        model,
-        max_len,
-        prefill_chunk=min(deployment.prefill_chunk, deployment.context),
-        vocab_size=deployment.config.vocab_size,
-    )
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 def _compile(
-    lowered: jax.stages.Lowered, program: Program, deployment: Deployment
+    lowered: jax.stages.Lowered, options: dict[str, str], deployment: Deployment
 ) -> jax.stages.Compiled:
     # Without the compilation cache, which cannot load a program whose device is missing.
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, False)
     try:
-        return lowered.compile({**program.options})
+        return lowered.compile({**options})
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -6,9 +6,34 @@ import dataclasses
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import PRESETS, Exchange, Layout, abstract_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an :class:`~dsv3_jax.engine.Engine` that its memory use depends on.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    cache_tokens: int | None = None
+    """Size of the cache in tokens, on all devices together. None takes what fits, as the Engine
+    does."""
+    chunks: int = 8
+    """Most prefill chunks of a step, on all devices together."""
+
+    def __post_init__(self) -> None:
+        if self.cache_tokens is not None and self.cache_tokens < DEFAULT_PAGE_SIZE:
+            raise ValueError(
+                f"cache_tokens: expected at least a page, {DEFAULT_PAGE_SIZE}, got"
+                f" {self.cache_tokens}"
+            )
+        if self.chunks < 1:
+            raise ValueError(f"chunks: expected 1 or more, got {self.chunks}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +49,9 @@ class Deployment:
     layout_name: str
     """Name of a serving layout in ``sharding.PRESETS``."""
     batch: int
-    """Number of sequences on all devices together."""
+    """Number of sequences on all devices together: of an Engine, the most that run at a time."""
     context: int
-    """Cached tokens of each sequence."""
+    """Cached tokens of each sequence: of an Engine, the most."""
     quantization: str = "bf16"
     """Form of the weights, a key of ``QUANTIZATIONS``."""
     activations: str | None = None
@@ -39,7 +64,10 @@ class Deployment:
     redundant_experts: int = 0
     """Number of expert replicas per layer, in addition to one of each expert."""
     prefill_chunk: int = 512
-    """Prompt tokens of each sequence that one pass of prefill processes."""
+    """Prompt tokens of each sequence that one pass of prefill processes: of an Engine, tokens of a
+    chunk."""
+    engine: EngineSettings | None = None
+    """The engine that runs the sequences; None for a Generator."""
 
     def __post_init__(self) -> None:
         check_choice("quantization", self.quantization, tuple(QUANTIZATIONS))
@@ -75,6 +103,21 @@ class Deployment:
             exchange=self.exchange,
             float8_dispatch=self.float8_dispatch,
         )
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a sequence, of which the last is not cached. A Generator's are rounded up
+        to whole pages."""
+        if self.engine is not None:
+            return self.context + 1
+        return -(-(self.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prefill chunk, padding included."""
+        if self.engine is not None:
+            return self.prefill_chunk
+        return min(self.prefill_chunk, self.context)
 
     @property
     def draft_depth(self) -> int:

@@ -1,39 +1,30 @@
-"""Memory that a device needs for a decode step or a prefill chunk, in bytes.
+"""Memory that a device needs for a decode step or a prefill, in bytes.
 
-Weights, cache and state are the arrays themselves, built from shapes. The workspace is a formula
-with constants of XLA's programs, checked against the measurements in benchmarks/results.
-
-Letters: M tokens on one device; H its heads; D, C, V and K as in the model (hidden size, latent
-rank, value width, experts per token).
+Weights, cache and state are the arrays themselves, built from shapes. The rest are formulas of
+:mod:`dsv3_jax.plan.workspace`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
+from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
-from sharding import Layout, default_capacity, default_pairs_per_call
-from sharding.token_packer import FLOAT8_BLOCK
-
-AttentionForm = Literal["absorbed", "expanded"]
-
-_SAMPLING_BYTES = 41
-"""Bytes per logit: the float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
-
-_SUBLANES = 8  # rows of a TPU's float32 tile
-
-_EXPANDED_TOKENS = 4096  # cached tokens whose keys and values a prefill chunk expands at a time
+from dsv3_jax.plan.workspace import (
+    AttentionForm,
+    dequantized_bytes,
+    layer_bytes,
+    sampling_bytes,
+    tiled_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,51 +84,84 @@ def decode(shard: ModelShard, deployment: Deployment) -> MemoryUse:
 
 
 def prefill(shard: ModelShard, deployment: Deployment) -> MemoryUse:
-    """Returns the memory use of a device in prefill, which runs a chunk of every sequence at
-    once."""
+    """Returns the memory use of a device in prefill.
+
+    The Generator runs a chunk of every sequence at once. The largest step of an Engine has its
+    chunks, and a token of every sequence with the drafts after it.
+    """
     return _prefill(shard, deployment, *_state_bytes(shard, deployment))
 
 
 def _decode(shard: ModelShard, deployment: Deployment, cache: int, state: int) -> MemoryUse:
     tokens = shard.local_batch(deployment.batch) * (1 + deployment.draft_depth)
-    # The arrays of the layers are freed before the logits are computed.
-    logits = _SAMPLING_BYTES * tokens * shard.shapes.config.vocab_size
-    layer, exchange = _layer_bytes(shard, deployment, tokens, "absorbed")
-    exchange = min(exchange, max(logits, layer + exchange))
     return MemoryUse(
         weights=shard.weight_bytes,
         cache=cache,
         state=state,
         up_projections=shard.up_projection_bytes,
-        dequantized=_dequantized_bytes(shard, deployment, tokens, except_for="kv_b_proj"),
+        dequantized=dequantized_bytes(shard, deployment, tokens, except_for="kv_b_proj"),
         # The up-projections, which replace kv_b_proj, are made in the matmul's tiles.
-        tiled=_tiled_bytes(shard, deployment, except_for="kv_b_proj"),
-        exchange=exchange,
-        workspace=max(logits, layer + exchange) - exchange,
+        tiled=tiled_bytes(shard, deployment, except_for="kv_b_proj"),
+        **_temporary_bytes(shard, deployment, {"absorbed": tokens}, sampled=tokens),
     )
 
 
 def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) -> MemoryUse:
-    chunk = min(deployment.prefill_chunk, deployment.context)
-    tokens = shard.local_batch(deployment.batch) * chunk
-    layer, exchange = _layer_bytes(shard, deployment, tokens, "expanded")
+    engine = deployment.engine
+    if engine is None:
+        tokens = shard.local_batch(deployment.batch) * deployment.chunk_tokens
+        return MemoryUse(
+            weights=shard.weight_bytes,
+            cache=cache,
+            state=state,
+            up_projections=0,
+            dequantized=dequantized_bytes(shard, deployment, tokens),
+            tiled=tiled_bytes(shard, deployment, except_for="lm_head"),  # it samples no token
+            **_temporary_bytes(shard, deployment, {"expanded": tokens}, sampled=0),
+        )
+    chunks = engine_state.local_chunks(shard, engine)
+    sequences = shard.local_batch(deployment.batch)
+    prompt, decoding = chunks * deployment.chunk_tokens, sequences * (1 + deployment.draft_depth)
     return MemoryUse(
         weights=shard.weight_bytes,
         cache=cache,
         state=state,
-        up_projections=0,
-        dequantized=_dequantized_bytes(shard, deployment, tokens),
-        tiled=_tiled_bytes(shard, deployment, except_for="lm_head"),  # prefill samples no token
-        exchange=exchange,
-        workspace=layer,
+        up_projections=shard.up_projection_bytes,
+        dequantized=dequantized_bytes(shard, deployment, prompt + decoding),
+        tiled=tiled_bytes(shard, deployment),
+        **_temporary_bytes(
+            shard,
+            deployment,
+            {"expanded": prompt, "absorbed": decoding},
+            sampled=(sequences + chunks) * (1 + deployment.draft_depth),
+        ),
     )
 
 
+def _temporary_bytes(
+    shard: ModelShard, deployment: Deployment, tokens: dict[AttentionForm, int], *, sampled: int
+) -> dict[str, int]:
+    """Returns the bytes of the exchange's buffers and of the workspace.
+
+    Args:
+      tokens: number of tokens by form of attention.
+      sampled: number of tokens whose logits are computed. The layers' arrays are freed before.
+    """
+    logits = sampling_bytes(shard, sampled)
+    layer, exchange = layer_bytes(shard, deployment, tokens)
+    exchange = min(exchange, max(logits, layer + exchange))
+    return {"exchange": exchange, "workspace": max(logits, layer + exchange) - exchange}
+
+
 def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
-    """Returns the bytes of the device's cache pages, and of everything else in its DecodeState."""
+    """Returns the bytes of the device's cache pages, and of everything else in its state."""
+    if deployment.engine is not None:
+        pages = engine_state.local_pages(shard, deployment)
+        cache = pages * engine_state.bytes_per_page(deployment)
+        return cache, engine_state.slot_bytes(shard, deployment)
     config, depth = shard.shapes.config, deployment.draft_depth
     batch = shard.local_batch(deployment.batch)
-    max_len = -(-(deployment.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
+    max_len = deployment.max_len
     # Pages of a sequence on all devices that share its cached tokens, and on this one.
     pages = -(-(max_len + depth) // DEFAULT_PAGE_SIZE)
     local_pages = -(-pages // shard.layout.num_shards("cached_tokens"))
@@ -164,189 +188,3 @@ def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
 
 def _nbytes(leaves: list[Any]) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-
-
-def _layer_bytes(
-    shard: ModelShard, deployment: Deployment, M: int, form: AttentionForm
-) -> tuple[int, int]:
-    """Returns the bytes of a layer's temporary arrays for M tokens: without the exchange's buffers,
-    and those buffers."""
-    c, layout = shard.shapes.config, shard.layout
-    D = c.hidden_size
-    H = c.num_attention_heads // layout.num_shards("heads")
-    C, V, width = c.kv_lora_rank, c.v_head_dim, c.qk_head_dim
-    if form == "absorbed":
-        # Queries in both forms, sums of latents and of values.
-        attention = M * H * (2 * 2 * width + 4 * C + 2 * C + 4 * C + 4 * V)
-    else:
-        # bfloat16: queries in parts and whole, keys, values, results. float32: two running sums of
-        # values. The keys and values of cached tokens are expanded in blocks.
-        attention = M * H * (3 * 2 * width + 2 * 2 * V + 2 * 4 * V)
-        attention += _EXPANDED_TOKENS * H * 2 * (width + V)
-    if not deployment.target.chip.has_kernels:
-        attention += _score_bytes(shard, deployment, M, form)
-    _, exchange = _received_tokens(shard, layout, M)
-    pairs_per_call = _pairs(shard, layout, M)
-    if layout.mesh.size == 1:
-        # Results of pairs: sorted by expert, in the order of tokens, and with padding masked.
-        pairs = pairs_per_call * 6 * D
-    else:
-        # The input or result of each pair, and its hidden activations. Without an exchange also
-        # float32 sums before and after an all-reduce, and those of the shared experts.
-        hidden = c.moe_intermediate_size // layout.num_shards("expert_ffn")
-        pairs = pairs_per_call * (2 * D + 2 * hidden) + (0 if exchange else 3 * 4 * M * D)
-    if deployment.target.platform == "tpu":
-        pairs = max(pairs, _tpu_sum_bytes(shard, layout, M))
-    return max(attention, pairs) + 3 * 2 * M * D, exchange
-
-
-def _score_bytes(shard: ModelShard, deployment: Deployment, M: int, form: AttentionForm) -> int:
-    """Returns the bytes that attention takes without kernels, in addition.
-
-    All scores of a layer are in memory at once, in float32 and, as probabilities, in bfloat16. This
-    is an estimate: no such GPU has been measured.
-    """
-    c, layout = shard.shapes.config, shard.layout
-    H = c.num_attention_heads // layout.num_shards("heads")
-    batch = shard.local_batch(deployment.batch)
-    if form == "absorbed":
-        local_tokens = -(-deployment.context // layout.num_shards("cached_tokens"))
-        # The cached tokens are gathered from their pages, and masked in a copy.
-        return M * H * local_tokens * (4 + 2) + 2 * 2 * batch * local_tokens * c.latent_dim
-    chunk = min(deployment.prefill_chunk, deployment.context)
-    return M * H * max(chunk, _EXPANDED_TOKENS // max(batch, 1)) * (4 + 2)
-
-
-def _tpu_sum_bytes(shard: ModelShard, layout: Layout, M: int) -> int:
-    """Returns the bytes that XLA for TPUs takes to sum the results of each token's pairs.
-
-    XLA gathers the pairs first and pads their number per token to a multiple of 8. On a GPU one
-    kernel gathers and sums. The exchange's buffers are not included.
-    """
-    c = shard.shapes.config
-    D, K = c.hidden_size, c.num_experts_per_tok
-    padded = -(-K // _SUBLANES) * _SUBLANES
-    received, exchange = _received_tokens(shard, layout, M)
-    pairs_per_call = _pairs(shard, layout, M)
-    if pairs_per_call >= received * K:
-        # All pairs at once, in float32, when the exchange's buffers are already free. If K is
-        # padded, the results before the gather remain.
-        results = 4 * D * received * padded + (2 * D * pairs_per_call if padded > K else 0)
-        return results - exchange
-    # Parts of the pairs in turn, each gathered for all tokens and added. Afterwards the returned
-    # results, with the sum before and after, and the sum of the shared experts.
-    part = 2 * D * (received * padded + pairs_per_call) + 4 * D * received
-    return max(part, 4 * D * M * padded + 3 * 4 * D * M)
-
-
-def _received_tokens(shard: ModelShard, layout: Layout, M: int) -> tuple[int, int]:
-    """Returns the number of tokens on the device after dispatch, and the bytes of the exchange.
-
-    See :mod:`sharding.expert_parallel`.
-    """
-    c = shard.shapes.config
-    D, K = c.hidden_size, c.num_experts_per_tok
-    exchange_axes = layout.exchange_axes
-    n = math.prod(layout.mesh.shape[a] for a in exchange_axes)
-    if n == 1:
-        return M, 0
-    token, result = token_bytes(shard, layout), 4 * D
-    if layout.exchange == "all_gather":
-        received, sent, returned = n * M, M, M
-    elif layout.exchange == "all_to_all":
-        received = n * default_capacity(M, K, layout.num_shards("expert"))
-        sent = returned = received
-    elif layout.exchange == "one_sided":
-        received = sent = returned = n * M
-    else:
-        received, sent = n * M, M * min(n, K)
-        returned = sent
-    unpacked = received * 2 * D
-    return received, (sent + received) * token + unpacked + (received + returned) * result
-
-
-def _pairs(shard: ModelShard, layout: Layout, M: int) -> int:
-    """Returns the number of (token, expert) pairs that the device computes at once."""
-    K = shard.shapes.config.num_experts_per_tok
-    received, _ = _received_tokens(shard, layout, M)
-    exchange_axes = layout.exchange_axes
-    if not exchange_axes or layout.exchange == "all_gather":
-        return received * K
-    different = M * math.prod(layout.mesh.shape[a] for a in exchange_axes)
-    return min(received * K, default_pairs_per_call(different, K, layout.num_shards("expert")))
-
-
-def token_bytes(shard: ModelShard, layout: Layout) -> int:
-    """Returns the bytes that the exchange sends for one token and its routing.
-
-    See :class:`sharding.token_packer.TokenPacker`.
-    """
-    D, K = shard.shapes.config.hidden_size, shard.shapes.config.num_experts_per_tok
-    values = D + 4 * D // FLOAT8_BLOCK[1] if layout.float8_dispatch else 2 * D
-    return values + 8 * K
-
-
-def _dequantized_bytes(
-    shard: ModelShard, deployment: Deployment, M: int, except_for: str | None = None
-) -> int:
-    """Returns the bytes of the bfloat16 copies of quantized weights.
-
-    XLA makes them once, before its loop, for the matrices that have too many tokens for the kernels
-    that read weights as stored. For experts its ragged dot then pairs each token with every matrix.
-
-    Args:
-      except_for: name of a layer that this pass does not use.
-    """
-    if deployment.quantization == "bf16" or deployment.target.platform == "tpu":
-        return 0  # a TPU's kernels read weights as stored, for any number of tokens
-    has_kernels = deployment.target.chip.has_kernels
-    if deployment.activations and has_kernels:
-        return 0
-    pairs = _pairs(shard, shard.layout, M)
-    copies = largest_ragged_dot = 0
-    for parameter in shard.parameters:
-        is_expert = "experts" in parameter.path
-        is_quantized = parameter.is_matrix and parameter.dtype.itemsize == 1
-        if not is_quantized or except_for in parameter.path:
-            continue
-        if not has_kernels or _exceeds_kernel(
-            pairs if is_expert else M, math.prod(parameter.shape[:-2]), parameter.dtype
-        ):
-            copies += 2 * parameter.elements
-            if is_expert:
-                columns = parameter.elements // math.prod(parameter.shape[:-1])
-                ragged_dot = 2 * parameter.shape[0] * pairs * columns
-                largest_ragged_dot = max(largest_ragged_dot, ragged_dot)
-    return copies + largest_ragged_dot
-
-
-def _tiled_bytes(shard: ModelShard, deployment: Deployment, except_for: str) -> int:
-    """Returns the bytes of the second copies that XLA makes on a TPU7x.
-
-    A TPU7x multiplies bfloat16 in tiles of 16 x 128, but a program's arguments have tiles of 8 x
-    128. XLA copies every matrix of its own matmuls once, before its loop. The experts' kernels read
-    the arguments directly.
-
-    Args:
-      except_for: name of a layer that this pass does not use.
-    """
-    if deployment.target.kind != "tpu7x":
-        return 0
-    excluded = {except_for, "experts"}
-    return sum(
-        parameter.nbytes
-        for parameter in shard.parameters
-        if parameter.is_matrix
-        and parameter.dtype == jnp.bfloat16
-        and not excluded & {*parameter.path}
-    )
-
-
-@functools.cache  # called for every parameter
-def _exceeds_kernel(rows: int, groups: int, dtype: np.dtype) -> bool:
-    """Returns whether the kernel that reads weights as stored refuses this number of rows."""
-    try:
-        check_few_tokens(rows, groups, dtype)
-    except NotImplementedError:
-        return True
-    return False

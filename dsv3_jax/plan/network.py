@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.memory import token_bytes
 from dsv3_jax.plan.weights import ModelShard
+from dsv3_jax.plan.workspace import token_bytes
 
 
 @dataclasses.dataclass(frozen=True)

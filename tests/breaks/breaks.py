@@ -357,7 +357,7 @@ BREAKS: dict[str, Break] = {
         ("tests/plan/test_roofline.py",),
     ),
     "the planner ignores the exchange buffers": Break(
-        "dsv3_jax/plan/memory.py",
+        "dsv3_jax/plan/workspace.py",
         "return received, (sent + received) * token + unpacked + (received + returned) * result",
         "return received, (sent + received) * token + unpacked",
         ("tests/plan/test_memory.py", "tests/plan/test_compiled_table.py"),

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.decode import models
 from dsv3_jax import accounting, presets
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
-from dsv3_jax.plan import memory
+from dsv3_jax.plan import memory, workspace
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import estimate
 from dsv3_jax.plan.target import Target
@@ -129,7 +129,7 @@ def test_buffers_of_an_exchange(v3, exchange, received):
 
 def test_float8_tokens_are_half_as_long(v3):
     wide, narrow = (deployment(float8_dispatch=value) for value in (False, True))
-    sizes = [memory.token_bytes(v3.shard(plan.layout), plan.layout) for plan in (wide, narrow)]
+    sizes = [workspace.token_bytes(v3.shard(plan.layout), plan.layout) for plan in (wide, narrow)]
     assert sizes == [2 * 7168 + 64, 7168 + 4 * 56 + 64]
 
 

@@ -1,0 +1,64 @@
+"""A model as a flat list of arrays: the argument of the engine's programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.model import DeepSeekV3
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelArrays:
+    """The arrays of a model, those that decode precomputes included, and the model's structure.
+
+    A flat list of arrays is the cheapest argument to a jitted call.
+    """
+
+    leaves: list[Any]
+    """The arrays, or their shapes."""
+    graph: nnx.GraphDef[DeepSeekV3]
+    treedef: Any
+
+    @classmethod
+    def of(cls, model: DeepSeekV3) -> ModelArrays:
+        """Returns the arrays of a model.
+
+        A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes with the shardings of its layout.
+        """
+        graph, state = nnx.split(model)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            return cls._shapes(graph, state)
+        graph, state = nnx.split(model.precompute_for_decode())
+        return cls(jax.tree.leaves(state), graph, jax.tree.structure(state))
+
+    @classmethod
+    def _shapes(cls, graph: nnx.GraphDef[DeepSeekV3], state: nnx.State) -> ModelArrays:
+        structure: Any = None
+        shardings: list[Any] = []
+
+        # The model is split inside, because outside it would take shapes for static attributes.
+        def leaves(state: nnx.State) -> list[jax.Array]:
+            nonlocal structure, shardings
+            model = nnx.merge(graph, state).precompute_for_decode()
+            split_graph, split_state = nnx.split(model)
+            leaves, treedef = jax.tree.flatten(split_state)
+            structure, shardings = (split_graph, treedef), [None] * len(leaves)
+            if model.layout is not None:
+                of_path = stored_shardings(model, model.layout)
+                shardings = [of_path[path] for path, _ in nnx.to_flat_state(split_state)]
+            return leaves
+
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(jax.eval_shape(leaves, state), shardings, strict=True)
+        ]
+        return cls(shapes, *structure)
+
+    def model(self, leaves: list[jax.Array]) -> DeepSeekV3:
+        """Returns the model with these arrays."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
