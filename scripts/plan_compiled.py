@@ -18,13 +18,13 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dsv3_jax import presets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
-from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.estimate import model_shapes
 from dsv3_jax.plan.target import Target
 from sharding import Exchange
@@ -46,6 +46,9 @@ class Case:
     prefill_chunk: int = 512
     activations: str | None = None
     exchange: Exchange = "all_gather"
+    serve: bool = False
+    """Whether the program is an Engine's step, with a cache of default size. ``decode`` runs
+    several steps; ``prefill`` has eight chunks of every shard, and all decodes."""
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class Case:
         exchange = "" if self.exchange == "all_gather" else f" {self.exchange}"
         return (
             f"{self.model}{layers} {self.quantization} {self.target} {self.layout}{exchange}"
-            f" {self.phase} {self.batch}x{self.context}"
+            f"{' engine' if self.serve else ''} {self.phase} {self.batch}x{self.context}"
         )
 
     @property
@@ -71,7 +74,14 @@ class Case:
             self.activations,
             exchange=self.exchange,
             prefill_chunk=self.prefill_chunk,
+            engine=EngineSettings() if self.serve else None,
         )
+
+
+def _steps(case: Case) -> tuple[Case, ...]:
+    """Both steps of an engine."""
+    step = dataclasses.replace(case, prefill_chunk=256, serve=True)
+    return tuple(dataclasses.replace(step, phase=phase) for phase in get_args(Phase))
 
 
 def _both(step: Case, rows: int, chunk: int) -> tuple[Case, Case]:
@@ -88,6 +98,7 @@ CASES = (
         _V3, "tpu:v6e:16x16", "tpu_pod", "prefill", 32, 4096, "fp8", None, 4096, None, "all_to_all"
     ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
+    *_steps(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8")),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
     *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
@@ -107,7 +118,11 @@ CASES = (
         16, 512,
     ),
     Case(_V3, "gpu:h200x4", "dp_attention_ep", "decode", 64, 4096, "fp8", None, 512, "float8"),
+    *_steps(
+        Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 256, 8192, "fp8", None, 512, "float8")
+    ),
     *_both(Case(_MOON, "gpu:h200x1", "single", "decode", 64, 4096), 8, 512),
+    *_steps(Case(_MOON, "gpu:h200x1", "single", "decode", 256, 8192)),
     *_both(Case(_MOON, "gpu:h200x4", "dp_attention_ep", "decode", 64, 4096), 8, 512),
 )  # fmt: skip
 
@@ -119,7 +134,11 @@ def compiled(case: Case) -> dict[str, Any]:
         program = compile_program(case.deployment, case.phase)
     except ValueError as refusal:
         return row | {"compiler_bytes": None, "refusal": str(refusal)}
-    of_compiler = {"compiler_bytes": program.peak, "argument_bytes": program.arguments}
+    of_compiler = {
+        "compiler_bytes": program.peak,
+        "argument_bytes": program.arguments,
+        "reused_bytes": program.reused,
+    }
     return row | of_compiler | {"kernels": program.kernels, "seconds": round(program.seconds)}
 
 
@@ -135,7 +154,8 @@ class Compared:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Compared:
-        case = Case(**{each.name: row[each.name] for each in dataclasses.fields(Case)})
+        names = [each.name for each in dataclasses.fields(Case) if each.name in row]
+        case = Case(**{name: row[name] for name in names})
         deployment = case.deployment
         shard = model_shapes(deployment).shard(deployment.layout)
         use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, deployment)

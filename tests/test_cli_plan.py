@@ -37,6 +37,22 @@ def test_a_table(capsys):
     assert "network" in out
 
 
+def test_an_engine(capsys):
+    demo = {"model": "demo", "context": "512"}
+    assert plan("--serve", **demo) == 0
+    out = capsys.readouterr().out
+    assert "single: an engine of 64 running requests of at most 512 tokens" in out
+    lines = {line[:36].strip(): line[36:].split() for line in out.splitlines()}
+    (tokens,) = lines["tokens in the cache of all requests"]
+    assert plan("--serve", "--json", "--cache-tokens", "6400", **demo) == 0
+    result = finite(capsys.readouterr().out)
+    assert (result["serve"], result["cache_tokens"], result["prefill_chunk"]) == (True, 6400, 256)
+    assert int(tokens.replace(",", "")) <= result["largest_cache_tokens"]
+    assert plan("--json", **demo) == 0
+    result = finite(capsys.readouterr().out)
+    assert (result["serve"], result["cache_tokens"]) == (False, None)
+
+
 @pytest.mark.slow
 def test_json_and_the_largest_batch(capsys):
     assert plan("--json", model="demo", context="512") == 0
@@ -184,6 +200,11 @@ def test_bad_input_is_one_line(changes, message, capsys):
     assert plan(**changes) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_cache_tokens_are_an_engines(capsys):
+    assert plan("--cache-tokens", "6400") == 2
+    assert "--cache-tokens: expected --serve too" in capsys.readouterr().err
 
 
 def test_a_model_without_mtp_layers_cannot_draft(capsys):

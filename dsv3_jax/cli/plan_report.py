@@ -40,6 +40,8 @@ def as_json(
         },
         "largest_batch": estimate.largest_batch,
         "largest_context": estimate.largest_context,
+        "cache_tokens": None if estimate.cache is None else estimate.cache.tokens,
+        "largest_cache_tokens": None if estimate.cache is None else estimate.cache.largest,
         "bounds": {phase: _bound(each) for phase, each in estimate.rooflines.items()},
         "compiled": {
             phase: dataclasses.asdict(each) | {"peak": each.peak}
@@ -71,6 +73,7 @@ def _needs(deployment: Deployment, memory: dict[str, MemoryUse], model: str) -> 
         "devices": deployment.target.devices,
         "kernels": deployment.target.chip.has_kernels,
         "layout": deployment.layout_name,
+        "serve": deployment.engine is not None,
         **{
             name: getattr(deployment, name)
             for name in (
@@ -118,6 +121,7 @@ def table(estimate: Estimate, model: str, choice: Choice | None) -> list[str]:
         "",
         f"largest batch at this context         {estimate.largest_batch:>22,}",
         f"largest context at this batch         {estimate.largest_context:>22,}",
+        *_cache(estimate),
         "",
         f"{'lower bounds in ms':36}{'decode step':>12}{'prefill':>12}",
     ]
@@ -145,7 +149,7 @@ def refusal(error: DoesNotFitError, model: str) -> list[str]:
     """Returns the lines of the report on a deployment that does not fit."""
     deployment = error.deployment
     part, nbytes = error.largest_part
-    verb = "does" if deployment.batch == 1 else "do"
+    verb = "does" if deployment.batch == 1 or deployment.engine else "do"
     return [
         f"{title(deployment, model)}: {_sequences(deployment)} {verb} not fit",
         *_note(deployment),
@@ -158,6 +162,15 @@ def refusal(error: DoesNotFitError, model: str) -> list[str]:
         if error.remedies
         else "no change of settings that the planner tries fits",
         *(f"  {each}" for each in error.remedies),
+    ]
+
+
+def _cache(estimate: Estimate) -> list[str]:
+    if estimate.cache is None:
+        return []
+    return [
+        f"tokens in the cache of all requests   {estimate.cache.tokens:>22,}",
+        f"largest cache that fits, in tokens    {estimate.cache.largest:>22,}",
     ]
 
 
@@ -196,6 +209,9 @@ def title(deployment: Deployment, model: str) -> str:
 
 
 def _sequences(deployment: Deployment) -> str:
+    if deployment.engine is not None:
+        requests = counted(deployment.batch, "running request")
+        return f"an engine of {requests} of at most {counted(deployment.context, 'token')}"
     sequences = counted(deployment.batch, "sequence")
     return f"{sequences} of {counted(deployment.context, 'token')}"
 

@@ -37,7 +37,7 @@ def largest_context(shard: ModelShard, deployment: Deployment) -> int:
     return _largest(
         lambda tokens: fits(shard, dataclasses.replace(deployment, context=tokens)),
         1,
-        deployment.config.max_position_embeddings - 1,
+        deployment.most_context,
     )
 
 

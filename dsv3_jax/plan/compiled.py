@@ -4,9 +4,11 @@ their memory use from the compiler."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,11 +16,13 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.engine import programs as engine
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.generation import programs as generator
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
@@ -28,9 +32,10 @@ from sharding import Layout, make_layout
 
 Phase = Literal["decode", "prefill"]
 
-_KERNEL = re.compile(r'%([\w-]+?)(?:\.\d+)? = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
-_STEPS = 8  # decode steps of a dispatch; the programs' memory does not depend on it
+Compilation = Callable[[], jax.stages.Compiled]
+"""Compiles a program that has been lowered."""
 
+_KERNEL = re.compile(r'%([\w-]+?)(?:\.\d+)? = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
 _UNNAMED = "mpmd_map"  # the name of every Mosaic GPU call
 
 
@@ -44,7 +49,8 @@ class CompiledProgram:
     workspace: int
     """Bytes of temporary arrays, and of results that do not overwrite the state."""
     reused: int
-    """Bytes of the state that the results overwrite. A copy of the cache would be missing here."""
+    """Bytes of the state that the results overwrite. The cache is among them, unless the program
+    copies it."""
     kernels: dict[str, int]
     """Number of calls of each Pallas kernel in the program. All Mosaic GPU kernels count as
     ``mosaic_gpu``."""
@@ -81,8 +87,8 @@ def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
 
 def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> CompiledProgram:
     began = time.perf_counter()
-    lower = _lower_loop if deployment.engine is None else _lower_step
-    executable = _compile(*lower(layout, deployment, phase), deployment)
+    lower = _loop if deployment.engine is None else _step
+    executable = _compile(lower(layout, deployment, phase), deployment)
     memory: Any = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledProgram(
@@ -94,10 +100,8 @@ def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> Compil
     )
 
 
-def _lower_loop(
-    layout: Layout, deployment: Deployment, phase: Phase
-) -> tuple[jax.stages.Lowered, dict[str, str]]:
-    """Lowers a program of the Generator. Returns it with its compiler options."""
+def _loop(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
+    """Lowers a program of the Generator."""
     programs = generator.Programs.of(
         _model(deployment, layout),
         deployment.max_len,
@@ -114,18 +118,20 @@ def _lower_loop(
         arguments = Sampling.pack(seed=np.arange(deployment.batch)), np.int32(1)
         static = (drafter, deployment.draft_depth)
     lowered = program.lower(state_leaves, structure, *arguments, static=static, keep_unused=True)
-    return lowered, program.options
+    return functools.partial(lowered.compile, {**program.options})
 
 
-def _lower_step(
-    layout: Layout, deployment: Deployment, phase: Phase
-) -> tuple[jax.stages.Lowered, dict[str, str]]:
-    """Lowers a step of the Engine, with the compiler options of its programs."""
+def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
+    """Lowers a step of the Engine."""
     assert deployment.engine is not None
+    decodes = deployment.batch // layout.num_shards("batch")
     chunks = deployment.engine.chunks
+    buckets = Buckets.default(decodes, platform=deployment.target.platform)
     programs = engine.Programs(
         _model(deployment, layout),
-        engine.Buckets((deployment.batch,), (chunks,), deployment.chunk_tokens, _STEPS),
+        dataclasses.replace(
+            buckets, decodes=(decodes,), chunks=(chunks,), chunk_tokens=deployment.chunk_tokens
+        ),
         num_slots=deployment.batch,
         max_len=deployment.max_len,
         page_size=DEFAULT_PAGE_SIZE,
@@ -134,12 +140,16 @@ def _lower_step(
         vocab_size=deployment.config.vocab_size,
     )
     shard = model_shapes(deployment).shard(deployment.layout)
-    pages = engine_state.local_pages(shard, deployment) * layout.num_shards("batch")
+    pages = engine_state.local_pages(shard, deployment) * layout.num_shards(PAGE_AXES[0])
     shape = programs.shape(
-        deployment.batch, chunks if phase == "prefill" else 0, sampling="sampled"
+        decodes,
+        chunks if phase == "prefill" else 0,
+        context=deployment.context,
+        steps=buckets.max_steps,
+        sampling="sampled",
     )
-    lowered = programs.lower_shapes(*programs.state_shapes(pages), shape, keep_unused=True)
-    return lowered, {}
+    lowered = programs.lower(*programs.state_shapes(pages), shape, keep_unused=True)
+    return functools.partial(programs.compile, lowered, shape)
 
 
 def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
@@ -160,15 +170,13 @@ def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _compile(
-    lowered: jax.stages.Lowered, options: dict[str, str], deployment: Deployment
-) -> jax.stages.Compiled:
+def _compile(compilation: Compilation, deployment: Deployment) -> jax.stages.Compiled:
     # Without the compilation cache, which cannot load a program whose device is missing.
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, False)
     try:
-        return lowered.compile({**options})
+        return compilation()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -24,7 +24,7 @@ class EngineSettings:
     """Size of the cache in tokens, on all devices together. None takes what fits, as the Engine
     does."""
     chunks: int = 8
-    """Most prefill chunks of a step, on all devices together."""
+    """Most prefill chunks of a step, for each data-parallel shard."""
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None and self.cache_tokens < DEFAULT_PAGE_SIZE:
@@ -51,7 +51,7 @@ class Deployment:
     batch: int
     """Number of sequences on all devices together: of an Engine, the most that run at a time."""
     context: int
-    """Cached tokens of each sequence: of an Engine, the most."""
+    """Cached tokens of each sequence: of an Engine, the most tokens that one can have."""
     quantization: str = "bf16"
     """Form of the weights, a key of ``QUANTIZATIONS``."""
     activations: str | None = None
@@ -86,10 +86,10 @@ class Deployment:
         ):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name}: expected {least} or more, got {value}")
-        if self.context >= self.config.max_position_embeddings:
+        if self.context > self.most_context:
             raise ValueError(
-                f"context: expected fewer than the model's {self.config.max_position_embeddings}"
-                f" positions, got {self.context}"
+                f"context: expected {'at most' if self.engine else 'fewer than'} the model's"
+                f" {self.config.max_position_embeddings} positions, got {self.context}"
             )
         if self.mtp and not self.config.num_nextn_predict_layers:
             raise ValueError("mtp: expected a model with an MTP layer, got one without")
@@ -105,11 +105,16 @@ class Deployment:
         )
 
     @property
+    def most_context(self) -> int:
+        """Largest context for which the model has positions."""
+        return self.config.max_position_embeddings - (0 if self.engine else 1)
+
+    @property
     def max_len(self) -> int:
-        """Most tokens of a sequence, of which the last is not cached. A Generator's are rounded up
+        """Most tokens of a sequence. A Generator's has the cached ones and the newest, rounded up
         to whole pages."""
         if self.engine is not None:
-            return self.context + 1
+            return self.context
         return -(-(self.context + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
 
     @property

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dsv3_jax.engine.cache_size import default_pages, page_bytes
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, PagePool
+from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.weights import ModelShard
 
@@ -27,21 +28,29 @@ def local_pages(shard: ModelShard, deployment: Deployment) -> int:
     """
     cache_tokens = _settings(deployment).cache_tokens
     if cache_tokens is not None:
-        return cache_tokens // DEFAULT_PAGE_SIZE // shard.layout.num_shards("batch")
+        return cache_tokens // (DEFAULT_PAGE_SIZE * shard.layout.num_shards(PAGE_AXES[0]))
     model = shard.weight_bytes + shard.up_projection_bytes
     free = max(0, deployment.target.chip.memory - model)
-    of_a_request = -(-(deployment.context + deployment.draft_depth) // DEFAULT_PAGE_SIZE)
+    sharers = shard.layout.num_shards("cached_tokens")
+    of_a_request = -(
+        -(deployment.context + deployment.draft_depth) // (DEFAULT_PAGE_SIZE * sharers)
+    )
     return max(default_pages(free, bytes_per_page(deployment)), of_a_request)
 
 
-def cache_tokens(shard: ModelShard, pages: int) -> int:
-    """Returns the number of tokens in the caches of all devices, with ``pages`` on each."""
-    return pages * DEFAULT_PAGE_SIZE * shard.layout.num_shards("batch")
+def cache_tokens(shard: ModelShard, deployment: Deployment) -> int:
+    """Returns the number of tokens in the caches of all devices together."""
+    return _tokens(shard, local_pages(shard, deployment))
 
 
-def local_chunks(shard: ModelShard, engine: EngineSettings) -> int:
-    """Returns the most prefill chunks of a step on one device."""
-    return -(-engine.chunks // shard.layout.num_shards("batch"))
+def largest_cache_tokens(shard: ModelShard, deployment: Deployment, spare: int) -> int:
+    """Returns the most tokens for which the caches have room.
+
+    Args:
+      spare: bytes of a device that nothing uses now.
+    """
+    pages = local_pages(shard, deployment) + spare // bytes_per_page(deployment)
+    return _tokens(shard, pages)
 
 
 def slot_bytes(shard: ModelShard, deployment: Deployment) -> int:
@@ -61,6 +70,10 @@ def slot_bytes(shard: ModelShard, deployment: Deployment) -> int:
 
     leaves = jax.eval_shape(empty_slots)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def _tokens(shard: ModelShard, pages: int) -> int:
+    return pages * DEFAULT_PAGE_SIZE * shard.layout.num_shards(PAGE_AXES[0])
 
 
 def _settings(deployment: Deployment) -> EngineSettings:

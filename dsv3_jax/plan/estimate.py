@@ -5,13 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.plan import capacity, memory, roofline
+from dsv3_jax.plan import capacity, engine_state, memory, roofline
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.memory import LABELS, MemoryUse
 from dsv3_jax.plan.remedies import remedies
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.weights import ModelShapes
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCache:
+    """Size of an Engine's cache on all devices together, in tokens."""
+
+    tokens: int
+    """The size that was asked for, or by default what the Engine takes."""
+    largest: int
+    """The largest that fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +35,9 @@ class Estimate:
     """Largest batch size that fits at this context."""
     largest_context: int
     """Most tokens per sequence that fit at this batch size and that the model has positions for."""
+    cache: EngineCache | None
+    """Size of an Engine's cache; None for a Generator, which has ``context`` tokens of every
+    sequence."""
     rooflines: dict[str, Roofline]
     """Lower bounds on the time of each phase, one decode step and one whole prefill."""
 
@@ -84,13 +97,25 @@ def estimate(deployment: Deployment, shards: ShardCache | None = None) -> Estima
     shard = shards.of(deployment)
     if not capacity.fits(shard, deployment):
         raise DoesNotFitError.of(deployment, shards)
+    use, cache = memory.by_phase(shard, deployment), None
+    decoding = deployment
+    if deployment.engine is not None:
+        spare = deployment.target.chip.memory - max(each.peak for each in use.values())
+        cache = EngineCache(
+            engine_state.cache_tokens(shard, deployment),
+            engine_state.largest_cache_tokens(shard, deployment, spare),
+        )
+        # The bound of the longest requests that the cache holds all of at once.
+        context = max(1, min(deployment.context, cache.tokens // deployment.batch))
+        decoding = dataclasses.replace(deployment, context=context)
     return Estimate(
         deployment,
-        memory.by_phase(shard, deployment),
+        use,
         capacity.largest_batch(shard, deployment),
         capacity.largest_context(shard, deployment),
+        cache,
         {
-            "decode": roofline.decode(shard, deployment),
+            "decode": roofline.decode(shard, decoding),
             "prefill": roofline.prefill(shard, deployment),
         },
     )

@@ -119,9 +119,9 @@ def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) 
             tiled=tiled_bytes(shard, deployment, except_for="lm_head"),  # it samples no token
             **_temporary_bytes(shard, deployment, {"expanded": tokens}, sampled=0),
         )
-    chunks = engine_state.local_chunks(shard, engine)
     sequences = shard.local_batch(deployment.batch)
-    prompt, decoding = chunks * deployment.chunk_tokens, sequences * (1 + deployment.draft_depth)
+    decoding = sequences * (1 + deployment.draft_depth)
+    prompt = engine.chunks * deployment.chunk_tokens
     return MemoryUse(
         weights=shard.weight_bytes,
         cache=cache,
@@ -133,7 +133,7 @@ def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) 
             shard,
             deployment,
             {"expanded": prompt, "absorbed": decoding},
-            sampled=(sequences + chunks) * (1 + deployment.draft_depth),
+            sampled=(sequences + engine.chunks) * (1 + deployment.draft_depth),
         ),
     )
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Set
 from typing import Any
 
-from dsv3_jax.plan import capacity
+from dsv3_jax.plan import capacity, engine_state, memory
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.search_space import (
     SMALLEST_CHUNK,
@@ -39,6 +39,8 @@ def remedies(deployment: Deployment, shards: ShardCache) -> Iterator[str]:
     allows twice the batch. More devices are combined with other changes only where nothing else
     fits.
     """
+    if (tokens := _smaller_cache(deployment, shards)) is not None:
+        yield f"--cache-tokens {tokens}"
     proposed: list[set[str]] = []
     batch = 0  # the largest batch of a proposal that reduces it
     for size, enough in ((1, len(_CHANGES)), (2, _ENOUGH), (3, 1)):
@@ -57,6 +59,18 @@ def remedies(deployment: Deployment, shards: ShardCache) -> Iterator[str]:
                 batch = fitting.batch
             proposed.append(names)
             yield _flags(deployment, fitting)
+
+
+def _smaller_cache(deployment: Deployment, shards: ShardCache) -> int | None:
+    """Returns the largest size of an Engine's cache that fits, if that holds a whole request."""
+    if deployment.engine is None:
+        return None
+    shard = shards.of(deployment)
+    peak = max(use.peak for use in memory.by_phase(shard, deployment).values())
+    spare = deployment.target.chip.memory - peak
+    tokens = engine_state.largest_cache_tokens(shard, deployment, spare)
+    per_shard = tokens // shard.layout.num_shards("batch")
+    return tokens if per_shard >= deployment.context + deployment.draft_depth else None
 
 
 def _changed(deployment: Deployment, names: Set[str], shards: ShardCache) -> Deployment | None:

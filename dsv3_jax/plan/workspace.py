@@ -34,7 +34,7 @@ _EXPANDED_TOKENS = 4096  # cached tokens whose keys and values a prefill chunk e
 
 
 def sampling_bytes(shard: ModelShard, rows: int) -> int:
-    """Returns the bytes of computing logits for so many tokens and sampling from them."""
+    """Returns the bytes of the logits of ``rows`` tokens and of sampling from them."""
     return _SAMPLING_BYTES * rows * shard.shapes.config.vocab_size
 
 

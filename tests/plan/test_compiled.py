@@ -1,5 +1,7 @@
-"""The generator's programs, compiled for TPUs and GPUs without having them, against the formula."""
+"""Programs of the Generator and the Engine, compiled for TPUs and GPUs without having them, against
+the formula."""
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -8,7 +10,7 @@ from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
-from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.estimate import model_shapes
 from dsv3_jax.plan.target import Target
 
@@ -43,6 +45,28 @@ def test_arguments_are_the_planners(target, phase):
     arguments = use.weights + use.cache + use.state
     assert program.arguments == pytest.approx(arguments, rel=0.01)
     assert program.peak == program.arguments + program.workspace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_step_of_the_engine_does_not_copy_the_cache(target, phase):
+    """The results overwrite the cache, which is many times larger than everything else."""
+    plan = demo(target)
+    plan = dataclasses.replace(
+        plan,
+        config=dataclasses.replace(plan.config, num_hidden_layers=2),
+        layout_name="tp_attention_ep",
+        mtp=True,
+        engine=EngineSettings(cache_tokens=2**20, chunks=2),
+    )
+    program = compile_program(plan, phase)
+    shard = model_shapes(plan).shard(plan.layout)
+    use = (memory.decode if phase == "decode" else memory.prefill)(shard, plan)
+    arguments = use.weights + use.up_projections + use.cache + use.state
+    assert program.arguments == pytest.approx(arguments, rel=0.001)
+    assert program.reused >= use.cache
+    assert program.workspace < use.cache / 20
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="B",
-        help="number of sequences on all devices together",
+        help="number of sequences on all devices together; with --serve, the most that run at a"
+        " time (the Engine's max_running)",
     )
-    add("--context", type=int, required=True, metavar="S", help="tokens of each sequence")
+    add(
+        "--context",
+        type=int,
+        required=True,
+        metavar="S",
+        help="tokens of each sequence; with --serve, the most (the Engine's max_len)",
+    )
+    add(
+        "--serve",
+        action="store_true",
+        help="plan an Engine, in which requests join and leave a running batch, instead of a"
+        " Generator",
+    )
+    add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="with --serve: tokens in the cache of all requests (default: what the Engine takes)",
+    )
     add(
         "--quantization",
         choices=tuple(QUANTIZATIONS),
@@ -89,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="T",
         help="prompt tokens of each sequence per pass (default: 512; without --layout fewer where"
-        " 512 do not fit)",
+        " 512 do not fit); with --serve, tokens of a chunk (default: 256)",
     )
     add(
         "--compile",
