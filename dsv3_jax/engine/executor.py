@@ -109,20 +109,21 @@ class Executor:
     def dispatch(self, plan: StepPlan) -> None:
         """Launches a plan, or hands it to the thread that does. It reads nothing from the device
         and transfers one array to it. :meth:`wait` raises an error of the launch."""
-        settings = [self._settings_of(request) for request in plan.requests]
-        top = any(each is not None and each.logprobs for each in settings)
-        is_sampled = any(each is not None and each.temperature for each in settings)
+        settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
             context=max((chunk.start for chunk in plan.chunks), default=0),
             steps=plan.decode_steps,
-            sampling="sampled" if is_sampled else "greedy",
-            num_top_logprobs=MAX_TOP_LOGPROBS if top else 0,
+            sampling="sampled" if any(s.temperature for s in settings) else "greedy",
+            num_top_logprobs=MAX_TOP_LOGPROBS if any(s.logprobs for s in settings) else 0,
+            penalties=any(s.has_penalties for s in settings),
+            masks=any(s.allowed is not None for s in settings),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
+            self._fill_adjustments(arguments, shard, shape)
         output = self._launcher.launch(functools.partial(self._launch, buffer, shape))
         self._in_flight.append(_Dispatched(plan, shape, output))
 
@@ -181,6 +182,23 @@ class Executor:
     def _fill_table(self, row: np.ndarray, request: ScheduledRequest) -> None:
         table = self._pool.table(request.pages)
         row[: len(table)] = table
+
+    def _fill_adjustments(self, inputs: StepInput, plan: ShardPlan, shape: StepShape) -> None:
+        """Writes what changes the logits of each request."""
+        if not (shape.penalties or shape.mask_words):
+            return
+        arrays: Any = inputs
+        rows = [*enumerate(plan.decodes)]
+        rows += [(shape.decodes + i, chunk.request) for i, chunk in enumerate(plan.chunks)]
+        penalties = inputs.penalties
+        for row, request in rows:
+            settings = self._settings_of(request)
+            if settings is None:
+                continue
+            if penalties is not None and settings.has_penalties:
+                penalties.put(row, settings)
+            if settings.allowed is not None:
+                arrays.allowed[row] = settings.allowed.words
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
         request, settings = chunk.request, self._settings_of(chunk.request)

@@ -20,6 +20,7 @@ from dsv3_jax.engine.step_input import StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.program import GPU_OPTIONS, shard_state, state_shapes
 from dsv3_jax.generation.sampling import SamplingMode
+from dsv3_jax.generation.token_mask import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
@@ -62,6 +63,7 @@ class Programs:
         """Number of programs that were compiled while requests were waiting for them."""
         self._is_warm = False
         self._max_len = max_len
+        self._mask_words = num_words(model.config.vocab_size)
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
         self._max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
         self._page_size = page_size
@@ -109,9 +111,16 @@ class Programs:
         steps: int = 1,
         sampling: SamplingMode = "greedy",
         num_top_logprobs: int = 0,
+        penalties: bool = False,
+        masks: bool = False,
     ) -> StepShape:
-        """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`."""
-        return self.buckets.shape(
+        """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`.
+
+        Args:
+          penalties: whether some requests have penalties, biases or ``min_tokens``.
+          masks: whether some requests may not generate all tokens.
+        """
+        shape = self.buckets.shape(
             decodes,
             chunks,
             max_len=self._max_len,
@@ -122,6 +131,8 @@ class Programs:
             num_top_logprobs=num_top_logprobs,
             shards=self._shards,
         )
+        mask_words = self._mask_words if masks else 0
+        return dataclasses.replace(shape, penalties=penalties, mask_words=mask_words)
 
     @property
     def slots_per_shard(self) -> int:
@@ -130,7 +141,8 @@ class Programs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """Every shape that a step without top log-probabilities can have."""
+        """Every shape that a step can have whose requests ask for no top log-probabilities and no
+        adjustments."""
         return self.buckets.shapes(
             max_len=self._max_len, max_pages=self._max_pages, shards=self._shards
         )

@@ -194,6 +194,8 @@ def _step(
         vocab_size=options.vocab_size,
         num_top_logprobs=options.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
+        adjustments=inputs.adjustments,
+        known_tokens=rows.get(state.tokens, requests.slots) if shape.penalties else None,
     )
     state = _append(state, rows, requests, new)
     drafter = options.drafter

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
+from dsv3_jax.generation.adjustments import Adjustments, Penalties
 from dsv3_jax.generation.sampling import Sampling, SamplingMode
-from dsv3_jax.generation.settings import MAX_STOP_TOKENS
+from dsv3_jax.generation.settings import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,15 @@ class StepShape:
     """Most probable tokens that the step reports at each position."""
     shards: int = 1
     """Number of data-parallel shards."""
+    penalties: bool = False
+    """Whether a request of the step has penalties, biases or ``min_tokens``."""
+    mask_words: int = 0
+    """Words of the masks of allowed tokens; 0 if every request may generate all tokens."""
+
+    @property
+    def rows(self) -> int:
+        """N = B + C of a shard: the requests that decode, then those of the chunks."""
+        return self.decodes + self.chunks
 
     @property
     def name(self) -> str:
@@ -97,6 +106,33 @@ class StepInput(NamedTuple):
     seed: UInt32[Array, " C"]
     stop_tokens: Int[Array, "C n_stop"]
 
+    presence_penalty: Float32[Array, " N"] | None = None
+    """Fields of :class:`Penalties`, from here on: of all requests, at every step. None in a step
+    without penalties."""
+    frequency_penalty: Float32[Array, " N"] | None = None
+    repetition_penalty: Float32[Array, " N"] | None = None
+    prompt_lengths: Int[Array, " N"] | None = None
+    min_lengths: Int[Array, " N"] | None = None
+    bias_tokens: Int[Array, "N n_bias"] | None = None
+    biases: Float32[Array, "N n_bias"] | None = None
+
+    allowed: UInt32[Array, "N n_words"] | None = None
+    """Tokens that each request may generate now; None in a step without masks."""
+
+    @property
+    def penalties(self) -> Penalties | None:
+        """The penalties of all requests."""
+        if self.biases is None:
+            return None
+        fields: dict[str, Any] = {name: getattr(self, name) for name in Penalties._fields}
+        return Penalties(**fields)
+
+    @property
+    def adjustments(self) -> Adjustments | None:
+        """The changes to the logits of all requests."""
+        adjustments = Adjustments(self.penalties, self.allowed)
+        return None if adjustments == (None, None) else adjustments
+
     @property
     def sampling(self) -> Sampling:
         """Sampling settings of the admitted requests."""
@@ -124,11 +160,18 @@ _DTYPES: dict[str, type[np.generic]] = {
     "top_p": np.float32,
     "min_p": np.float32,
     "seed": np.uint32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "repetition_penalty": np.float32,
+    "biases": np.float32,
+    "allowed": np.uint32,
 }
 
 
-def _fields(shape: StepShape) -> Iterator[_Field]:
+def _fields(shape: StepShape) -> dict[str, _Field]:
+    """Returns the location of each argument that steps of this shape have."""
     B, C, M, S = shape.decodes, shape.chunks, shape.max_pages, shape.max_len
+    N = shape.rows
     sizes: dict[str, tuple[int, ...]] = {
         "steps": (1,),
         "decode_slots": (B,),
@@ -137,12 +180,20 @@ def _fields(shape: StepShape) -> Iterator[_Field]:
         "chunk_tables": (C, M),
         "prompts": (C, S),
         "stop_tokens": (C, MAX_STOP_TOKENS),
+        **dict.fromkeys(Penalties._fields, (N,)),
+        "bias_tokens": (N, MAX_LOGIT_BIAS),
+        "biases": (N, MAX_LOGIT_BIAS),
+        "allowed": (N, shape.mask_words),
     }
-    begin = 0
+    absent = set() if shape.penalties else set(Penalties._fields)
+    if not shape.mask_words:
+        absent.add("allowed")
+    fields, begin = {}, 0
     for name in StepInput._fields:
-        field = _Field(begin, sizes.get(name, (C,)), _DTYPES.get(name, np.int32))
-        yield field
-        begin = -(-field.end // _ALIGNMENT) * _ALIGNMENT
+        if name not in absent:
+            fields[name] = _Field(begin, sizes.get(name, (C,)), _DTYPES.get(name, np.int32))
+            begin = -(-fields[name].end // _ALIGNMENT) * _ALIGNMENT
+    return fields
 
 
 def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, list[StepInput]]:
@@ -155,18 +206,22 @@ def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, list[Step
     Returns:
       The buffer, int32 [n], or [shards, n] for several shards.
     """
-    fields = list(_fields(shape))
-    buffer = np.zeros((shape.shards, fields[-1].end), np.int32)
-    inputs = [
-        StepInput(
-            *(part[f.begin : f.end].view(f.dtype).reshape(f.shape) for f in fields)  # pyright: ignore
-        )
-        for part in buffer
-    ]
-    for views in inputs:
-        for slots in (views.decode_slots, views.chunk_slots, views.admitted_slots):
-            slots[...] = num_slots  # pyright: ignore[reportIndexIssue]
-        views.stop_tokens[...] = -1  # pyright: ignore[reportIndexIssue]
+    fields = _fields(shape)
+    buffer = np.zeros((shape.shards, max(field.end for field in fields.values())), np.int32)
+    inputs = []
+    for part in buffer:
+        views: dict[str, Any] = {
+            name: part[field.begin : field.end].view(field.dtype).reshape(field.shape)
+            for name, field in fields.items()
+        }
+        for name in ("decode_slots", "chunk_slots", "admitted_slots"):
+            views[name][...] = num_slots
+        views["stop_tokens"][...] = -1
+        if shape.penalties:
+            views["repetition_penalty"][...] = 1.0
+        if shape.mask_words:
+            views["allowed"][...] = ~np.uint32(0)
+        inputs.append(StepInput(**views))
     return buffer if shape.shards > 1 else buffer[0], inputs
 
 
@@ -181,4 +236,5 @@ def unpack(buffer: Int32[Array, "*shards n"], shape: StepShape) -> StepInput:
             return values
         return jax.lax.bitcast_convert_type(values, jnp.dtype(field.dtype))
 
-    return StepInput(*map(cut, _fields(shape)))
+    fields: dict[str, Any] = {name: cut(field) for name, field in _fields(shape).items()}
+    return StepInput(**fields)

@@ -105,7 +105,7 @@ class Adjustments(NamedTuple):
 def adjust_logits(
     logits: Float32[Array, "B T W"],
     adjustments: Adjustments,
-    tokens: Int[Array, "B S"],
+    tokens: Int[Array, "B S"] | None,
     lengths: Int[Array, " B"],
     stop_tokens: Int[Array, "B n_stop"],
     drafts: Int[Array, "B K"],
@@ -114,11 +114,12 @@ def adjust_logits(
 
     Args:
       logits: the model's logits after the last known token and after each of the K = T - 1 drafts.
-      tokens: prompt and generated tokens; undefined past ``lengths``.
+      tokens: prompt and generated tokens, undefined past ``lengths``. Only penalties need them.
       stop_tokens: ids that ``min_tokens`` excludes, padded with -1.
     """
     penalties, allowed = adjustments
     if penalties is not None:
+        assert tokens is not None
         logits = _penalize(logits, penalties, tokens, lengths, stop_tokens, drafts)
     if allowed is not None:
         bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1

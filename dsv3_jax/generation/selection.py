@@ -58,14 +58,13 @@ def select_tokens(
       acceptance: for benchmarks, accept drafts at this rate whatever the model computes.
       adjustments: changes to the logits from which tokens are selected. Log-probabilities are those
         of the model before them.
-      known_tokens: prompt and generated tokens, undefined past ``lengths``; read by adjustments.
+      known_tokens: prompt and generated tokens, undefined past ``lengths``, for penalties.
     """
     # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
     # is the largest value to argmax, so the check of the maximum below detects it.
     logits = mask_vocab_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
     adjusted = logits
     if adjustments is not None:
-        assert known_tokens is not None
         adjusted = adjust_logits(
             logits, adjustments, known_tokens, lengths, sampling.stop_tokens, drafts.tokens
         )
