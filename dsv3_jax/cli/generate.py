@@ -55,8 +55,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of :meth:`Generator.generate`, with ranges checked."""
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "ignore_eos")
-    settings = {name: getattr(arguments, name) for name in (*names, "logprobs")}
+    sampling = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    others = ("min_tokens", "stop", "ignore_eos", "logprobs")
+    settings = {name: getattr(arguments, name) for name in (*sampling, *penalties, *others)}
     settings["max_new_tokens"] = arguments.max_new_tokens
     depth = arguments.draft_depth
     settings["draft"] = None if arguments.draft == "none" else arguments.draft

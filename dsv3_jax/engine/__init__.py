@@ -16,6 +16,7 @@ slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 executor.py         dispatch of plans, and their results
+grammar.py          which tokens of a request may come next, decided on the host
 output.py           tokens, text and log-probabilities on the host
 loop.py             the loop that connects them, and its thread
 engine.py           the public class: it builds the parts and reads settings
@@ -24,9 +25,18 @@ stats.py            figures of a running engine
 """
 
 from dsv3_jax.engine.engine import Engine
-from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.errors import EngineError, RequestError
+from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import QueueFullError
 from dsv3_jax.engine.stats import EngineStats
 
-__all__ = ["Engine", "EngineError", "EngineRequest", "EngineStats", "QueueFullError"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "EngineRequest",
+    "EngineStats",
+    "Grammar",
+    "QueueFullError",
+    "RequestError",
+]

@@ -12,6 +12,7 @@ import itertools
 import math
 import numbers
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import jax
 
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.executor import Executor
+from dsv3_jax.engine.grammar import Grammar, GrammarTracker, check_grammars
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.pool_layout import PoolLayout
@@ -31,6 +33,7 @@ from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import check
+from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
@@ -109,6 +112,7 @@ class Engine:
         vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
+        self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
         programs = Programs(
             model,
             buckets,
@@ -150,6 +154,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         draft: bool = True,
+        grammar: Grammar | None = None,
         **settings: Any,
     ) -> EngineRequest:
         """Puts a request into the waiting queue and returns at once. Can be called from any thread.
@@ -160,42 +165,96 @@ class Engine:
             ten seconds later.
           timeout: seconds after which the request ends with the finish reason ``timeout``.
           draft: whether the engine's drafter drafts for this request.
-          settings: settings of :meth:`Generator.generate` for one prompt. Without a ``seed``, every
-            request of the engine gets another one.
+          grammar: decides which tokens may come next, and serves this request alone. The request
+            then decodes without drafts, and waits for the host after every token.
+          settings: settings of :meth:`Generator.generate` for one prompt, except ``n``. Without a
+            ``seed``, every request of the engine gets another one.
 
         Raises:
           ValueError: the prompt is empty or too long, or a setting is out of range.
           QueueFullError: too many requests are waiting.
           EngineError: the engine failed or was shut down.
         """
-        handle = EngineRequest(self.cancel)
-        requests = self._reader.read(prompt, **settings)
+        requests = self._read(prompt, settings)
         if len(requests) != 1:
-            raise ValueError(f"prompt: expected one completion of one prompt, got {len(requests)}")
-        request = requests[0]
-        if settings.get("seed") is None:
-            request = dataclasses.replace(request, seed=next(self._seeds) % 2**32)
+            raise ValueError(
+                f"prompt: expected one completion of one prompt, got {len(requests)}; submit_all "
+                "takes several"
+            )
+        grammars = [] if grammar is None else [grammar]
+        return self._submit(requests, grammars, priority, timeout, draft)[0]
+
+    def submit_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        draft: bool = True,
+        grammars: Sequence[Grammar] = (),
+        n: int = 1,
+        **settings: Any,
+    ) -> list[EngineRequest]:
+        """Puts requests for ``n`` completions of each prompt into the waiting queue: all, or none
+        if it raises. Full cache pages of a prompt are computed once for all its completions.
+
+        Args:
+          prompts: one or several, as for :meth:`Generator.generate`. So are ``settings``, which may
+            differ between prompts.
+          grammars: one for each completion, or none.
+          n: completions of each prompt. Those of the first prompt come first.
+
+        The other arguments and the errors are those of :meth:`submit`.
+        """
+        requests = self._read(prompts, {"n": n, **settings})
+        if grammars and len(grammars) != len(requests):
+            raise ValueError(
+                f"grammars: expected {len(requests)}, one for each completion, or none; got "
+                f"{len(grammars)}"
+            )
+        return self._submit(requests, grammars, priority, timeout, draft)
+
+    def _read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
+        requests = self._reader.read(prompts, **settings)
+        if settings.get("seed") is not None:
+            return requests
+        return [dataclasses.replace(r, seed=next(self._seeds) % 2**32) for r in requests]
+
+    def _submit(
+        self,
+        requests: Sequence[Request],
+        grammars: Sequence[Grammar],
+        priority: int,
+        timeout: float | None,
+        draft: bool,
+    ) -> list[EngineRequest]:
+        check_grammars(grammars)
         now = time.monotonic()
-        scheduled = ScheduledRequest(
-            tokens=list(request.prompt),
-            max_length=len(request.prompt) + request.max_new_tokens,
-            drafts=self._depth if draft else 0,
-            priority=priority,
-            arrival=now,
-            deadline=math.inf if timeout is None else now + timeout,
-        )
-        drafter = self._drafter if draft else None
-        self._loop.add(
+        drafter = self._drafter if draft and not grammars else None
+        outputs = [
             RequestOutput(
-                handle,
+                EngineRequest(self.cancel),
                 request,
-                scheduled,
+                ScheduledRequest(
+                    tokens=list(request.prompt),
+                    max_length=len(request.prompt) + request.max_new_tokens,
+                    drafts=0 if drafter is None else self._depth,
+                    priority=priority,
+                    arrival=now,
+                    deadline=math.inf if timeout is None else now + timeout,
+                    is_serial=bool(grammars),
+                ),
                 self._tokenizer,
                 draft=None if drafter is None else drafter.name,
                 depth=self._depth,
+                grammar=GrammarTracker(grammars[i], request, self._selectable)
+                if grammars
+                else None,
             )
-        )
-        return handle
+            for i, request in enumerate(requests)
+        ]
+        self._loop.add(*outputs)
+        return [output.handle for output in outputs]
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""

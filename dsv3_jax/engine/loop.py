@@ -72,6 +72,7 @@ class EngineLoop:
         self._settings = settings
         self._overlap = overlap
         self._outputs: dict[ScheduledRequest, RequestOutput] = {}
+        self._new_grammars: list[RequestOutput] = []  # whose grammars have given no mask yet
         self._by_handle: dict[EngineRequest, ScheduledRequest] = {}
         self._host_times = HostTimes()
         self._error: EngineError | None = None
@@ -84,21 +85,23 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
 
-    def add(self, output: RequestOutput) -> None:
-        """Puts a request into the waiting queue.
+    def add(self, *outputs: RequestOutput) -> None:
+        """Puts requests into the waiting queue: all of them, or none if it raises.
 
         Raises:
-          ValueError: the request needs more pages than there are.
+          ValueError: a request needs more pages than there are.
           QueueFullError: too many requests are waiting.
           EngineError: the engine failed or was shut down.
         """
         with self._changed:
             self._check_open()
-            scheduled = output.scheduled
-            self._scheduler.add(scheduled)
-            self._outputs[scheduled] = output
-            self._settings[scheduled] = output.request
-            self._by_handle[output.handle] = scheduled
+            self._scheduler.add(*(output.scheduled for output in outputs))
+            for output in outputs:
+                self._outputs[output.scheduled] = output
+                self._settings[output.scheduled] = output.request
+                self._by_handle[output.handle] = output.scheduled
+                if output.grammar is not None:
+                    self._new_grammars.append(output)
             self._changed.notify_all()
 
     def cancel(self, handle: EngineRequest) -> None:
@@ -234,6 +237,7 @@ class EngineLoop:
     def _step(self) -> bool:
         with self._changed:
             self._check_failed()
+            self._start_grammars()
             with self._host_times.planning():
                 plan, ended = self._scheduler.schedule(
                     time.monotonic(), max_decode_steps=self._max_decode_steps()
@@ -251,6 +255,18 @@ class EngineLoop:
             self._read()
         return plan is not None or has_read or bool(ended)
 
+    def _start_grammars(self) -> None:
+        """Gets the first masks of new requests with grammars."""
+        outputs, self._new_grammars = self._new_grammars, []
+        for output in outputs:
+            if output.scheduled in self._outputs:
+                assert output.grammar is not None
+                try:
+                    self._settings[output.scheduled] = output.grammar.constrained()
+                except Exception as error:  # the grammar's, which must not hurt others
+                    self._scheduler.end(output.scheduled)
+                    self._finish(output.scheduled, error)
+
     def _check_failed(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
@@ -267,30 +283,44 @@ class EngineLoop:
             plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
             self._host_times.count(plan, sum(len(result.tokens) for result in results))
-            finished = {r.request: r.finished for r in results if self._take(r)}
+            ends: dict[ScheduledRequest, int | Exception] = {}
+            for result in results:
+                if (end := self._take(result)) is not None:
+                    ends[result.request] = end
             gained = {result.request: result.tokens for result in results}
-            self._scheduler.report(plan, gained, finished.keys())
-            for request, reason in finished.items():
-                self._finish(request, reason)
+            self._scheduler.report(plan, gained, ends.keys())
+            for request, end in ends.items():
+                self._finish(request, end)
             for request in gained:
                 if request in self._outputs:
                     self._outputs[request].stream()
 
-    def _take(self, result: RequestResult) -> bool:
-        """Adds a result to its request's output. Returns whether the request is at its end."""
+    def _take(self, result: RequestResult) -> int | Exception | None:
+        """Adds a result to its request's output. Returns why the request is at its end: a value of
+        ``finished`` or an error of its own; None if it is not."""
         output = self._outputs.get(result.request)
         if output is None:
-            return False  # it has ended in the meantime
-        for step in result.steps:
-            output.add(step, is_decode=result.is_decode)
-        return result.finished != RUNNING or output.is_stopped
+            return None  # it has ended in the meantime
+        try:
+            for step in result.steps:
+                output.add(step, is_decode=result.is_decode)
+            if result.finished != RUNNING or output.is_stopped:
+                return result.finished
+            if output.grammar is not None:
+                output.grammar.accept(result.tokens)
+                self._settings[result.request] = output.grammar.constrained()
+        except Exception as error:  # a tokenizer's or a grammar's, which must not hurt others
+            return error
+        return None
 
-    def _finish(self, request: ScheduledRequest, finished: int) -> None:
+    def _finish(self, request: ScheduledRequest, end: int | Exception) -> None:
         output = self._forget(request)
-        if finished == NON_FINITE and not output.is_stopped:
+        if isinstance(end, Exception):
+            output.fail(end)
+        elif end == NON_FINITE and not output.is_stopped:
             output.fail_non_finite()
         else:
-            output.finish(finished)
+            output.finish(end)
 
     def _end(self, request: ScheduledRequest, reason: EndReason) -> None:
         self._forget(request).end(reason)

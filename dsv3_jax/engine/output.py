@@ -6,7 +6,9 @@ import dataclasses
 
 import numpy as np
 
+from dsv3_jax.engine.errors import RequestError
 from dsv3_jax.engine.executor import NewTokens
+from dsv3_jax.engine.grammar import GrammarTracker
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.completion import (
@@ -40,10 +42,12 @@ class RequestOutput:
         *,
         draft: str | None,
         depth: int,
+        grammar: GrammarTracker | None = None,
     ):
         self.handle = handle
         self.scheduled = scheduled
         self.request = request
+        self.grammar = grammar
         self._has_decoder = decoder is not None
         self._tracker = TextTracker(decoder, request.stop, request.min_tokens)
         self._results = Results()
@@ -87,6 +91,12 @@ class RequestOutput:
         tokens = self._tracker.tokens[self._streamed :]
         text = self._tracker.piece(final=True)
         self.handle.deliver(Piece(text, tokens, reason), self.completion(reason))
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error of its own."""
+        failure = RequestError(f"request: {error}")
+        failure.__cause__ = error
+        self.handle.fail(failure)
 
     def fail_non_finite(self) -> None:
         """Ends the request with an error that carries its tokens so far."""

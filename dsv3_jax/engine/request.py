@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import threading
@@ -51,6 +52,7 @@ class EngineRequest:
         Raises:
           TimeoutError: the request is not at its end after ``timeout`` seconds.
           NonFiniteLogitsError: the model computed NaN or an infinity for this request.
+          RequestError: this request failed in another way, such as in its grammar.
           EngineError: the engine failed.
         """
         with self._changed:
@@ -92,7 +94,8 @@ class EngineRequest:
         loop, arrived, position = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def listener() -> None:
-            loop.call_soon_threadsafe(arrived.set)
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+                loop.call_soon_threadsafe(arrived.set)
 
         with self._changed:
             self._listeners.append(listener)

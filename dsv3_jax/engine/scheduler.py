@@ -9,7 +9,8 @@ A step is planned in this order:
 
 1. Requests whose deadline has passed end, and so do cancelled ones.
 2. Every request whose prompt is cached decodes. If no page is left for it, the last request in the
-   order below is preempted: it gives its pages back and is prefilled again later.
+   order below is preempted: it gives its pages back and is prefilled again later. A request with
+   a grammar does so only when its newest token is known.
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves.
@@ -104,18 +105,31 @@ class Scheduler:
         """Whether no request waits, runs or has steps in flight."""
         return not self.waiting and not any(s.running or s.retiring for s in self.shards)
 
-    def add(self, request: ScheduledRequest) -> None:
-        """Puts a new request into the waiting queue.
+    def add(self, *requests: ScheduledRequest) -> None:
+        """Puts new requests into the waiting queue: all of them, or none if it raises.
 
         Raises:
           QueueFullError: the queue is full.
-          ValueError: the request could never run, because it needs more pages than there are.
+          ValueError: a request could never run, because it needs more pages than there are, or
+            these are more requests than the queue can hold.
         """
-        if len(self.waiting) >= self.config.max_waiting:
+        for request in requests:
+            self._check_size(request)
+        room = self.config.max_waiting - len(requests)
+        if room < 0:
+            raise ValueError(
+                f"requests: expected at most {self.config.max_waiting} (max_waiting), got "
+                f"{len(requests)}"
+            )
+        if len(self.waiting) > room:
             raise QueueFullError(
-                f"waiting queue: expected fewer than {self.config.max_waiting} requests, got "
+                f"waiting queue: expected fewer than {room + 1} requests, got "
                 f"{len(self.waiting)}; try again later"
             )
+        for request in requests:
+            self._enqueue(request)
+
+    def _check_size(self, request: ScheduledRequest) -> None:
         pages = self.shards[0].pages
         if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
             share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
@@ -123,7 +137,6 @@ class Scheduler:
                 f"request: expected at most {pages.num_pages * pages.page_size} tokens "
                 f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
             )
-        self._enqueue(request)
 
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request at the next call of :meth:`schedule`."""
@@ -148,7 +161,8 @@ class Scheduler:
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
-        if not any(chunks):
+        is_serial = any(request.is_serial for each in decodes for request in each)
+        if not any(chunks) and not is_serial:
             steps = self._decode_steps(decodes, max_decode_steps)
         plan = StepPlan(
             tuple(ShardPlan.of(*each) for each in zip(decodes, chunks, strict=True)), steps

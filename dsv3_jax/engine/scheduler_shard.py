@@ -85,6 +85,8 @@ class SchedulerShard:
             is_done = request.least_length >= request.max_length
             if request.phase is not Phase.DECODE or is_done:
                 continue
+            if request.is_serial and request.decodes_in_flight:
+                continue
             if self._grow(request, request.greatest_length + request.drafts):
                 planned.append(request)
         return planned

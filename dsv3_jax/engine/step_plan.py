@@ -20,7 +20,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first six."""
+    """A request as the scheduler sees it. The scheduler writes all fields but the first seven."""
 
     tokens: list[int]
     """The prompt, then the generated tokens that the host has read."""
@@ -34,6 +34,9 @@ class ScheduledRequest:
     """Time of submission, in seconds of the caller's clock."""
     deadline: float = math.inf
     """Time at which it ends even if it is not finished."""
+    is_serial: bool = False
+    """Whether a decode step needs all earlier tokens on the host, as a grammar does. ``drafts`` is
+    then 0."""
 
     phase: Phase = Phase.WAITING
     shard: int | None = None

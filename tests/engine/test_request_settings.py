@@ -1,12 +1,13 @@
-"""What a request of the engine can ask, and that others do not notice."""
+"""Settings of a request of the engine, which other requests do not notice."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import Engine, QueueFullError, RequestError
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.generator import Generator
 from tests.engine.conftest import MAX_LEN
@@ -74,3 +75,83 @@ def test_requests_without_adjustments_beside_others(tiny_mtp, alone):
     assert not any(shape.penalties or shape.mask_words for shape in programs._compiled)
     check(engine, alone, [plain, penalized])
     assert any(shape.penalties and not shape.mask_words for shape in programs._compiled)
+
+
+class TestSubmitAll:
+    def test_completions_of_a_prompt_share_its_pages(self, tiny_mtp, alone):
+        """All are admitted in the same step, and the full pages are prefilled once."""
+        engine = make(tiny_mtp, page_size=16)
+        prompt = [*range(5, 45)]  # two pages and eight tokens
+        handles = engine.submit_all([prompt], n=3, max_new_tokens=4, ignore_eos=True)
+        run(engine)
+        completions = [handle.result(0) for handle in handles]
+        assert [c.cached_tokens for c in completions] == [0, 32, 32]
+        assert engine.stats().prompt_tokens == 40 + 8 + 8
+        (want,) = alone.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        assert [c.tokens for c in completions] == [want.tokens] * 3
+
+    def test_each_prompt_has_its_settings_and_seed(self, tiny_mtp, alone):
+        engine = make(tiny_mtp, page_size=16)
+        settings: dict[str, Any] = {
+            "max_new_tokens": [3, 5],
+            "temperature": 0.9,
+            "seed": [7, 40],
+            "ignore_eos": True,
+        }
+        prompts = [[5, 6], [7, 8, 9]]
+        handles = engine.submit_all(prompts, n=2, **settings)
+        run(engine)
+        wanted = alone.generate(prompts, n=2, **settings)
+        assert [h.result(0).tokens for h in handles] == [c.tokens for c in wanted]
+
+    def test_all_or_none(self, tiny_mtp):
+        engine = make(tiny_mtp, max_waiting=3, cache_tokens=64, page_size=16)
+        with pytest.raises(ValueError, match="requests: expected at most 3"):
+            engine.submit_all([[5], [6]], n=2)
+        with pytest.raises(ValueError, match="request: expected at most 64 tokens"):
+            engine.submit_all([[5], [6] * 60], max_new_tokens=[2, 30])
+        with pytest.raises(ValueError, match="temperature: expected"):
+            engine.submit_all([[5], [6]], temperature=[0.0, -1.0])
+        engine.submit_all([[5], [6]])
+        with pytest.raises(QueueFullError, match="expected fewer than 2 requests, got 2"):
+            engine.submit_all([[5], [6]])
+        assert engine.stats().waiting == 2
+        with pytest.raises(ValueError, match="got 2; submit_all takes several"):
+            engine.submit([5], n=2)
+
+    def test_requests_without_seeds_differ(self, tiny_mtp):
+        engine = make(tiny_mtp)
+        a = engine.submit_all([5], n=2, temperature=2.0, max_new_tokens=8)
+        b = engine.submit([5], temperature=2.0, max_new_tokens=8)
+        run(engine)
+        assert len({tuple(h.result(0).tokens) for h in (*a, b)}) == 3
+
+
+class TestIsolation:
+    def test_a_tokenizer_that_fails_on_one_request(self, tiny_mtp, alone, monkeypatch):
+        engine = make(tiny_mtp)
+        good, bad = [engine.submit(p, max_new_tokens=6, ignore_eos=True) for p in ([5], [9, 9])]
+        output = engine._loop._outputs[engine._loop._by_handle[bad]]
+        monkeypatch.setattr(output._tracker, "extend", lambda tokens: 1 / 0)
+        run(engine)
+        with pytest.raises(RequestError, match="division by zero"):
+            bad.result(0)
+        (want,) = alone.generate([[5]], max_new_tokens=6, ignore_eos=True)
+        assert good.result(0).tokens == want.tokens
+
+    def test_a_reader_whose_event_loop_is_closed(self, tiny_mtp):
+        engine = make(tiny_mtp)
+        request = engine.submit([5, 6], max_new_tokens=5, ignore_eos=True)
+
+        async def begin() -> Any:
+            pieces: Any = aiter(request)
+            step = anext(pieces)
+            step.send(None)  # until it waits for the first piece
+            return pieces, step
+
+        loop = asyncio.new_event_loop()
+        unfinished = loop.run_until_complete(begin())
+        loop.close()
+        run(engine)
+        assert len(request.result(0).tokens) == 5
+        del unfinished

@@ -68,7 +68,7 @@ def greedy(forward, vocab_size: int, new: int, **settings: Any) -> list[int]:
 
 
 def test_greedy_tokens_of_every_setting(bare, forward):
-    """All settings in one batch, beside a request without any."""
+    """All settings in one batch, next to a request without any."""
     names = list(SETTINGS)
     plain = greedy(forward, 160, 12)
     for first in range(0, len(names), 3):

@@ -85,6 +85,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sample from tokens with at least P times the highest probability (default: 0)",
     )
     add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X from the logits of tokens in the completion (default: 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X for every time that a token is in the completion (default: 0)",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divide positive logits of tokens in the prompt or the completion by X, and multiply "
+        "negative ones (default: 1)",
+    )
+    add(
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of tokens before which a completion does not end (default: 0)",
+    )
+    add(
         "--seed",
         type=int,
         metavar="N",

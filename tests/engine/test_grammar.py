@@ -1,0 +1,140 @@
+"""Grammars: tokens that may come next depend on those before, and nobody else notices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv3_jax.engine import Engine, RequestError
+from dsv3_jax.generation.token_mask import TokenMask
+from tests.engine.test_engine import make, run
+
+W = 160
+EVEN, ODD, END = [*range(20, 40, 2)], [*range(21, 41, 2)], 1
+
+
+class Alternating:
+    """Even and odd tokens in turn. After ``length`` of them the text has to end with END."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.tokens: list[int] = []
+
+    def mask(self) -> np.ndarray:
+        if len(self.tokens) == self.length:
+            return TokenMask.of(W, [END]).words
+        # Signed integers, as llguidance has them.
+        return TokenMask.of(W, [EVEN, ODD][len(self.tokens) % 2]).words.view(np.int32)
+
+    def accept(self, token: int) -> None:
+        assert token in [EVEN, ODD][len(self.tokens) % 2]
+        self.tokens.append(token)
+
+
+class Failing(Alternating):
+    """Fails after ``length`` tokens: when they are accepted, or when the next mask is needed."""
+
+    def __init__(self, length: int, where: str):
+        super().__init__(length)
+        self.where = where
+
+    def mask(self) -> np.ndarray:
+        if len(self.tokens) == self.length:
+            if self.where == "mask":
+                raise KeyError("no such rule")
+            empty = TokenMask.of(W, []).words
+            return empty if self.where == "empty" else empty[:2]
+        return super().mask()
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        if self.where == "accept" and len(self.tokens) == self.length:
+            raise KeyError("no such rule")
+
+
+PLAIN = [([5, 6, 7], 20), ([9], 30), ([3] * 40, 14)]
+
+
+def submit_plain(engine: Engine):
+    return [engine.submit(p, max_new_tokens=new, ignore_eos=True) for p, new in PLAIN]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_mtp) -> Engine:
+    return make(tiny_mtp)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(alone) -> list[list[int]]:
+    prompts, new = map(list, zip(*PLAIN, strict=True))
+    return [c.tokens for c in alone.generate(prompts, max_new_tokens=new, ignore_eos=True)]
+
+
+def test_tokens_follow_the_grammar_beside_other_requests(engine, plain_tokens, alone):
+    plain = submit_plain(engine)
+    grammars = [Alternating(7), Alternating(0), Alternating(50)]
+    settings = {"stop_tokens": [END], "max_new_tokens": 12}
+    handles = engine.submit_all([[5, 6, 7], [8], [9, 9]], grammars=grammars, **settings)
+    run(engine)
+    assert [handle.result(0).tokens for handle in plain] == plain_tokens
+    completions = [handle.result(0) for handle in handles]
+    for completion, grammar in zip(completions, grammars, strict=True):
+        ended = completion.finish_reason == "stop"
+        assert completion.tokens == [*grammar.tokens, END] if ended else grammar.tokens[:12]
+    assert [len(c.tokens) for c in completions] == [8, 1, 12]
+    assert [c.finish_reason for c in completions] == ["stop", "stop", "length"]
+    # The first token is the most probable even one.
+    (first,) = alone.generate([[5, 6, 7]], max_new_tokens=1, allowed_tokens=EVEN)
+    assert completions[0].tokens[0] == first.tokens[0]
+
+
+@pytest.mark.parametrize("where", ["mask", "empty", "size", "accept"])
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_failing_grammar_ends_its_request_alone(engine, plain_tokens, where, length):
+    if where == "accept" and not length:
+        length = 1  # nothing is accepted before
+    plain = submit_plain(engine)
+    broken = engine.submit([5, 6], max_new_tokens=9, grammar=Failing(length, where))
+    waiting = engine.submit([5, 6], max_new_tokens=9, grammar=Alternating(9))
+    run(engine)
+    message = {
+        "mask": "no such rule",
+        "accept": "no such rule",
+        "empty": f"expected a token that may come after {length} new ones, got none",
+        "size": r"mask: expected 5 integers of 32 bits, got uint32 \(2,\)",
+    }
+    with pytest.raises(RequestError, match=message[where]) as error:
+        broken.result(0)
+    assert error.value.__cause__ is not None
+    assert [handle.result(0).tokens for handle in plain] == plain_tokens
+    assert len(waiting.result(0).tokens) == 9
+    assert engine.stats().cache_usage == 0.0
+
+
+@pytest.mark.slow
+def test_with_preemptions_and_drafts_of_others(tiny_mtp, plain_tokens):
+    engine = make(tiny_mtp, draft="mtp", cache_tokens=16 * 9, page_size=16)
+    plain = submit_plain(engine)
+    handles = [
+        engine.submit([5] * (20 * i + 3), max_new_tokens=40, grammar=Alternating(60), min_tokens=2)
+        for i in range(3)
+    ]
+    run(engine)
+    assert [handle.result(0).tokens for handle in plain] == plain_tokens
+    for handle in handles:
+        tokens = handle.result(0).tokens
+        assert len(tokens) == 40
+        assert all(token in [EVEN, ODD][i % 2] for i, token in enumerate(tokens))
+        assert handle.result(0).speculation is None
+    assert engine.stats().preemptions > 0
+
+
+def test_refusals(engine):
+    with pytest.raises(ValueError, match=r"grammar: expected an object with mask\(\) and accept"):
+        engine.submit([5], grammar=object())
+    same = Alternating(3)
+    with pytest.raises(ValueError, match="another object for each completion, got one twice"):
+        engine.submit_all([5], n=2, grammars=[same, same])
+    with pytest.raises(ValueError, match="grammars: expected 2, one for each completion, or none"):
+        engine.submit_all([5], n=2, grammars=[same])
+    assert engine.stats().waiting == 0
