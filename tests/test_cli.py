@@ -212,6 +212,10 @@ BAD_USAGE = pytest.mark.parametrize(
         (["--prompt", "x", "--system", "y"], "--system: expected --chat with it"),
         (["--prompt", "x", "--seed", "-1"], "seed: expected an integer in [0, 2**32), got -1"),
         (["--prompt", "x", "--min-p", "nan"], "min_p: expected a number in [0, 1], got nan"),
+        (
+            ["--prompt", "x", "--presence-penalty", "3"],
+            "presence_penalty: expected a number in [-2, 2], got 3.0",
+        ),
         (["--prompt", "x", "--stop", ""], "stop: expected strings that are not empty"),
         (["--prompt", "x", "--activations", "float8"], "expected --quantization fp8 with it"),
         (["--prompt", "-", "--prompt", "-"], "--prompt: expected - once"),

@@ -17,6 +17,7 @@ step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 executor.py         dispatch of plans, and their results
 grammar.py          which tokens of a request may come next, decided on the host
+prompt_logprobs.py  log-probabilities of prompt tokens
 output.py           tokens, text and log-probabilities on the host
 loop.py             the loop that connects them, and its thread
 engine.py           the public class: it builds the parts and reads settings

@@ -168,7 +168,9 @@ class Engine:
           grammar: decides which tokens may come next, and serves this request alone. The request
             then decodes without drafts, and waits for the host after every token.
           settings: settings of :meth:`Generator.generate` for one prompt, except ``n``. Without a
-            ``seed``, every request of the engine gets another one.
+            ``seed``, every request of the engine gets another one. ``prompt_logprobs``, from 0 to
+            20, adds the log-probability of every prompt token to the completion, and that many of
+            the most probable tokens in its place; such a prompt uses no prefix hits.
 
         Raises:
           ValueError: the prompt is empty or too long, or a setting is out of range.
@@ -243,6 +245,7 @@ class Engine:
                     arrival=now,
                     deadline=math.inf if timeout is None else now + timeout,
                     is_serial=bool(grammars),
+                    reuses_prefix=request.prompt_logprobs is None,
                 ),
                 self._tokenizer,
                 draft=None if drafter is None else drafter.name,

@@ -15,12 +15,14 @@ from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.prompt_logprobs import PromptLogprobs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
+from dsv3_jax.generation.state import RUNNING
 
 
 class _Dispatched(NamedTuple):
@@ -55,7 +57,10 @@ class RequestResult(NamedTuple):
     finished: int
     """RUNNING, STOPPED, FULL or NON_FINITE."""
     is_decode: bool
-    """Whether these were decode steps. Otherwise a prefill ended its prompt."""
+    """Whether these were decode steps. Otherwise they were a chunk of its prompt."""
+    prompt: tuple[int, PromptLogprobs] | None = None
+    """Position of the token after the chunk's first one, and the log-probabilities of the tokens
+    from there on, if the request asks for them."""
 
     @property
     def tokens(self) -> list[int]:
@@ -119,6 +124,7 @@ class Executor:
             num_top_logprobs=MAX_TOP_LOGPROBS if any(s.logprobs for s in settings) else 0,
             penalties=any(s.has_penalties for s in settings),
             masks=any(s.allowed is not None for s in settings),
+            prompt_logprobs=any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
@@ -129,22 +135,37 @@ class Executor:
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request that
-        decoded or whose prompt ended."""
+        decoded, whose prompt ended, or that asks for the log-probabilities of its prompt."""
         plan, shape, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name)
         results = []
         for number, shard in enumerate(plan.shards):
-            first = number * (shape.decodes + shape.chunks)
-            rows = [(request, i, True) for i, request in enumerate(shard.decodes)]
+            first = number * shape.rows
+            for i, request in enumerate(shard.decodes):
+                results.append(_result(output, first + i, request, is_decode=True))
             for i, chunk in enumerate(shard.chunks):
+                prompt = self._prompt(output, number * shape.chunks + i, chunk)
                 if chunk.is_last:
-                    rows.append((chunk.request, shape.decodes + i, False))
-            for request, i, is_decode in rows:
-                row = first + i
-                tokens, finished = list(_new_tokens(output, row)), int(output.finished[row])
-                results.append(RequestResult(request, tokens, finished, is_decode))
+                    row = first + shape.decodes + i
+                    result = _result(output, row, chunk.request, is_decode=False)
+                    results.append(result._replace(prompt=prompt))
+                elif prompt is not None:
+                    results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
         return plan, results
+
+    def _prompt(
+        self, output: StepOutput, number: int, chunk: Chunk
+    ) -> tuple[int, PromptLogprobs] | None:
+        """Returns :attr:`RequestResult.prompt` for one of the step's chunks."""
+        if output.prompt is None or not self._has_prompt_logprobs(chunk):
+            return None
+        arrays: list[Any] = [np.asarray(array[number, : chunk.count]) for array in output.prompt]
+        return chunk.start + 1, PromptLogprobs(*arrays)
+
+    def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
+        settings = self._settings_of(chunk.request)
+        return settings is not None and settings.prompt_logprobs is not None
 
     def close(self) -> None:
         """Ends the thread that launches programs."""
@@ -210,6 +231,13 @@ class Executor:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             getattr(arrays, name)[i] = getattr(settings, name)
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
+
+
+def _result(
+    output: StepOutput, row: int, request: ScheduledRequest, *, is_decode: bool
+) -> RequestResult:
+    tokens, finished = list(_new_tokens(output, row)), int(output.finished[row])
+    return RequestResult(request, tokens, finished, is_decode)
 
 
 def _new_tokens(output: StepOutput, row: int) -> Iterator[NewTokens]:

@@ -302,11 +302,13 @@ class EngineLoop:
         if output is None:
             return None  # it has ended in the meantime
         try:
+            if result.prompt is not None:
+                output.add_prompt(*result.prompt)
             for step in result.steps:
                 output.add(step, is_decode=result.is_decode)
             if result.finished != RUNNING or output.is_stopped:
                 return result.finished
-            if output.grammar is not None:
+            if output.grammar is not None and result.steps:
                 output.grammar.accept(result.tokens)
                 self._settings[result.request] = output.grammar.constrained()
         except Exception as error:  # a tokenizer's or a grammar's, which must not hurt others

@@ -9,6 +9,7 @@ import numpy as np
 from dsv3_jax.engine.errors import RequestError
 from dsv3_jax.engine.executor import NewTokens
 from dsv3_jax.engine.grammar import GrammarTracker
+from dsv3_jax.engine.prompt_logprobs import PromptLogprobs, PromptRecord
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.completion import (
@@ -51,6 +52,9 @@ class RequestOutput:
         self._has_decoder = decoder is not None
         self._tracker = TextTracker(decoder, request.stop, request.min_tokens)
         self._results = Results()
+        self._prompt: PromptRecord | None = None
+        if request.prompt_logprobs is not None:
+            self._prompt = PromptRecord(len(request.prompt), request.prompt_logprobs)
         self._draft = draft
         self._drafted = np.zeros(depth, np.int64)
         self._accepted = np.zeros(depth, np.int64)
@@ -73,6 +77,11 @@ class RequestOutput:
             self._steps += 1
             self._drafted[: step.drafted] += 1
             self._accepted[: len(step.tokens) - 1] += 1
+
+    def add_prompt(self, position: int, chunk: PromptLogprobs) -> None:
+        """Adds the log-probabilities of prompt tokens from ``position`` on."""
+        if self._prompt is not None:
+            self._prompt.add(position, chunk)
 
     def stream(self) -> None:
         """Delivers the text that later tokens cannot change."""
@@ -115,7 +124,14 @@ class RequestOutput:
         completion = self._results.completion(
             self.request, self._tracker, reason, self._speculation()
         )
-        return dataclasses.replace(completion, cached_tokens=self.scheduled.cached_tokens)
+        completion = dataclasses.replace(completion, cached_tokens=self.scheduled.cached_tokens)
+        if self._prompt is None:
+            return completion
+        return dataclasses.replace(
+            completion,
+            prompt_logprobs=self._prompt.logprobs,
+            prompt_top_logprobs=self._prompt.top_logprobs,
+        )
 
     def _speculation(self) -> Speculation | None:
         if self._draft is None:

@@ -113,12 +113,14 @@ class Programs:
         num_top_logprobs: int = 0,
         penalties: bool = False,
         masks: bool = False,
+        prompt_logprobs: bool = False,
     ) -> StepShape:
         """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`.
 
         Args:
           penalties: whether some requests have penalties, biases or ``min_tokens``.
           masks: whether some requests may not generate all tokens.
+          prompt_logprobs: whether some chunks need the log-probabilities of their tokens.
         """
         shape = self.buckets.shape(
             decodes,
@@ -132,7 +134,9 @@ class Programs:
             shards=self._shards,
         )
         mask_words = self._mask_words if masks else 0
-        return dataclasses.replace(shape, penalties=penalties, mask_words=mask_words)
+        return dataclasses.replace(
+            shape, penalties=penalties, mask_words=mask_words, prompt_logprobs=prompt_logprobs
+        )
 
     @property
     def slots_per_shard(self) -> int:

@@ -57,7 +57,7 @@ class SchedulerShard:
         no room for the request now. Nothing changes."""
         if not self._free_slots:
             return None
-        hit = self.pages.cached_prefix(request.tokens)
+        hit = self.pages.cached_prefix(request.tokens) if request.reuses_prefix else []
         needed = self._pages_at_admission(request) - len(hit)
         # Pages that running requests will soon need are left to them.
         reserve = len(self.running)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from dsv3_jax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step_input import StepInput, StepShape, unpack
@@ -46,6 +47,9 @@ class StepOutput(NamedTuple):
     logprobs: Float32[Array, "n R T"]
     top_tokens: Int[Array, "n R T k"]
     top_logprobs: Float32[Array, "n R T k"]
+    prompt: PromptLogprobs | None
+    """Log-probabilities of the tokens after those of each chunk; None unless a request asks for
+    them."""
 
 
 class _Requests(NamedTuple):
@@ -107,9 +111,9 @@ def step(
     if shape.max_steps > 1:
         return _decode(model, state, inputs, shape, options)
     state = state.admit(inputs, rows)
-    state, new, drafted = _step(model, state, inputs, shape, options)
+    state, new, drafted, prompt = _step(model, state, inputs, shape, options)
     one = jax.tree.map(lambda x: x[None], new)
-    return state, _output(one, drafted[None], new.finished)
+    return state, _output(one, drafted[None], new.finished, prompt)
 
 
 class _Options(NamedTuple):
@@ -141,7 +145,7 @@ def _decode(
         requests = _decoding(state, inputs, shape, options)
         return (i < steps) & jnp.any(requests.is_running)
 
-    _, state, (new, drafted) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
+    _, state, (new, drafted, _) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
     finished = options.rows.get(state.finished, inputs.decode_slots)
     return state, _output(new, drafted, finished)
 
@@ -153,16 +157,29 @@ def _decoding(
     return _Requests.of(state, options.rows, inputs.decode_slots, inputs.decode_tables, shape)
 
 
-def _output(new: NewTokens, drafted: Int[Array, "n R"], finished: Int[Array, " R"]) -> StepOutput:
+def _output(
+    new: NewTokens,
+    drafted: Int[Array, "n R"],
+    finished: Int[Array, " R"],
+    prompt: PromptLogprobs | None = None,
+) -> StepOutput:
     return StepOutput(
-        new.tokens, new.counts, finished, drafted, new.logprobs, new.top_tokens, new.top_logprobs
+        new.tokens,
+        new.counts,
+        finished,
+        drafted,
+        new.logprobs,
+        new.top_tokens,
+        new.top_logprobs,
+        prompt,
     )
 
 
 def _step(
     model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
-) -> tuple[SlotState, NewTokens, Int[Array, " R"]]:
-    """Runs one step. Also returns its new tokens, and how many drafts each request had."""
+) -> tuple[SlotState, NewTokens, Int[Array, " R"], PromptLogprobs | None]:
+    """Runs one step. Also returns its new tokens, how many drafts each request had, and the
+    log-probabilities of the chunks' tokens."""
     rows = options.rows
     decodes = _decoding(state, inputs, shape, options)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
@@ -179,6 +196,10 @@ def _step(
     hidden, pool, expert_counts = model.extend_batches(batches, state.pool)
     cache = LatentKVCache(pool, batches[0].sequences, state.routing_counts)
     state = _with_cache(state, cache.add_routing_counts(0, expert_counts))
+    prompt = None
+    if shape.prompt_logprobs:
+        next_tokens = _next_tokens(state, rows, inputs, shape.chunk_tokens)
+        prompt = prompt_logprobs(model, hidden[-1].post_norm, next_tokens, options.vocab_size)
     outputs = list(hidden)
     if shape.chunks:
         outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
@@ -205,7 +226,7 @@ def _step(
         if shape.chunks:
             chunk_inputs = hidden[-1].mtp_input(drafter.mtp_hidden)
             state = _prefill_mtp(model, state, rows, inputs, batches[-1], chunk_inputs)
-    return state, new, jnp.where(requests.is_running, drafts.counts, 0)
+    return state, new, jnp.where(requests.is_running, drafts.counts, 0), prompt
 
 
 def _draft(
@@ -341,13 +362,20 @@ def _prefill_mtp(
 ) -> SlotState:
     """Caches the chunks' positions in the MTP layer. Position i takes token i + 1, which for the
     last token of a prompt is the one that this step has sampled."""
-    positions = inputs.starts[:, None] + 1 + jnp.arange(batch.tokens.shape[1])
-    next_tokens = rows.get(state.tokens, inputs.chunk_slots[:, None], positions)
+    next_tokens = _next_tokens(state, rows, inputs, batch.tokens.shape[1])
     cache = LatentKVCache(state.pool, batch.sequences, state.routing_counts)
     _, cache = model.extend_mtp(
         mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded", batch.context
     )
     return _with_cache(state, cache)
+
+
+def _next_tokens(
+    state: SlotState, rows: SlotRows, inputs: StepInput, count: int
+) -> Int[Array, "C T"]:
+    """Returns the tokens one position after those of the chunks."""
+    positions = inputs.starts[:, None] + 1 + jnp.arange(count)
+    return rows.get(state.tokens, inputs.chunk_slots[:, None], positions)
 
 
 def _with_cache(state: SlotState, cache: LatentKVCache) -> SlotState:

@@ -51,6 +51,8 @@ class StepShape:
     """Whether a request of the step has penalties, biases or ``min_tokens``."""
     mask_words: int = 0
     """Words of the masks of allowed tokens; 0 if every request may generate all tokens."""
+    prompt_logprobs: bool = False
+    """Whether a chunk's request asks for the log-probabilities of its prompt."""
 
     @property
     def rows(self) -> int:

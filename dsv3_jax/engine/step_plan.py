@@ -20,7 +20,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first seven."""
+    """A request as the scheduler sees it. The scheduler writes all fields but the first eight."""
 
     tokens: list[int]
     """The prompt, then the generated tokens that the host has read."""
@@ -37,6 +37,9 @@ class ScheduledRequest:
     is_serial: bool = False
     """Whether a decode step needs all earlier tokens on the host, as a grammar does. ``drafts`` is
     then 0."""
+    reuses_prefix: bool = True
+    """Whether cached pages may take the place of its own. Log-probabilities of a prompt need its
+    hidden states, which are not cached."""
 
     phase: Phase = Phase.WAITING
     shard: int | None = None

@@ -80,6 +80,11 @@ class Completion:
     """Statistics of this request; None without a drafter."""
     cached_tokens: int = 0
     """Number of prompt tokens that an engine's prefix cache saved."""
+    prompt_logprobs: list[float | None] | None = None
+    """Natural logarithm of the probability of each prompt token after those before it; None for the
+    first. None if not requested from an engine, as below."""
+    prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
+    """Most probable (token, logprob) pairs at the position of each prompt token, best first."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns a dictionary for ``json.dumps``."""

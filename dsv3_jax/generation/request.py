@@ -48,6 +48,9 @@ class Request:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    """Number of most probable tokens to report for each token of the prompt. None reports nothing;
+    only an engine reports them."""
     allowed: TokenMask | None = None
     """Tokens that it may generate; None allows all."""
 

@@ -79,7 +79,10 @@ def check_settings(**settings: Any) -> None:
 
 def check_setting(name: str, value: Any) -> None:
     """Checks one setting other than ``draft`` and ``draft_depth``, as :func:`check_settings`."""
-    if name in _NUMBERS:
+    if name == "prompt_logprobs":
+        if value is not None:
+            check(name, value, *_NUMBERS["logprobs"])
+    elif name in _NUMBERS:
         check(name, value, *_NUMBERS[name])
     elif name == "stop":
         _check_stop(value)

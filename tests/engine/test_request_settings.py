@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, QueueFullError, RequestError
@@ -12,6 +13,7 @@ from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.generator import Generator
 from tests.engine.conftest import MAX_LEN
 from tests.engine.test_engine import make, run, trace
+from tests.support.running import forward
 
 # One kind of program serves all of them: each has a penalty or a bias, and a mask.
 REQUESTS: list[dict[str, Any]] = [
@@ -61,7 +63,7 @@ def test_with_preemptions_and_drafts(tiny_mtp, alone):
     engine = make(tiny_mtp, draft="mtp", cache_tokens=16 * 9, page_size=16)
     completions = check(engine, alone, asked(14))
     assert engine.stats().preemptions > 0
-    assert sum(sum(c.speculation.accepted) for c in completions) > 0
+    assert sum(sum(c.speculation.accepted) for c in completions if c.speculation) > 0
 
 
 @pytest.mark.slow
@@ -77,6 +79,61 @@ def test_requests_without_adjustments_beside_others(tiny_mtp, alone):
     assert any(shape.penalties and not shape.mask_words for shape in programs._compiled)
 
 
+class TestPromptLogprobs:
+    def test_those_of_a_forward_pass(self, tiny_mtp):
+        """In several chunks, twice, since a prefix hit would leave some out."""
+        engine = make(tiny_mtp, page_size=16)
+        prompt = [*range(5, 45)]
+        settings = {"max_new_tokens": 3, "ignore_eos": True}
+        first = engine.submit(prompt, prompt_logprobs=3, **settings)
+        run(engine)
+        again = engine.submit(prompt, prompt_logprobs=0, **settings)
+        plain = engine.submit(prompt, **settings)
+        single = engine.submit([9], prompt_logprobs=2, **settings)
+        run(engine)
+        logits = np.asarray(forward(tiny_mtp, [prompt])[0])[0].astype(np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        want = log_p[np.arange(39), prompt[1:]]
+        for handle in (first, again):
+            got: Any = handle.result(0).prompt_logprobs
+            assert got[0] is None
+            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+            assert handle.result(0).cached_tokens == 0
+        top: Any = first.result(0).prompt_top_logprobs
+        assert top[0] is None
+        order = np.argsort(-log_p[:-1], axis=-1)[:, :3]
+        assert [[token for token, _ in pairs] for pairs in top[1:]] == order.tolist()
+        values = [[value for _, value in pairs] for pairs in top[1:]]
+        np.testing.assert_allclose(values, np.take_along_axis(log_p[:-1], order, 1), atol=2e-5)
+        assert again.result(0).prompt_top_logprobs == [None, *[[]] * 39]
+        assert plain.result(0).prompt_logprobs is None
+        assert plain.result(0).cached_tokens == 32
+        assert single.result(0).prompt_logprobs == [None]
+        tokens = [handle.result(0).tokens for handle in (first, again, plain)]
+        assert tokens[0] == tokens[1] == tokens[2]
+
+    @pytest.mark.slow
+    def test_with_preemptions_and_drafts(self, tiny_mtp):
+        engine = make(tiny_mtp, draft="mtp", cache_tokens=16 * 9, page_size=16)
+        prompts = [[(7 * i + j) % 150 + 2 for j in range(30 + 9 * i)] for i in range(4)]
+        settings = {"prompt_logprobs": 1, "max_new_tokens": 30, "ignore_eos": True}
+        handles = engine.submit_all(prompts, **settings)
+        run(engine)
+        assert engine.stats().preemptions > 0
+        for handle, prompt in zip(handles, prompts, strict=True):
+            logits = np.asarray(forward(tiny_mtp, [prompt])[0])[0].astype(np.float64)
+            log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            want = log_p[np.arange(len(prompt) - 1), prompt[1:]]
+            got: Any = handle.result(0).prompt_logprobs
+            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+
+    def test_the_generator_has_none(self, alone, tiny_mtp):
+        with pytest.raises(TypeError, match="prompt_logprobs"):
+            alone.generate([[5]], prompt_logprobs=1)
+        with pytest.raises(ValueError, match="prompt_logprobs: expected an integer from 0 to 20"):
+            make(tiny_mtp).submit([5], prompt_logprobs=21)
+
+
 class TestSubmitAll:
     def test_completions_of_a_prompt_share_its_pages(self, tiny_mtp, alone):
         """All are admitted in the same step, and the full pages are prefilled once."""
@@ -90,6 +147,7 @@ class TestSubmitAll:
         (want,) = alone.generate([prompt], max_new_tokens=4, ignore_eos=True)
         assert [c.tokens for c in completions] == [want.tokens] * 3
 
+    @pytest.mark.slow
     def test_each_prompt_has_its_settings_and_seed(self, tiny_mtp, alone):
         engine = make(tiny_mtp, page_size=16)
         settings: dict[str, Any] = {
@@ -107,18 +165,19 @@ class TestSubmitAll:
     def test_all_or_none(self, tiny_mtp):
         engine = make(tiny_mtp, max_waiting=3, cache_tokens=64, page_size=16)
         with pytest.raises(ValueError, match="requests: expected at most 3"):
-            engine.submit_all([[5], [6]], n=2)
+            engine.submit_all([[5], [6]], n=2, max_new_tokens=8)
         with pytest.raises(ValueError, match="request: expected at most 64 tokens"):
             engine.submit_all([[5], [6] * 60], max_new_tokens=[2, 30])
         with pytest.raises(ValueError, match="temperature: expected"):
             engine.submit_all([[5], [6]], temperature=[0.0, -1.0])
-        engine.submit_all([[5], [6]])
+        engine.submit_all([[5], [6]], max_new_tokens=8)
         with pytest.raises(QueueFullError, match="expected fewer than 2 requests, got 2"):
-            engine.submit_all([[5], [6]])
+            engine.submit_all([[5], [6]], max_new_tokens=8)
         assert engine.stats().waiting == 2
         with pytest.raises(ValueError, match="got 2; submit_all takes several"):
             engine.submit([5], n=2)
 
+    @pytest.mark.slow
     def test_requests_without_seeds_differ(self, tiny_mtp):
         engine = make(tiny_mtp)
         a = engine.submit_all([5], n=2, temperature=2.0, max_new_tokens=8)

@@ -121,6 +121,30 @@ class TestOneStep:
         simulation.run()
         assert any(plan.chunks and plan.decodes for plan in simulation.plans)
 
+    def test_a_serial_request_decodes_when_its_results_are_known(self):
+        simulation = Simulation(num_pages=200, max_decode_steps=4)
+        serial = ScheduledRequest([1, 2, 3], 20, is_serial=True)
+        other = request([4, 5, 6], 40)
+        for each in (serial, other):
+            simulation.scheduler.add(each)
+        in_flight = []
+        schedule = simulation.scheduler.schedule
+
+        def checked(now, *, max_decode_steps):
+            in_flight.append(serial.decodes_in_flight)
+            plan, ended = schedule(now, max_decode_steps=max_decode_steps)
+            if plan and serial in plan.decodes:
+                assert in_flight[-1] == 0
+                assert plan.decode_steps == 1
+            return plan, ended
+
+        simulation.scheduler.schedule = checked
+        simulation.run()
+        assert max(in_flight) == 1, "its steps were never in flight"
+        assert max(plan.decode_steps for plan in simulation.plans) > 1
+        for each in (serial, other):
+            assert each.tokens[3:] == completion(each.tokens[:3], each.max_length)
+
     @pytest.mark.parametrize("drafts", [0, 2])
     def test_decodes_several_times_only_if_nothing_can_be_admitted(self, drafts, monkeypatch):
         simulation = Simulation(num_pages=200, max_running=2, max_decode_steps=4)
