@@ -253,6 +253,16 @@ class DeepSeekV3(nnx.Module):
             layer.self_attn.precompute_for_decode(self.dtype)
         return model
 
+    def attend_to_whole_sequences(self) -> None:
+        """Makes decode steps compute the attention of each sequence in one piece.
+
+        Otherwise a kernel may split a sequence where it suits all sequences of the batch, and a
+        result's last bits depend on the lengths of the others. With a few long sequences, splitting
+        is faster.
+        """
+        for layer in (*self.layers, *self.mtp):
+            layer.self_attn.whole_sequences = True
+
     def extend(
         self,
         tokens: Int[Array, "B T"],

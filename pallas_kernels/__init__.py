@@ -11,6 +11,7 @@ from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode, page_width
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_latent
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
+from pallas_kernels.mla_decode.schedule import whole_sequences as mla_decode_whole_sequences
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
@@ -32,6 +33,7 @@ __all__ = [
     "merge_attention",
     "mla_decode",
     "mla_decode_schedule",
+    "mla_decode_whole_sequences",
     "mla_prefill",
     "page_width",
     "quantize_latent",

@@ -57,12 +57,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, help="buckets of tokens before a chunk")
     parser.add_argument("--max-steps", type=int, help="most decode steps in a dispatch")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
-    parser.add_argument("--draft-depth", type=int, default=1)
+    parser.add_argument("--draft-depth", type=_depth, default=1, help="a number, or auto")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
+    parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def load(name: str, weights: str) -> DeepSeekV3:
@@ -123,6 +128,7 @@ def main(words: Sequence[str]) -> int:
                 draft=arguments.draft,
                 draft_depth=arguments.draft_depth,
                 overlap=not arguments.no_overlap,
+                deterministic=arguments.deterministic,
                 buckets=buckets(arguments),
             )
         )

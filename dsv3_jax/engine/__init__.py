@@ -10,11 +10,14 @@ balancers.py        the shard of each request; pure Python
 page_allocator.py   cache pages and the prefix index; pure Python
 step_plan.py        requests and plans as the scheduler passes them on
 pool_layout.py      division of the pages over shards and devices
+swap_space.py       host memory for preempted requests in deterministic mode; pure Python
+draft_depth.py      drafts per step of one request; pure Python
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
 slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
+page_swap.py        copies of pages and slots between the device and the host
 executor.py         dispatch of plans, and their results
 grammar.py          which tokens of a request may come next, decided on the host
 prompt_logprobs.py  log-probabilities of prompt tokens

@@ -8,6 +8,7 @@ from typing import get_args
 
 from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.generation.sampling import SamplingMode
+from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Buckets:
     single_steps: bool = False
     """Whether a large step that prefills nothing has a program without the loop over decode steps,
     besides the one with it."""
+    single_shape: bool = False
+    """Whether every step runs the program of the largest sizes, with both parts even if one is
+    empty, and with every option that a request can ask for."""
 
     @classmethod
     def default(cls, max_running: int, *, platform: str, multiple: int = 1) -> Buckets:
@@ -71,6 +75,18 @@ class Buckets:
                     f" {getattr(self, name)}"
                 )
 
+    def single(self) -> Buckets:
+        """Returns the buckets with one shape for every step: all slots and the fewest chunks."""
+        return dataclasses.replace(
+            self,
+            decodes=self.decodes[-1:],
+            chunks=self.chunks[:1],
+            max_steps=1,
+            contexts=None,
+            single_steps=False,
+            single_shape=True,
+        )
+
     @property
     def large_decodes(self) -> tuple[int, ...]:
         """Numbers of decoding requests in a step that prefills: those of at least as many tokens as
@@ -107,6 +123,9 @@ class Buckets:
           steps: decode steps of the dispatch.
           shards: number of data-parallel shards.
         """
+        if self.single_shape:
+            decodes, chunks = self.decodes[-1], self.chunks[-1]
+            sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
         is_single = steps == 1 and self.single_steps and B in self.large_decodes

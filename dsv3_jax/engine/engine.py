@@ -19,16 +19,19 @@ from typing import Any, Literal
 import jax
 
 from dsv3_jax.engine.cache_size import pages_per_device
+from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.executor import Executor
 from dsv3_jax.engine.grammar import Grammar, GrammarTracker, check_grammars
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.page_swap import RequestCopier
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Buckets, Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
@@ -55,11 +58,16 @@ class Engine:
       prefix_cache: whether prompts reuse cache pages of earlier requests.
       draft: who drafts tokens for the model to verify, as in :meth:`Generator.generate`. A request
         can do without.
-      draft_depth: drafts per step.
+      draft_depth: drafts per step, or ``"auto"``: each request then drafts up to four, as many as
+        its own acceptance is worth.
       background: whether a thread of the engine's own runs the steps. Otherwise call :meth:`step`.
       overlap: whether a step is dispatched before the results of the step before it are read.
       buckets: sizes that programs are compiled for, on each shard.
       max_waiting: most requests in the waiting queue.
+      deterministic: whether a request's tokens and log-probabilities are the same to the last bit,
+        whatever else runs. Every step then runs one program, padded to all slots.
+      swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
+        None takes the size of the cache. It is allocated as it is used.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
@@ -76,11 +84,13 @@ class Engine:
         page_size: int = DEFAULT_PAGE_SIZE,
         prefix_cache: bool = True,
         draft: str | Drafter | None = None,
-        draft_depth: int = 1,
+        draft_depth: int | str = 1,
         background: bool = True,
         overlap: bool = True,
         buckets: Buckets | None = None,
         max_waiting: int = 4096,
+        deterministic: bool = False,
+        swap_tokens: int | None = None,
     ):
         _check_model(model)
         config = model.config
@@ -91,6 +101,10 @@ class Engine:
         check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
         self._drafter, self._depth = plan.drafter, plan.max_depth
+        self._is_depth_adaptive = len(plan.depths) > 1
+        self._is_deterministic = deterministic
+        if deterministic:
+            _check_deterministic(model, is_depth_adaptive=self._is_depth_adaptive)
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
         layout = model.layout
         shards, micro_batches = 1, 1
@@ -106,6 +120,9 @@ class Engine:
             max_running // shards, platform=platform, multiple=micro_batches
         )
         buckets.check(max_running // shards, micro_batches)
+        if deterministic:
+            buckets = buckets.single()
+        _check_swap_tokens(swap_tokens, deterministic=deterministic)
         self._tokenizer = tokenizer
         self._max_len = max_len
         self._reader = RequestReader(config, tokenizer, max_len)
@@ -133,14 +150,23 @@ class Engine:
                 chunk_tokens=buckets.chunk_tokens,
                 max_chunks=buckets.chunks[-1],
                 max_waiting=max_waiting,
+                aligned_prefixes=deterministic,
             ),
             pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
+            [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
+            if deterministic
+            else None,
         )
         requests: dict[ScheduledRequest, Request] = {}
         state = programs.empty_state(pool.num_pages)
-        # Without overlap, every launch is waited for at once.
         self._executor = Executor(
-            programs, state, pool, requests.get, background=background and overlap
+            programs,
+            state,
+            pool,
+            requests.get,
+            copier=RequestCopier(state) if deterministic else None,
+            # Without overlap, every launch is waited for at once.
+            background=background and overlap,
         )
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
         self._seeds = itertools.count()
@@ -231,8 +257,14 @@ class Engine:
         draft: bool,
     ) -> list[EngineRequest]:
         check_grammars(grammars)
+        if self._is_deterministic and any(r.prompt_logprobs is not None for r in requests):
+            raise ValueError(
+                "prompt_logprobs: expected None with deterministic=True; the log-probabilities of"
+                " prompts need another program"
+            )
         now = time.monotonic()
         drafter = self._drafter if draft and not grammars else None
+        is_adaptive = drafter is not None and self._is_depth_adaptive
         outputs = [
             RequestOutput(
                 EngineRequest(self.cancel),
@@ -241,6 +273,7 @@ class Engine:
                     tokens=list(request.prompt),
                     max_length=len(request.prompt) + request.max_new_tokens,
                     drafts=0 if drafter is None else self._depth,
+                    depth=DraftDepth(self._depth) if is_adaptive else None,
                     priority=priority,
                     arrival=now,
                     deadline=math.inf if timeout is None else now + timeout,
@@ -325,4 +358,30 @@ def _check_model(model: DeepSeekV3) -> None:
         raise ValueError(
             "model: expected a mesh of this process's devices, got one that spans processes; their"
             " schedulers would make different plans"
+        )
+
+
+def _check_deterministic(model: DeepSeekV3, *, is_depth_adaptive: bool) -> None:
+    """Raises ValueError for what does not give the same bits in any company, as far as we know."""
+    if is_depth_adaptive:
+        raise ValueError(
+            "draft_depth: expected a number with deterministic=True, got 'auto'; the depth depends"
+            " on when results are read, and rounding on the depth"
+        )
+    if model.layout is not None:
+        raise ValueError(
+            "deterministic: expected a model on one device, got one with a layout; the exchange"
+            " of tokens between devices has not been proved to keep every bit"
+        )
+
+
+def _check_swap_tokens(swap_tokens: int | None, *, deterministic: bool) -> None:
+    """Raises ValueError for a size of host memory that is out of range or would not be used."""
+    if swap_tokens is None:
+        return
+    check("swap_tokens", swap_tokens, "an integer of at least 0", numbers.Integral, 0)
+    if not deterministic:
+        raise ValueError(
+            f"swap_tokens: expected None without deterministic=True, got {swap_tokens};"
+            " other engines prefill preempted requests again"
         )

@@ -13,16 +13,47 @@ import numpy as np
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
+from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.prompt_logprobs import PromptLogprobs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
-from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.step_plan import (
+    Chunk,
+    ScheduledRequest,
+    ShardPlan,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+)
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.state import RUNNING
+
+
+class _Swaps(NamedTuple):
+    """Copies of requests between the device and the host, before a step."""
+
+    copier: RequestCopier
+    outs: list[tuple[SwapOut, SwappedRequest]]
+    ins: list[tuple[SwapIn, SwappedRequest]]
+
+    def run(self, state: SlotState) -> SlotState:
+        """Returns the state after the copies, in the order of the device's work."""
+        for out, swapped in self.outs:
+            swapped.saved = self.copier.save(state, out.slot, out.pages)
+        for back, swapped in self.ins:
+            pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
+            assert swapped.saved is not None
+            state = self.copier.restore(state, back.slot, pages, swapped.saved)
+        return state
+
+    def free_device(self) -> None:
+        """Moves the copies that were made to the host. It does not wait if the step is done."""
+        for _, swapped in self.outs:
+            swapped.free_device()
 
 
 class _Dispatched(NamedTuple):
@@ -30,6 +61,7 @@ class _Dispatched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
+    swaps: _Swaps | None
     output: Future[StepOutput]
 
 
@@ -73,6 +105,7 @@ class Executor:
 
     Args:
       settings_of: returns the settings of a scheduled request, or None if it has ended.
+      copier: copies preempted requests, if the scheduler has a swap space.
       background: whether a thread launches the programs, see :class:`Launcher`.
     """
 
@@ -83,6 +116,7 @@ class Executor:
         pool: PoolLayout,
         settings_of: Callable[[ScheduledRequest], Request | None],
         *,
+        copier: RequestCopier | None = None,
         background: bool = False,
     ):
         self.programs = programs
@@ -91,6 +125,8 @@ class Executor:
         self._pool = pool
         self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
+        self._copier = copier
+        self._swapped: dict[ScheduledRequest, SwappedRequest] = {}
 
     @property
     def steps_in_flight(self) -> int:
@@ -130,13 +166,14 @@ class Executor:
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
-        output = self._launcher.launch(functools.partial(self._launch, buffer, shape))
-        self._in_flight.append(_Dispatched(plan, shape, output))
+        swaps = self._swaps(plan)
+        output = self._launcher.launch(functools.partial(self._launch, buffer, shape, swaps))
+        self._in_flight.append(_Dispatched(plan, shape, swaps, output))
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request that
         decoded, whose prompt ended, or that asks for the log-probabilities of its prompt."""
-        plan, shape, future = self._in_flight.popleft()
+        plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name)
         results = []
@@ -152,6 +189,8 @@ class Executor:
                     results.append(result._replace(prompt=prompt))
                 elif prompt is not None:
                     results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
+        if swaps is not None:
+            swaps.free_device()
         return plan, results
 
     def _prompt(
@@ -167,14 +206,29 @@ class Executor:
         settings = self._settings_of(chunk.request)
         return settings is not None and settings.prompt_logprobs is not None
 
+    def forget(self, request: ScheduledRequest) -> None:
+        """Frees the host memory of a request that has ended."""
+        self._swapped.pop(request, None)
+
     def close(self) -> None:
         """Ends the thread that launches programs."""
         self._launcher.close()
 
+    def _swaps(self, plan: StepPlan) -> _Swaps | None:
+        """Returns the copies between device and host that come before a plan's step."""
+        if self._copier is None or not (plan.swap_outs or plan.swap_ins):
+            return None
+        outs = [(swap, SwappedRequest()) for swap in plan.swap_outs]
+        self._swapped |= {swap.request: swapped for swap, swapped in outs}
+        ins = [(swap, self._swapped.pop(swap.request)) for swap in plan.swap_ins]
+        return _Swaps(self._copier, outs, ins)
+
     def _launch(
-        self, buffer: np.ndarray, shape: StepShape, state: SlotState
+        self, buffer: np.ndarray, shape: StepShape, swaps: _Swaps | None, state: SlotState
     ) -> tuple[SlotState, StepOutput]:
         began = self.times.launches()
+        if swaps is not None:
+            state = swaps.run(state)
         state, output = self.programs(state, buffer, shape)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
@@ -189,7 +243,7 @@ class Executor:
             tables[...] = self._pool.unused_table(number, tables.shape[1])
         for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
             arrays.decode_slots[i] = slot
-            arrays.max_drafts[i] = request.drafts
+            arrays.max_drafts[i] = plan.drafts[i]
             self._fill_table(arrays.decode_tables[i], request)
         for i, chunk in enumerate(plan.chunks):
             arrays.chunk_slots[i] = chunk.slot

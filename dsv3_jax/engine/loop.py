@@ -45,6 +45,8 @@ class PlanExecutor(Protocol):
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
 
+    def forget(self, request: ScheduledRequest) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -306,6 +308,8 @@ class EngineLoop:
                 output.add_prompt(*result.prompt)
             for step in result.steps:
                 output.add(step, is_decode=result.is_decode)
+                if result.is_decode and (depth := result.request.depth) is not None:
+                    depth.observe(step.drafted, len(step.tokens) - 1)
             if result.finished != RUNNING or output.is_stopped:
                 return result.finished
             if output.grammar is not None and result.steps:
@@ -330,5 +334,6 @@ class EngineLoop:
     def _forget(self, request: ScheduledRequest) -> RequestOutput:
         output = self._outputs.pop(request)
         del self._settings[request]
+        self._executor.forget(request)
         del self._by_handle[output.handle]
         return output

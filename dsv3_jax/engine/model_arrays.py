@@ -25,26 +25,31 @@ class ModelArrays:
     treedef: Any
 
     @classmethod
-    def of(cls, model: DeepSeekV3) -> ModelArrays:
+    def of(cls, model: DeepSeekV3, *, whole_sequences: bool = False) -> ModelArrays:
         """Returns the arrays of a model.
 
         A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes with the shardings of its layout.
+
+        Args:
+          whole_sequences: see :meth:`DeepSeekV3.attend_to_whole_sequences`.
         """
         graph, state = nnx.split(model)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            return cls._shapes(graph, state)
-        graph, state = nnx.split(model.precompute_for_decode())
+            return cls._shapes(graph, state, whole_sequences)
+        graph, state = nnx.split(_prepared(model, whole_sequences))
         return cls(jax.tree.leaves(state), graph, jax.tree.structure(state))
 
     @classmethod
-    def _shapes(cls, graph: nnx.GraphDef[DeepSeekV3], state: nnx.State) -> ModelArrays:
+    def _shapes(
+        cls, graph: nnx.GraphDef[DeepSeekV3], state: nnx.State, whole_sequences: bool
+    ) -> ModelArrays:
         structure: Any = None
         shardings: list[Any] = []
 
         # The model is split inside, because outside it would take shapes for static attributes.
         def leaves(state: nnx.State) -> list[jax.Array]:
             nonlocal structure, shardings
-            model = nnx.merge(graph, state).precompute_for_decode()
+            model = _prepared(nnx.merge(graph, state), whole_sequences)
             split_graph, split_state = nnx.split(model)
             leaves, treedef = jax.tree.flatten(split_state)
             structure, shardings = (split_graph, treedef), [None] * len(leaves)
@@ -62,3 +67,11 @@ class ModelArrays:
     def model(self, leaves: list[jax.Array]) -> DeepSeekV3:
         """Returns the model with these arrays."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _prepared(model: DeepSeekV3, whole_sequences: bool) -> DeepSeekV3:
+    """Returns a copy of the model for decode steps."""
+    model = model.precompute_for_decode()
+    if whole_sequences:
+        model.attend_to_whole_sequences()
+    return model

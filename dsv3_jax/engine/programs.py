@@ -77,7 +77,7 @@ class Programs:
             self._buffer_sharding = None
         else:
             self._buffer_sharding = layout.sharding(("batch",) if shards > 1 else ())
-        arrays = ModelArrays.of(model)
+        arrays = ModelArrays.of(model, whole_sequences=buckets.single_shape)
         # The size of the cache depends on the memory that they leave.
         self._leaves = jax.block_until_ready(arrays.leaves)
         # The closure below keeps no arrays.
@@ -133,6 +133,8 @@ class Programs:
             num_top_logprobs=num_top_logprobs,
             shards=self._shards,
         )
+        if self.buckets.single_shape:
+            penalties = masks = True
         mask_words = self._mask_words if masks else 0
         return dataclasses.replace(
             shape, penalties=penalties, mask_words=mask_words, prompt_logprobs=prompt_logprobs
@@ -147,6 +149,8 @@ class Programs:
     def shapes(self) -> list[StepShape]:
         """Every shape that a step can have whose requests ask for no top log-probabilities and no
         adjustments."""
+        if self.buckets.single_shape:
+            return [self.shape(0, 0)]
         return self.buckets.shapes(
             max_len=self._max_len, max_pages=self._max_pages, shards=self._shards
         )

@@ -9,8 +9,9 @@ A step is planned in this order:
 
 1. Requests whose deadline has passed end, and so do cancelled ones.
 2. Every request whose prompt is cached decodes. If no page is left for it, the last request in the
-   order below is preempted: it gives its pages back and is prefilled again later. A request with
-   a grammar does so only when its newest token is known.
+   order below is preempted: it gives its pages back and is prefilled again later, or with a
+   :class:`SwapSpace` goes on from host memory. A request with a grammar decodes only when its
+   newest token is known.
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves.
@@ -35,7 +36,8 @@ from typing import Literal
 from dsv3_jax.engine.balancers import choose_shard, shard_load
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, StepPlan
+from dsv3_jax.engine.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
 """Reason for which the scheduler itself ended a request."""
@@ -60,6 +62,10 @@ class SchedulerConfig:
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
 
+    aligned_prefixes: bool = False
+    """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
+    no part of a chunk, and no tokens that were generated."""
+
     def __post_init__(self) -> None:
         for name in ("max_running", "chunk_tokens", "max_chunks", "max_waiting"):
             if (value := getattr(self, name)) < 1:
@@ -71,9 +77,16 @@ class Scheduler:
 
     Args:
       pages: the pages of each shard. All shards have equally many.
+      swaps: host memory of each shard for preempted requests, which come back to the same shard.
+        Without it they are prefilled again.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: Sequence[PageAllocator]):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: Sequence[PageAllocator],
+        swaps: Sequence[SwapSpace] | None = None,
+    ):
         self.config = config
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
@@ -82,10 +95,14 @@ class Scheduler:
                 config.max_running,
                 allocator,
                 chunk_tokens=config.chunk_tokens,
+                aligned_prefixes=config.aligned_prefixes,
+                swap=swap,
                 order=self._order,
                 requeue=self._enqueue,
             )
-            for number, allocator in enumerate(pages)
+            for number, (allocator, swap) in enumerate(
+                zip(pages, swaps or [None] * len(pages), strict=True)
+            )
         ]
         self.prefix_hit_tokens = 0
         self.prefix_queried_tokens = 0
@@ -157,7 +174,7 @@ class Scheduler:
         ended = self._end_overdue(now)
         decodes = [shard.plan_decodes() for shard in self.shards]
         chunks = [shard.plan_prefills(self.config.max_chunks) for shard in self.shards]
-        self._admit(chunks)
+        self._admit(decodes, chunks)
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
@@ -165,7 +182,8 @@ class Scheduler:
         if not any(chunks) and not is_serial:
             steps = self._decode_steps(decodes, max_decode_steps)
         plan = StepPlan(
-            tuple(ShardPlan.of(*each) for each in zip(decodes, chunks, strict=True)), steps
+            tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
+            steps,
         )
         for request in plan.decodes:
             request.decodes_in_flight += steps
@@ -213,6 +231,8 @@ class Scheduler:
             self._shard_of(request).end(request)
         request.phase = Phase.ENDED
         for shard in self.shards:
+            if shard.swap:
+                shard.swap.drop(request)
             shard.retire()
 
     def clear_prefix_cache(self) -> None:
@@ -225,6 +245,8 @@ class Scheduler:
         or if a queue contradicts a request's state."""
         for shard in self.shards:
             shard.check_integrity()
+            if shard.swap:
+                shard.swap.check_integrity(self.waiting)
         for request in self.waiting:
             assert request.phase is Phase.WAITING
             assert request.shard is request.slot is None, "a waiting request has a slot"
@@ -258,8 +280,10 @@ class Scheduler:
         retiring = [request for shard in self.shards for request in shard.retiring]
         return [request for request in retiring if request.phase is Phase.WAITING]
 
-    def _admit(self, chunks: list[list[Chunk]]) -> None:
-        """Admits waiting requests, and adds their chunks to those of each shard."""
+    def _admit(
+        self, decodes: Sequence[list[ScheduledRequest]], chunks: Sequence[list[Chunk]]
+    ) -> None:
+        """Admits waiting requests, and adds their work to that of each shard."""
         while self.waiting:
             request = self.waiting[0]
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
@@ -275,7 +299,12 @@ class Scheduler:
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)
-            chunks[shard.number] += shard.plan_chunks(request, rooms[shard.number])
+            if request.phase is Phase.DECODE:  # it comes back from host memory
+                # It may share pages that chunks of this step write. MTP entries are read before.
+                if not chunks[shard.number]:
+                    decodes[shard.number].append(request)
+                continue
+            chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
 
     def _choose_shard(
         self, request: ScheduledRequest, rooms: Sequence[int]
@@ -288,7 +317,11 @@ class Scheduler:
         """
         hits: dict[int, list[int]] = {}
 
+        home = [s.number for s in self.shards if s.swap and request in s.swap]
+
         def hit_with_room(number: int) -> int | None:
+            if home and number not in home:
+                return None
             hit = self.shards[number].hit_with_room(request) if rooms[number] else None
             if hit is None:
                 return None

@@ -8,10 +8,12 @@ whole cache, so that a page of another shard is noticed.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest
+from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, ShardPlan
+from dsv3_jax.engine.swap_space import SwapSpace
 
 
 class SchedulerShard:
@@ -21,6 +23,8 @@ class SchedulerShard:
       number: number of the shard.
       slots: number of slots.
       chunk_tokens: most tokens in a chunk.
+      aligned_prefixes: see :class:`dsv3_jax.engine.scheduler.SchedulerConfig`.
+      swap: host memory for preempted requests. Without it they are prefilled again.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
     """
@@ -32,6 +36,8 @@ class SchedulerShard:
         pages: PageAllocator,
         *,
         chunk_tokens: int,
+        aligned_prefixes: bool = False,
+        swap: SwapSpace | None = None,
         order: Callable[[ScheduledRequest], float],
         requeue: Callable[[ScheduledRequest], None],
     ):
@@ -43,7 +49,9 @@ class SchedulerShard:
         self.preemptions = 0
         self._num_slots = slots
         self._free_slots = list(reversed(range(slots)))
+        self.swap = swap
         self._chunk_tokens = chunk_tokens
+        self._aligned_prefixes = aligned_prefixes
         self._order = order
         self._requeue = requeue
 
@@ -55,9 +63,9 @@ class SchedulerShard:
     def hit_with_room(self, request: ScheduledRequest) -> list[int] | None:
         """Returns the cached pages that the request's tokens begin with, or None if the shard has
         no room for the request now. Nothing changes."""
-        if not self._free_slots:
+        if not self._free_slots or not self._can_be_swapped(request):
             return None
-        hit = self.pages.cached_prefix(request.tokens) if request.reuses_prefix else []
+        hit = self._cached_prefix(request)
         needed = self._pages_at_admission(request) - len(hit)
         # Pages that running requests will soon need are left to them.
         reserve = len(self.running)
@@ -71,10 +79,14 @@ class SchedulerShard:
         request.pages = [*hit, *pages]
         request.shard = self.number
         request.slot = self._free_slots.pop()
-        request.phase = Phase.PREFILL
-        request.is_slot_ready = False
-        request.computed = len(hit) * self.pages.page_size
-        request.published = len(hit)
+        if self.swap is not None and request in self.swap:
+            self.swap.take(request, request.slot, request.pages, len(hit))
+            request.phase = request.resumes_in
+        else:
+            request.phase = Phase.PREFILL
+            request.is_slot_ready = False
+            request.computed = len(hit) * self.pages.page_size
+            request.published = len(hit)
         bisect.insort(self.running, request, key=self._order)
 
     def plan_decodes(self) -> list[ScheduledRequest]:
@@ -117,6 +129,12 @@ class SchedulerShard:
         self._publish(request, request.computed)
         return chunks
 
+    def plan(self, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
+        """Returns the plan of a step, with the copies from and to host memory before it."""
+        if self.swap is None:
+            return ShardPlan.of(decodes, chunks)
+        return ShardPlan.of(decodes, chunks, *self.swap.planned())
+
     def missing_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> list[int]:
         """Returns how many more pages each request needs for ``steps`` decode steps."""
         return [self._missing_for(request, steps) for request in requests]
@@ -130,15 +148,18 @@ class SchedulerShard:
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
         """Indexes the pages that a decoding request has filled."""
+        if self._aligned_prefixes:
+            return  # a prefill would round the generated tokens otherwise
         # The newest token is not in the cache yet. With an MTP layer, neither are its entries of
         # the newest decode step.
         lag = 1 + self.pages.lookahead * (1 + request.drafts)
         self._publish(request, len(request.tokens) - lag)
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Gives up a running request. It is prefilled again later, generated tokens included,
-        unless a prefix cache still has them."""
+        """Gives up a running request. Without host memory it is prefilled again later, generated
+        tokens included, unless a prefix cache still has them."""
         self.running.remove(request)
+        request.resumes_in = request.phase
         request.phase = Phase.WAITING
         request.preemptions += 1
         self.preemptions += 1
@@ -154,10 +175,15 @@ class SchedulerShard:
         """Frees the slots and pages of retiring requests without steps in flight."""
         for request in [r for r in self.retiring if not r.steps_in_flight]:
             self.retiring.remove(request)
+            if self.swap is not None and request.phase is Phase.WAITING:
+                decodes = request.resumes_in is Phase.DECODE
+                written = self.pages.pages_for(len(request.tokens) if decodes else request.computed)
+                self.swap.put(request, _slot(request), request.pages[:written])
+            else:
+                request.computed = request.published = 0
             self.pages.release(request.pages)
             self._free_slots.append(_slot(request))
             request.pages, request.slot, request.shard = [], None, None
-            request.computed = request.published = 0
             if request.phase is Phase.WAITING:
                 self._requeue(request)
 
@@ -179,6 +205,25 @@ class SchedulerShard:
             assert request.computed <= room, "a request has written past its pages"
             most = self.pages.pages_for(request.max_length + request.drafts)
             assert len(request.pages) <= most, "a request has pages that it cannot fill"
+
+    def _cached_prefix(self, request: ScheduledRequest) -> list[int]:
+        """Returns the cached pages that a request can use in the place of its own."""
+        pages = self.pages.cached_prefix(request.tokens) if request.reuses_prefix else []
+        if self.swap is not None and request in self.swap:
+            # It has computed its later pages itself, perhaps in another way.
+            pages = pages[: request.published]
+        if self._aligned_prefixes:
+            unit = math.lcm(self._chunk_tokens, self.pages.page_size) // self.pages.page_size
+            pages = pages[: len(pages) // unit * unit]
+        return pages
+
+    def _can_be_swapped(self, request: ScheduledRequest) -> bool:
+        """Whether host memory has room if this request runs too."""
+        if self.swap is None or request in self.swap:
+            return True
+        started = [*self.running, *self.retiring, *self.swap.requests]
+        longest = [self.pages.pages_for(r.max_length + r.drafts) for r in (*started, request)]
+        return self.swap.has_room(self.pages.num_pages, longest)
 
     def _pages_at_admission(self, request: ScheduledRequest) -> int:
         return self.pages.pages_for(len(request.tokens) + 1 + request.drafts)

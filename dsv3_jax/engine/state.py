@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,13 @@ class SlotState:
     def num_slots(self) -> int:
         """R."""
         return self.tokens.shape[0]
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """The arrays, or trees of arrays, with one row for each slot."""
+        shared = ("pool", "routing_counts")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in shared]
+        return {name: getattr(self, name) for name in names}
 
     def admit(self, inputs: StepInput, rows: SlotRows) -> SlotState:
         """Returns the state in which the step's new requests have their slots."""

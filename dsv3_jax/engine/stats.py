@@ -47,7 +47,8 @@ class EngineStats:
     output_tokens: int
     """Tokens that were generated."""
     preemptions: int
-    """Requests that lost their pages to others and were prefilled again."""
+    """Requests that lost their pages to others. They were prefilled again, or in deterministic mode
+    moved to host memory."""
     compiled_after_warm_up: int
     """Programs that were compiled while requests were waiting."""
     steps: int

@@ -7,6 +7,9 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from dsv3_jax.engine.draft_depth import DraftDepth
 
 
 class Phase(enum.Enum):
@@ -20,7 +23,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first eight."""
+    """A request as the scheduler sees it. The scheduler writes all fields but the first nine."""
 
     tokens: list[int]
     """The prompt, then the generated tokens that the host has read."""
@@ -40,6 +43,8 @@ class ScheduledRequest:
     reuses_prefix: bool = True
     """Whether cached pages may take the place of its own. Log-probabilities of a prompt need its
     hidden states, which are not cached."""
+    depth: DraftDepth | None = None
+    """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
     phase: Phase = Phase.WAITING
     shard: int | None = None
@@ -58,6 +63,8 @@ class ScheduledRequest:
     published: int = 0
     """Number of its pages that are in the prefix index."""
     preemptions: int = 0
+    resumes_in: Phase = Phase.PREFILL
+    """Phase in which it goes on after host memory."""
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
@@ -93,6 +100,27 @@ class Chunk:
     """Whether the chunk ends the known tokens, so that the step samples the next one."""
 
 
+class SwapOut(NamedTuple):
+    """A copy of a preempted request to host memory."""
+
+    request: ScheduledRequest
+    slot: int
+    pages: tuple[int, ...]
+    """Pages to copy, in order. Other requests of the plan may already own them."""
+
+
+class SwapIn(NamedTuple):
+    """A copy of a preempted request back to the device."""
+
+    request: ScheduledRequest
+    slot: int
+    pages: tuple[int, ...]
+    """Pages that the copied ones go to, in order."""
+    shared: int
+    """Number of the first of these pages that hold the right contents already, since they are in
+    the prefix cache."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
     """The work of one dispatch on one data-parallel shard."""
@@ -100,16 +128,36 @@ class ShardPlan:
     decodes: tuple[ScheduledRequest, ...]
     slots: tuple[int, ...]
     """Slot of each request in ``decodes``."""
+    drafts: tuple[int, ...]
+    """Most drafts that each of them verifies in a step."""
     chunks: tuple[Chunk, ...]
+    swap_outs: tuple[SwapOut, ...] = ()
+    """Requests to copy to host memory before anything else."""
+    swap_ins: tuple[SwapIn, ...] = ()
+    """Requests to copy back, after that and before the step."""
 
     @classmethod
-    def of(cls, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
-        """Returns the plan with the slots that the requests have now."""
-        slots = []
+    def of(
+        cls,
+        decodes: Sequence[ScheduledRequest],
+        chunks: Sequence[Chunk],
+        swap_outs: Sequence[SwapOut] = (),
+        swap_ins: Sequence[SwapIn] = (),
+    ) -> ShardPlan:
+        """Returns the plan with the slots that the requests have now, and chooses their drafts."""
+        slots, drafts = [], []
         for request in decodes:
             assert request.slot is not None, "the request has no slot"
             slots.append(request.slot)
-        return cls(tuple(decodes), tuple(slots), tuple(chunks))
+            drafts.append(request.depth.choose() if request.depth else request.drafts)
+        return cls(
+            tuple(decodes),
+            tuple(slots),
+            tuple(drafts),
+            tuple(chunks),
+            tuple(swap_outs),
+            tuple(swap_ins),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +177,16 @@ class StepPlan:
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all shards."""
         return tuple(chunk for shard in self.shards for chunk in shard.chunks)
+
+    @functools.cached_property
+    def swap_outs(self) -> tuple[SwapOut, ...]:
+        """The copies to host memory of all shards."""
+        return tuple(swap for shard in self.shards for swap in shard.swap_outs)
+
+    @functools.cached_property
+    def swap_ins(self) -> tuple[SwapIn, ...]:
+        """The copies from host memory of all shards."""
+        return tuple(swap for shard in self.shards for swap in shard.swap_ins)
 
     @functools.cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:

@@ -38,7 +38,13 @@ from dsv3_jax.layers.paged_cache import (
 )
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
-from pallas_kernels import merge_attention, mla_decode, mla_prefill
+from pallas_kernels import (
+    merge_attention,
+    mla_decode,
+    mla_decode_whole_sequences,
+    mla_prefill,
+    target,
+)
 from sharding import Layout
 
 Form = Literal["expanded", "absorbed"]
@@ -146,6 +152,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.whole_sequences = False  # see DeepSeekV3.attend_to_whole_sequences
         self._absorbed: UpProjections | None = None
 
     def __call__(
@@ -295,13 +302,17 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         f32, scale = jnp.float32, self.config.softmax_scale
         w_uk, w_uv = self.up_projections(q_nope.dtype)
-        q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
-        q_latent = q_latent.astype(q_nope.dtype)
+        q_latent = _fold(q_nope, w_uk).astype(q_nope.dtype)
         tables, starts = cache.block_tables, cache.starts
         if shard.num_shards == 1:
             # Padded queries count too, so that query t sees exactly the t tokens before it.
             lengths = starts + q_nope.shape[1]
-            out, lse = mla_decode(q_latent, q_rope, pages, tables, lengths, scale=scale)
+            schedule = None
+            if self.whole_sequences:
+                schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
+            out, lse = mla_decode(
+                q_latent, q_rope, pages, tables, lengths, scale=scale, schedule=schedule
+            )
         else:
             out, lse = attend_local(
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
@@ -382,3 +393,14 @@ class MultiHeadLatentAttention(nnx.Module):
 
         # The first chunk of a prompt has no context, and then needs no float32 copy.
         return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)
+
+
+def _fold(
+    q_nope: Float[Array, "B T H N"], w_uk: Float[Array, "H N C"]
+) -> Float32[Array, "B T H C"]:
+    """Returns the queries multiplied by W_UK."""
+    f32 = jnp.float32
+    if q_nope.dtype == jnp.bfloat16 and target.platform() == "cpu":
+        # XLA's CPU compiler refuses this matmul in bfloat16 unless the matrix comes first.
+        return jnp.einsum("hnc,bthn->bthc", w_uk, q_nope, preferred_element_type=f32)
+    return jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)

@@ -61,7 +61,9 @@ def mla_decode(
         table's end is padding, and its result is undefined.
       scale: factor of the scores, ``(N + R)^-0.5`` times YaRN's correction.
       schedule: :func:`pallas_kernels.mla_decode_schedule` of these lengths, for the ``mosaic_gpu``
-        back-end. Computed here if missing; the other back-ends ignore it.
+        back-end, or :func:`pallas_kernels.mla_decode_whole_sequences`, with which a sequence's
+        result depends on no other sequence. Computed here if missing; the other back-ends ignore
+        it.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:

@@ -79,6 +79,29 @@ prologue and epilogue overlap with fetching the next one; measured, a cost of 2 
 (benchmarks/NOTES.md)."""
 
 
+def whole_sequences(lengths: Int[Array, " B"], *, max_pages: int) -> Schedule:
+    """Gives each sequence a partition of its own.
+
+    The result for a sequence then depends on no other one, to the last bit. With fewer long
+    sequences than multiprocessors it takes longer than :func:`schedule`, which splits them.
+
+    Args:
+      lengths, max_pages: as :func:`schedule` takes them.
+    """
+    i32 = jnp.int32
+    (B,) = lengths.shape
+    blocks = jnp.clip((lengths.astype(i32) + BLOCK - 1) // BLOCK, 1, max_pages)
+    sequence, zero = jnp.arange(B, dtype=i32), jnp.zeros(B, i32)
+    partition_entries = [sequence, sequence, zero, blocks]
+    sequence_entries = [blocks, zero + 1, -sequence, lengths.astype(i32)]
+    return Schedule(
+        table=jnp.concatenate(
+            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
+        ),
+        split_sequences=jnp.zeros((B, 4), i32),
+    )
+
+
 def schedule(
     lengths: Int[Array, " B"], *, max_pages: int, partitions: int, costs: Costs | None = None
 ) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
 import dsv3_jax
@@ -23,6 +24,15 @@ def tiny_mtp(tmp_path_factory) -> DeepSeekV3:
     config = tiny_config(num_hidden_layers=2)
     write_checkpoint(directory, config, random_tensors(config))
     return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="session")
+def bfloat16_mtp(tmp_path_factory) -> DeepSeekV3:
+    """The same model in bfloat16."""
+    directory = tmp_path_factory.mktemp("bfloat16_mtp")
+    config = tiny_config(num_hidden_layers=2)
+    write_checkpoint(directory, config, random_tensors(config))
+    return dsv3_jax.load(directory, dtype=jnp.bfloat16)[0]
 
 
 @pytest.fixture(scope="session")

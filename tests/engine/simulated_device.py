@@ -11,10 +11,15 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import deque
+from typing import Any
 
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.swap_space import SwapSpace
+
+Page = list[list[Any]]
+"""Entries of a page, of each array."""
 
 VOCABULARY = 7
 FIRST_PAGE = 10  # of the first shard
@@ -41,19 +46,31 @@ class Slot:
 
     request: ScheduledRequest
     tokens: list[int]
+    prompt_length: int = 0
     is_finished: bool = False
 
 
 class SimulatedDevice:
     """Runs plans in order. A request ends with the token ``stop``."""
 
-    def __init__(self, num_pages: int, page_size: int, stop: int | None = None, lookahead: int = 0):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        stop: int | None = None,
+        lookahead: int = 0,
+        aligned_chunks: int | None = None,
+    ):
+        self.aligned_chunks = aligned_chunks
         self.num_pages = num_pages  # of one shard
         self.page_size = page_size
         self.stop = stop
         self.lookahead = lookahead
         self.entries: dict[tuple[int, int], tuple[int, ...]] = {}
         self.mtp_entries: dict[tuple[int, int], tuple[int, ...]] = {}
+        # Begin of the chunk that an entry was computed in; -1 if a decode step computed it.
+        self.origins: dict[tuple[int, int], int] = {}
+        self.saved: dict[ScheduledRequest, tuple[Slot, list[Page]]] = {}
         self.slots: dict[tuple[int, int], Slot] = {}  # by shard and number
         self.tokens_computed = 0
 
@@ -68,22 +85,31 @@ class SimulatedDevice:
     def _run_shard(
         self, number: int, plan: ShardPlan, decode_steps: int, gained: dict, finished: set
     ) -> None:
-        for slot, request in zip(plan.slots, plan.decodes, strict=True):
+        for out in plan.swap_outs:
+            row = self.slots[number, out.slot]
+            self.saved[out.request] = (row, [self._read(page) for page in out.pages])
+        for back in plan.swap_ins:
+            self.slots[number, back.slot], pages = self.saved.pop(back.request)
+            for page, contents in list(zip(back.pages, pages, strict=True))[back.shared :]:
+                self._write(page, contents)
+        for slot, request, drafts in zip(plan.slots, plan.decodes, plan.drafts, strict=True):
+            assert drafts <= request.drafts
             row = self.slots[number, slot]
             self._check_owner(number, row, request)
             for _ in range(decode_steps):
                 if not row.is_finished:
-                    self._decode(row, request, gained)
+                    self._decode(row, request, drafts, gained)
             if row.is_finished:
                 finished.add(request)
         for chunk in plan.chunks:
             request = chunk.request
             if chunk.is_first:
-                self.slots[number, chunk.slot] = Slot(request, list(request.tokens))
+                tokens = list(request.tokens)
+                self.slots[number, chunk.slot] = Slot(request, tokens, len(tokens))
             row = self.slots[number, chunk.slot]
             self._check_owner(number, row, request)
             for position in range(chunk.start, chunk.start + chunk.count):
-                self._compute(row, request.pages, position)
+                self._compute(row, request.pages, position, chunk.start)
                 if position + 1 < len(row.tokens):
                     self._compute_mtp(row, request.pages, position)
             assert chunk.is_last == (chunk.start + chunk.count == len(row.tokens))
@@ -97,16 +123,18 @@ class SimulatedDevice:
         owners = {(page - FIRST_PAGE) // self.num_pages for page in request.pages}
         assert owners == {shard}, "a request has pages of another shard"
 
-    def _decode(self, row: Slot, request: ScheduledRequest, gained: dict) -> None:
+    def _decode(self, row: Slot, request: ScheduledRequest, drafts: int, gained: dict) -> None:
         """Verifies drafts. The number of accepted ones depends on the prefix."""
         prefix = tuple(row.tokens)
         last = len(prefix) - 1
         for position in range(max(last - 1 - request.drafts, 0), last):
             self._compute_mtp(row, request.pages, position)
-        accepted = zlib.crc32(repr((prefix, "accepted")).encode()) % (request.drafts + 1)
+        accepted = zlib.crc32(repr((prefix, "accepted")).encode()) % (drafts + 1)
+        if request.depth:
+            request.depth.observe(drafts, accepted)
         # Rejected drafts are written too, after the accepted ones.
         self._compute(row, request.pages, last)
-        for k in range(request.drafts):
+        for k in range(drafts):
             position = last + 1 + k
             key = (request.pages[position // self.page_size], position % self.page_size)
             self.entries[key] = (*prefix, *[-1] * (k + 1))
@@ -121,13 +149,35 @@ class SimulatedDevice:
         gained.setdefault(request, []).append(token)
         row.is_finished = token == self.stop or len(row.tokens) >= request.max_length
 
-    def _compute(self, row: Slot, pages: list[int], position: int) -> None:
+    @property
+    def _arrays(self) -> tuple[dict[tuple[int, int], Any], ...]:
+        return self.entries, self.mtp_entries, self.origins
+
+    def _read(self, page: int) -> Page:
+        """Returns the entries of a page."""
+        keys = [(page, offset) for offset in range(self.page_size)]
+        return [[array.get(key) for key in keys] for array in self._arrays]
+
+    def _write(self, page: int, contents: Page) -> None:
+        """Replaces the entries of a page."""
+        for array, entries in zip(self._arrays, contents, strict=True):
+            for offset, entry in enumerate(entries):
+                array.pop((page, offset), None)
+                if entry is not None:
+                    array[page, offset] = entry
+
+    def _compute(self, row: Slot, pages: list[int], position: int, chunk_start: int = -1) -> None:
         tokens = tuple(row.tokens)
         for earlier in range(position):
             key = (pages[earlier // self.page_size], earlier % self.page_size)
             assert self.entries[key] == tokens[: earlier + 1], "attention reads a wrong entry"
+            if self.aligned_chunks:
+                start = earlier // self.aligned_chunks * self.aligned_chunks
+                expected = start if earlier < row.prompt_length else -1
+                assert self.origins[key] == expected, "an entry was not computed as it is alone"
         key = (pages[position // self.page_size], position % self.page_size)
         self.entries[key] = tokens[: position + 1]
+        self.origins[key] = chunk_start
         self.tokens_computed += 1
 
     def _compute_mtp(self, row: Slot, pages: list[int], position: int) -> None:
@@ -159,6 +209,8 @@ class Simulation:
         stop: int | None = None,
         max_decode_steps: int = 1,
         shards: int = 1,
+        swap_pages: int | None = None,
+        aligned_prefixes: bool = False,
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
@@ -172,8 +224,11 @@ class Simulation:
             )
             for shard in range(shards)
         ]
-        self.scheduler = Scheduler(SchedulerConfig(**settings), pages)
-        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead)
+        swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
+        limits = SchedulerConfig(**settings, aligned_prefixes=aligned_prefixes)
+        self.scheduler = Scheduler(limits, pages, swaps)
+        aligned = settings["chunk_tokens"] if aligned_prefixes else None
+        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned)
         self.delay = delay
         self.max_decode_steps = max_decode_steps
         self.now = 0.0
@@ -185,6 +240,8 @@ class Simulation:
         """One turn of an engine's loop. Returns False if there was nothing to do."""
         plan, ended = self.scheduler.schedule(self.now, max_decode_steps=self.max_decode_steps)
         self.ended |= dict(ended)
+        for request, _ in ended:
+            self.device.saved.pop(request, None)
         if plan is not None:
             self.plans.append(plan)
             self.unread.append((plan, *self.device.run(plan)))
@@ -211,3 +268,6 @@ class Simulation:
         assert self.scheduler.is_idle, "requests are left"
         used = [shard.pages.used for shard in self.scheduler.shards]
         assert not any(used), "an idle engine holds pages"
+        swapped = [shard.swap.used for shard in self.scheduler.shards if shard.swap]
+        assert not any(swapped), "an idle engine holds host memory"
+        assert not self.device.saved, "host memory is lost"

@@ -24,6 +24,7 @@ ENGINES = {
     "plain": {},
     "mtp_few_pages": {"draft": "mtp", "draft_depth": 1, "cache_tokens": 16 * 9, "page_size": 16},
     "ngram": {"draft": "ngram", "draft_depth": 3},
+    "mtp_auto": {"draft": "mtp", "draft_depth": "auto"},
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import QueueFullError, Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import Phase, ScheduledRequest
@@ -74,6 +77,17 @@ class TestEveryRequestIsServed:
         for prompt, done in zip(before, requests, strict=True):
             assert done.tokens[len(prompt) :] == completion(prompt, done.max_length, STOP)
             assert simulation.ended[done] == "finished"
+
+    def test_with_a_depth_that_each_request_chooses(self):
+        simulation = Simulation(num_pages=30, lookahead=1, delay=2)
+        requests = [request(p, 40, drafts=3, depth=DraftDepth(3)) for p in prompts(3, 9)]
+        for each in requests:
+            simulation.scheduler.add(each)
+        simulation.run()
+        for each in requests:
+            assert each.tokens[9:] == completion(each.tokens[:9], 49)
+        drafts = {d for plan in simulation.plans for shard in plan.shards for d in shard.drafts}
+        assert len(drafts) > 1
 
     def test_in_the_order_of_arrival(self):
         simulation = Simulation(num_pages=100, max_running=1)
@@ -477,6 +491,8 @@ class TestRefusals:
 class RandomOperations(RuleBasedStateMachine):
     """Submits, cancels, times out and steps in any order, with few pages and late results."""
 
+    OPTIONS: ClassVar[dict] = {}
+
     @initialize(
         delay=st.integers(0, 2),
         drafts=st.integers(0, 2),
@@ -493,6 +509,7 @@ class RandomOperations(RuleBasedStateMachine):
             max_waiting=6,
             max_decode_steps=2,
             stop=STOP,
+            **self.OPTIONS,
         )
         self.drafts = drafts
         self.prompts: dict[ScheduledRequest, list[int]] = {}

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
-from pallas_kernels.mla_decode.schedule import schedule
+from pallas_kernels.mla_decode.schedule import schedule, whole_sequences
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 from tests.pallas_kernels.numerics import device
@@ -29,6 +29,26 @@ def kernel(partitions: int, config: Config | FewQueries | None = None):
             lengths,
             scale=scale,
             schedule=schedule(lengths, max_pages=block_tables.shape[1], partitions=partitions),
+            config=config,
+            interpret=INTERPRET,
+        )
+
+    return decode
+
+
+@functools.cache
+def kernel_of_whole_sequences(config: Config | FewQueries | None = None):
+    """The back-end with a partition for each sequence."""
+
+    def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
+        return mosaic_gpu.mla_decode(
+            q_latent,
+            q_rope,
+            pages,
+            block_tables,
+            lengths,
+            scale=scale,
+            schedule=whole_sequences(lengths, max_pages=block_tables.shape[1]),
             config=config,
             interpret=INTERPRET,
         )

@@ -14,7 +14,12 @@ from pallas_kernels.mla_decode.few_queries_plan import FewQueries, rings
 from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
-from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel, segments_of_sequences
+from tests.pallas_kernels.mla_decode_hopper_cases import (
+    HopperCases,
+    kernel,
+    kernel_of_whole_sequences,
+    segments_of_sequences,
+)
 from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, TOLERANCES, check
 
 
@@ -30,6 +35,17 @@ class TestMosaicGpu(HopperCases):
         (out, lse), (other_out, other_lse) = (run(each, kernel(3)) for each in (x, other))
         check(other_out[0], out[0], BFLOAT16_ROUNDING)
         check(np.ravel(other_lse[0]), np.ravel(lse[0]), TOLERANCES["float32"])
+
+    @pytest.mark.parametrize(
+        "config", [FewQueries(), pytest.param(Config(), marks=pytest.mark.slow)]
+    )
+    def test_whole_sequences_depend_on_no_other(self, config):
+        x = self.random((637, 300, 70), max_pages=10)
+        others = dataclasses.replace(x, lengths=(637, 70, 300))
+        whole = kernel_of_whole_sequences(config)
+        for ours, theirs in zip(run(x, whole), run(others, whole), strict=True):
+            np.testing.assert_array_equal(np.asarray(ours[0]), np.asarray(theirs[0]))
+        self.check(x, whole)
 
     # One tile of query rows, and two, which form a cluster.
     @pytest.mark.parametrize(

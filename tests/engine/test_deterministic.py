@@ -1,0 +1,250 @@
+"""deterministic=True: a request's results are the same to the last bit, whatever else runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine import Engine
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.launcher import Launcher
+from dsv3_jax.engine.page_swap import PageCopier, page_arrays
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.kv_cache import CacheSpec, PagePool
+from dsv3_jax.model import DeepSeekV3
+from sharding import make_layout
+from tests.engine.conftest import MAX_LEN
+from tests.support.checkpoints import tiny_config
+
+BUCKETS = Buckets(decodes=(4,), chunks=(2,), chunk_tokens=16, max_steps=3)
+CACHE_TOKENS = 16 * 16  # two of the longest requests
+SWAP_TOKENS = 16 * 64
+
+
+class Variant(NamedTuple):
+    """A way to serve the requests."""
+
+    options: dict
+    at_a_time: int = 100
+    in_reverse: bool = False
+
+
+VARIANTS = {
+    "two at a time": Variant({}, at_a_time=2),
+    "preempted": Variant({}),
+    "preempted, all else different": Variant(
+        {"overlap": False, "prefix_cache": False}, in_reverse=True
+    ),
+}
+
+
+def requests(count: int) -> list[tuple[list[int], dict]]:
+    """Greedy and sampled requests. Half of the prompts begin alike."""
+    random = np.random.default_rng(5)
+    shared = random.integers(2, 160, 70).tolist()
+    made = []
+    for i in range(count):
+        prompt = random.integers(2, 160, int(random.integers(30, 75))).tolist()
+        if i % 2:
+            common = int(random.integers(20, 70))
+            prompt[:common] = shared[:common]
+        settings = {
+            "max_new_tokens": int(random.integers(20, MAX_LEN - len(prompt))),
+            "ignore_eos": True,
+            "seed": i,
+            "temperature": [0.0, 0.8, 1.2][i % 3],
+            "top_p": 0.95,
+            "logprobs": i % 4,
+            "presence_penalty": [0.0, 0.5][i // 2 % 2],
+        }
+        made.append((prompt, settings))
+    return made
+
+
+class Served:
+    """A model, its compiled program, and what it gives each request alone."""
+
+    def __init__(self, model: DeepSeekV3, count: int, **options):
+        self.model = model
+        self.options = options
+        self.requests = requests(count)
+        self._programs: Programs | None = None
+        engine = self.engine()
+        engine.warm_up()
+        self._programs = engine._executor.programs
+        self.alone = {}
+        for i in range(count):
+            engine.clear_prefix_cache()
+            self.alone |= self.serve(engine, [i])
+        assert engine.stats().prefix_hit_tokens == engine.stats().preemptions == 0
+
+    def engine(self, **options) -> Engine:
+        """Returns an engine, which runs the program of the first one."""
+        engine = make(self.model, **self.options, **options)
+        if self._programs is not None:
+            engine._executor.programs = self._programs
+        return engine
+
+    def serve(self, engine: Engine, order: list[int]) -> dict[int, tuple]:
+        """Runs requests together. Returns their tokens and log-probabilities by number."""
+        handles = {i: engine.submit(self.requests[i][0], **self.requests[i][1]) for i in order}
+        while engine.step():
+            engine.check_integrity()
+        done = {i: handle.result(0) for i, handle in handles.items()}
+        return {i: (c.tokens, c.logprobs, c.top_logprobs) for i, c in done.items()}
+
+    def serve_all(self, engine: Engine, variant: Variant) -> dict[int, tuple]:
+        order = list(range(len(self.requests)))
+        order = order[::-1] if variant.in_reverse else order
+        got = {}
+        for begin in range(0, len(order), variant.at_a_time):
+            got |= self.serve(engine, order[begin : begin + variant.at_a_time])
+        return got
+
+    def check(self, name: str) -> None:
+        variant = VARIANTS[name]
+        engine = self.engine(**variant.options)
+        assert self.serve_all(engine, variant) == self.alone
+        stats = engine.stats()
+        assert (stats.prefix_hit_tokens > 0) == variant.options.get("prefix_cache", True)
+        assert (stats.preemptions > 0) == ("preempted" in name)
+        # Nothing was computed twice.
+        prompt_tokens = sum(len(prompt) for prompt, _ in self.requests)
+        assert stats.prompt_tokens == prompt_tokens - stats.prefix_hit_tokens
+        assert stats.cache_usage == 0.0
+        assert stats.compiled_after_warm_up == 0
+        assert not engine._executor._swapped
+
+
+def make(model: DeepSeekV3, *, deterministic: bool = True, **options) -> Engine:
+    defaults = {"max_running": 4, "page_size": 16, "cache_tokens": CACHE_TOKENS}
+    return Engine(
+        model,
+        None,
+        MAX_LEN,
+        buckets=BUCKETS,
+        deterministic=deterministic,
+        **(defaults | {"background": False} | options),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_mtp) -> Served:
+    return Served(tiny_mtp, 5, swap_tokens=SWAP_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def drafting(request, tiny_mtp, bfloat16_mtp) -> Served:
+    model = tiny_mtp if request.param == "float32" else bfloat16_mtp
+    return Served(model, 8, draft="mtp", draft_depth=2, swap_tokens=SWAP_TOKENS)
+
+
+class TestBits:
+    def test_without_drafts(self, plain):
+        assert len(plain.engine()._executor.programs.shapes) == 1
+        plain.check("preempted")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_with_drafts(self, drafting, name):
+        drafting.check(name)
+
+    @pytest.mark.slow
+    def test_differ_if_requests_are_prefilled_again(self, drafting):
+        """The tests above would notice it."""
+        engine = drafting.engine()
+        engine._loop._scheduler.shards[0].swap = None
+        got = drafting.serve_all(engine, VARIANTS["preempted"])
+        assert engine.stats().preemptions > 0
+        assert got != drafting.alone
+
+
+def test_a_launch_with_a_preemption_transfers_nothing_implicitly(plain, monkeypatch):
+    engine = plain.engine()
+    launch = Launcher._run
+
+    def guarded(*args):
+        with jax.transfer_guard("disallow"):
+            return launch(*args)
+
+    monkeypatch.setattr(Launcher, "_run", guarded)
+    plain.serve_all(engine, VARIANTS["preempted"])
+    assert engine.stats().preemptions > 0
+
+
+def test_a_cancelled_request_leaves_host_memory(plain):
+    engine = plain.engine()
+    handles = [engine.submit([i] * 40, max_new_tokens=70, ignore_eos=True) for i in range(2, 6)]
+    while not engine._executor._swapped:
+        assert engine.step()
+    for handle in handles:
+        handle.cancel()
+    while engine.step():
+        engine.check_integrity()
+    assert not engine._executor._swapped
+
+
+def test_an_engine_with_threads(plain):
+    with plain.engine(background=True) as engine:
+        handles = [engine.submit(prompt, **settings) for prompt, settings in plain.requests]
+        done = [handle.result(60) for handle in handles]
+    assert {i: (c.tokens, c.logprobs, c.top_logprobs) for i, c in enumerate(done)} == plain.alone
+    assert engine.stats().preemptions > 0
+
+
+class TestPageCopier:
+    def test_copies_any_pages(self):
+        # The tenth layer's name sorts before that of the third.
+        config = tiny_config(num_hidden_layers=11)
+        spec = CacheSpec.of_config(ModelConfig.from_hf(config), jnp.float32, mtp=True)
+        pool = PagePool.empty(spec, 12, page_size=4)
+        random = np.random.default_rng(0)
+        leaves, structure = jax.tree.flatten(pool)
+        filled = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in leaves]
+        pool = jax.tree.unflatten(structure, filled)
+        assert len(page_arrays(pool)) == 12
+        before = jax.device_get(page_arrays(pool))
+        copier = PageCopier(pool, pages_per_copy=2)
+        contents = jax.device_get(copier.gather(pool, [7, 2, 9]))
+        after = jax.device_get(page_arrays(copier.scatter(pool, [4, None, 0], contents)))
+        for name, x in before.items():
+            wanted = x.copy()
+            wanted[4], wanted[0] = x[7], x[9]
+            np.testing.assert_array_equal(after[name], wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_tokens": -1}, "swap_tokens: expected an integer of at least 0, got -1"),
+        (
+            {"draft": "mtp", "draft_depth": "auto"},
+            "draft_depth: expected a number with deterministic=True, got 'auto'",
+        ),
+        (
+            {"swap_tokens": 64, "deterministic": False},
+            "swap_tokens: expected None without deterministic=True, got 64",
+        ),
+    ],
+)
+def test_refusals(tiny_mtp, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(tiny_mtp, **options)
+
+
+def test_prompt_logprobs_are_refused(plain):
+    with pytest.raises(ValueError, match="prompt_logprobs: expected None with deterministic=True"):
+        plain.engine().submit([5], prompt_logprobs=1)
+
+
+def test_a_layout_is_refused(tiny_mtp):
+    model = nnx.clone(tiny_mtp)
+    model.lay_out(make_layout("tp_attention_ep", devices=jax.devices()[:4]))
+    with pytest.raises(ValueError, match="deterministic: expected a model on one device"):
+        make(model)
