@@ -25,7 +25,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
-from dsv3_jax.plan.estimate import model_shapes
+from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
 from sharding import Exchange
 
@@ -153,11 +153,11 @@ class Compared:
     kernels: int
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> Compared:
+    def of(cls, row: dict[str, Any], shards: ShardCache) -> Compared:
         names = [each.name for each in dataclasses.fields(Case) if each.name in row]
         case = Case(**{name: row[name] for name in names})
         deployment = case.deployment
-        shard = model_shapes(deployment).shard(deployment.layout)
+        shard = shards.of(deployment)
         use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, deployment)
         kernels = sum(row["kernels"].values()) if row["compiler_bytes"] else 0
         return cls(case, use.peak, row["compiler_bytes"], kernels)
@@ -189,6 +189,12 @@ def read(results: Path) -> list[dict[str, Any]]:
     """Reads the rows of a result file, in the order of CASES."""
     rows = {row["name"]: row for row in json.loads(results.read_text("utf-8"))["rows"]}
     return [rows[case.name] for case in CASES if case.name in rows]
+
+
+def compared_rows(results: Path) -> list[Compared]:
+    """Compares the rows of a result file with the formula."""
+    shards = ShardCache()
+    return [Compared.of(row, shards) for row in read(results)]
 
 
 def table(compared: list[Compared]) -> str:
@@ -235,7 +241,7 @@ def main() -> None:
     if parsed.page:
         before, _, rest = parsed.page.read_text("utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
-        compared = table([Compared.of(row) for row in read(parsed.results)])
+        compared = table(compared_rows(parsed.results))
         atomic_write(parsed.page, f"{before}{BEGIN}\n{compared}\n{END}{after}")
 
 

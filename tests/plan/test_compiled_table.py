@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow  # makes the shapes of whole models
 
 @pytest.fixture(scope="module")
 def compared():
-    rows = plan_compiled.read(ROOT / "benchmarks/results/plan_compiled.json")
-    return [plan_compiled.Compared.of(row) for row in rows]
+    return plan_compiled.compared_rows(ROOT / "benchmarks/results/plan_compiled.json")
 
 
 def test_the_formula_is_within_5_percent(compared):
