@@ -2,7 +2,8 @@
 
     python -m scripts.bench_engine --model moonlight-16b --traces chat prefixed --rates 8 24 \\
         --count 384 --out benchmarks/results/engine_h200.json
-    python -m scripts.bench_engine --model demo --scale 0.1
+    python -m scripts.bench_engine --model demo --scale 0.1 --picture timeline.png
+    python -m scripts.bench_engine --model demo --concurrency 16 --against-sequential
     python -m scripts.bench_engine --model moonlight-16b --count 48 --profile /tmp/trace
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
@@ -10,7 +11,11 @@ A model has published widths and random weights; ``demo`` is the trained checkpo
 All programs are compiled first, and an engine serves all replays, with an empty prefix cache at the
 beginning of each. The results are written after every replay: throughput and latencies, and how
 many steps of each shape ran for how long, with the share of the time in which no dispatch was in
-flight. ``--profile`` also records a trace, which has the device time of each kernel.
+flight. ``--picture`` draws a timeline of each replay. ``--profile`` also records a trace, which has
+the device time of each kernel.
+
+With ``--against-sequential`` there is no replay: the same requests are served ``--concurrency`` at
+a time and one after the other, alternately, and the result is the ratio of both throughputs.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,13 +36,20 @@ import jax.numpy as jnp
 
 import dsv3_jax
 from benchmarks.decode import machine, models
-from benchmarks.serving.replay import replay
+from benchmarks.serving.closed_loop import compare
+from benchmarks.serving.replay import Replay, replay
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.programs import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.traces import TRACES
+from dsv3_jax.viz.canvas import check_picture
+from dsv3_jax.viz.canvas import save as save_picture
+from dsv3_jax.viz.serving import timeline
 from pallas_kernels import target
+
+COMPARED_PROMPT, COMPARED_TOKENS = 48, 64
+"""Most prompt tokens, and new tokens, of the requests that are compared with sequential ones."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -48,8 +61,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="requests of a replay at a rate; default all")
     parser.add_argument("--offline-count", type=int, help="requests offline; default all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--max-len", type=int, default=5120)
+    parser.add_argument("--max-running", type=int, help="slots; default 256, or the concurrency")
+    parser.add_argument("--max-len", type=int, help="default 5120, or 256 against sequential")
     parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
     parser.add_argument("--chunks", nargs="+", type=int, help="buckets of prefill chunks")
@@ -62,8 +75,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
+    parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
+    parser.add_argument("--against-sequential", action="store_true")
+    parser.add_argument("--concurrency", type=int, default=16, help="clients at the same time")
+    parser.add_argument("--rounds", type=int, default=7, help="number of comparisons")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    compared = arguments.against_sequential
+    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 256)
+    arguments.max_len = arguments.max_len or (256 if compared else 5120)
+    if arguments.picture:
+        check_picture("--picture", arguments.picture)
+    return arguments
 
 
 def _depth(text: str) -> int | str:
@@ -103,6 +126,69 @@ def histogram(dispatches: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def against_sequential(
+    engine: Engine, arguments: argparse.Namespace, vocab_size: int
+) -> dict[str, Any]:
+    """Returns the throughput of concurrent requests and of the same requests in sequence."""
+    trace = TRACES["chat"]()
+    prompts = [trace.prompt(i, vocab_size) for i in range(2 * arguments.concurrency)]
+    return compare(
+        engine,
+        [prompt[:COMPARED_PROMPT] for prompt in prompts],
+        COMPARED_TOKENS,
+        concurrency=arguments.concurrency,
+        rounds=arguments.rounds,
+    ).summary()
+
+
+def replay_all(
+    engine: Engine, arguments: argparse.Namespace, vocab_size: int, result: dict[str, Any]
+) -> None:
+    """Replays every trace offline and at every rate, and adds the figures to ``result``."""
+    result["replays"] = []
+    for name in arguments.traces:
+        for rate in (None, *arguments.rates):
+            engine.clear_prefix_cache()
+            done = replay(
+                engine,
+                TRACES[name](),
+                rate=rate,
+                count=arguments.offline_count if rate is None else arguments.count,
+                vocab_size=vocab_size,
+                scale=arguments.scale,
+            )
+            entry = {"trace": name, "rate": rate, **done.summary()}
+            print(json.dumps(entry), file=sys.stderr)
+            print(histogram(entry["engine"]["dispatches"]), file=sys.stderr)
+            if arguments.picture:
+                draw(done, entry, arguments)
+            if arguments.timelines:
+                entry["timeline"] = done.timeline
+            result["replays"].append(entry)
+            save(result, arguments.out)
+
+
+def draw(done: Replay, entry: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Draws the timeline of a replay. If there are several, each picture has its own name."""
+    arrival = "all at once" if entry["rate"] is None else f"{entry['rate']:g} per second"
+    title = (
+        f"{arguments.model}, {entry['trace']} trace, {entry['requests']} requests {arrival}: "
+        f"{entry['output_tokens_per_second']:,.0f} output tokens/s, TTFT p50 "
+        f"{entry['ttft_ms']['p50']:,.0f} ms, TPOT p50 {entry['tpot_ms'].get('p50', 0):,.1f} ms"
+    )
+    path = arguments.picture
+    if len(arguments.traces) > 1 or arguments.rates:
+        rate = "offline" if entry["rate"] is None else f"{entry['rate']:g}"
+        path = path.with_stem(f"{path.stem}_{entry['trace']}_{rate}")
+    save_picture(timeline(done.timeline, title), path)
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    """Writes the results so far."""
+    if out:
+        atomic_write(out, json.dumps(result, indent=1) + "\n")
+
+
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
     began = time.perf_counter()
@@ -114,8 +200,9 @@ def main(words: Sequence[str]) -> int:
         "model": arguments.model,
         "weights": arguments.weights,
         "buckets": dataclasses.asdict(buckets(arguments)),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "load_s": round(loaded - began, 2),
-        "replays": [],
     }
     with contextlib.ExitStack() as running:
         engine = running.enter_context(
@@ -138,25 +225,11 @@ def main(words: Sequence[str]) -> int:
         )
         if arguments.profile:
             running.enter_context(jax.profiler.trace(str(arguments.profile)))
-        for name in arguments.traces:
-            for rate in (None, *arguments.rates):
-                engine.clear_prefix_cache()
-                done = replay(
-                    engine,
-                    TRACES[name](),
-                    rate=rate,
-                    count=arguments.offline_count if rate is None else arguments.count,
-                    vocab_size=model.config.vocab_size,
-                    scale=arguments.scale,
-                )
-                entry = {"trace": name, "rate": rate, **done.summary()}
-                print(json.dumps(entry), file=sys.stderr)
-                print(histogram(entry["engine"]["dispatches"]), file=sys.stderr)
-                if arguments.timelines:
-                    entry["timeline"] = done.timeline
-                result["replays"].append(entry)
-                if arguments.out:
-                    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+        if arguments.against_sequential:
+            result |= against_sequential(engine, arguments, model.config.vocab_size)
+            save(result, arguments.out)
+        else:
+            replay_all(engine, arguments, model.config.vocab_size, result)
     print(json.dumps(result))
     return 0
 

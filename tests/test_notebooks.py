@@ -14,7 +14,7 @@ MOST_SECONDS = 180  # per cell
 ids = [path.stem for path in NOTEBOOKS]
 
 
-def test_the_seven():
+def test_the_eight():
     assert ids == [
         "01_quickstart",
         "02_mla_two_ways",
@@ -23,6 +23,7 @@ def test_the_seven():
         "05_sharding",
         "06_capacity_and_cost",
         "07_convert_finetune_export",
+        "08_serving",
     ]
 
 

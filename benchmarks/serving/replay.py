@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.engine.timeline import Timeline
 from dsv3_jax.traces import Trace
 
 SAMPLE_SECONDS = 0.05  # between two entries of a timeline
@@ -23,7 +24,7 @@ class Replay:
     """From the first submission to the last token."""
     requests: list[EngineRequest]
     timeline: dict[str, list[float]]
-    """Samples of the engine's figures, by name; ``seconds`` since the start among them."""
+    """Samples of the engine's figures by name, see :class:`dsv3_jax.engine.timeline.Timeline`."""
     stats: dict[str, Any]
     """The engine's figures at the end."""
 
@@ -76,7 +77,7 @@ def replay(
     prompts = [trace.prompt(i, vocab_size) for i in range(len(chosen))]
     arrivals = [0.0 if rate is None else request.unit_arrival / rate for request in chosen]
     prompts = [prompt[: max(1, round(scale * len(prompt)))] for prompt in prompts]
-    timeline: dict[str, list[float]] = {}
+    timeline = Timeline()
     before = engine.stats()
     began = time.monotonic()
     next_sample = 0.0
@@ -92,28 +93,14 @@ def replay(
                 )
             )
         if now >= next_sample:
-            _sample(timeline, engine, now)
+            timeline.sample(engine.stats())
             next_sample = now + SAMPLE_SECONDS
         due = arrivals[len(requests)] if len(requests) < len(chosen) else next_sample
         time.sleep(min(max(due - (time.monotonic() - began), 0.0), SAMPLE_SECONDS))
+    timeline.sample(engine.stats())
     end = max(request.times.end for request in requests)
     stats = engine.stats().since(before)
-    return Replay(end - began, requests, timeline, stats.as_json())
-
-
-def _sample(timeline: dict[str, list[float]], engine: Engine, now: float) -> None:
-    stats = engine.stats()
-    entry = {
-        "seconds": round(now, 3),
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "cache_usage": round(stats.cache_usage, 4),
-        "steps": stats.steps,
-        "prompt_tokens": stats.prompt_tokens,
-        "output_tokens": stats.output_tokens,
-    }
-    for name, value in entry.items():
-        timeline.setdefault(name, []).append(value)
+    return Replay(end - began, requests, timeline.columns, stats.as_json())
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

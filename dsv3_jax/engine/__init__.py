@@ -25,6 +25,7 @@ output.py           tokens, text and log-probabilities on the host
 loop.py             the loop that connects them, and its thread
 engine.py           the public class: it builds the parts and reads settings
 stats.py            figures of a running engine
+timeline.py         samples of these figures over time
 =================== ===================================================================
 """
 

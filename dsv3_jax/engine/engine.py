@@ -11,7 +11,9 @@ import dataclasses
 import itertools
 import math
 import numbers
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -172,6 +174,8 @@ class Engine:
         self._seeds = itertools.count()
         if background:
             self._loop.start()
+            # An engine that nobody refers to finishes its requests, and then frees its memory.
+            weakref.finalize(self, _close_in_a_thread, self._loop).atexit = False
 
     def submit(
         self,
@@ -267,7 +271,7 @@ class Engine:
         is_adaptive = drafter is not None and self._is_depth_adaptive
         outputs = [
             RequestOutput(
-                EngineRequest(self.cancel),
+                EngineRequest(self._loop.cancel),
                 request,
                 ScheduledRequest(
                     tokens=list(request.prompt),
@@ -342,6 +346,11 @@ class Engine:
     ) -> Literal[False]:
         self.shutdown(drain=kind is None)
         return False
+
+
+def _close_in_a_thread(loop: EngineLoop) -> None:
+    """Closes a loop from a finalizer, which must not wait for a lock."""
+    threading.Thread(target=loop.close, name="dsv3-engine-close", daemon=True).start()
 
 
 def _check_model(model: DeepSeekV3) -> None:

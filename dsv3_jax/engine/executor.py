@@ -211,8 +211,11 @@ class Executor:
         self._swapped.pop(request, None)
 
     def close(self) -> None:
-        """Ends the thread that launches programs."""
+        """Ends the thread that launches programs, and frees the engine's memory on the device.
+        Nothing can be dispatched after it."""
         self._launcher.close()
+        self._in_flight.clear()
+        self._swapped.clear()
 
     def _swaps(self, plan: StepPlan) -> _Swaps | None:
         """Returns the copies between device and host that come before a plan's step."""

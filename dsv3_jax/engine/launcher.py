@@ -7,10 +7,13 @@ does not keep the engine from planning the next step and processing earlier resu
 
 from __future__ import annotations
 
-import concurrent.futures
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
 
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.state import SlotState
@@ -29,9 +32,15 @@ class Launcher:
     def __init__(self, state: SlotState, *, background: bool):
         self._state = state
         self._error: BaseException | None = None
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._is_closed = False
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         if background:
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, "dsv3-launcher")
+            # A daemon, unlike the threads of a pool: while the interpreter waits for threads that
+            # read results, the engine goes on. The engine's own thread ends this one.
+            self._thread = threading.Thread(target=self._work, name="dsv3-launcher", daemon=True)
+            self._thread.start()
 
     @property
     def state(self) -> SlotState:
@@ -43,27 +52,49 @@ class Launcher:
 
         The future has the result or the error. After an error the state may be lost, so all later
         launches fail.
+
+        Raises:
+          EngineError: the launcher is closed.
         """
-        if self._thread is not None:
-            return self._thread.submit(self._run, function)
+        if self._is_closed:
+            raise EngineError("launch: expected one before the shutdown")
         future: Future[_T] = Future()
-        try:
-            future.set_result(self._run(function))
-        except Exception as error:
-            future.set_exception(error)
+        if self._thread is None:
+            self._run(future, function)
+        else:
+            self._queue.put((future, function))
         return future
 
     def close(self) -> None:
-        """Ends the thread after the launch under way. Those behind it are cancelled."""
+        """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
+        it are cancelled."""
+        self._is_closed = True
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._queue.put(None)
+            self._thread.join()
+        for array in jax.tree.leaves(self._state):
+            if isinstance(array, jax.Array):
+                array.delete()
 
-    def _run(self, function: Callable[[SlotState], tuple[SlotState, _T]]) -> _T:
-        if self._error is not None:
-            raise EngineError("launch: an earlier one failed") from self._error
+    def _work(self) -> None:
+        """The body of the thread."""
+        while (launch := self._queue.get()) is not None:
+            self._run(*launch)
+
+    def _run(
+        self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]
+    ) -> None:
+        if self._is_closed:
+            future.cancel()
+            return
         try:
+            if self._error is not None:
+                raise EngineError("launch: an earlier one failed") from self._error
             self._state, result = function(self._state)
         except BaseException as error:
-            self._error = error
-            raise
-        return result
+            self._error = self._error or error
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(result)

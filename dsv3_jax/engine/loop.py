@@ -6,9 +6,13 @@ methods can be called from any thread.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
@@ -21,6 +25,8 @@ from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import NON_FINITE, RUNNING
+
+logger = logging.getLogger(__name__)
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for two."""
@@ -80,10 +86,13 @@ class EngineLoop:
         self._error: EngineError | None = None
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
+        self._stepping = threading.Lock()  # one step at a time
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts a thread that runs the steps."""
+        # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
+        atexit.register(self._stop)
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
 
@@ -123,11 +132,7 @@ class EngineLoop:
             raise ValueError(
                 "step: expected an engine with background=False, got one with a thread"
             )
-        try:
-            return self._step()
-        except BaseException as error:  # an interrupt may lose a plan or its results
-            self._fail(error)
-            raise
+        return self._guarded_step()
 
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
@@ -162,11 +167,14 @@ class EngineLoop:
             self._scheduler.clear_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if pages, slots or queues contradict each other."""
+        """Raises AssertionError if pages, slots, queues or handles contradict each other."""
         with self._changed:
             self._scheduler.check_integrity()
-            known = {*self._scheduler.waiting, *self._scheduler.running}
-            assert known <= set(self._outputs), "a scheduled request has no output"
+            known = set(self._scheduler.unfinished)
+            assert set(self._outputs) == known, "outputs are not those of scheduled requests"
+            assert set(self._settings) == known, "settings are not those of scheduled requests"
+            assert set(self._by_handle.values()) == known, "a handle has no request"
+            assert not any(handle.is_done for handle in self._by_handle), "a request has ended"
 
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Stops taking requests, and ends.
@@ -176,23 +184,27 @@ class EngineLoop:
             cancelled.
           timeout: seconds to wait for them. Those that are left are cancelled.
         """
-        with self._changed:
-            self._is_closed = True
-            if not drain:
-                self._cancel_all()
-            self._changed.notify_all()
+        self.close()
+        if not drain:
+            self._cancel_all()
         if self._thread is None:
             deadline = math.inf if timeout is None else time.monotonic() + timeout
             while self._error is None and self.step():
                 if time.monotonic() >= deadline:
                     self._cancel_all()
-            self._executor.close()
+            with self._stepping:
+                self._executor.close()
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            with self._changed:
-                self._cancel_all()
+            self._cancel_all()
             self._thread.join()
+
+    def close(self) -> None:
+        """Stops taking requests. The thread ends after those that it has."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -201,40 +213,54 @@ class EngineLoop:
             raise EngineError("engine: expected a running one, but it was shut down")
 
     def _cancel_all(self) -> None:
-        for scheduled in self._outputs:
-            self._scheduler.cancel(scheduled)
+        with self._changed:
+            for scheduled in self._outputs:
+                self._scheduler.cancel(scheduled)
+
+    def _stop(self) -> None:
+        """Ends the thread at the end of the interpreter."""
+        self.shutdown(drain=False)
 
     def _run(self) -> None:
         """The body of the engine's thread."""
-        while True:
-            try:
-                has_worked = self._step()
-            except Exception as error:
-                self._fail(error)
-                return
-            with self._changed:
-                if has_worked or self._outputs:
-                    continue
-                if self._is_closed:
-                    break
-                self._changed.wait_for(lambda: self._outputs or self._is_closed)
-        self._executor.close()
+        try:
+            while self._guarded_step() or self._wait_for_requests():
+                pass
+        except Exception:
+            logger.exception("the engine ends: a step failed")
+        finally:
+            self._executor.close()
+            atexit.unregister(self._stop)
+
+    def _wait_for_requests(self) -> bool:
+        """Waits while there are none. Returns False if there will never be one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outputs or self._is_closed)
+            return bool(self._outputs)
+
+    def _guarded_step(self) -> bool:
+        try:
+            with self._stepping:
+                return self._step()
+        except BaseException as error:
+            # An interrupted step, too, leaves the device in an unknown state.
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
-        self._executor.close()
         with self._changed:
             if self._error is not None:
                 return
-            self._error = EngineError(
-                f"engine: a step failed: {str(error) or type(error).__name__}"
-            )
-            self._error.__cause__ = error
+            self._error = _step_failed(error)
             for output in self._outputs.values():
-                output.handle.fail(self._error)
+                output.handle.fail(_step_failed(error))  # raising changes an error's traceback
             self._outputs.clear()
             self._settings.clear()
             self._by_handle.clear()
+            self._new_grammars.clear()
+            self._scheduler.end_all()
+        self._executor.close()
 
     def _step(self) -> bool:
         with self._changed:
@@ -255,7 +281,19 @@ class EngineLoop:
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:
             self._read()
-        return plan is not None or has_read or bool(ended)
+        if plan is not None or has_read or ended:
+            return True
+        with self._changed:
+            if not self._outputs:
+                self._check_idle()
+        return False
+
+    def _check_idle(self) -> None:
+        """Raises AssertionError if anything is left of requests that have ended."""
+        self._scheduler.check_idle()
+        assert not self._settings, "settings of an ended request are left"
+        assert not self._by_handle, "the handle of an ended request is left"
+        assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
 
     def _start_grammars(self) -> None:
         """Gets the first masks of new requests with grammars."""
@@ -293,13 +331,10 @@ class EngineLoop:
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)
-            for request in gained:
-                if request in self._outputs:
-                    self._outputs[request].stream()
 
     def _take(self, result: RequestResult) -> int | Exception | None:
-        """Adds a result to its request's output. Returns why the request is at its end: a value of
-        ``finished`` or an error of its own; None if it is not."""
+        """Adds a result to its request's output, and streams it. Returns why the request is at its
+        end: a value of ``finished`` or an error of its own; None if it is not."""
         output = self._outputs.get(result.request)
         if output is None:
             return None  # it has ended in the meantime
@@ -315,6 +350,7 @@ class EngineLoop:
             if output.grammar is not None and result.steps:
                 output.grammar.accept(result.tokens)
                 self._settings[result.request] = output.grammar.constrained()
+            output.stream()
         except Exception as error:  # a tokenizer's or a grammar's, which must not hurt others
             return error
         return None
@@ -323,13 +359,17 @@ class EngineLoop:
         output = self._forget(request)
         if isinstance(end, Exception):
             output.fail(end)
-        elif end == NON_FINITE and not output.is_stopped:
-            output.fail_non_finite()
-        else:
-            output.finish(end)
+            return
+        with _own_errors(output):
+            if end == NON_FINITE and not output.is_stopped:
+                output.fail_non_finite()
+            else:
+                output.finish(end)
 
     def _end(self, request: ScheduledRequest, reason: EndReason) -> None:
-        self._forget(request).end(reason)
+        output = self._forget(request)
+        with _own_errors(output):
+            output.end(reason)
 
     def _forget(self, request: ScheduledRequest) -> RequestOutput:
         output = self._outputs.pop(request)
@@ -337,3 +377,18 @@ class EngineLoop:
         self._executor.forget(request)
         del self._by_handle[output.handle]
         return output
+
+
+def _step_failed(error: BaseException) -> EngineError:
+    failed = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
+    failed.__cause__ = error
+    return failed
+
+
+@contextlib.contextmanager
+def _own_errors(output: RequestOutput) -> Iterator[None]:
+    """Ends a request with the error that its own text or settings raise, and hurts no other."""
+    try:
+        yield
+    except Exception as error:
+        output.fail(error)

@@ -59,7 +59,7 @@ class EngineRequest:
             if not self._changed.wait_for(lambda: self.is_done, timeout):
                 raise TimeoutError(f"request: expected its end within {timeout} s")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # otherwise it grows with every call
         assert self._completion is not None
         return self._completion
 
@@ -82,7 +82,7 @@ class EngineRequest:
                     self._changed.wait()
                 fresh = self._pieces[position:]
             if not fresh and self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)
             for piece in fresh:
                 yield piece
                 if piece.finish_reason is not None:
@@ -94,7 +94,8 @@ class EngineRequest:
         loop, arrived, position = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+            # An event loop that was closed in the meantime refuses: then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.set)
 
         with self._changed:
@@ -109,7 +110,7 @@ class EngineRequest:
                     arrived.clear()
                     continue
                 if not fresh and self._error is not None:
-                    raise self._error
+                    raise self._error.with_traceback(None)
                 for piece in fresh:
                     yield piece
                     if piece.finish_reason is not None:
@@ -144,6 +145,12 @@ class EngineRequest:
                 self._notify()
 
     def _notify(self) -> None:
+        if self.is_done:
+            self._cancel = _nothing_to_cancel  # a handle that is kept does not keep its engine
         self._changed.notify_all()
         for listener in self._listeners:
             listener()
+
+
+def _nothing_to_cancel(request: EngineRequest) -> None:
+    """Cancels a request that is at its end."""

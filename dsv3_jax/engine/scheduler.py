@@ -122,6 +122,11 @@ class Scheduler:
         """Whether no request waits, runs or has steps in flight."""
         return not self.waiting and not any(s.running or s.retiring for s in self.shards)
 
+    @property
+    def unfinished(self) -> list[ScheduledRequest]:
+        """The requests that are not at their end. Preempted ones with steps in flight come last."""
+        return [*self.waiting, *self.running, *self._preempted()]
+
     def add(self, *requests: ScheduledRequest) -> None:
         """Puts new requests into the waiting queue: all of them, or none if it raises.
 
@@ -240,6 +245,21 @@ class Scheduler:
         for shard in self.shards:
             shard.pages.clear()
 
+    def end_all(self) -> None:
+        """Ends every request and frees all slots and pages, for example because the device failed.
+        The results of steps in flight must not be reported any more."""
+        retiring = [request for shard in self.shards for request in shard.retiring]
+        for request in [*self.unfinished, *retiring]:
+            request.steps_in_flight = request.decodes_in_flight = 0
+            self.end(request)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if a slot or page is in use though no request is left. It counts
+        them, so that it takes about a microsecond."""
+        assert self.is_idle, "an idle engine has requests"
+        for shard in self.shards:
+            shard.check_idle()
+
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
         or if a queue contradicts a request's state."""
@@ -266,7 +286,7 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, EndReason]]:
         ended: list[tuple[ScheduledRequest, EndReason]] = []
-        for request in [*self.waiting, *self.running, *self._preempted()]:
+        for request in self.unfinished:
             if request.is_cancelled:
                 ended.append((request, "cancelled"))
             elif now >= request.deadline:

@@ -187,6 +187,12 @@ class SchedulerShard:
             if request.phase is Phase.WAITING:
                 self._requeue(request)
 
+    def check_idle(self) -> None:
+        """Raises AssertionError if a slot or page is in use though no request is left."""
+        assert self.pages.used == 0, "an idle engine holds pages"
+        assert len(self._free_slots) == self._num_slots, "an idle engine holds slots"
+        assert not (self.swap and self.swap.requests), "an idle engine holds host memory"
+
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost or owned twice, or if a list contradicts
         a request's state."""

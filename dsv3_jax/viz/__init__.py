@@ -10,6 +10,7 @@ Every function takes arrays and returns a matplotlib ``Figure``, which a noteboo
 - ``mesh``: shards of each device, and collectives.
 - ``bounds``, ``frontier``: lower bounds on time and upper bounds on throughput, from a plan.
 - ``training``, ``balance``: losses and expert load of training runs.
+- ``serving``: requests, tokens per step and cache use of an engine over time.
 - ``weights``: statistics of checkpoints.
 
 matplotlib is an extra: ``pip install 'dsv3-jax[plot]'``.

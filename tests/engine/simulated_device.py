@@ -9,6 +9,7 @@ wrong entry would also show as a wrong token.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections import deque
 from typing import Any
@@ -51,7 +52,8 @@ class Slot:
 
 
 class SimulatedDevice:
-    """Runs plans in order. A request ends with the token ``stop``."""
+    """Runs plans in order. A request ends with the token ``stop``, and without a token if its
+    prompt begins with ``broken``."""
 
     def __init__(
         self,
@@ -60,10 +62,12 @@ class SimulatedDevice:
         stop: int | None = None,
         lookahead: int = 0,
         aligned_chunks: int | None = None,
+        broken: int | None = None,
     ):
         self.aligned_chunks = aligned_chunks
         self.num_pages = num_pages  # of one shard
         self.page_size = page_size
+        self.broken = broken
         self.stop = stop
         self.lookahead = lookahead
         self.entries: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -75,8 +79,9 @@ class SimulatedDevice:
         self.tokens_computed = 0
 
     def run(self, plan: StepPlan) -> tuple[dict, set]:
-        """Returns the tokens that each request gained, and the requests that are finished."""
-        gained: dict[ScheduledRequest, list[int]] = {}
+        """Returns the tokens that each request gained, step by step, and the requests that are
+        finished."""
+        gained: dict[ScheduledRequest, list[list[int]]] = {}
         finished: set[ScheduledRequest] = set()
         for number, shard in enumerate(plan.shards):
             self._run_shard(number, shard, plan.decode_steps, gained, finished)
@@ -114,6 +119,7 @@ class SimulatedDevice:
                     self._compute_mtp(row, request.pages, position)
             assert chunk.is_last == (chunk.start + chunk.count == len(row.tokens))
             if chunk.is_last:
+                gained.setdefault(request, []).append([])
                 self._append(row, request, next_token(tuple(row.tokens)), gained)
                 if row.is_finished:
                     finished.add(request)
@@ -138,6 +144,7 @@ class SimulatedDevice:
             position = last + 1 + k
             key = (request.pages[position // self.page_size], position % self.page_size)
             self.entries[key] = (*prefix, *[-1] * (k + 1))
+        gained.setdefault(request, []).append([])
         for _ in range(accepted + 1):
             if row.is_finished:
                 break
@@ -145,8 +152,11 @@ class SimulatedDevice:
             self._append(row, request, next_token(tuple(row.tokens)), gained)
 
     def _append(self, row: Slot, request: ScheduledRequest, token: int, gained: dict) -> None:
+        if row.tokens[0] == self.broken:
+            row.is_finished = True
+            return
         row.tokens.append(token)
-        gained.setdefault(request, []).append(token)
+        gained[request][-1].append(token)
         row.is_finished = token == self.stop or len(row.tokens) >= request.max_length
 
     @property
@@ -257,7 +267,8 @@ class Simulation:
         self.ended |= dict.fromkeys(
             (r for r in finished if r not in self.ended and r.phase.value != "ended"), "finished"
         )
-        self.scheduler.report(plan, gained, finished)
+        tokens = {request: list(itertools.chain(*steps)) for request, steps in gained.items()}
+        self.scheduler.report(plan, tokens, finished)
         self.scheduler.check_integrity()
 
     def run(self, most: int = 10_000) -> None:

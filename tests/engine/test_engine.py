@@ -18,6 +18,7 @@ from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.generator import Generator
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
+from tests.engine.test_loop import consume, in_threads
 
 # test_random_trace.py has the others.
 ENGINES = {
@@ -300,15 +301,46 @@ class TestThread:
         engine.shutdown(drain=False)
         assert "cancelled" in {request.result(0).finish_reason for request in requests}
 
-    def test_an_error_of_the_device_reaches_every_request(self, tiny_mtp, monkeypatch):
+    @pytest.mark.parametrize("name", ["dispatch", pytest.param("wait", marks=pytest.mark.slow)])
+    def test_an_error_of_the_device_reaches_every_request(self, tiny_mtp, monkeypatch, name):
         engine = make(tiny_mtp, background=True)
-        monkeypatch.setattr(engine._executor, "dispatch", lambda plan: 1 / 0)
-        request = engine.submit([5, 6, 7])
-        with pytest.raises(EngineError, match="a step failed: division by zero"):
-            request.result(30)
+        monkeypatch.setattr(engine._executor, name, lambda *plan: 1 / 0)
+        requests = [engine.submit([5, 6, i]) for i in range(3)]
+        for request in requests:
+            with pytest.raises(EngineError, match="a step failed: division by zero"):
+                request.result(60)
         with pytest.raises(EngineError, match="a step failed"):
             engine.submit([5])
         engine.shutdown()
+        engine.check_integrity()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
+
+    @pytest.mark.slow
+    def test_eight_threads_read_in_three_ways(self, served, expected):
+        def work(thread: int) -> None:
+            for i in range(thread, 20, 8):
+                request = submit(served, trace()[i])
+                assert consume(request, i) == expected["greedy"][i].tokens
+                other = submit(served, trace()[i])
+                other.cancel()
+                tokens = consume(other, i + 1)
+                assert tokens == expected["greedy"][i].tokens[: len(tokens)]
+                served.check_integrity()
+
+        in_threads(work)
+
+    @pytest.mark.slow
+    def test_an_engine_that_nobody_refers_to_finishes_and_frees_its_memory(self, tiny_mtp):
+        engine = make(tiny_mtp, background=True)
+        thread, arrays = engine._loop._thread, jax.tree.leaves(engine._executor._launcher.state)
+        request = engine.submit([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+        del engine
+        assert len(request.result(60).tokens) == 20
+        thread.join(60)
+        assert not thread.is_alive()
+        assert all(array.is_deleted() for array in arrays)
+        assert request.result(0).finish_reason == "length"
 
 
 def test_a_broken_request_hurts_no_other(tiny_mtp):
@@ -379,9 +411,14 @@ class TestChaos:
         for _ in range(self.OPERATIONS):
             operation = random.choice(["submit", "cancel", "step", "step", "evict"])
             if operation == "submit":
-                timeout = float(random.choice([0.0, 0.05, 60.0]))
+                settings = {
+                    "timeout": float(random.choice([0.0, 0.05, 60.0])),
+                    "priority": int(random.integers(-1, 2)),
+                    "draft": bool(random.integers(2)),
+                    "stop_tokens": random.integers(2, 160, int(random.integers(3))).tolist(),
+                }
                 try:
-                    handle = submit(engine, requests[submitted], timeout=timeout)
+                    handle = submit(engine, requests[submitted], **settings)
                 except QueueFullError:
                     continue
                 open_handles.append(handle)
@@ -396,7 +433,8 @@ class TestChaos:
         run(engine)
         assert all(handle.is_done for handle in open_handles)
         assert engine.stats().cache_usage == 0.0
-        assert {handle.result(0).finish_reason for handle in open_handles} >= {"timeout", "length"}
+        reasons = {handle.result(0).finish_reason for handle in open_handles}
+        assert reasons == {"timeout", "length", "cancelled", "stop"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,130 @@
+"""Plots of a serving engine at work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsv3_jax.viz.canvas import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_RUNNING, _WAITING, _PROMPT, _OUTPUT, _CACHE, _PREEMPTED = (
+    "#4477aa",
+    "#ddaa33",
+    "#88ccee",
+    "#225588",
+    "#999999",
+    "#bb3333",
+)
+_MAX_INTERVALS = 240  # in a picture; more samples are averaged
+
+
+def timeline(columns: Mapping[str, Sequence[float]], title: str = "") -> Figure:
+    """Plots requests, tokens per step and cache use over time.
+
+    The upper part shows running requests, and waiting ones above them. The middle part shows the
+    tokens of a mean step: prompt tokens and generated ones. The lower part shows the share of the
+    cache that requests use, and a triangle for each interval with preemptions, with their number.
+
+    Args:
+      columns: samples of an engine, as ``Timeline.columns`` of :mod:`dsv3_jax.engine.timeline`.
+        There are at least two.
+
+    Raises:
+      ValueError: there are fewer than two samples.
+    """
+    samples = {name: np.asarray(values, float) for name, values in columns.items()}
+    count = len(samples["seconds"])
+    if count < 2:
+        raise ValueError(f"columns: expected at least two samples, got {count}")
+    figure = new_figure(9, 6)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[1.1, 1.1, 1])
+    seconds = samples["seconds"]
+    _draw_requests(top, seconds, samples["running"], samples["waiting"])
+    keep = _interval_ends(samples["steps"], samples["running"])
+    totals = {name: samples[name][keep] for name in ("steps", "prompt_tokens", "output_tokens")}
+    _draw_tokens(middle, seconds[keep], **totals)
+    _draw_cache(bottom, seconds, samples["cache_usage"], samples["preemptions"])
+    bottom.set(xlabel="time (s)", xlim=(seconds[0], seconds[-1]))
+    for axes in (top, middle, bottom):
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _interval_ends(steps: np.ndarray, running: np.ndarray) -> np.ndarray:
+    """Returns the samples between which tokens are averaged: in each interval a step has ended, or
+    nothing runs."""
+    ends = np.append(True, (np.diff(steps) > 0) | (running[1:] == 0))
+    ends[-1] = True
+    indices = np.flatnonzero(ends)
+    few = np.linspace(0, len(indices) - 1, min(len(indices), _MAX_INTERVALS + 1)).astype(int)
+    return indices[np.unique(few)]
+
+
+def _draw_requests(
+    axes: Axes, seconds: np.ndarray, running: np.ndarray, waiting: np.ndarray
+) -> None:
+    axes.stackplot(
+        seconds,
+        running,
+        waiting,
+        labels=("running", "waiting"),
+        colors=(_RUNNING, _WAITING),
+        step="post",
+    )
+    axes.set(ylabel="requests")
+    _legend(axes)
+
+
+def _draw_tokens(
+    axes: Axes,
+    seconds: np.ndarray,
+    steps: np.ndarray,
+    prompt_tokens: np.ndarray,
+    output_tokens: np.ndarray,
+) -> None:
+    """Draws the mean tokens of the steps that ended in each interval."""
+    count = np.diff(steps)
+    per_step = [
+        np.divide(np.diff(total), count, out=np.zeros(len(count)), where=count > 0)
+        for total in (output_tokens, prompt_tokens)
+    ]
+    axes.stairs(per_step[0], seconds, fill=True, color=_OUTPUT, label="generated")
+    axes.stairs(
+        per_step[0] + per_step[1],
+        seconds,
+        baseline=per_step[0],
+        fill=True,
+        color=_PROMPT,
+        label="prompt",
+    )
+    axes.set(ylabel="tokens per step", ylim=(0, None))
+    _legend(axes)
+
+
+def _draw_cache(
+    axes: Axes, seconds: np.ndarray, usage: np.ndarray, preemptions: np.ndarray
+) -> None:
+    axes.fill_between(seconds, 100 * usage, step="post", color=_CACHE, alpha=0.6, label="in use")
+    axes.set(ylabel="cache (%)", ylim=(0, 118), yticks=(0, 25, 50, 75, 100))
+    new = np.diff(preemptions)
+    if new.any():
+        at = seconds[1:][new > 0]
+        height = np.full(len(at), 107)
+        label = f"preemptions ({int(new.sum())})"
+        axes.plot(at, height, "v", color=_PREEMPTED, ms=5, label=label, clip_on=False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Puts the legend next to the axes, where it hides no data."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9)

@@ -1,0 +1,251 @@
+"""The engine's loop: its thread, its ends, and errors of one request or of the device."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
+from dsv3_jax.engine.errors import RequestError
+from tests.engine.simulated_device import VOCABULARY
+from tests.engine.simulated_engine import SimulatedEngine, Submitted
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+THREADS = 8
+SECONDS = 30
+"""Most seconds that anything here waits before the test fails."""
+
+
+def make(**changes) -> SimulatedEngine:
+    options = {
+        "num_pages": 24,
+        "max_waiting": 100,
+        "drafts": 1,
+        "background": True,
+        "latency": lambda: 0.0003,
+    }
+    return SimulatedEngine(**(options | changes))
+
+
+def submit(engine: SimulatedEngine, number: int, new: int = 12, **settings) -> Submitted:
+    return engine.submit([number % VOCABULARY, 5, 5, 5, 5, number % 4], new, **settings)
+
+
+def consume(handle: EngineRequest, number: int) -> list[int]:
+    """Returns a request's tokens by one of the three ways to get them."""
+    if number % 3 == 0:
+        return handle.result(SECONDS).tokens
+    if number % 3 == 1:
+        return [token for piece in handle for token in piece.tokens]
+
+    async def collect() -> list[int]:
+        return [token async for piece in handle for token in piece.tokens]
+
+    return asyncio.run(asyncio.wait_for(collect(), SECONDS))
+
+
+def in_threads(work, count: int = THREADS) -> list:
+    """Runs ``work(i)`` in threads at the same time."""
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, i) for i in range(count)]
+        return [future.result(SECONDS) for future in futures]
+
+
+def test_eight_threads_submit_cancel_and_read():
+    engine = make()
+
+    def work(thread: int) -> None:
+        random = np.random.default_rng(thread)
+        for i in range(12):
+            one = submit(engine, thread + 8 * i, int(random.integers(1, 16)))
+            is_cancelled = random.random() < 0.25
+            if is_cancelled:
+                threading.Thread(target=one.handle.cancel).start()
+            tokens = consume(one.handle, thread + i)
+            assert tokens == one.expected[: len(tokens)]
+            assert is_cancelled or tokens == one.expected
+            engine.loop.check_integrity()
+            engine.loop.stats()
+
+    in_threads(work)
+    engine.loop.shutdown(timeout=SECONDS)
+    engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("name", ["dispatch", "wait"])
+def test_an_error_of_the_device_ends_every_request(name):
+    engine = make()
+    handles: list[EngineRequest] = []
+
+    def submit_on_and_on(thread: int) -> None:
+        for i in range(100_000):
+            try:
+                handles.append(submit(engine, thread + 8 * i).handle)
+            except QueueFullError:
+                time.sleep(0.001)
+            if thread == 0 and i == 20:
+                engine.executor.fails_at = name
+
+    def work(thread: int) -> None:
+        with pytest.raises(EngineError, match=f"a step failed: the device failed in {name}"):
+            submit_on_and_on(thread)
+
+    in_threads(work)
+    engine.loop.shutdown(timeout=SECONDS)
+    ends = [handle_error(handle) for handle in handles]
+    assert sum(isinstance(end, EngineError) for end in ends) > 1
+    assert len({id(end) for end in ends if end}) == sum(end is not None for end in ends)
+    engine.loop.check_integrity()
+    engine.scheduler.check_idle()
+    assert engine.executor.is_closed
+
+
+def handle_error(handle: EngineRequest) -> Exception | None:
+    """Returns the error that a request ended with, or None if it has a completion."""
+    assert handle.is_done
+    try:
+        handle.result(0)
+    except EngineError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("drain", "timeout", "reasons"),
+    [
+        (True, None, {"length"}),
+        (True, 0.02, {"length", "cancelled"}),
+        (False, None, {"length", "cancelled"}),
+    ],
+)
+@pytest.mark.parametrize("background", [True, False])
+def test_shutdown_from_any_thread(drain, timeout, reasons, background):
+    engine = make(background=background, stop=None, latency=lambda: 0.001)
+    requests = [submit(engine, i, 40) for i in range(12)]
+    in_threads(lambda _: engine.loop.shutdown(drain=drain, timeout=timeout), 3)
+    got = {request.handle.result(0).finish_reason for request in requests}
+    assert got <= reasons
+    assert "cancelled" in got or "cancelled" not in reasons
+    with pytest.raises(EngineError, match="shut down"):
+        submit(engine, 0)
+    engine.scheduler.check_idle()
+    assert engine.executor.is_closed
+    engine.loop.shutdown()  # again
+
+
+class TestConsumers:
+    def test_one_that_raises(self):
+        engine = make()
+        one, other = submit(engine, 1), submit(engine, 2)
+        with pytest.raises(ZeroDivisionError):
+            next(piece for piece in one.handle if 1 / 0)
+        assert other.handle.result(SECONDS).tokens == other.expected
+        assert one.handle.result(SECONDS).tokens == one.expected
+        engine.loop.shutdown()
+
+    def test_one_whose_event_loop_is_closed(self):
+        engine = make(background=False)
+        one, other = submit(engine, 1), submit(engine, 2)
+        pieces = aiter(one.handle)
+        loop = asyncio.new_event_loop()
+        reader = loop.create_task(anext(pieces))
+        loop.run_until_complete(asyncio.sleep(0))
+        while not one.handle._listeners:
+            loop.run_until_complete(asyncio.sleep(0))
+        reader._log_destroy_pending = False
+        loop.close()
+        engine.loop.shutdown()
+        assert other.handle.result(0).tokens == other.expected
+        assert one.handle.result(0).tokens == one.expected
+
+    def test_text_that_cannot_be_decoded_ends_its_request_alone(self):
+        engine = make(undecodable=4, background=False, stop=None)
+        requests = [submit(engine, i) for i in range(14)]
+        engine.loop.shutdown()
+        failed = [one for one in requests if 4 in one.expected]
+        assert 0 < len(failed) < len(requests)
+        for one in requests:
+            if one in failed:
+                with pytest.raises(RequestError, match="expected letters"):
+                    one.handle.result(0)
+            else:
+                assert one.handle.result(0).tokens == one.expected
+        engine.scheduler.check_idle()
+
+    def test_reading_an_error_again_does_not_lengthen_its_traceback(self):
+        engine = make(background=False)
+        one = submit(engine, 1)
+        engine.executor.fails_at = "wait"
+        with pytest.raises(Exception, match="the device failed"):
+            engine.loop.shutdown()
+        depths = set()
+        for _ in range(3):
+            with pytest.raises(EngineError) as error:
+                one.handle.result(0)
+            depths.add(len(error.traceback))
+        assert len(depths) == 1
+
+
+class TestIdleCheck:
+    def test_notices_a_leaked_page(self):
+        engine = make(background=False)
+        assert not engine.loop.step()
+        engine.scheduler.shards[0].pages.allocate(1)
+        with pytest.raises(AssertionError, match="an idle engine holds pages"):
+            engine.loop.step()
+        with pytest.raises(EngineError, match="an idle engine holds pages"):
+            submit(engine, 1)
+
+    def test_runs_in_the_thread(self):
+        engine = make()
+        engine.scheduler.shards[0].pages.allocate(1)
+        one = submit(engine, 1)
+        assert one.handle.result(SECONDS).tokens == one.expected
+        engine.loop._thread.join(SECONDS)
+        with pytest.raises(EngineError, match="an idle engine holds pages"):
+            submit(engine, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["pass", "raise ValueError('own')"])
+def test_an_interpreter_with_a_running_engine_ends(tmp_path, ending):
+    """A thread inside XLA must not abort the process, nor keep it alive."""
+    config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    write_checkpoint(tmp_path, config, random_tensors(config))
+    program = textwrap.dedent(
+        f"""
+        import dsv3_jax
+        from tests.engine.conftest import BUCKETS
+
+        model = dsv3_jax.load({str(tmp_path)!r})[0]
+        engine = dsv3_jax.Engine(model, None, 120, max_running=4, buckets=BUCKETS)
+        requests = [engine.submit([5, i], max_new_tokens=110, ignore_eos=True) for i in range(200)]
+        next(iter(requests[0]))
+        print("running", flush=True)
+        {ending}
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "running\n"
+    assert done.returncode == int("ValueError" in ending)
+    # The engine ends without a word of its own.
+    assert ("own" in done.stderr) == ("ValueError" in ending)
+    assert "Fatal" not in done.stderr
+    assert "Error" not in done.stderr.replace("ValueError: own", "").replace("ValueError('own", "")
