@@ -61,7 +61,7 @@ def loop(model):
 @pytest.mark.parametrize(
     ("block_tokens", "unrolled_tokens", "context"),
     [
-        (4096, 4096, 23),  # one block
+        pytest.param(4096, 4096, 23, marks=pytest.mark.slow),  # one block
         pytest.param(48, 4096, MAX_LEN, marks=pytest.mark.slow),  # four blocks of 12 tokens each
         (16, 4096, MAX_LEN),  # four blocks, although twelve of the default size are needed
         (48, 20, MAX_LEN),  # a loop

@@ -147,6 +147,7 @@ def drafting(request, tiny_mtp, bfloat16_mtp) -> Served:
 
 
 class TestBits:
+    @pytest.mark.slow
     def test_without_drafts(self, plain):
         assert len(plain.engine()._executor.programs.shapes) == 1
         plain.check("preempted")

@@ -118,6 +118,7 @@ def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
         assert stats.prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_the_generator(tiny_mtp, expected):
     engine = make(tiny_mtp)
     handles, greedy = [], []

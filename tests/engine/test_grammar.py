@@ -70,6 +70,7 @@ def plain_tokens(alone) -> list[list[int]]:
     return [c.tokens for c in alone.generate(prompts, max_new_tokens=new, ignore_eos=True)]
 
 
+@pytest.mark.slow
 def test_tokens_follow_the_grammar_beside_other_requests(engine, plain_tokens, alone):
     plain = submit_plain(engine)
     grammars = [Alternating(7), Alternating(0), Alternating(50)]

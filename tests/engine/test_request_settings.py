@@ -80,6 +80,7 @@ def test_requests_without_adjustments_beside_others(tiny_mtp, alone):
 
 
 class TestPromptLogprobs:
+    @pytest.mark.slow
     def test_those_of_a_forward_pass(self, tiny_mtp):
         """In several chunks, twice, since a prefix hit would leave some out."""
         engine = make(tiny_mtp, page_size=16)

@@ -100,6 +100,7 @@ def test_log_probabilities_are_the_models_own(bare, forward):
     np.testing.assert_allclose(completion.logprobs, want, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_min_tokens_excludes_stop_tokens(bare):
     (free,) = bare.generate([PROMPT], max_new_tokens=12, ignore_eos=True)
     stop = free.tokens[2]
@@ -113,6 +114,7 @@ def test_min_tokens_excludes_stop_tokens(bare):
     assert exact.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_min_tokens_ignores_stop_strings_that_begin_before(generator):
     (free,) = generator.generate("ab", max_new_tokens=10, ignore_eos=True)
     stop = free.text[1]

@@ -57,6 +57,7 @@ def test_biases_stay_once_their_speed_is_zero(trainer):
         assert [bool((old != new).any()) for old, new in pairs] == [moves, moves]
 
 
+@pytest.mark.slow
 def test_bias_has_no_gradient_and_no_optimiser(trainer):
     """A bias that is the same for all experts changes no choice, and routing weights are unbiased,
     so the losses are equal."""
@@ -157,6 +158,7 @@ def test_scores_of_zero_have_a_gradient():
     assert np.isfinite(slope).all()
 
 
+@pytest.mark.slow
 def test_balance_of_the_model_sums_its_layers(trainer):
     """The loss uses the router's choices, which are limited to 2 of 4 groups per token."""
     start = trainer.init()

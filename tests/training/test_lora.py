@@ -127,6 +127,7 @@ def test_merged_logits_are_the_updated_weights(model, tuner, tuned, trainer):
     assert got == pytest.approx(weighted(tuned.losses[-1]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_model_is_not_modified(model, tuner):
     before = jax.tree.map(jnp.copy, nnx.state(model))
     state, _ = tuner.step(tuner.init(), jnp.asarray(TOKENS))
