@@ -211,6 +211,7 @@ WITHOUT_BACK_ENDS = {
     "page_width",
     "sort_pairs",
     "mla_decode_schedule",
+    "mla_decode_whole_sequences",
     "quantize_latent",
     "dequantize_latent",
 }
