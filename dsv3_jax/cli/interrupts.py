@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import FrameType
+import time
+from types import CodeType, FrameType
 from typing import Any
 
 STATUS = 130  # the exit status that a shell reports after Ctrl-C
@@ -19,7 +20,7 @@ class Interrupts:
     An exception is no safe way out of an import: C extensions turn KeyboardInterrupt into
     ImportError, or crash. It does not leave a destructor or a callback of the garbage collector
     either, and JAX has such a callback. Python drops the exception there, so the signal is sent
-    again.
+    again until it raises elsewhere.
 
     A process that ignores SIGINT, such as a background job of a script, continues to ignore it.
     """
@@ -27,6 +28,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.seen = False
         """Whether there was an interrupt. An exception after it is attributed to it."""
+        self._has_raised = False
         self._is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         if not self._is_ignored:
             signal.signal(signal.SIGINT, lambda *_: os._exit(STATUS))
@@ -39,6 +41,9 @@ class Interrupts:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
+        if _is_called_from(frame, Interrupts._handle_unraisable.__code__):
+            return  # Python would drop the exception here, too
+        self._has_raised = True
         signal.default_int_handler(number, frame)
 
     def _handle_unraisable(self, unraisable: Any) -> None:
@@ -47,6 +52,19 @@ class Interrupts:
             return
         import threading
 
-        again = threading.Timer(_RESEND_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+        self._has_raised = False
+        threading.Thread(target=self._resend, daemon=True).start()
+
+    def _resend(self) -> None:
+        while True:
+            time.sleep(_RESEND_SECONDS)
+            if self._has_raised:
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _is_called_from(frame: FrameType | None, function: CodeType) -> bool:
+    """Returns whether a function is on the stack that ends with ``frame``."""
+    while frame is not None and frame.f_code is not function:
+        frame = frame.f_back
+    return frame is not None
