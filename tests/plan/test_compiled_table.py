@@ -8,6 +8,7 @@ import pytest
 from scripts import plan_compiled
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results/plan_compiled.json"
 
 pytestmark = pytest.mark.slow  # makes the shapes of whole models
 
@@ -33,6 +34,14 @@ def test_every_program_has_the_kernels(compared):
     for each in compared:
         if each.compiler:
             assert each.kernels >= each.case.deployment.config.num_hidden_layers
+
+
+def test_steps_of_an_engine_do_not_copy_the_cache():
+    """The results overwrite at least the cache, which is larger than everything else together."""
+    rows = [row for row in plan_compiled.read(RESULTS) if row.get("serve")]
+    assert len(rows) >= 2
+    for row in rows:
+        assert row["reused_bytes"] > 0.5 * row["compiler_bytes"]
 
 
 def test_the_page_shows_the_record(compared):
