@@ -151,6 +151,10 @@ class Compared:
     compiler: int | None
     """None if the compiler refuses the program."""
     kernels: int
+    cache: int
+    """Bytes of the cache, which are part of both."""
+    reused: int
+    """Bytes of the arguments that the results overwrite; 0 in old rows, which do not have it."""
 
     @classmethod
     def of(cls, row: dict[str, Any], shards: ShardCache) -> Compared:
@@ -160,7 +164,8 @@ class Compared:
         shard = shards.of(deployment)
         use = (memory.decode if case.phase == "decode" else memory.prefill)(shard, deployment)
         kernels = sum(row["kernels"].values()) if row["compiler_bytes"] else 0
-        return cls(case, use.peak, row["compiler_bytes"], kernels)
+        reused = row.get("reused_bytes", 0)
+        return cls(case, use.peak, row["compiler_bytes"], kernels, use.cache, reused)
 
     @property
     def formula_fits(self) -> bool:
