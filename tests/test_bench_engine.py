@@ -82,7 +82,9 @@ def test_the_ratio_is_the_median_of_the_rounds():
     assert summary["concurrent_tokens_per_second"] == 30.0
 
 
-SMALL = ["--decodes", "2", "--chunks", "2", "--chunk-tokens", "16", "--max-steps", "2"]
+# One slot and one size of prefill, so that there are few programs.
+SMALL = ["--max-running", "1", "--max-len", "120"]
+SMALL += ["--chunks", "2", "--chunk-tokens", "16", "--contexts", "0", "--max-steps", "2"]
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ class TestCommand:
 
     def test_against_sequential(self, tmp_path):
         out = tmp_path / "ratio.json"
-        words = ["--against-sequential", "--concurrency", "4", "--rounds", "1", "--max-len", "120"]
+        words = ["--against-sequential", "--concurrency", "4", "--rounds", "1"]
         assert bench_engine.main([*words, *SMALL, "--out", str(out)]) == 0
         result = json.loads(out.read_text())
         assert (result["concurrency"], result["requests"]) == (4, 8)
@@ -101,7 +103,7 @@ class TestCommand:
 
     def test_pictures(self, tmp_path):
         words = ["--scale", "0.02", "--offline-count", "6", "--count", "3", "--rates", "50"]
-        words += ["--max-running", "4", "--max-len", "120", "--picture", str(tmp_path / "run.svg")]
+        words += ["--picture", str(tmp_path / "run.svg")]
         assert bench_engine.main([*words, *SMALL]) == 0
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["run_chat_50.svg", "run_chat_offline.svg"]

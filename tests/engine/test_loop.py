@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -217,8 +218,7 @@ class TestIdleCheck:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["pass", "raise ValueError('own')"])
-def test_an_interpreter_with_a_running_engine_ends(tmp_path, ending):
+def test_an_interpreter_with_a_running_engine_ends(tmp_path):
     """A thread inside XLA must not abort the process, nor keep it alive."""
     config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     write_checkpoint(tmp_path, config, random_tensors(config))
@@ -229,10 +229,9 @@ def test_an_interpreter_with_a_running_engine_ends(tmp_path, ending):
 
         model = dsv3_jax.load({str(tmp_path)!r})[0]
         engine = dsv3_jax.Engine(model, None, 120, max_running=4, buckets=BUCKETS)
-        requests = [engine.submit([5, 2 + i], max_new_tokens=110, ignore_eos=True) for i in range(99)]
+        requests = [engine.submit([5, i], max_new_tokens=110, ignore_eos=True) for i in range(100)]
         next(iter(requests[0]))
         print("running", flush=True)
-        {ending}
         """
     )
     done = subprocess.run(
@@ -244,8 +243,6 @@ def test_an_interpreter_with_a_running_engine_ends(tmp_path, ending):
         check=False,
     )
     assert done.stdout == "running\n"
-    assert done.returncode == int("ValueError" in ending)
+    assert done.returncode == 0
     # The engine ends without a word of its own.
-    assert ("own" in done.stderr) == ("ValueError" in ending)
-    assert "Fatal" not in done.stderr
-    assert "Error" not in done.stderr.replace("ValueError: own", "").replace("ValueError('own", "")
+    assert not re.search("Fatal|Traceback|Error", done.stderr)

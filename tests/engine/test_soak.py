@@ -46,7 +46,7 @@ def test_growth_is_noticed(name, change):
 
 @pytest.mark.slow
 def test_nothing_grows(tiny_mtp):
-    options = {"draft": "mtp", "page_size": 16, "cache_tokens": 16 * 16, "max_running": 4}
+    options = {"draft": "mtp", "page_size": 16, "cache_tokens": 16 * 9, "max_running": 4}
     with Engine(tiny_mtp, None, MAX_LEN, buckets=BUCKETS, max_waiting=16, **options) as engine:
         engine.warm_up()
         vocab_size = tiny_mtp.config.vocab_size
