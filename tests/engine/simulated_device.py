@@ -26,6 +26,22 @@ VOCABULARY = 7
 FIRST_PAGE = 10  # of the first shard
 
 
+def shard_pages(
+    shards: int, num_pages: int, page_size: int, *, lookahead: int, prefix_cache: bool
+) -> list[PageAllocator]:
+    """Returns one allocator per shard. The pages of a shard follow those of the one before it."""
+    return [
+        PageAllocator(
+            num_pages,
+            page_size,
+            lookahead=lookahead,
+            prefix_cache=prefix_cache,
+            first_page=FIRST_PAGE + shard * num_pages,
+        )
+        for shard in range(shards)
+    ]
+
+
 def next_token(prefix: tuple[int, ...]) -> int:
     """The token that the simulated model predicts after a prefix."""
     return zlib.crc32(repr(prefix).encode()) % VOCABULARY
@@ -224,16 +240,9 @@ class Simulation:
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
-        pages = [
-            PageAllocator(
-                num_pages,
-                page_size,
-                lookahead=lookahead,
-                prefix_cache=prefix_cache,
-                first_page=FIRST_PAGE + shard * num_pages,
-            )
-            for shard in range(shards)
-        ]
+        pages = shard_pages(
+            shards, num_pages, page_size, lookahead=lookahead, prefix_cache=prefix_cache
+        )
         swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
         limits = SchedulerConfig(**settings, aligned_prefixes=aligned_prefixes)
         self.scheduler = Scheduler(limits, pages, swaps)

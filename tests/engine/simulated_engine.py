@@ -14,13 +14,12 @@ from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.executor import NewTokens, RequestResult
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
-from tests.engine.simulated_device import FIRST_PAGE, SimulatedDevice, completion
+from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages
 
 BROKEN = 99
 """The simulated model computes NaN for prompts that begin with this token."""
@@ -163,16 +162,9 @@ class SimulatedEngine:
         latency: Callable[[], float] = lambda: 0.0,
         undecodable: int | None = None,
     ):
-        pages = [
-            PageAllocator(
-                num_pages,
-                page_size,
-                lookahead=lookahead,
-                prefix_cache=prefix_cache,
-                first_page=FIRST_PAGE + shard * num_pages,
-            )
-            for shard in range(shards)
-        ]
+        pages = shard_pages(
+            shards, num_pages, page_size, lookahead=lookahead, prefix_cache=prefix_cache
+        )
         config = SchedulerConfig(
             max_running=max_running, chunk_tokens=5, max_chunks=3, max_waiting=max_waiting
         )

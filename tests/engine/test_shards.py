@@ -182,7 +182,7 @@ class TestPoolLayout:
         pool = PoolLayout(pages_per_device=5, page_size=16, shards=2, token_parts=3)
         first, second = pool.allocators(lookahead=0, prefix_cache=True)
         assert (pool.num_pages, first.page_size, first.num_pages) == (30, 48, 5)
-        # Of the second shard's devices, the first has pages 15 to 19, the next 20 to 24.
+        # The first device of the second shard has pages 15 to 19, its second one 20 to 24.
         pages = second.allocate(2)
         assert pages is not None
         np.testing.assert_array_equal(pool.table(pages), [15, 20, 25, 16, 21, 26])
