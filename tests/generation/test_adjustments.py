@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
+from dsv3_jax.generation.adjustments import Adjustments, Penalties, adjust_logits
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.token_mask import TokenMask
 
@@ -249,3 +249,20 @@ class TestTokenMask:
 
     def test_all_but_a_few_does_not_reach_past_the_vocabulary(self):
         assert TokenMask.of(33, banned=[0]).words.tolist() == [2**32 - 2, 1]
+
+
+def test_min_tokens_counts_the_drafts_before_a_position():
+    """With three tokens known and a minimum of four, the first of two positions excludes the stop
+    token."""
+    penalties = Penalties.empty(1)
+    penalties.min_lengths[0] = 4
+    adjusted = adjust_logits(
+        jnp.zeros((1, 2, 8)),
+        Adjustments(jax.tree.map(jnp.asarray, penalties)),
+        jnp.array([[1, 2, 3, 0]]),
+        jnp.array([3]),
+        jnp.array([[5, -1]]),
+        jnp.array([[6]]),
+    )
+    assert np.isneginf(adjusted[0, :, 5]).tolist() == [True, False]
+    assert np.isfinite(np.delete(adjusted, 5, axis=2)).all()
