@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections import Counter
 from typing import ClassVar
 
@@ -99,6 +101,28 @@ def test_padding_has_no_context(state):
     batch = _decode_batch(full, rows, requests, Drafts.empty(3))
     assert batch.sequences.lengths.tolist() == [8, 0, 0]
     assert batch.counts.tolist() == [1, 0, 0]
+
+
+def test_warm_up_compiles_the_largest_first_and_lowers_at_full_priority(
+    programs, state, monkeypatch
+):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)  # on Linux, that of the thread
+
+    before = priority()
+    lowered, compiling = [], []
+    monkeypatch.setattr(programs, "_lower", lambda state, shape: lowered.append(shape))
+    monkeypatch.setattr(programs, "compile", lambda *arguments: compiling.append(priority()))
+    monkeypatch.setattr(programs, "_compiled", {})
+    monkeypatch.setattr(programs, "_is_warm", False)
+    programs.warm_up(state)
+    assert sorted(map(repr, lowered)) == sorted(map(repr, programs.shapes))
+    sizes = [shape.decodes + shape.chunks * shape.chunk_tokens for shape in lowered]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 1
+    assert priority() == before
+    if sys.platform == "linux":
+        assert set(compiling) == {min(before + 10, 19)}
 
 
 class TestBuckets:
