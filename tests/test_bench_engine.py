@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serving.closed_loop import Comparison, compare
+from benchmarks.serving.host_time import measure
 from dsv3_jax.engine.dispatch_times import DispatchFigures, ShapeTimes
 from scripts import bench_engine
 from tests.engine.conftest import tiny_mtp  # noqa: F401
@@ -107,3 +108,10 @@ class TestCommand:
         assert bench_engine.main([*words, *SMALL]) == 0
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["run_chat_50.svg", "run_chat_offline.svg"]
+
+
+def test_the_host_time_of_steps_whose_device_takes_none():
+    stats = measure(max_running=2, steps=20, count=5)
+    assert stats.steps == 20
+    assert 20 < stats.output_tokens <= 40
+    assert all(us > 0 for us in stats.host_us.values())

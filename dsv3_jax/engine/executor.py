@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.prompt_logprobs import PromptLogprobs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
@@ -28,6 +27,7 @@ from dsv3_jax.engine.step_plan import (
     SwapIn,
     SwapOut,
 )
+from dsv3_jax.engine.step_results import RequestResult, StepResults
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.state import RUNNING
@@ -63,41 +63,6 @@ class _Dispatched(NamedTuple):
     shape: StepShape
     swaps: _Swaps | None
     output: Future[StepOutput]
-
-
-class NewTokens(NamedTuple):
-    """Tokens that one step gave to a request."""
-
-    tokens: np.ndarray
-    """[t]"""
-    logprobs: np.ndarray
-    """[t]"""
-    top_tokens: np.ndarray
-    """[t, n]"""
-    top_logprobs: np.ndarray
-    """[t, n]"""
-    drafted: int
-    """Number of drafts that the step verified."""
-
-
-class RequestResult(NamedTuple):
-    """Tokens that a dispatch gave to one request."""
-
-    request: ScheduledRequest
-    steps: list[NewTokens]
-    """The steps that gained tokens."""
-    finished: int
-    """RUNNING, STOPPED, FULL or NON_FINITE."""
-    is_decode: bool
-    """Whether these were decode steps. Otherwise they were a chunk of its prompt."""
-    prompt: tuple[int, PromptLogprobs] | None = None
-    """Position of the token after the chunk's first one, and the log-probabilities of the tokens
-    from there on, if the request asks for them."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """All new tokens."""
-        return [token for step in self.steps for token in step.tokens.tolist()]
 
 
 class Executor:
@@ -176,16 +141,19 @@ class Executor:
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name)
+        read = StepResults(output)
         results = []
         for number, shard in enumerate(plan.shards):
             first = number * shape.rows
-            for i, request in enumerate(shard.decodes):
-                results.append(_result(output, first + i, request, is_decode=True))
+            for row, request in enumerate(shard.decodes, first):
+                results.append(self._result(read, row, request, is_decode=True))
             for i, chunk in enumerate(shard.chunks):
-                prompt = self._prompt(output, number * shape.chunks + i, chunk)
+                prompt = None
+                if shape.prompt_logprobs and self._has_prompt_logprobs(chunk):
+                    prompt = read.prompt(number * shape.chunks + i, chunk)
                 if chunk.is_last:
                     row = first + shape.decodes + i
-                    result = _result(output, row, chunk.request, is_decode=False)
+                    result = self._result(read, row, chunk.request, is_decode=False)
                     results.append(result._replace(prompt=prompt))
                 elif prompt is not None:
                     results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
@@ -193,14 +161,12 @@ class Executor:
             swaps.free_device()
         return plan, results
 
-    def _prompt(
-        self, output: StepOutput, number: int, chunk: Chunk
-    ) -> tuple[int, PromptLogprobs] | None:
-        """Returns :attr:`RequestResult.prompt` for one of the step's chunks."""
-        if output.prompt is None or not self._has_prompt_logprobs(chunk):
-            return None
-        arrays: list[Any] = [np.asarray(array[number, : chunk.count]) for array in output.prompt]
-        return chunk.start + 1, PromptLogprobs(*arrays)
+    def _result(
+        self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
+    ) -> RequestResult:
+        settings = self._settings_of(request)
+        new_tokens = read.new_tokens(row, top=settings is not None and settings.logprobs > 0)
+        return RequestResult(request, new_tokens, read.finished[row], is_decode)
 
     def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
         settings = self._settings_of(chunk.request)
@@ -288,23 +254,3 @@ class Executor:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             getattr(arrays, name)[i] = getattr(settings, name)
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
-
-
-def _result(
-    output: StepOutput, row: int, request: ScheduledRequest, *, is_decode: bool
-) -> RequestResult:
-    tokens, finished = list(_new_tokens(output, row)), int(output.finished[row])
-    return RequestResult(request, tokens, finished, is_decode)
-
-
-def _new_tokens(output: StepOutput, row: int) -> Iterator[NewTokens]:
-    """Yields the tokens of each step of a dispatch that gave some to a row."""
-    for step, count in enumerate(np.asarray(output.counts[:, row]).tolist()):
-        if count:
-            yield NewTokens(
-                tokens=np.asarray(output.tokens[step, row, :count]),
-                logprobs=np.asarray(output.logprobs[step, row, :count]),
-                top_tokens=np.asarray(output.top_tokens[step, row, :count]),
-                top_logprobs=np.asarray(output.top_logprobs[step, row, :count]),
-                drafted=int(output.drafted[step, row]),
-            )

@@ -17,12 +17,12 @@ from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError
-from dsv3_jax.engine.executor import RequestResult
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import EndReason, Scheduler
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import NON_FINITE, RUNNING
 
@@ -322,12 +322,12 @@ class EngineLoop:
         with self._host_times.waiting():
             plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
-            self._host_times.count(plan, sum(len(result.tokens) for result in results))
+            gained = {result.request: result.tokens for result in results}
+            self._host_times.count(plan, sum(map(len, gained.values())))
             ends: dict[ScheduledRequest, int | Exception] = {}
             for result in results:
                 if (end := self._take(result)) is not None:
                     ends[result.request] = end
-            gained = {result.request: result.tokens for result in results}
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from dsv3_jax.engine.errors import RequestError
-from dsv3_jax.engine.executor import NewTokens
 from dsv3_jax.engine.grammar import GrammarTracker
 from dsv3_jax.engine.prompt_logprobs import PromptLogprobs, PromptRecord
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.step_results import NewTokens
 from dsv3_jax.generation.completion import (
     Completion,
     FinishReason,
     Generation,
-    Piece,
     Speculation,
     Stats,
 )
@@ -56,8 +53,8 @@ class RequestOutput:
         if request.prompt_logprobs is not None:
             self._prompt = PromptRecord(len(request.prompt), request.prompt_logprobs)
         self._draft = draft
-        self._drafted = np.zeros(depth, np.int64)
-        self._accepted = np.zeros(depth, np.int64)
+        self._drafted = [0] * depth
+        self._accepted = [0] * depth
         self._steps = 0
         self._streamed = 0  # tokens in the pieces so far
 
@@ -70,13 +67,16 @@ class RequestOutput:
         """Adds the tokens of one step: a decode step, or the prefill that ended the prompt."""
         if self.is_stopped:
             return
-        logprobs = step.logprobs, step.top_tokens, step.top_logprobs
-        self._results.add(self.request.logprobs, *logprobs)
-        self._tracker.extend(step.tokens.tolist())
+        self._results.add(step.logprobs)
+        if step.top is not None:
+            self._results.add_top(self.request.logprobs, *step.top)
+        self._tracker.extend(step.tokens)
         if is_decode:
             self._steps += 1
-            self._drafted[: step.drafted] += 1
-            self._accepted[: len(step.tokens) - 1] += 1
+            for j in range(step.drafted):
+                self._drafted[j] += 1
+            for j in range(len(step.tokens) - 1):
+                self._accepted[j] += 1
 
     def add_prompt(self, position: int, chunk: PromptLogprobs) -> None:
         """Adds the log-probabilities of prompt tokens from ``position`` on."""
@@ -89,7 +89,7 @@ class RequestOutput:
         text = self._tracker.piece(final=False)
         if text or (tokens and not self._has_decoder):
             self._streamed += len(tokens)
-            self.handle.deliver(Piece(text, tokens, None))
+            self.handle.deliver(text, tokens)
 
     def finish(self, finished: int) -> None:
         """Delivers the rest of the text and the completion, for a value of ``finished``."""
@@ -99,7 +99,7 @@ class RequestOutput:
         """Delivers the rest of the text and the completion."""
         tokens = self._tracker.tokens[self._streamed :]
         text = self._tracker.piece(final=True)
-        self.handle.deliver(Piece(text, tokens, reason), self.completion(reason))
+        self.handle.deliver(text, tokens, self.completion(reason))
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error of its own."""
@@ -139,7 +139,7 @@ class RequestOutput:
         return Speculation(
             draft=self._draft,
             steps=self._steps,
-            tokens=self._steps + int(self._accepted.sum()),
-            drafted=tuple(self._drafted.tolist()),
-            accepted=tuple(self._accepted.tolist()),
+            tokens=self._steps + sum(self._accepted),
+            drafted=tuple(self._drafted),
+            accepted=tuple(self._accepted),
         )

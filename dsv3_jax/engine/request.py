@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from dsv3_jax.generation.completion import Completion, Piece
+from dsv3_jax.generation.completion import Completion, FinishReason, Piece
 
 
 @dataclasses.dataclass
@@ -36,7 +36,10 @@ class EngineRequest:
         self.times = RequestTimes(time.monotonic())
         self._cancel = cancel
         self._changed = threading.Condition()
-        self._pieces: list[Piece] = []
+        self._tokens: list[int] = []
+        # Text, number of tokens up to its end, finish reason. Tuples of such values are of no
+        # interest to the garbage collector, while a Piece for every token would keep it busy.
+        self._pieces: list[tuple[str, int, FinishReason | None]] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -80,7 +83,7 @@ class EngineRequest:
             with self._changed:
                 while not self._has_news(position):
                     self._changed.wait()
-                fresh = self._pieces[position:]
+                fresh = self._pieces_from(position)
             if not fresh and self._error is not None:
                 raise self._error.with_traceback(None)
             for piece in fresh:
@@ -104,7 +107,7 @@ class EngineRequest:
             while True:
                 with self._changed:
                     has_news = self._has_news(position)
-                    fresh = self._pieces[position:]
+                    fresh = self._pieces_from(position)
                 if not has_news:
                     await arrived.wait()
                     arrived.clear()
@@ -123,18 +126,28 @@ class EngineRequest:
     def _has_news(self, position: int) -> bool:
         return len(self._pieces) > position or self._error is not None
 
+    def _pieces_from(self, position: int) -> list[Piece]:
+        begin = self._pieces[position - 1][1] if position else 0
+        pieces = []
+        for text, end, finish_reason in self._pieces[position:]:
+            pieces.append(Piece(text, self._tokens[begin:end], finish_reason))
+            begin = end
+        return pieces
+
     # Called by the engine's thread.
 
-    def deliver(self, piece: Piece, completion: Completion | None = None) -> None:
+    def deliver(self, text: str, tokens: list[int], completion: Completion | None = None) -> None:
         """Adds a piece; the last one comes with the completion."""
-        now = time.monotonic()
         with self._changed:
-            if piece.tokens and math.isnan(self.times.first_token):
-                self.times.first_token = now
+            if tokens and not self._tokens:
+                self.times.first_token = time.monotonic()
+            self._tokens += tokens
+            finish_reason = None
             if completion is not None:
-                self.times.end = now
-            self._pieces.append(piece)
-            self._completion = completion
+                self.times.end = time.monotonic()
+                self._completion = completion
+                finish_reason = completion.finish_reason
+            self._pieces.append((text, len(self._tokens), finish_reason))
             self._notify()
 
     def fail(self, error: BaseException) -> None:

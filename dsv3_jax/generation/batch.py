@@ -208,9 +208,11 @@ class Batch:
             window = host_values(_window(arrays, begin))
             end = np.minimum(begin + window[0].shape[1], lengths)
             for b, results in enumerate(self._results):
-                tokens, *logprobs = (array[b, : end[b] - begin[b]] for array in window)
+                tokens, logprobs, *top = (array[b, : end[b] - begin[b]] for array in window)
                 new_tokens[b] += tokens.tolist()
-                results.add(self._requests[b].logprobs, *logprobs)
+                results.add(logprobs.tolist())
+                if self._requests[b].logprobs:
+                    results.add_top(self._requests[b].logprobs, *top)
             begin = end
         for b, tracker in enumerate(self.trackers):
             if not tracker.stopped:

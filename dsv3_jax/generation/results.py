@@ -25,19 +25,18 @@ class Results:
         self._logprobs: list[float] = []
         self._top_logprobs: list[list[tuple[int, float]]] = []
 
-    def add(
-        self, count: int, logprobs: np.ndarray, top_tokens: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        """Adds the log-probabilities of T more tokens.
+    def add(self, logprobs: list[float]) -> None:
+        """Adds the log-probabilities of more tokens."""
+        self._logprobs += logprobs
+
+    def add_top(self, count: int, top_tokens: np.ndarray, top_logprobs: np.ndarray) -> None:
+        """Adds the most probable tokens in the places of T more tokens.
 
         Args:
-          count: number of most probable tokens that the request asks for, at most n.
-          logprobs: [T]
+          count: number of them that the request asks for, at most n.
           top_tokens: [T, n], best first.
           top_logprobs: [T, n]
         """
-        # A sampled token was possible, so that its log-probability must not be reported as -inf.
-        self._logprobs += np.maximum(logprobs, np.finfo(np.float32).min).tolist()
         for ids, values in zip(top_tokens[:, :count], top_logprobs[:, :count], strict=True):
             is_possible = np.isfinite(values)  # ids that pad the embedding have -inf
             pairs = zip(ids[is_possible].tolist(), values[is_possible].tolist(), strict=True)
@@ -52,10 +51,12 @@ class Results:
     ) -> Completion:
         """Returns the completion with the tokens and text of ``tracker``."""
         count = len(tracker.tokens)
+        # A sampled token was possible, so that its log-probability must not be reported as -inf.
+        least = float(np.finfo(np.float32).min)
         return Completion(
             text=tracker.text,
             tokens=list(tracker.tokens),
-            logprobs=self._logprobs[:count],
+            logprobs=[max(logprob, least) for logprob in self._logprobs[:count]],
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             top_logprobs=self._top_logprobs[:count] if request.logprobs else None,

@@ -58,6 +58,9 @@ class TextTracker:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds new tokens, up to and including the one that completes a stop string."""
+        if self._decoder is None:
+            self.tokens += tokens
+            return
         if 0 < (early := self._min_tokens - len(self.tokens)) < len(tokens):
             self.extend(tokens[:early])
             tokens = tokens[early:]
@@ -98,7 +101,7 @@ class TextTracker:
     def _split_tail(self) -> None:
         """Splits a long tail at the last possible position; the text before it becomes final."""
         end = len(self.tokens)
-        if self._decoder is None or end - self._tail_start < self._split_at:
+        if end - self._tail_start < self._split_at:
             return
         last = end - _MIN_TOKENS_AFTER_SPLIT
         for split in range(last, last - _SPLIT_ATTEMPTS, -1):
@@ -118,7 +121,8 @@ class TextTracker:
         return [position for s in self._stop if (position := text.find(s, skipped)) >= 0]
 
     def _decode(self, begin: int, end: int) -> str:
-        return "" if self._decoder is None else self._decoder.decode(self.tokens[begin:end])
+        assert self._decoder is not None
+        return self._decoder.decode(self.tokens[begin:end])
 
     def _text_from(self, begin: int) -> str:
         """Returns the text from character ``begin`` on, without joining all of the text."""
@@ -136,6 +140,8 @@ class TextTracker:
         Unless ``final``, it ends before what later tokens may still change: an incomplete
         character, and the beginning of a stop string.
         """
+        if self._decoder is None:
+            return ""
         piece = self._text_from(self._streamed)
         if not (final or self.stopped):
             piece = piece.rstrip(INCOMPLETE)

@@ -8,15 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from dsv3_jax.engine.dispatch_times import DispatchTimes
-from dsv3_jax.engine.executor import NewTokens, RequestResult
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_results import NewTokens, RequestResult
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages
@@ -110,9 +108,7 @@ class SimulatedExecutor:
 
 
 def _new_tokens(tokens: list[int]) -> NewTokens:
-    T = len(tokens)
-    none = np.zeros((T, 0))
-    return NewTokens(np.array(tokens), np.zeros(T), none.astype(int), none, drafted=T - 1)
+    return NewTokens(tokens, [0.0] * len(tokens), drafted=len(tokens) - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Results of a dispatch, request by request, as Python's numbers and lists."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dsv3_jax.engine.prompt_logprobs import PromptLogprobs
+from dsv3_jax.engine.step import StepOutput
+from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest
+
+
+class NewTokens(NamedTuple):
+    """Tokens that one step gave to a request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+    """Number of drafts that the step verified."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """The most probable tokens in the place of each, best first, and their log-probabilities:
+    [t, n] each. None if the request does not ask for them."""
+
+
+class RequestResult(NamedTuple):
+    """Tokens that a dispatch gave to one request."""
+
+    request: ScheduledRequest
+    steps: list[NewTokens]
+    """The steps that gained tokens."""
+    finished: int
+    """RUNNING, STOPPED, FULL or NON_FINITE."""
+    is_decode: bool
+    """Whether these were decode steps. Otherwise they were a chunk of its prompt."""
+    prompt: tuple[int, PromptLogprobs] | None = None
+    """Position of the token after the chunk's first one, and the log-probabilities of the tokens
+    from there on, if the request asks for them."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All new tokens."""
+        if len(self.steps) == 1:
+            return self.steps[0].tokens
+        return [token for step in self.steps for token in step.tokens]
+
+
+class StepResults:
+    """The output of a dispatch, on the host.
+
+    Arrays become lists once, since reading a number from an array costs ten times as much.
+    """
+
+    def __init__(self, output: StepOutput):
+        arrays: Any = output  # NumPy's
+        self._counts: list[list[int]] = arrays.counts.tolist()
+        self._tokens: list[list[list[int]]] = arrays.tokens.tolist()
+        self._logprobs: list[list[list[float]]] = arrays.logprobs.tolist()
+        self._drafted: list[list[int]] = arrays.drafted.tolist()
+        self.finished: list[int] = arrays.finished.tolist()
+        """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
+        self._top = arrays.top_tokens, arrays.top_logprobs
+        self._prompt = arrays.prompt
+
+    def new_tokens(self, row: int, *, top: bool) -> list[NewTokens]:
+        """Returns the tokens of each step that gave some to a row.
+
+        Args:
+          top: whether to add the most probable tokens.
+        """
+        return [
+            NewTokens(
+                self._tokens[step][row][:count],
+                self._logprobs[step][row][:count],
+                self._drafted[step][row],
+                (self._top[0][step, row, :count], self._top[1][step, row, :count]) if top else None,
+            )
+            for step, counts in enumerate(self._counts)
+            if (count := counts[row])
+        ]
+
+    def prompt(self, number: int, chunk: Chunk) -> tuple[int, PromptLogprobs]:
+        """Returns :attr:`RequestResult.prompt` for the chunk with this number in the step."""
+        arrays = [array[number, : chunk.count] for array in self._prompt]
+        return chunk.start + 1, PromptLogprobs(*arrays)
