@@ -175,10 +175,8 @@ class TokenBatch(NamedTuple):
     sequences: SequenceTables
     """Pages, and lengths before these tokens."""
     form: Form
-    """``expanded`` for prefill, ``absorbed`` for decode; the results are equal."""
-    context: int | None = None
-    """With the form ``expanded``: no sequence is longer than this before its new tokens. None reads
-    the lengths in a loop, for which XLA makes a GPU's host wait in every layer."""
+    """``expanded`` for many tokens per sequence, ``absorbed`` for few; the results are equal. With
+    ``expanded``, XLA makes a GPU's host wait in every layer, for the number of cached tokens."""
 
 
 @jax.tree_util.register_dataclass

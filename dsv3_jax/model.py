@@ -320,8 +320,7 @@ class DeepSeekV3(nnx.Module):
             valid = self._valid(batch.tokens, starts, batch.counts, cache)
             xs.append(self._embed(batch.tokens))
             rotations.append(self._rotation(batch.tokens, starts))
-            context_tables = self._context_tables(batch.context, cache)
-            caches.append(LayerCache({}, tables, starts, valid, context_tables))
+            caches.append(LayerCache({}, tables, starts, valid))
         forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
         for layer, pages in zip(self.layers, pool.layers, strict=True):
@@ -341,7 +340,6 @@ class DeepSeekV3(nnx.Module):
         counts: Int[Array, " B"],
         cache: LatentKVCache,
         form: Form,
-        context: int | None = None,
     ) -> tuple[Hidden, LatentKVCache]:
         """Runs the first MTP layer on new positions of each sequence, and caches them.
 
@@ -353,7 +351,6 @@ class DeepSeekV3(nnx.Module):
           tokens: the token after each of those positions, padded at the right like ``mtp_input``.
           starts: number of positions in the layer's cache. ``cache.lengths`` are not used and do
             not change.
-          context: see :class:`TokenBatch`.
 
         Raises:
           ValueError: see :meth:`extend`, which also documents which tokens are dropped.
@@ -361,10 +358,7 @@ class DeepSeekV3(nnx.Module):
         check_extension(self.config, tokens, starts, counts, cache)
         layer = self.mtp[0]
         valid = self._valid(tokens, starts, counts, cache)
-        context_tables = self._context_tables(context, cache)
-        layer_cache = LayerCache(
-            cache.pool.mtp[0], cache.block_tables, starts, valid, context_tables
-        )
+        layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
         y, pages, stats = layer.extend(joined, self._rotation(tokens, starts), layer_cache, form)
         cache = dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, mtp=(pages,)))
@@ -378,17 +372,6 @@ class DeepSeekV3(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
-
-    def _context_tables(
-        self, context: int | None, cache: LatentKVCache
-    ) -> Int[Array, "B context_pages"] | None:
-        """Returns the columns of the block tables with the first ``context`` tokens."""
-        if context is None:
-            return None
-        # The devices that share a sequence have every n-th page of it.
-        parts = 1 if self.layout is None else self.layout.num_shards("cached_tokens")
-        pages = parts * -(-context // (parts * cache.pool.page_size))
-        return cache.block_tables[:, :pages]
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
         return Hidden(x, self.norm(x))

@@ -67,7 +67,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
     parser.add_argument("--chunks", nargs="+", type=int, help="buckets of prefill chunks")
     parser.add_argument("--chunk-tokens", type=int, help="tokens of a chunk")
-    parser.add_argument("--contexts", nargs="+", type=int, help="buckets of tokens before a chunk")
     parser.add_argument("--max-steps", type=int, help="most decode steps in a dispatch")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
     parser.add_argument("--draft-depth", type=_depth, default=1, help="a number, or auto")
@@ -107,7 +106,6 @@ def buckets(arguments: argparse.Namespace) -> Buckets:
         "decodes": arguments.decodes and (*arguments.decodes, arguments.max_running),
         "chunks": arguments.chunks and tuple(arguments.chunks),
         "chunk_tokens": arguments.chunk_tokens,
-        "contexts": arguments.contexts and tuple(arguments.contexts),
         "max_steps": arguments.max_steps,
     }
     default = Buckets.default(arguments.max_running, platform=target.platform())

@@ -17,12 +17,11 @@ from tests.engine.conftest import tiny_mtp  # noqa: F401
 
 
 def test_buckets_of_the_command_line():
-    sizes = "--decodes 2 8 --chunks 1 4 --chunk-tokens 64 --contexts 0 256 --max-running 32"
+    sizes = "--decodes 2 8 --chunks 1 4 --chunk-tokens 64 --max-running 32"
     buckets = bench_engine.buckets(bench_engine.parse(shlex.split(sizes)))
     assert buckets.decodes == (2, 8, 32)
     assert buckets.chunks == (1, 4)
     assert buckets.chunk_tokens == 64
-    assert buckets.contexts == (0, 256)
 
 
 def test_the_histogram_begins_with_the_shape_that_took_longest():

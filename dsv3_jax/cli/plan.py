@@ -72,7 +72,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
     engine = None
     if arguments.serve:
         buckets = Buckets.default(arguments.batch, platform=target.platform)
-        engine = EngineSettings(arguments.cache_tokens, buckets.chunks[-1])
+        engine = EngineSettings(arguments.cache_tokens, buckets.chunks[-1], buckets.chunk_form)
         given.setdefault("prefill_chunk", buckets.chunk_tokens)
     elif arguments.cache_tokens is not None:
         raise ValueError("--cache-tokens: expected --serve too; a Generator has no such setting")

@@ -9,6 +9,7 @@ from typing import get_args
 from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
+from dsv3_jax.layers.attention import Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,38 +28,47 @@ class Buckets:
     """Tokens of a chunk."""
     max_steps: int
     """Most decode steps in a dispatch that prefills nothing."""
-    contexts: tuple[int, ...] | None = None
-    """Numbers of cached tokens before a chunk, ascending. Those of up to half the longest request
-    are used, and the longest request. None compiles a loop that ends with the last cached token."""
-    single_steps: bool = False
-    """Whether a large step that prefills nothing has a program without the loop over decode steps,
-    besides the one with it."""
+    multi_step_decodes: int | None = None
+    """Most requests that decode several steps in a dispatch; None for no limit. With more, a step
+    takes long enough to launch the next one meanwhile."""
+    chunk_form: Form = "expanded"
+    """Form of the chunks' attention. ``absorbed`` takes more operations per cached token, but has
+    no loop over the context, and pads less."""
     single_shape: bool = False
     """Whether every step runs the program of the largest sizes, with both parts even if one is
     empty, and with every option that a request can ask for."""
 
     @classmethod
-    def default(cls, max_running: int, *, platform: str, multiple: int = 1) -> Buckets:
-        """Returns powers of eight up to ``max_running``, and one, two, four and eight chunks.
+    def default(
+        cls, max_running: int, *, platform: str, multiple: int = 1, token_shards: int = 1
+    ) -> Buckets:
+        """Returns the sizes for a platform.
 
-        A chunk has 256 tokens. On a CPU, where padding costs more than another step, it has 32, and
-        the numbers of decoding requests are powers of four from 1 on. XLA's GPU runtime waits for
-        the device to read how often a loop runs, so that programs for GPUs have no such loop where
-        they can.
+        Decoding requests come in powers of eight up to ``max_running``, and chunks in powers of two
+        up to 2,048 tokens. A CPU, where padding costs more than another step, takes powers of four,
+        and up to 256 tokens.
+
+        XLA's GPU runtime waits for the device to read how often a loop runs. Programs for GPUs
+        therefore have the absorbed form for chunks, and no loop over decode steps unless these are
+        short.
 
         Args:
           max_running: number of slots of each shard.
           multiple: number of micro-batches. Sizes are rounded up to multiples of it.
+          token_shards: number of devices that share a sequence's tokens. With several, chunks have
+            the expanded form: the absorbed one is for few tokens there.
         """
-        base, first, chunk_tokens = (4, 0, 32) if platform == "cpu" else (8, 1, 256)
+        base, first = (4, 0) if platform == "cpu" else (8, 1)
         decodes = (*(base**i for i in range(first, 8) if base**i < max_running), max_running)
-        is_gpu = platform == "gpu"
-        contexts = (0, 1024, 4096, 16384, 65536) if is_gpu else None
+        chunks = (4, 8, 16, 32) if platform == "gpu" else (1, 2, 4, 8)
         decodes, chunks = (
             tuple(sorted({-(-size // multiple) * multiple for size in sizes}))
-            for sizes in (decodes, (1, 2, 4, 8))
+            for sizes in (decodes, chunks)
         )
-        return cls(decodes, chunks, chunk_tokens, 8, contexts, single_steps=is_gpu)
+        if platform == "gpu":
+            form: Form = "absorbed" if token_shards == 1 else "expanded"
+            return cls(decodes, chunks, 64, 8, decodes[0], chunk_form=form)
+        return cls(decodes, chunks, 32 if platform == "cpu" else 256, 8)
 
     def check(self, max_running: int, multiple: int) -> None:
         """Raises ValueError unless the sizes hold ``max_running`` requests on each shard and are
@@ -82,8 +92,6 @@ class Buckets:
             decodes=self.decodes[-1:],
             chunks=self.chunks[:1],
             max_steps=1,
-            contexts=None,
-            single_steps=False,
             single_shape=True,
         )
 
@@ -94,6 +102,10 @@ class Buckets:
         return tuple(size for size in self.decodes if size >= self.chunk_tokens) or (
             self.decodes[-1],
         )
+
+    def takes_several_steps(self, decodes: int) -> bool:
+        """Returns whether so many requests may decode several steps in a dispatch."""
+        return self.multi_step_decodes is None or decodes <= self.multi_step_decodes
 
     @property
     def sampled_chunks(self) -> tuple[int, ...]:
@@ -108,7 +120,6 @@ class Buckets:
         *,
         max_len: int,
         max_pages: int,
-        context: int = 0,
         steps: int = 1,
         sampling: SamplingMode = "greedy",
         num_top_logprobs: int = 0,
@@ -119,8 +130,7 @@ class Buckets:
         Args:
           max_len: most tokens of a request.
           max_pages: most pages of a request.
-          context: most cached tokens before one of the chunks.
-          steps: decode steps of the dispatch.
+          steps: decode steps of the dispatch, no more than such a program has.
           shards: number of data-parallel shards.
         """
         if self.single_shape:
@@ -128,15 +138,15 @@ class Buckets:
             sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
-        is_single = steps == 1 and self.single_steps and B in self.large_decodes
+        is_multi_step = not chunks and self.takes_several_steps(decodes)
         return StepShape(
             decodes=B,
             chunks=_round_up(chunks, chunk_sizes) if chunks else 0,
             chunk_tokens=self.chunk_tokens if chunks else 0,
             max_pages=max_pages,
             max_len=max_len,
-            max_steps=1 if chunks or is_single else self.max_steps,
-            context=self._context(context, max_len) if chunks else 0,
+            max_steps=self.max_steps if is_multi_step else 1,
+            chunk_form=self.chunk_form,
             sampling=sampling,
             num_top_logprobs=num_top_logprobs,
             shards=shards,
@@ -145,21 +155,13 @@ class Buckets:
     def shapes(self, *, max_len: int, max_pages: int, shards: int = 1) -> list[StepShape]:
         """Returns every shape that a step without top log-probabilities can have."""
         limits = {"max_len": max_len, "max_pages": max_pages, "shards": shards}
-        contexts = (0,) if self.contexts is None else (*self.contexts, max_len)
-        decoding = itertools.product(self.decodes, (0,), (0,), (1, self.max_steps))
-        prefilling = itertools.product(self.large_decodes, self.chunks, contexts, (1,))
+        sizes = itertools.product(self.decodes, (0,)), itertools.product(self.decodes, self.chunks)
         shapes = [
-            self.shape(B, C, context=min(S, max_len), steps=n, sampling=sampling, **limits)
-            for B, C, S, n in (*decoding, *prefilling)
+            self.shape(B, C, sampling=sampling, **limits)
+            for B, C in itertools.chain(*sizes)
             for sampling in get_args(SamplingMode)
         ]
         return list(dict.fromkeys(shapes))
-
-    def _context(self, tokens: int, max_len: int) -> int | None:
-        if self.contexts is None:
-            return None
-        sizes = [size for size in self.contexts if 2 * size <= max_len]
-        return _round_up(tokens, [*sizes, max_len])
 
 
 def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:

@@ -109,9 +109,10 @@ class Engine:
             _check_deterministic(model, is_depth_adaptive=self._is_depth_adaptive)
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
         layout = model.layout
-        shards, micro_batches = 1, 1
+        shards, micro_batches, token_shards = 1, 1, 1
         if layout is not None:
             shards, micro_batches = layout.num_shards("batch"), layout.micro_batches
+            token_shards = layout.num_shards("cached_tokens")
         if max_running % shards:
             raise ValueError(
                 f"max_running: expected a multiple of {shards}, the shards of the batch, got"
@@ -119,7 +120,10 @@ class Engine:
             )
         platform = (layout and layout.platform) or target.platform()
         buckets = buckets or Buckets.default(
-            max_running // shards, platform=platform, multiple=micro_batches
+            max_running // shards,
+            platform=platform,
+            multiple=micro_batches,
+            token_shards=token_shards,
         )
         buckets.check(max_running // shards, micro_batches)
         if deterministic:
@@ -151,6 +155,7 @@ class Engine:
                 max_running=max_running // shards,
                 chunk_tokens=buckets.chunk_tokens,
                 max_chunks=buckets.chunks[-1],
+                multi_step_decodes=buckets.multi_step_decodes,
                 max_waiting=max_waiting,
                 aligned_prefixes=deterministic,
             ),

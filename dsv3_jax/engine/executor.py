@@ -119,7 +119,6 @@ class Executor:
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
-            context=max((chunk.start for chunk in plan.chunks), default=0),
             steps=plan.decode_steps,
             sampling="sampled" if any(s.temperature for s in settings) else "greedy",
             num_top_logprobs=MAX_TOP_LOGPROBS if any(s.logprobs for s in settings) else 0,

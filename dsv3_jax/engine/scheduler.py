@@ -58,6 +58,8 @@ class SchedulerConfig:
     max_chunks: int
     """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
     budget of a step."""
+    multi_step_decodes: int | None = None
+    """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
     max_waiting: int = 4096
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
@@ -184,7 +186,7 @@ class Scheduler:
             return None, ended
         steps = 1
         is_serial = any(request.is_serial for each in decodes for request in each)
-        if not any(chunks) and not is_serial:
+        if not any(chunks) and not is_serial and self._is_multi_step(decodes):
             steps = self._decode_steps(decodes, max_decode_steps)
         plan = StepPlan(
             tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
@@ -351,6 +353,10 @@ class Scheduler:
         loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in self.shards]
         number = choose_shard(loads, hit_with_room, len(request.tokens))
         return None if number is None else (self.shards[number], hits[number])
+
+    def _is_multi_step(self, decodes: Sequence[Sequence[ScheduledRequest]]) -> bool:
+        most = self.config.multi_step_decodes
+        return most is None or max(map(len, decodes)) <= most
 
     def _decode_steps(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
         """Returns how many decode steps a dispatch can take, and gives each request its pages.

@@ -293,8 +293,7 @@ def _chunk_batch(
         tokens=rows.get(state.tokens, inputs.chunk_slots[:, None], positions),
         counts=inputs.counts,
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
-        form="expanded",
-        context=shape.context,
+        form=shape.chunk_form,
     )
     requests = _Requests.of(state, rows, inputs.chunk_slots, inputs.chunk_tables, shape)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
@@ -365,7 +364,7 @@ def _prefill_mtp(
     next_tokens = _next_tokens(state, rows, inputs, batch.tokens.shape[1])
     cache = LatentKVCache(state.pool, batch.sequences, state.routing_counts)
     _, cache = model.extend_mtp(
-        mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, "expanded", batch.context
+        mtp_inputs, next_tokens, inputs.starts, inputs.counts, cache, batch.form
     )
     return _with_cache(state, cache)
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32, Int, Int32, UInt32
 from dsv3_jax.generation.adjustments import Adjustments, Penalties
 from dsv3_jax.generation.sampling import Sampling, SamplingMode
 from dsv3_jax.generation.settings import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from dsv3_jax.layers.attention import Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class StepShape:
     """S: tokens of the longest request."""
     max_steps: int
     """Most decode steps in a dispatch; 1 in a step that prefills."""
-    context: int | None = None
-    """Most tokens that the cache holds before those of a chunk; None if it may be any number."""
+    chunk_form: Form = "expanded"
+    """Form of the chunks' attention."""
     sampling: SamplingMode = "greedy"
     """``greedy`` if no request of the step samples."""
     num_top_logprobs: int = 0
@@ -62,7 +63,7 @@ class StepShape:
     @property
     def name(self) -> str:
         """The sizes and settings that distinguish the shapes of an engine."""
-        common = ("chunk_tokens", "max_pages", "max_len", "shards")
+        common = ("chunk_tokens", "chunk_form", "max_pages", "max_len", "shards")
         values = {n: v for n, v in dataclasses.asdict(self).items() if v and n not in common}
         return " ".join(f"{name}={value}" for name, value in values.items())
 

@@ -7,7 +7,7 @@ are computed in two orders:
 * expanded: compute every head's keys and values. This takes the fewest operations for many queries:
   prefill and training.
 * absorbed: fold W_UK into the query and W_UV into the output, and attend to the latents themselves.
-  This reads the fewest bytes for few queries: decode.
+  This reads the fewest bytes for few queries: decode, and short prefill chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers import query_groups
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.norm import RMSNorm
@@ -56,12 +57,6 @@ _LATENT_NORM_EPS = 1e-6
 # Cached tokens, of all sequences together, that a prefill chunk expands at a time: 335 MB of keys
 # and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
-
-# A context of static length is split into up to this many blocks, which are unrolled. If they would
-# be larger than _UNROLLED_TOKENS, there is a loop. XLA's GPU runtime knows the length of that loop,
-# and does not wait for the device to read a predicate.
-_UNROLLED_BLOCKS = 4
-_UNROLLED_TOKENS = 16384
 
 
 class Attention(Protocol):
@@ -305,14 +300,20 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent = _fold(q_nope, w_uk).astype(q_nope.dtype)
         tables, starts = cache.block_tables, cache.starts
         if shard.num_shards == 1:
-            # Padded queries count too, so that query t sees exactly the t tokens before it.
-            lengths = starts + q_nope.shape[1]
+            tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
             schedule = None
             if self.whole_sequences:
                 schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
-            out, lse = mla_decode(
-                q_latent, q_rope, pages, tables, lengths, scale=scale, schedule=schedule
+            groups = mla_decode(
+                query_groups.split(q_latent),
+                query_groups.split(q_rope),
+                pages,
+                tables,
+                lengths,
+                scale=scale,
+                schedule=schedule,
             )
+            out, lse = (query_groups.join(each, q_nope.shape[1]) for each in groups)
         else:
             out, lse = attend_local(
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
@@ -332,8 +333,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns attention with a key and a value per head, and its log-sum-exp.
 
         The new tokens attend to each other, then, block by block, to the tokens that were cached
-        before on this device. With ``cache.context_tables`` the number of blocks is static, else
-        the longest sequence decides.
+        before on this device.
 
         Args:
           new: what ``pages`` store for the new tokens.
@@ -352,19 +352,10 @@ class MultiHeadLatentAttention(nnx.Module):
             scale=scale,
         )
         lse = weigh_once(lse, shard)
-        context_tables = cache.context_tables
-        tables = cache.block_tables if context_tables is None else context_tables
-        if not (max_pages := tables.shape[1]):
-            return out, lse
+        max_pages = cache.block_tables.shape[1]
         block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
-        num_blocks = -(-max_pages // block_pages)
-        is_unrolled = False
-        if context_tables is not None:
-            is_unrolled = B * max_pages * page_size <= _UNROLLED_BLOCKS * _UNROLLED_TOKENS
-            num_blocks = min(num_blocks, _UNROLLED_BLOCKS) if is_unrolled else num_blocks
-            block_pages = -(-max_pages // num_blocks)  # equal blocks have the least padding
         block = block_pages * page_size
-        tables = jnp.pad(tables, ((0, 0), (0, num_blocks * block_pages - max_pages)))
+        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -max_pages % block_pages)))
         # Tokens past the capacity are not cached; without a bound the last pages would count twice.
         lengths = jnp.minimum(shard.local_lengths(cache.starts), max_pages * page_size)
         after_block = jnp.full((B,), block, jnp.int32)  # all queries come after the whole block
@@ -377,14 +368,6 @@ class MultiHeadLatentAttention(nnx.Module):
             out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 
-        if context_tables is not None:
-            carry = out.astype(jnp.float32), lse
-            if is_unrolled:
-                for i in range(num_blocks):
-                    carry = add_block(jnp.int32(i), carry)
-            else:
-                carry = jax.lax.fori_loop(0, num_blocks, add_block, carry)
-            return carry[0].astype(out.dtype), carry[1]
         blocks = -(-jnp.max(lengths) // block)
 
         def with_context(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

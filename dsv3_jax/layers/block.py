@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import Attention, Form, MultiHeadLatentAttention
@@ -213,15 +213,9 @@ def _with_local_tables(cache: LayerCache, num_local_pages: int, layout: Layout) 
     first = layout.shard_index(PAGE_AXES[0]) * num_local_pages
     n = layout.num_shards("cached_tokens")
 
-    def local(tables: Int[Array, "B pages"]) -> Int[Array, "B local_pages"]:
-        own = tables.reshape(len(tables), -1, n)[..., layout.shard_index("cached_tokens")]
-        return own - first
-
-    context_tables = cache.context_tables
-    return cache._replace(
-        block_tables=local(cache.block_tables),
-        context_tables=None if context_tables is None else local(context_tables),
-    )
+    own = cache.block_tables.reshape(len(cache.block_tables), -1, n)
+    own = own[..., layout.shard_index("cached_tokens")]
+    return cache._replace(block_tables=own - first)
 
 
 class SharedHead(nnx.Module):

@@ -46,9 +46,6 @@ class LayerCache(NamedTuple):
     """Number of tokens cached before this step, on all devices that share a sequence."""
     valid: Bool[Array, "B T"]
     """True for tokens, False for the padding to their right."""
-    context_tables: Int[Array, "B context_pages"] | None = None
-    """The first columns of ``block_tables``, if the new tokens attend to these pages alone. Their
-    number is static, so that no loop has to read ``starts``."""
 
     @property
     def page_size(self) -> int:

@@ -130,7 +130,12 @@ def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     programs = engine.Programs(
         _model(deployment, layout),
         dataclasses.replace(
-            buckets, decodes=(decodes,), chunks=(chunks,), chunk_tokens=deployment.chunk_tokens
+            buckets,
+            decodes=(decodes,),
+            chunks=(chunks,),
+            chunk_tokens=deployment.chunk_tokens,
+            chunk_form=deployment.engine.chunk_form,
+            multi_step_decodes=None,
         ),
         num_slots=deployment.batch,
         max_len=deployment.max_len,
@@ -144,7 +149,6 @@ def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     shape = programs.shape(
         decodes,
         chunks if phase == "prefill" else 0,
-        context=deployment.context,
         steps=buckets.max_steps,
         sampling="sampled",
     )

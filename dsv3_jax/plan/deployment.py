@@ -7,6 +7,7 @@ import dataclasses
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.layers.attention import Form
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import PRESETS, Exchange, Layout, abstract_layout
@@ -25,6 +26,8 @@ class EngineSettings:
     does."""
     chunks: int = 8
     """Most prefill chunks of a step, for each data-parallel shard."""
+    chunk_form: Form = "expanded"
+    """Form of the chunks' attention."""
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None and self.cache_tokens < DEFAULT_PAGE_SIZE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
+from dsv3_jax.layers.attention import Form
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from dsv3_jax.plan.workspace import (
-    AttentionForm,
     dequantized_bytes,
     layer_bytes,
     sampling_bytes,
@@ -102,7 +103,7 @@ def _decode(shard: ModelShard, deployment: Deployment, cache: int, state: int) -
         dequantized=dequantized_bytes(shard, deployment, tokens, except_for="kv_b_proj"),
         # The up-projections, which replace kv_b_proj, are made in the matmul's tiles.
         tiled=tiled_bytes(shard, deployment, except_for="kv_b_proj"),
-        **_temporary_bytes(shard, deployment, {"absorbed": tokens}, sampled=tokens),
+        **_temporary_bytes(shard, deployment, [("absorbed", tokens)], sampled=tokens),
     )
 
 
@@ -117,7 +118,7 @@ def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) 
             up_projections=0,
             dequantized=dequantized_bytes(shard, deployment, tokens),
             tiled=tiled_bytes(shard, deployment, except_for="lm_head"),  # it samples no token
-            **_temporary_bytes(shard, deployment, {"expanded": tokens}, sampled=0),
+            **_temporary_bytes(shard, deployment, [("expanded", tokens)], sampled=0),
         )
     sequences = shard.local_batch(deployment.batch)
     decoding = sequences * (1 + deployment.draft_depth)
@@ -132,19 +133,19 @@ def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) 
         **_temporary_bytes(
             shard,
             deployment,
-            {"expanded": prompt, "absorbed": decoding},
+            [(engine.chunk_form, prompt), ("absorbed", decoding)],
             sampled=(sequences + engine.chunks) * (1 + deployment.draft_depth),
         ),
     )
 
 
 def _temporary_bytes(
-    shard: ModelShard, deployment: Deployment, tokens: dict[AttentionForm, int], *, sampled: int
+    shard: ModelShard, deployment: Deployment, tokens: Sequence[tuple[Form, int]], *, sampled: int
 ) -> dict[str, int]:
     """Returns the bytes of the exchange's buffers and of the workspace.
 
     Args:
-      tokens: number of tokens by form of attention.
+      tokens: form of attention and number of tokens of each batch.
       sampled: number of tokens whose logits are computed. The layers' arrays are freed before.
     """
     logits = sampling_bytes(shard, sampled)

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3_jax.layers.attention import Form
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
 from sharding import Layout, default_capacity, default_pairs_per_call
 from sharding.token_packer import FLOAT8_BLOCK
-
-AttentionForm = Literal["absorbed", "expanded"]
 
 _SAMPLING_BYTES = 41
 """Bytes per logit: the float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
@@ -39,20 +37,18 @@ def sampling_bytes(shard: ModelShard, rows: int) -> int:
 
 
 def layer_bytes(
-    shard: ModelShard, deployment: Deployment, tokens: Mapping[AttentionForm, int]
+    shard: ModelShard, deployment: Deployment, tokens: Sequence[tuple[Form, int]]
 ) -> tuple[int, int]:
     """Returns the bytes of a layer's temporary arrays: without the exchange's buffers, and those
     buffers.
 
     Args:
-      tokens: number of tokens that attend in each form. All pass the other parts of the layer
-        together.
+      tokens: form of attention and number of tokens of each batch. All pass the other parts of the
+        layer together.
     """
     c, layout = shard.shapes.config, shard.layout
-    D, M = c.hidden_size, sum(tokens.values())
-    attention = max(
-        _attention_bytes(shard, deployment, count, form) for form, count in tokens.items()
-    )
+    D, M = c.hidden_size, sum(count for _, count in tokens)
+    attention = max(_attention_bytes(shard, deployment, count, form) for form, count in tokens)
     _, exchange = _received_tokens(shard, layout, M)
     pairs_per_call = _pairs(shard, layout, M)
     if layout.mesh.size == 1:
@@ -68,7 +64,7 @@ def layer_bytes(
     return max(attention, pairs) + 3 * 2 * M * D, exchange
 
 
-def _attention_bytes(shard: ModelShard, deployment: Deployment, M: int, form: AttentionForm) -> int:
+def _attention_bytes(shard: ModelShard, deployment: Deployment, M: int, form: Form) -> int:
     """Returns the bytes of attention's temporary arrays."""
     c, layout = shard.shapes.config, shard.layout
     H = c.num_attention_heads // layout.num_shards("heads")
@@ -86,7 +82,7 @@ def _attention_bytes(shard: ModelShard, deployment: Deployment, M: int, form: At
     return attention
 
 
-def _score_bytes(shard: ModelShard, deployment: Deployment, M: int, form: AttentionForm) -> int:
+def _score_bytes(shard: ModelShard, deployment: Deployment, M: int, form: Form) -> int:
     """Returns the bytes that attention takes without kernels, in addition.
 
     All scores of a layer are in memory at once, in float32 and, as probabilities, in bfloat16. This

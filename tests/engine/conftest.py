@@ -13,8 +13,8 @@ from tests.support.checkpoints import random_tensors, tiny_config, write_checkpo
 
 MAX_LEN = 120
 
-# Few programs: a step decodes only, or also has chunks, with or without context.
-BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3, contexts=(0,))
+# Few programs: a step decodes only, or also has chunks.
+BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3)
 
 
 @pytest.fixture(scope="session")

@@ -96,13 +96,13 @@ def serve(
 
     Args:
       few_pages: whether a shard's cache has room for only one and a half of the longest requests.
-      is_static: whether programs have no loop where they can, as on GPUs.
+      is_static: whether programs have no loops, as on GPUs.
     """
     layout = served.model.layout
     shards = 1 if layout is None else layout.num_shards("batch")
     buckets = Buckets((8,), (2,), chunk_tokens, 4)
     if is_static:
-        buckets = dataclasses.replace(buckets, contexts=(0, 32), single_steps=True)
+        buckets = dataclasses.replace(buckets, chunk_form="absorbed", multi_step_decodes=0)
     if few_pages:
         options["cache_tokens"] = 3 * (served.max_len + 8) // 2 * shards
     engine = Engine(

@@ -71,20 +71,15 @@ def test_a_program_is_named_for_its_shape(programs, state):
     assert name[1].endswith("max_steps_3_sampling_greedy")
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("chunks", [0, 1])
-def test_sampled_steps_have_no_branch(programs, state, chunks):
-    shape = programs.shape(1, chunks, context=20, sampling="sampled")
-    assert operations(programs, state, shape)["case"] == 0
-
-
-def test_a_static_context_replaces_a_branch_and_a_loop(programs, state):
-    static, dynamic = (
-        operations(programs, state, dataclasses.replace(programs.shape(1, 1), context=context))
-        for context in (MAX_LEN, None)
-    )
-    # There are two kinds of layers, and each is lowered once.
-    assert (static["case"], dynamic["case"]) == (0, 2)
-    assert dynamic["while"] == static["while"] + 2
+def test_steps_for_gpus_have_no_loop_and_no_branch(programs, state, chunks, sampling):
+    shape = programs.shape(1, chunks, sampling=sampling)
+    shape = dataclasses.replace(shape, max_steps=1, chunk_form="absorbed")
+    found = operations(programs, state, shape)
+    assert found["case"] == 0
+    if not chunks:  # sorting on a CPU has a loop
+        assert found["while"] == 0
 
 
 def test_padding_has_no_context(state):
@@ -131,40 +126,36 @@ class TestBuckets:
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
-        assert len(shapes) == len(set(shapes)) == 26
-        assert {shape.context for shape in shapes if shape.chunks} == {0, 1024, 5120}
+        assert len(shapes) == len(set(shapes)) == 18
         assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 12
+
+    def test_programs_for_gpus_have_no_loop_unless_steps_are_short(self):
+        assert {shape.chunk_form for shape in self.DEFAULT.shapes(**self.LIMITS)} == {"absorbed"}
+        for decodes, max_steps in ((1, 8), (8, 8), (9, 1), (256, 1)):
+            assert self.DEFAULT.shape(decodes, 0, **self.LIMITS).max_steps == max_steps
+            assert self.DEFAULT.takes_several_steps(decodes) is (max_steps > 1)
+
+    def test_chunks_on_devices_that_share_tokens_are_expanded(self):
+        assert Buckets.default(8, platform="gpu", token_shards=2).chunk_form == "expanded"
+        assert Buckets.default(8, platform="tpu").chunk_form == "expanded"
 
     @given(
         st.integers(0, 256),
-        st.integers(0, 8),
-        st.integers(0, 5120),
+        st.integers(0, 32),
         st.integers(1, 8),
         st.sampled_from(["greedy", "sampled"]),
     )
-    def test_every_step_has_a_program_that_holds_it(self, decodes, chunks, context, steps, mode):
-        if chunks:
+    def test_every_step_has_a_program_that_holds_it(self, decodes, chunks, steps, mode):
+        if chunks or not self.DEFAULT.takes_several_steps(decodes):
             steps = 1
         elif not decodes:
             return
-        shape = self.DEFAULT.shape(
-            decodes, chunks, context=context, steps=steps, sampling=mode, **self.LIMITS
-        )
+        shape = self.DEFAULT.shape(decodes, chunks, steps=steps, sampling=mode, **self.LIMITS)
         assert shape in self.DEFAULT.shapes(**self.LIMITS)
         assert shape.decodes >= decodes
         assert shape.chunks >= chunks
         assert shape.max_steps >= steps
-        assert not chunks or (shape.context is not None and shape.context >= context)
 
     def test_padding_is_bounded(self):
-        for chunks in range(1, 9):
+        for chunks in range(4, 33):
             assert self.DEFAULT.shape(9, chunks, **self.LIMITS).chunks < 2 * chunks
-        for context in range(1025, 100_000, 999):
-            shape = self.DEFAULT.shape(1, 1, context=context, max_len=100_000, max_pages=1563)
-            assert shape.context is not None
-            assert shape.context < 8 * context
-
-    def test_short_requests(self):
-        limits = {"max_len": 128, "max_pages": 2}
-        assert self.DEFAULT.shape(1, 1, context=100, **limits).context == 128
-        assert self.DEFAULT.shape(1, 1, context=0, **limits).context == 0
