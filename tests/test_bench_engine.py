@@ -84,7 +84,7 @@ def test_the_ratio_is_the_median_of_the_rounds():
 
 # One slot and one size of prefill, so that there are few programs.
 SMALL = ["--max-running", "1", "--max-len", "120"]
-SMALL += ["--chunks", "2", "--chunk-tokens", "16", "--contexts", "0", "--max-steps", "2"]
+SMALL += ["--chunks", "2", "--chunk-tokens", "16", "--max-steps", "2"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from dsv3_jax.generation.state import RUNNING
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 PAGES, SLOTS = 8, 4
+LIKE_GPUS: dict[str, Any] = {"max_steps": 1, "chunk_form": "absorbed"}
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +72,25 @@ def test_a_program_is_named_for_its_shape(programs, state):
     assert name[1].endswith("max_steps_3_sampling_greedy")
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("chunks", [0, 1])
-def test_steps_for_gpus_have_no_loop_and_no_branch(programs, state, chunks, sampling):
-    shape = programs.shape(1, chunks, sampling=sampling)
-    shape = dataclasses.replace(shape, max_steps=1, chunk_form="absorbed")
-    found = operations(programs, state, shape)
-    assert found["case"] == 0
-    if not chunks:  # sorting on a CPU has a loop
-        assert found["while"] == 0
+def test_sampled_steps_have_no_branch(programs, state, chunks):
+    shape = dataclasses.replace(programs.shape(1, chunks, sampling="sampled"), **LIKE_GPUS)
+    assert operations(programs, state, shape)["case"] == 0
+
+
+def test_the_absorbed_form_of_chunks_has_no_branch(programs, state):
+    expanded = programs.shape(1, 1)
+    absorbed = dataclasses.replace(expanded, **LIKE_GPUS)
+    # There are two kinds of layers, and each is lowered once.
+    assert operations(programs, state, expanded)["case"] == 2
+    assert operations(programs, state, absorbed)["case"] == 0
+
+
+def test_one_step_has_no_loop(programs, state):
+    several = programs.shape(1, 0)
+    one = dataclasses.replace(several, **LIKE_GPUS)
+    several, one = (operations(programs, state, shape)["while"] for shape in (several, one))
+    assert several == one + 1
 
 
 def test_padding_has_no_context(state):
