@@ -23,6 +23,7 @@ from typing import Any, get_args
 from dsv3_jax import presets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.shard_cache import ShardCache
@@ -64,9 +65,11 @@ class Case:
         config = presets.get(self.model)
         if self.layers is not None:
             config = dataclasses.replace(config, num_hidden_layers=self.layers)
+        target = Target.parse(self.target)
+        buckets = Buckets.default(self.batch, platform=target.platform)
         return Deployment(
             config,
-            Target.parse(self.target),
+            target,
             self.layout,
             self.batch,
             self.context,
@@ -74,13 +77,16 @@ class Case:
             self.activations,
             exchange=self.exchange,
             prefill_chunk=self.prefill_chunk,
-            engine=EngineSettings() if self.serve else None,
+            engine=EngineSettings(chunks=buckets.chunks[-1], chunk_form=buckets.chunk_form)
+            if self.serve
+            else None,
         )
 
 
 def _steps(case: Case) -> tuple[Case, ...]:
     """Both steps of an engine."""
-    step = dataclasses.replace(case, prefill_chunk=256, serve=True)
+    buckets = Buckets.default(case.batch, platform=Target.parse(case.target).platform)
+    step = dataclasses.replace(case, prefill_chunk=buckets.chunk_tokens, serve=True)
     return tuple(dataclasses.replace(step, phase=phase) for phase in get_args(Phase))
 
 

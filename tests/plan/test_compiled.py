@@ -8,6 +8,7 @@ import pytest
 
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
@@ -58,7 +59,11 @@ def test_a_step_of_the_engine_does_not_copy_the_cache(target, phase):
         config=dataclasses.replace(plan.config, num_hidden_layers=2),
         layout_name="tp_attention_ep",
         mtp=True,
-        engine=EngineSettings(cache_tokens=2**20, chunks=2),
+        engine=EngineSettings(
+            cache_tokens=2**20,
+            chunks=2,
+            chunk_form=Buckets.default(8, platform=plan.target.platform).chunk_form,
+        ),
     )
     program = compile_program(plan, phase)
     shard = model_shapes(plan).shard(plan.layout)
