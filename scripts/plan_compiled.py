@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dsv3_jax import presets
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
-from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.shard_cache import ShardCache

@@ -109,10 +109,10 @@ class Engine:
             _check_deterministic(model, is_depth_adaptive=self._is_depth_adaptive)
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
         layout = model.layout
-        shards, micro_batches, token_shards = 1, 1, 1
+        shards = token_shards = micro_batches = 1
         if layout is not None:
-            shards, micro_batches = layout.num_shards("batch"), layout.micro_batches
-            token_shards = layout.num_shards("cached_tokens")
+            shards, token_shards = map(layout.num_shards, ("batch", "cached_tokens"))
+            micro_batches = layout.micro_batches
         if max_running % shards:
             raise ValueError(
                 f"max_running: expected a multiple of {shards}, the shards of the batch, got"

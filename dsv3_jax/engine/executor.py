@@ -163,9 +163,12 @@ class Executor:
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
     ) -> RequestResult:
-        settings = self._settings_of(request)
-        new_tokens = read.new_tokens(row, top=settings is not None and settings.logprobs > 0)
+        new_tokens = read.new_tokens(row, top=read.has_top and self._asks_for_top(request))
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
+
+    def _asks_for_top(self, request: ScheduledRequest) -> bool:
+        settings = self._settings_of(request)
+        return settings is not None and settings.logprobs > 0
 
     def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
         settings = self._settings_of(chunk.request)
@@ -207,24 +210,20 @@ class Executor:
         """Writes the plan of a shard into its arguments of a step."""
         arrays: Any = inputs  # NumPy's, on the host
         arrays.steps[0] = decode_steps
-        for tables in (arrays.decode_tables, arrays.chunk_tables):
-            tables[...] = self._pool.unused_table(number, tables.shape[1])
-        for i, (request, slot) in enumerate(zip(plan.decodes, plan.slots, strict=True)):
-            arrays.decode_slots[i] = slot
-            arrays.max_drafts[i] = plan.drafts[i]
-            self._fill_table(arrays.decode_tables[i], request)
+        for tables, requests in (
+            (arrays.decode_tables, plan.decodes),
+            (arrays.chunk_tables, [chunk.request for chunk in plan.chunks]),
+        ):
+            self._pool.fill_tables(tables, number, [request.pages for request in requests])
+        arrays.decode_slots[: len(plan.slots)] = plan.slots
+        arrays.max_drafts[: len(plan.drafts)] = plan.drafts
         for i, chunk in enumerate(plan.chunks):
             arrays.chunk_slots[i] = chunk.slot
-            self._fill_table(arrays.chunk_tables[i], chunk.request)
             arrays.starts[i] = chunk.start
             arrays.counts[i] = chunk.count
             arrays.is_last[i] = chunk.is_last
             if chunk.is_first:
                 self._fill_admission(arrays, i, chunk)
-
-    def _fill_table(self, row: np.ndarray, request: ScheduledRequest) -> None:
-        table = self._pool.table(request.pages)
-        row[: len(table)] = table
 
     def _fill_adjustments(self, inputs: StepInput, plan: ShardPlan, shape: StepShape) -> None:
         """Writes what changes the logits of each request."""

@@ -148,10 +148,6 @@ class PageAllocator:
             self._references[page] += 1
             self._cached.pop(page, None)
 
-    def full_pages(self, known: int) -> int:
-        """Returns the number of pages that :meth:`publish` can index, given that many tokens."""
-        return (known - self.lookahead) // self.page_size
-
     def publish(self, tokens: Sequence[int], pages: Sequence[int], start: int = 0) -> int:
         """Indexes the full pages of a request, so that other requests can reuse them.
 
@@ -164,7 +160,7 @@ class PageAllocator:
         Returns:
           The number of the first page that is still to be published.
         """
-        full = self.full_pages(len(tokens))
+        full = (len(tokens) - self.lookahead) // self.page_size
         if not self._prefix_cache or full <= start:
             return start
         parent = self._identity_of_prefix(tokens, pages, start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -62,8 +64,18 @@ class PoolLayout:
         others = np.arange(self.token_parts, dtype=np.int32) * self.pages_per_device
         return (groups[:, None] + others).reshape(-1)
 
-    def unused_table(self, shard: int, max_pages: int) -> Int32[np.ndarray, " {max_pages}"]:
-        """Returns the block table of an unused entry. It refers to a page of the shard, because a
-        kernel may read it, and would read beyond the device's array elsewhere."""
+    def fill_tables(
+        self, tables: Int32[np.ndarray, "B P"], shard: int, requests: Sequence[Sequence[int]]
+    ) -> None:
+        """Writes block tables for the pages of some requests into the first rows of ``tables``.
+
+        Unused entries refer to a page of the shard, because a kernel may read it, and would read
+        beyond the device's array elsewhere.
+        """
+        max_pages = tables.shape[1]
         first = shard * self.token_parts * self.pages_per_device
-        return self.table([first] * (max_pages // self.token_parts))
+        tables[...] = self.table([first] * (max_pages // self.token_parts))
+        # One conversion for all requests: each takes longer than that of the numbers in it.
+        lengths = np.array([len(pages) * self.token_parts for pages in requests], np.int32)
+        is_used = np.arange(max_pages) < lengths[:, None]
+        tables[: len(requests)][is_used] = self.table([*itertools.chain.from_iterable(requests)])

@@ -158,7 +158,7 @@ class Programs:
     def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
         """Compiles programs in parallel: those of ``shapes``, or all."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
-        # The largest programs compile longest, and no other is left to compile beside the last one.
+        # The largest programs compile longest, so that none of them is left alone at the end.
         missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)
         # Lowering is Python and runs in one thread, while others compile.
         with concurrent.futures.ThreadPoolExecutor(initializer=_yield_to_other_threads) as pool:

@@ -142,12 +142,12 @@ class EngineRequest:
             if tokens and not self._tokens:
                 self.times.first_token = time.monotonic()
             self._tokens += tokens
-            finish_reason = None
+            reason = None if completion is None else completion.finish_reason
+            self._pieces.append((text, len(self._tokens), reason))
             if completion is not None:
                 self.times.end = time.monotonic()
                 self._completion = completion
-                finish_reason = completion.finish_reason
-            self._pieces.append((text, len(self._tokens), finish_reason))
+                self._cancel = _nothing_to_cancel
             self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -155,15 +155,14 @@ class EngineRequest:
         with self._changed:
             if not self.is_done:
                 self._error = error
+                self._cancel = _nothing_to_cancel
                 self._notify()
 
     def _notify(self) -> None:
-        if self.is_done:
-            self._cancel = _nothing_to_cancel  # a handle that is kept does not keep its engine
         self._changed.notify_all()
         for listener in self._listeners:
             listener()
 
 
 def _nothing_to_cancel(request: EngineRequest) -> None:
-    """Cancels a request that is at its end."""
+    """Cancels a request that is at its end, whose handle must not keep the engine alive."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
@@ -106,6 +107,8 @@ class Scheduler:
                 zip(pages, swaps or [None] * len(pages), strict=True)
             )
         ]
+        self._next_deadline = math.inf  # no unfinished request has an earlier one
+        self._has_cancelled = False
         self.prefix_hit_tokens = 0
         self.prefix_queried_tokens = 0
 
@@ -152,6 +155,7 @@ class Scheduler:
             )
         for request in requests:
             self._enqueue(request)
+            self._next_deadline = min(self._next_deadline, request.deadline)
 
     def _check_size(self, request: ScheduledRequest) -> None:
         pages = self.shards[0].pages
@@ -164,7 +168,7 @@ class Scheduler:
 
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request at the next call of :meth:`schedule`."""
-        request.is_cancelled = True
+        request.is_cancelled = self._has_cancelled = True
 
     def schedule(
         self, now: float, *, max_decode_steps: int = 1
@@ -288,6 +292,8 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, EndReason]]:
         ended: list[tuple[ScheduledRequest, EndReason]] = []
+        if not self._has_cancelled and now < self._next_deadline:
+            return ended  # without a look at every request
         for request in self.unfinished:
             if request.is_cancelled:
                 ended.append((request, "cancelled"))
@@ -295,6 +301,8 @@ class Scheduler:
                 ended.append((request, "timeout"))
         for request, _ in ended:
             self.end(request)
+        self._has_cancelled = False
+        self._next_deadline = min((r.deadline for r in self.unfinished), default=math.inf)
         return ended
 
     def _preempted(self) -> list[ScheduledRequest]:

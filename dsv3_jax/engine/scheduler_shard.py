@@ -256,11 +256,10 @@ class SchedulerShard:
 
     def _publish(self, request: ScheduledRequest, written: int) -> None:
         """Indexes the full pages within the first ``written`` tokens of a request."""
-        known = min(max(written, 0) + self.pages.lookahead, len(request.tokens))
-        if self.pages.full_pages(known) > request.published:  # else a long copy would be in vain
-            request.published = self.pages.publish(
-                request.tokens[:known], request.pages, request.published
-            )
+        if written < (request.published + 1) * self.pages.page_size:
+            return  # most steps fill no page, and need no copy of all tokens
+        known = request.tokens[: written + self.pages.lookahead]
+        request.published = self.pages.publish(known, request.pages, request.published)
 
     def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
         most = request.greatest_length + steps * (1 + request.drafts) + request.drafts

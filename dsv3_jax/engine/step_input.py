@@ -9,6 +9,7 @@ Mosaic GPU refuses other addresses.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -171,6 +172,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 }
 
 
+@functools.cache
 def _fields(shape: StepShape) -> dict[str, _Field]:
     """Returns the location of each argument that steps of this shape have."""
     B, C, M, S = shape.decodes, shape.chunks, shape.max_pages, shape.max_len

@@ -59,6 +59,8 @@ class StepResults:
         self._drafted: list[list[int]] = arrays.drafted.tolist()
         self.finished: list[int] = arrays.finished.tolist()
         """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
+        self.has_top = arrays.top_tokens.shape[-1] > 0
+        """Whether some requests ask for the most probable tokens."""
         self._top = arrays.top_tokens, arrays.top_logprobs
         self._prompt = arrays.prompt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class Request:
                 f"{self.min_tokens}"
             )
 
-    @property
+    @functools.cached_property
     def has_penalties(self) -> bool:
         """Whether its logits are changed other than by excluding all but ``allowed``."""
         return bool(

@@ -186,7 +186,11 @@ class TestPoolLayout:
         pages = second.allocate(2)
         assert pages is not None
         np.testing.assert_array_equal(pool.table(pages), [15, 20, 25, 16, 21, 26])
-        np.testing.assert_array_equal(pool.unused_table(1, 6), [15, 20, 25] * 2)
+        tables = np.full((3, 6), -1, np.int32)
+        pool.fill_tables(tables, 1, [pages, pages[:1]])
+        first = [15, 20, 25]  # entries without a page of their own refer to the shard's first one
+        expected = [[*pool.table(pages)], [*pool.table(pages[:1]), *first], first * 2]
+        np.testing.assert_array_equal(tables, expected)
 
     def test_one_device(self):
         pool = PoolLayout.of(None, 7, 16)
