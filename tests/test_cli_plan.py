@@ -46,7 +46,7 @@ def test_an_engine(capsys):
     (tokens,) = lines["tokens in the cache of all requests"]
     assert plan("--serve", "--json", "--cache-tokens", "6400", **demo) == 0
     result = finite(capsys.readouterr().out)
-    assert (result["serve"], result["cache_tokens"], result["prefill_chunk"]) == (True, 6400, 256)
+    assert (result["serve"], result["cache_tokens"], result["prefill_chunk"]) == (True, 6400, 64)
     assert int(tokens.replace(",", "")) <= result["largest_cache_tokens"]
     assert plan("--json", **demo) == 0
     result = finite(capsys.readouterr().out)

@@ -16,7 +16,7 @@ decode step has, drafts included."""
 
 
 def num_groups(tokens: int) -> int:
-    """Returns the number of groups of a sequence with so many new tokens."""
+    """Returns the number of groups of a sequence with ``tokens`` new tokens."""
     return -(-tokens // GROUP_TOKENS) if tokens > GROUP_TOKENS else 1
 
 
