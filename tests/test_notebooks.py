@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import jax
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -49,6 +50,10 @@ def test_a_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # one device, as in Colab
+    # Notebooks and the documents' commands compile the same programs of the demo.
+    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     notebook = nbformat.read(path, as_version=4)
     began = time.perf_counter()
     client = NotebookClient(notebook, timeout=MOST_SECONDS, resources={"metadata": {"path": "/"}})

@@ -116,6 +116,13 @@ def spread(directory):
         return steps(load(directory, QUICK))
 
 
+@pytest.fixture(scope="module")
+def stepped(request, directory, spread):
+    """The two steps in one layout: its tests run one after the other, so each is traced once."""
+    name = request.param
+    return name, spread if name == QUICK else steps(load(directory, name))
+
+
 def assert_same(got: Stepped, want: Stepped):
     assert got.gradients.keys() == want.gradients.keys()
     for name, gradient in want.gradients.items():
@@ -136,11 +143,11 @@ def assert_same(got: Stepped, want: Stepped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [QUICK, *SLOW])
-def test_gradients(directory, alone, spread, name):
+@pytest.mark.parametrize("stepped", [QUICK, *SLOW], indirect=True)
+def test_gradients(alone, stepped):
     """Compares the gradient of every parameter, and the metrics of a second step, which depend on
     the first step's updates of weights and biases."""
-    assert_same(spread if name == QUICK else steps(load(directory, name)), alone)
+    assert_same(stepped[1], alone)
 
 
 @pytest.mark.slow
@@ -241,15 +248,15 @@ def collectives(trainer: Trainer) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [QUICK, *SLOW[:-2]])
-def test_collectives(directory, spread, name):
+@pytest.mark.parametrize("stepped", [QUICK, *SLOW[:-2]], indirect=True)
+def test_collectives(stepped):
     """Each matrix is all-gathered where it is used, and its gradient is reduce-scattered. This
     includes the experts if there is a data axis. Each of the two MoE layers exchanges tokens in
     both directions, and so do their gradients. MTP uses embedding and head a second time, but XLA
     does not gather them again. Matrices are gathered once more for the backward pass, unless XLA
     merges the two, as it does on CPUs with jax 0.10.
     """
-    trainer = spread.trainer if name == QUICK else Trainer(load(directory, name), RUN)
+    name, (trainer, *_) = stepped
     dense, moe, experts = 5 + 3, 5 + 1 + 3, 3
     layers, exchanges = dense + 2 * moe + 1, 2 * 2
     want = {
