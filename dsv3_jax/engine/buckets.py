@@ -29,8 +29,8 @@ class Buckets:
     max_steps: int
     """Most decode steps in a dispatch that prefills nothing."""
     multi_step_decodes: int | None = None
-    """Most requests that decode several steps in a dispatch; None for no limit. With more, a step
-    takes long enough to launch the next one meanwhile."""
+    """Largest number of decoding requests whose program has several steps; None for no limit. With
+    more, a step takes long enough to launch the next one meanwhile."""
     chunk_form: Form = "expanded"
     """Form of the chunks' attention. ``absorbed`` takes more operations per cached token, but has
     no loop over the context, and pads less."""
@@ -103,9 +103,11 @@ class Buckets:
             self.decodes[-1],
         )
 
-    def takes_several_steps(self, decodes: int) -> bool:
-        """Returns whether so many requests may decode several steps in a dispatch."""
-        return self.multi_step_decodes is None or decodes <= self.multi_step_decodes
+    @property
+    def most_multi_step_decodes(self) -> int:
+        """Most requests whose program decodes several steps in a dispatch."""
+        limit = self.multi_step_decodes
+        return max((size for size in self.decodes if limit is None or size <= limit), default=0)
 
     @property
     def sampled_chunks(self) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ class Buckets:
             sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
-        is_multi_step = not chunks and self.takes_several_steps(decodes)
+        is_multi_step = not chunks and self.most_multi_step_decodes >= B
         return StepShape(
             decodes=B,
             chunks=_round_up(chunks, chunk_sizes) if chunks else 0,

@@ -155,7 +155,7 @@ class Engine:
                 max_running=max_running // shards,
                 chunk_tokens=buckets.chunk_tokens,
                 max_chunks=buckets.chunks[-1],
-                multi_step_decodes=buckets.multi_step_decodes,
+                multi_step_decodes=buckets.most_multi_step_decodes,
                 max_waiting=max_waiting,
                 aligned_prefixes=deterministic,
             ),

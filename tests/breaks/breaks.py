@@ -340,8 +340,8 @@ BREAKS: dict[str, Break] = {
     ),
     "a request has its pages in the wrong order": Break(
         "dsv3_jax/engine/executor.py",
-        "self._pool.table(request.pages)",
-        "self._pool.table(request.pages[::-1])",
+        "[request.pages for request in requests]",
+        "[request.pages[::-1] for request in requests]",
         (_ENGINE + "test_engine.py",),
     ),
     "results are read in the wrong order": Break(

@@ -144,7 +144,12 @@ class TestBuckets:
         assert {shape.chunk_form for shape in self.DEFAULT.shapes(**self.LIMITS)} == {"absorbed"}
         for decodes, max_steps in ((1, 8), (8, 8), (9, 1), (256, 1)):
             assert self.DEFAULT.shape(decodes, 0, **self.LIMITS).max_steps == max_steps
-            assert self.DEFAULT.takes_several_steps(decodes) is (max_steps > 1)
+            assert (decodes <= self.DEFAULT.most_multi_step_decodes) is (max_steps > 1)
+
+    def test_few_requests_in_a_large_program_decode_one_step(self):
+        buckets = dataclasses.replace(self.DEFAULT, decodes=(256,))
+        assert buckets.most_multi_step_decodes == 0
+        assert buckets.shape(3, 0, **self.LIMITS) in buckets.shapes(**self.LIMITS)
 
     def test_chunks_on_devices_that_share_tokens_are_expanded(self):
         assert Buckets.default(8, platform="gpu", token_shards=2).chunk_form == "expanded"
@@ -157,7 +162,7 @@ class TestBuckets:
         st.sampled_from(["greedy", "sampled"]),
     )
     def test_every_step_has_a_program_that_holds_it(self, decodes, chunks, steps, mode):
-        if chunks or not self.DEFAULT.takes_several_steps(decodes):
+        if chunks or decodes > self.DEFAULT.most_multi_step_decodes:
             steps = 1
         elif not decodes:
             return
