@@ -50,7 +50,7 @@ def test_nothing_grows(tiny_mtp):
     with Engine(tiny_mtp, None, MAX_LEN, buckets=BUCKETS, max_waiting=16, **options) as engine:
         engine.warm_up()
         vocab_size = tiny_mtp.config.vocab_size
-        counts = soak(engine, 20.0, vocab_size=vocab_size, max_len=MAX_LEN, rounds=4)
+        counts = soak(engine, 10.0, vocab_size=vocab_size, max_len=MAX_LEN, rounds=4)
         stats = engine.stats()
     assert growth(counts) == []
     assert stats.preemptions > 0
