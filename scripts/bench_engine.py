@@ -46,7 +46,6 @@ from dsv3_jax.traces import TRACES
 from dsv3_jax.viz.canvas import check_picture
 from dsv3_jax.viz.canvas import save as save_picture
 from dsv3_jax.viz.serving import timeline
-from pallas_kernels import target
 
 COMPARED_PROMPT, COMPARED_TOKENS = 48, 64
 """Most prompt tokens, and new tokens, of the requests that are compared with sequential ones."""
@@ -108,7 +107,7 @@ def buckets(arguments: argparse.Namespace) -> Buckets:
         "chunk_tokens": arguments.chunk_tokens,
         "max_steps": arguments.max_steps,
     }
-    default = Buckets.default(arguments.max_running, platform=target.platform())
+    default = Buckets.of_devices(arguments.max_running, None)
     return dataclasses.replace(default, **{n: v for n, v in changes.items() if v is not None})
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dsv3_jax import presets
-from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
+from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
 from sharding import Exchange
@@ -66,7 +66,7 @@ class Case:
         if self.layers is not None:
             config = dataclasses.replace(config, num_hidden_layers=self.layers)
         target = Target.parse(self.target)
-        buckets = Buckets.default(self.batch, platform=target.platform)
+        buckets = default_buckets(target, self.layout, self.batch)
         return Deployment(
             config,
             target,
@@ -85,7 +85,7 @@ class Case:
 
 def _steps(case: Case) -> tuple[Case, ...]:
     """Both steps of an engine."""
-    buckets = Buckets.default(case.batch, platform=Target.parse(case.target).platform)
+    buckets = default_buckets(Target.parse(case.target), case.layout, case.batch)
     step = dataclasses.replace(case, prefill_chunk=buckets.chunk_tokens, serve=True)
     return tuple(dataclasses.replace(step, phase=phase) for phase in get_args(Phase))
 

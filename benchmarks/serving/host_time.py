@@ -84,7 +84,7 @@ def measure(max_running: int, steps: int, count: int = 768) -> EngineStats:
     """Returns the figures of ``steps`` turns of the loop after all slots were filled."""
     model, trace = dsv3_jax.load("demo")[0], chat(count)
     most, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
-    buckets = Buckets.default(max_running, platform="gpu")
+    buckets = Buckets.default(max_running, platform="gpu", absorbed_chunks=True)
     with mock.patch("dsv3_jax.engine.engine.Programs", InstantPrograms):
         engine = Engine(
             model,

@@ -15,10 +15,10 @@ from dsv3_jax.cli.arguments.plan import MODELS
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.plan.choice import OPEN_SETTINGS, Choice, choose
 from dsv3_jax.plan.compiled import CompiledProgram, Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
+from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.estimate import DoesNotFitError, Estimate, estimate
 from dsv3_jax.plan.search_space import layouts
 from dsv3_jax.plan.shard_cache import ShardCache
@@ -69,18 +69,18 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("activations") == "bf16":
         given["activations"] = None
-    engine = None
-    if arguments.serve:
-        buckets = Buckets.default(arguments.batch, platform=target.platform)
-        engine = EngineSettings(arguments.cache_tokens, buckets.chunks[-1], buckets.chunk_form)
-        given.setdefault("prefill_chunk", buckets.chunk_tokens)
-    elif arguments.cache_tokens is not None:
-        raise ValueError("--cache-tokens: expected --serve too; a Generator has no such setting")
     layout = arguments.layout
     if layout is None:
         layout = layouts(target)[0]
     elif "redundant_experts" not in given:
         given["redundant_experts"] = PRESETS[layout].redundant_experts
+    engine = None
+    if arguments.serve:
+        buckets = default_buckets(target, layout, arguments.batch)
+        engine = EngineSettings(arguments.cache_tokens, buckets.chunks[-1], buckets.chunk_form)
+        given.setdefault("prefill_chunk", buckets.chunk_tokens)
+    elif arguments.cache_tokens is not None:
+        raise ValueError("--cache-tokens: expected --serve too; a Generator has no such setting")
     deployment = Deployment(
         config=config,
         target=target,

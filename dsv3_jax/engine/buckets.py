@@ -10,6 +10,8 @@ from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.layers.attention import Form
+from pallas_kernels import target
+from sharding import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Buckets:
 
     @classmethod
     def default(
-        cls, max_running: int, *, platform: str, multiple: int = 1, token_shards: int = 1
+        cls, max_running: int, *, platform: str, multiple: int = 1, absorbed_chunks: bool = False
     ) -> Buckets:
         """Returns the sizes for a platform.
 
@@ -49,26 +51,49 @@ class Buckets:
         and up to 256 tokens.
 
         XLA's GPU runtime waits for the device to read how often a loop runs. Programs for GPUs
-        therefore have the absorbed form for chunks, and no loop over decode steps unless these are
-        short.
+        therefore have no loop over decode steps unless these are short.
 
         Args:
           max_running: number of slots of each shard.
           multiple: number of micro-batches. Sizes are rounded up to multiples of it.
-          token_shards: number of devices that share a sequence's tokens. With several, chunks have
-            the expanded form: the absorbed one is for few tokens there.
+          absorbed_chunks: whether chunks attend in absorbed form, see :func:`absorbs_chunks`. They
+            are shorter then.
         """
         base, first = (4, 0) if platform == "cpu" else (8, 1)
         decodes = (*(base**i for i in range(first, 8) if base**i < max_running), max_running)
-        chunks = (4, 8, 16, 32) if platform == "gpu" else (1, 2, 4, 8)
+        chunks = (4, 8, 16, 32) if absorbed_chunks else (1, 2, 4, 8)
         decodes, chunks = (
             tuple(sorted({-(-size // multiple) * multiple for size in sizes}))
             for sizes in (decodes, chunks)
         )
-        if platform == "gpu":
-            form: Form = "absorbed" if token_shards == 1 else "expanded"
-            return cls(decodes, chunks, 64, 8, decodes[0], chunk_form=form)
-        return cls(decodes, chunks, 32 if platform == "cpu" else 256, 8)
+        return cls(
+            decodes,
+            chunks,
+            chunk_tokens=64 if absorbed_chunks else 32 if platform == "cpu" else 256,
+            max_steps=8,
+            multi_step_decodes=decodes[0] if platform == "gpu" else None,
+            chunk_form="absorbed" if absorbed_chunks else "expanded",
+        )
+
+    @classmethod
+    def of_devices(cls, max_running: int, layout: Layout | None) -> Buckets:
+        """Returns the default sizes of an engine with this layout, or on the default device.
+
+        Args:
+          max_running: number of slots of all shards.
+        """
+        if layout is None:
+            platform, shards, multiple, token_shards = target.platform(), 1, 1, 1
+        else:
+            platform, multiple = layout.platform or target.platform(), layout.micro_batches
+            shards, token_shards = map(layout.num_shards, ("batch", "cached_tokens"))
+        is_hopper = platform == "gpu" and target.compute_capability() == "9.0"
+        return cls.default(
+            max_running // shards,
+            platform=platform,
+            multiple=multiple,
+            absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+        )
 
     def check(self, max_running: int, multiple: int) -> None:
         """Raises ValueError unless the sizes hold ``max_running`` requests on each shard and are
@@ -164,6 +189,19 @@ class Buckets:
             for sampling in get_args(SamplingMode)
         ]
         return list(dict.fromkeys(shapes))
+
+
+def absorbs_chunks(*, is_hopper: bool, token_shards: int) -> bool:
+    """Returns whether chunks attend in absorbed form by default.
+
+    They do on Hopper GPUs, whose kernel takes many short sequences. Elsewhere that form would
+    gather the cached tokens of every few queries, as it would where devices share the tokens of a
+    sequence.
+
+    Args:
+      token_shards: number of devices that share the cached tokens of a sequence.
+    """
+    return is_hopper and token_shards == 1
 
 
 def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:

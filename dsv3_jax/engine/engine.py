@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import jax
 
+from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.executor import Executor
@@ -28,7 +29,7 @@ from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.page_swap import RequestCopier
 from dsv3_jax.engine.pool_layout import PoolLayout
-from dsv3_jax.engine.programs import Buckets, Programs
+from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.stats import EngineStats
@@ -42,7 +43,6 @@ from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from pallas_kernels import target
 
 
 class Engine:
@@ -109,22 +109,15 @@ class Engine:
             _check_deterministic(model, is_depth_adaptive=self._is_depth_adaptive)
         mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
         layout = model.layout
-        shards = token_shards = micro_batches = 1
+        shards, micro_batches = 1, 1
         if layout is not None:
-            shards, token_shards = map(layout.num_shards, ("batch", "cached_tokens"))
-            micro_batches = layout.micro_batches
+            shards, micro_batches = layout.num_shards("batch"), layout.micro_batches
         if max_running % shards:
             raise ValueError(
                 f"max_running: expected a multiple of {shards}, the shards of the batch, got"
                 f" {max_running}"
             )
-        platform = (layout and layout.platform) or target.platform()
-        buckets = buckets or Buckets.default(
-            max_running // shards,
-            platform=platform,
-            multiple=micro_batches,
-            token_shards=token_shards,
-        )
+        buckets = buckets or Buckets.of_devices(max_running, layout)
         buckets.check(max_running // shards, micro_batches)
         if deterministic:
             buckets = buckets.single()

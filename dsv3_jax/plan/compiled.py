@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.engine import programs as engine
-from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.generation import programs as generator
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.generation.sampling import Sampling
@@ -126,7 +125,7 @@ def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     assert deployment.engine is not None
     decodes = deployment.batch // layout.num_shards("batch")
     chunks = deployment.engine.chunks
-    buckets = Buckets.default(decodes, platform=deployment.target.platform)
+    buckets = engine_state.default_buckets(deployment.target, deployment.layout_name, decodes)
     programs = engine.Programs(
         _model(deployment, layout),
         dataclasses.replace(

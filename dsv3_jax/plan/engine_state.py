@@ -7,12 +7,30 @@ import math
 import jax
 import jax.numpy as jnp
 
+from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
 from dsv3_jax.engine.cache_size import default_pages, page_bytes
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
+from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ModelShard
+from sharding import abstract_layout
+
+
+def default_buckets(target: Target, layout_name: str, decodes: int) -> Buckets:
+    """Returns the buckets of an Engine on these devices by default.
+
+    Args:
+      decodes: number of slots of each data-parallel shard.
+    """
+    token_shards = abstract_layout(layout_name, target.devices).num_shards("cached_tokens")
+    is_hopper = target.platform == "gpu" and target.chip.has_kernels
+    return Buckets.default(
+        decodes,
+        platform=target.platform,
+        absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+    )
 
 
 def bytes_per_page(deployment: Deployment) -> int:

@@ -16,13 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3_jax.engine.programs import Buckets, Programs
+from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import _decode_batch, _Requests
 from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.state import RUNNING
+from dsv3_jax.plan.engine_state import default_buckets
+from dsv3_jax.plan.target import Target
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 PAGES, SLOTS = 8, 4
@@ -132,7 +135,7 @@ def test_warm_up_compiles_the_largest_first_and_lowers_at_full_priority(
 
 
 class TestBuckets:
-    DEFAULT = Buckets.default(256, platform="gpu")
+    DEFAULT = Buckets.default(256, platform="gpu", absorbed_chunks=True)
     LIMITS: ClassVar = {"max_len": 5120, "max_pages": 80}
 
     def test_number_of_programs(self):
@@ -151,9 +154,17 @@ class TestBuckets:
         assert buckets.most_multi_step_decodes == 0
         assert buckets.shape(3, 0, **self.LIMITS) in buckets.shapes(**self.LIMITS)
 
-    def test_chunks_on_devices_that_share_tokens_are_expanded(self):
-        assert Buckets.default(8, platform="gpu", token_shards=2).chunk_form == "expanded"
-        assert Buckets.default(8, platform="tpu").chunk_form == "expanded"
+    def test_chunks_are_absorbed_where_a_kernel_takes_them(self):
+        assert absorbs_chunks(is_hopper=True, token_shards=1)
+        assert not absorbs_chunks(is_hopper=True, token_shards=2)
+        assert not absorbs_chunks(is_hopper=False, token_shards=1)
+        expanded = Buckets.default(8, platform="gpu")
+        assert (expanded.chunk_form, expanded.chunk_tokens) == ("expanded", 256)
+        h100, a100 = (default_buckets(Target.parse(name), "single", 8) for name in ("h100", "a100-80gb"))
+        assert (h100.chunk_form, a100.chunk_form) == ("absorbed", "expanded")
+        shared = default_buckets(Target.parse("h100x8"), "context_parallel", 8)
+        assert shared.chunk_form == "expanded"
+        assert Buckets.of_devices(8, None) == Buckets.default(8, platform="cpu")
 
     @given(
         st.integers(0, 256),
