@@ -160,7 +160,9 @@ class TestBuckets:
         assert not absorbs_chunks(is_hopper=False, token_shards=1)
         expanded = Buckets.default(8, platform="gpu")
         assert (expanded.chunk_form, expanded.chunk_tokens) == ("expanded", 256)
-        h100, a100 = (default_buckets(Target.parse(name), "single", 8) for name in ("h100", "a100-80gb"))
+        h100, a100 = (
+            default_buckets(Target.parse(name), "single", 8) for name in ("h100", "a100-80gb")
+        )
         assert (h100.chunk_form, a100.chunk_form) == ("absorbed", "expanded")
         shared = default_buckets(Target.parse("h100x8"), "context_parallel", 8)
         assert shared.chunk_form == "expanded"
