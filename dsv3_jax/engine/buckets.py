@@ -182,10 +182,9 @@ class Buckets:
     def shapes(self, *, max_len: int, max_pages: int, shards: int = 1) -> list[StepShape]:
         """Returns every shape that a step without top log-probabilities can have."""
         limits = {"max_len": max_len, "max_pages": max_pages, "shards": shards}
-        sizes = itertools.product(self.decodes, (0,)), itertools.product(self.decodes, self.chunks)
         shapes = [
             self.shape(B, C, sampling=sampling, **limits)
-            for B, C in itertools.chain(*sizes)
+            for B, C in itertools.product(self.decodes, (0, *self.chunks))
             for sampling in get_args(SamplingMode)
         ]
         return list(dict.fromkeys(shapes))
