@@ -34,6 +34,7 @@ from pallas_kernels.route.lanes import (
     LAYOUT,
     SHAPE,
     WARPS,
+    add_if,
     load_rows,
     maximum,
     over_warp,
@@ -163,11 +164,11 @@ def choose_and_sort(
         first = warp * share  # of the experts that this warp counts
 
         def less_than(own, key, counts):
-            return [n + (key < own_key).astype(i32) for n, own_key in zip(counts, own, strict=True)]
+            return [add_if(key < own_key, n) for n, own_key in zip(counts, own, strict=True)]
 
         def of_share(key, counts):
             expert = lax.shift_right_arithmetic(key, _all(shift)) - first
-            return [n + (expert == e).astype(i32) for e, n in enumerate(counts)]
+            return [add_if(expert == e, n) for e, n in enumerate(counts)]
 
         def write_positions(step, positions):
             token, exists = token_of(step)
@@ -304,12 +305,11 @@ def mask_groups(
         values.append(best)
     masked = list(ranked)
     for g, (value, masks) in enumerate(zip(values, members, strict=True)):
-        better = [
-            (other >= value if h < g else other > value).astype(jnp.int32)
-            for h, other in enumerate(values)
-            if h != g
-        ]
-        best = functools.reduce(jnp.add, better) < rule.topk_group
+        better = _all(0)
+        for h, other in enumerate(values):
+            if h != g:
+                better = add_if(other >= value if h < g else other > value, better)
+        best = better < rule.topk_group
         for c, inside in masks.items():
             is_open = best if inside is None else best | ~inside
             masked[c] = select(masked[c], is_open, _MINUS_INFINITY)
