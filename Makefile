@@ -1,6 +1,8 @@
 # All targets depend on `make setup`, which needs only Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+# Containers often forbid bytecode. Each of many processes would then compile all of JAX's modules.
+unexport PYTHONDONTWRITEBYTECODE
 # Modules are compiled when they are imported, which most of an installation never are.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # One process per core. Each begins with a part of the files in order, so that tests of a file share
