@@ -39,6 +39,7 @@ from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import check
+from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
@@ -129,7 +130,8 @@ class Engine:
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
-        programs = Programs(
+        self._signature = ModelSignature.of(model)
+        self._programs = programs = Programs(
             model,
             buckets,
             num_slots=max_running,
@@ -314,6 +316,22 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
         return self._loop.stats()
+
+    def use(self, model: DeepSeekV3) -> None:
+        """Replaces the model by another one with the same config, options and array shapes: new
+        weights, or another placement of experts. Nothing is compiled, and no request ends.
+
+        Requests that are running go on with the cache entries that they have, and compute all
+        further ones with the new model. Later requests reuse none of these entries. The arrays of
+        the previous model are freed when the caller has no reference to them.
+
+        Raises:
+          ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
+            or its arrays differ in number, shape, dtype or sharding.
+          EngineError: the engine failed or was shut down.
+        """
+        self._signature.check(model)
+        self._loop.between_steps(lambda: self._programs.use(model))
 
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
@@ -164,6 +164,17 @@ class EngineLoop:
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""
         with self._changed:
+            self._scheduler.clear_prefix_cache()
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Calls ``change`` while no step is being planned, and clears the prefix cache.
+
+        Raises:
+          EngineError: the engine failed or was shut down.
+        """
+        with self._stepping, self._changed:
+            self._check_open()
+            change()
             self._scheduler.clear_prefix_cache()
 
     def check_integrity(self) -> None:

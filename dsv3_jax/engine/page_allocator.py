@@ -75,6 +75,9 @@ class PageAllocator:
         self._identities: dict[int, int] = {}
         self._next_identity = itertools.count(_ROOT + 1)
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.generation = 0
+        """Number of calls of :meth:`clear`. A request that began in an earlier generation publishes
+        nothing: the weights may have changed since."""
 
     @property
     def available(self) -> int:
@@ -181,8 +184,9 @@ class PageAllocator:
         return full
 
     def clear(self) -> None:
-        """Empties the prefix index, for example because the weights have changed. Pages in use stay
-        with their requests."""
+        """Empties the prefix index and begins a new generation, for example because the weights
+        have changed. Pages in use stay with their requests."""
+        self.generation += 1
         self._free.extend(self._cached)
         self._cached.clear()
         self._index.clear()

@@ -104,6 +104,12 @@ class Programs:
         self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
+    def use(self, model: DeepSeekV3) -> None:
+        """Replaces the model's arrays, from the next launch on. The caller has checked that they
+        are like those of the model before."""
+        arrays = ModelArrays.of(model, whole_sequences=self.buckets.single_shape)
+        self._leaves = jax.block_until_ready(arrays.leaves)
+
     def shape(
         self,
         decodes: int,

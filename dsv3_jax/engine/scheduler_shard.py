@@ -87,6 +87,7 @@ class SchedulerShard:
             request.is_slot_ready = False
             request.computed = len(hit) * self.pages.page_size
             request.published = len(hit)
+            request.generation = self.pages.generation
         bisect.insort(self.running, request, key=self._order)
 
     def plan_decodes(self) -> list[ScheduledRequest]:
@@ -217,7 +218,8 @@ class SchedulerShard:
         pages = self.pages.cached_prefix(request.tokens) if request.reuses_prefix else []
         if self.swap is not None and request in self.swap:
             # It has computed its later pages itself, perhaps in another way.
-            pages = pages[: request.published]
+            is_current = request.generation == self.pages.generation
+            pages = pages[: request.published] if is_current else []
         if self._aligned_prefixes:
             unit = math.lcm(self._chunk_tokens, self.pages.page_size) // self.pages.page_size
             pages = pages[: len(pages) // unit * unit]
@@ -256,6 +258,8 @@ class SchedulerShard:
 
     def _publish(self, request: ScheduledRequest, written: int) -> None:
         """Indexes the full pages within the first ``written`` tokens of a request."""
+        if request.generation != self.pages.generation:
+            return
         if written < (request.published + 1) * self.pages.page_size:
             return  # most steps fill no page, and need no copy of all tokens
         known = request.tokens[: written + self.pages.lookahead]

@@ -62,6 +62,8 @@ class ScheduledRequest:
     """Decode steps in those plans. Each adds at least one token."""
     published: int = 0
     """Number of its pages that are in the prefix index."""
+    generation: int = 0
+    """Generation of the prefix index, see :class:`PageAllocator`, in which its prefill began."""
     preemptions: int = 0
     resumes_in: Phase = Phase.PREFILL
     """Phase in which it goes on after host memory."""
