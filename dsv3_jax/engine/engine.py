@@ -321,9 +321,9 @@ class Engine:
         """Replaces the model by another one with the same config, options and array shapes: new
         weights, or another placement of experts. Nothing is compiled, and no request ends.
 
-        Requests that are running go on with the cache entries that they have, and compute all
-        further ones with the new model. Later requests reuse none of these entries. The arrays of
-        the previous model are freed when the caller has no reference to them.
+        Running requests keep the cache entries that they have, and compute all further ones with
+        the new model. Later requests reuse none of these entries. The arrays of the previous model
+        are freed when the caller has no reference to them.
 
         Raises:
           ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,

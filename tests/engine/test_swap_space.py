@@ -116,7 +116,10 @@ class TestPreemption:
         shared = [swap.shared for plan in simulation.plans for swap in plan.swap_ins]
         assert max(shared) == 5
 
-    def test_pages_that_others_write_in_the_same_step_are_read_after_it(self):
+    @pytest.mark.parametrize("is_cleared", [False, True])
+    def test_pages_that_others_write_in_the_same_step_are_read_after_it(self, is_cleared):
+        """They are not shared at all with a request that began before the index was cleared, for
+        which other weights may have computed them."""
         simulation = exact(100, num_pages=14, chunk_tokens=4, delay=0)
         requests = [request(p, 24, arrival=float(i)) for i, p in enumerate(prompts(4, 8))]
         for each in requests:
@@ -129,13 +132,18 @@ class TestPreemption:
         for each in requests:
             if each is not swapped:
                 simulation.scheduler.cancel(each)
-        simulation.scheduler.clear_prefix_cache()
+        pages = simulation.scheduler.shards[0].pages
+        evicted = pages.allocate(pages.available)
+        assert evicted is not None
+        pages.release(evicted)
+        if is_cleared:
+            simulation.scheduler.clear_prefix_cache()
         # An urgent request has the same prompt, and is admitted just before the swapped one.
         simulation.scheduler.add(request(swapped.tokens[:8], 4, priority=-9))
         simulation.run()
         (plan,) = [plan for plan in simulation.plans if plan.swap_ins]
         assert plan.chunks
-        assert plan.swap_ins[0].shared == 2
+        assert plan.swap_ins[0].shared == (0 if is_cleared else 2)
         assert swapped not in plan.decodes
         assert swapped.tokens[8:] == completion(swapped.tokens[:8], 32)
 

@@ -86,7 +86,7 @@ def test_a_running_request_leaves_nothing_to_later_ones(engine, other, expected,
     for _ in range(steps):
         engine.step()
     engine.use(other)
-    assert serve(engine) == expected[1]  # beside the first one, to its end
+    assert serve(engine) == expected[1]  # while the first one runs
     longer = [*PROMPT, *first.result(0).tokens][:-5]
     after_use = serve(engine, longer)
     engine.clear_prefix_cache()
