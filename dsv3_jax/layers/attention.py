@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -201,13 +203,29 @@ class MultiHeadLatentAttention(nnx.Module):
             cache, shard = append({"latent": latent}, cache._replace(pages=pages), self.layout)
             pages = cache.pages
             appended.append((latent, cache, shard))
+        if "expanded" not in forms:
+            # One matmul for the tokens of all batches on each side of attention.
+            q_nope, q_rope = queries
+            q_latents = split_tokens(self._fold(q_nope), caches)
+            q_ropes = split_tokens(q_rope, caches)
+            outs, lses = zip(
+                *(
+                    self._attend_absorbed(*q, latent, pages["latent"], cache, shard)
+                    for *q, (latent, cache, shard) in zip(q_latents, q_ropes, appended, strict=True)
+                ),
+                strict=True,
+            )
+            out = self._unfold(join_tokens(outs), x.dtype)
+            out = merge_devices(out, join_tokens(lses), self.layout)
+            return self.output(out.astype(x.dtype)), pages
         outputs = []
         for i, (latent, cache, shard) in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
             if forms[i] == "absorbed":
                 out, lse = self._attend_absorbed(
-                    q_nope, q_rope, latent, pages["latent"], cache, shard
+                    self._fold(q_nope), q_rope, latent, pages["latent"], cache, shard
                 )
+                out = self._unfold(out, x.dtype)
             else:
                 q = jnp.concatenate([q_nope, q_rope], axis=-1)
                 out, lse = self.attend_by_heads(
@@ -281,23 +299,40 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the output projection of all heads, summed over the devices that share them."""
         return sharded_linear(self.o_proj, out.reshape(*out.shape[:2], -1), self.layout, "heads")
 
+    def _fold(self, q_nope: Float[Array, "B T H N"]) -> Float[Array, "B T H C"]:
+        """Returns the queries multiplied by W_UK, summed in float32, in their own dtype."""
+        w_uk, _ = self.up_projections(q_nope.dtype)
+        if q_nope.dtype == jnp.bfloat16 and target.platform() == "cpu":
+            # XLA's CPU compiler refuses this matmul in bfloat16 unless the matrix comes first.
+            f32 = jnp.float32
+            out = jnp.einsum("hnc,bthn->bthc", w_uk, q_nope, preferred_element_type=f32)
+            return out.astype(q_nope.dtype)
+        return _per_head(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
+
+    def _unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
+        """Returns attention's output multiplied by W_UV, summed in float32.
+
+        The result has ``dtype``, or float32 where devices merge their parts of it.
+        """
+        _, w_uv = self.up_projections(dtype)
+        merged = self.layout is not None and self.layout.num_shards("cached_tokens") > 1
+        return _per_head(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
+
     def _attend_absorbed(
         self,
-        q_nope: Float[Array, "B T H N"],
+        q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
         latent: Float[Array, "B T CR"],
         pages: Float[Array, "P page width"],
         cache: LayerCache,
         shard: PageShard,
-    ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B T H"]]:
-        """Returns attention to the tokens on this device, and its log-sum-exp.
+    ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+        """Returns attention to the latents on this device, and its log-sum-exp.
 
         Args:
           latent: latents of the new tokens, which ``pages`` already contain.
         """
-        f32, scale = jnp.float32, self.config.softmax_scale
-        w_uk, w_uv = self.up_projections(q_nope.dtype)
-        q_latent = _fold(q_nope, w_uk).astype(q_nope.dtype)
+        scale = self.config.softmax_scale
         tables, starts = cache.block_tables, cache.starts
         if shard.num_shards == 1:
             tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
@@ -313,12 +348,12 @@ class MultiHeadLatentAttention(nnx.Module):
                 scale=scale,
                 schedule=schedule,
             )
-            out, lse = (query_groups.join(each, q_nope.shape[1]) for each in groups)
+            out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
         else:
             out, lse = attend_local(
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )
-        return jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32), lse
+        return out, lse
 
     def attend_by_heads(
         self,
@@ -378,12 +413,26 @@ class MultiHeadLatentAttention(nnx.Module):
         return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)
 
 
-def _fold(
-    q_nope: Float[Array, "B T H N"], w_uk: Float[Array, "H N C"]
-) -> Float32[Array, "B T H C"]:
-    """Returns the queries multiplied by W_UK."""
-    f32 = jnp.float32
-    if q_nope.dtype == jnp.bfloat16 and target.platform() == "cpu":
-        # XLA's CPU compiler refuses this matmul in bfloat16 unless the matrix comes first.
-        return jnp.einsum("hnc,bthn->bthc", w_uk, q_nope, preferred_element_type=f32)
-    return jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
+def _per_head(
+    x: Float[Array, "B T H K"], weight: Float[Array, "H _ _"], *, contracted: int, dtype: DTypeLike
+) -> Float[Array, "B T H N"]:
+    """Multiplies each head by its own matrix, with sums in float32.
+
+    Args:
+      contracted: the dimension of ``weight`` that is summed over.
+      dtype: of the result. The sums are rounded once.
+    """
+    B, T, H, K = x.shape
+    # The CPU's sums of bfloat16 are float32's only if that is what they are asked for.
+    asked = jnp.float32 if target.platform() == "cpu" else dtype
+    out = jax.lax.dot_general(
+        x.reshape(B * T, H, K),
+        weight,
+        (((2,), (contracted,)), ((1,), (0,))),
+        preferred_element_type=asked,
+    )
+    if target.platform() == "gpu":
+        # A batched matmul's heads come first. In memory its tokens do, as the next operation has
+        # them: XLA would otherwise write the result and then transpose it.
+        out = with_layout_constraint(out, ArrayLayout(major_to_minor=(1, 0, 2)))
+    return out.transpose(1, 0, 2).reshape(B, T, H, -1).astype(dtype)

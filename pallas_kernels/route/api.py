@@ -5,11 +5,12 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.route import mosaic_gpu, reference
+from pallas_kernels.route import counting, mosaic_gpu, reference
 from pallas_kernels.route.reference import Routes, Rule
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.route,
+    "counting": counting.route,
     "reference": reference.route,
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import route
-from pallas_kernels.route import mosaic_gpu, mosaic_gpu_kernel, reference
+from pallas_kernels.route import counting, mosaic_gpu, mosaic_gpu_kernel, reference
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import device
@@ -153,6 +153,41 @@ def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
+def counted(*arrays, rule):
+    return compiled(counting.choose_and_count, rule=rule)(*arrays)
+
+
+def check_exactly(got, want):
+    for name, g, w in zip(got._fields, got, want, strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), name
+        np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+@covering(
+    {
+        "experts, rule": [(256, V3), (64, MOONLIGHT), (160, V2), (64, V2_LITE), (8, SMALL)],
+        "valid": [None, 0.6, 0.0],
+        "tokens": [1, 37, 300],
+    },
+    sample=1,
+)
+def test_counting(experts, rule, tokens, valid):
+    arrays = inputs(tokens, experts, rule, valid)
+    check_exactly(counted(*arrays, rule=rule), exact(*arrays, rule=rule))
+
+
+@off_gpu
+def test_counting_is_for_gpus():
+    with pytest.raises(NotImplementedError, match="is for GPUs, this is cpu"):
+        route(*inputs(1, 64, MOONLIGHT), **options(MOONLIGHT), implementation="counting")
+
+
+@on_gpu
+def test_many_tokens_are_counted():
+    arrays = inputs(2304, 64, MOONLIGHT, 0.9)
+    check(compiled(route, **options(MOONLIGHT))(*arrays), exact(*arrays, rule=MOONLIGHT))
+
+
 @on_gpu
 @pytest.mark.parametrize(
     ("tokens", "experts", "rule"),
@@ -163,11 +198,13 @@ def test_kernel_with_many_tokens(tokens, experts, rule):
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
-@kernel_runs
-@pytest.mark.parametrize("case", ["ties", "same experts", "large bias", "infinite", "not a number"])
-def test_kernel_with_special_values(case):
-    rule = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
-    logits, bias, valid = inputs(6, 64, rule, 0.8)
+SPECIAL = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
+CASES = ["ties", "same experts", "large bias", "infinite", "not a number"]
+
+
+def special_inputs(case):
+    """Returns arguments with special values, for the rule SPECIAL."""
+    logits, bias, valid = inputs(6, 64, SPECIAL, 0.8)
     if case == "ties":
         logits, bias = jnp.round(logits), jnp.zeros_like(bias)
         logits = logits.at[0].set(0.0)
@@ -180,7 +217,36 @@ def test_kernel_with_special_values(case):
         bias = jnp.full_like(bias, -jnp.inf).at[jnp.asarray([3, 50])].set(0.0)
     else:
         logits = logits.at[2, 5].set(jnp.nan).at[2, 50].set(jnp.nan)
-    check(kernel(logits, bias, valid, rule=rule), exact(logits, bias, valid, rule=rule))
+    return logits, bias, valid
+
+
+@kernel_runs
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_with_special_values(case):
+    arrays = special_inputs(case)
+    check(kernel(*arrays, rule=SPECIAL), exact(*arrays, rule=SPECIAL))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counting_with_special_values(case):
+    arrays = special_inputs(case)
+    check_exactly(counted(*arrays, rule=SPECIAL), exact(*arrays, rule=SPECIAL))
+
+
+def test_gradient_through_counting():
+    logits, bias, valid = inputs(37, 64, MOONLIGHT, 0.8)
+
+    def gradients(f):
+        def loss(logits, bias):
+            routes = f(logits, bias, valid, rule=MOONLIGHT)
+            return jnp.sum(routes.scores**2) + jnp.sum(jnp.sin(routes.weights))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(logits, bias)
+
+    for got, want in zip(
+        gradients(counting.choose_and_count), gradients(reference.route), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
 
 
 @kernel_runs
