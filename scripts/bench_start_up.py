@@ -1,13 +1,13 @@
 """Measures what the engine's warm-up spends its time on, program by program.
 
     python -m scripts.bench_start_up --model moonlight-16b --cache DIR --programs 4
-    python -m scripts.bench_start_up --model moonlight-16b --cache DIR --all
+    python -m scripts.bench_start_up --model moonlight-16b --all --store DIR
 
-The first command prepares some programs one after the other: ``trace_s`` and ``lower_s`` are Python,
-``compile_s`` is XLA, or the loading of an executable from the compilation cache in DIR if an earlier
-run has filled it. ``held_s`` is how long compilation or loading kept another Python thread from
-running: what it adds to the time of the thread that lowers. With ``--all`` the engine's own warm-up
-is timed instead.
+The first command prepares some programs one after the other. ``lower_s`` is tracing and lowering in
+Python; ``compile_s`` is XLA, or the loading of an executable from the compilation cache in DIR if
+an earlier run has filled it. ``held_s`` is how long compilation or loading kept another Python
+thread from running. With ``--all`` the engine's own warm-up is timed instead, and a short request
+after it. The second run with the same ``--store`` loads the programs that the first has stored.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--cache", type=Path, help="directory of JAX's compilation cache")
     parser.add_argument("--programs", type=int, default=4, help="programs to prepare one by one")
+    parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--all", action="store_true", help="time Engine.warm_up")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -107,8 +108,11 @@ def main(words: Sequence[str]) -> int:
         buckets=bench_engine.buckets(defaults),
     ) as engine:
         if arguments.all:
-            _, seconds, cpu = timed(engine.warm_up)
+            _, seconds, cpu = timed(lambda: engine.warm_up(arguments.store))
             result |= {"warm_up_s": round(seconds, 2), "warm_up_cpu_s": round(cpu, 2)}
+            request = engine.submit([1] * 100, max_new_tokens=4)
+            completion, first_s, _ = timed(request.result)
+            result |= {"request_s": round(first_s, 3), "tokens": list(completion.tokens)}
         else:
             result["programs"] = one_by_one(engine, arguments.programs)
     if arguments.out:
