@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -24,7 +25,6 @@ from typing import Any
 
 import flax
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 from dsv3_jax.files import atomic_write
@@ -136,7 +136,7 @@ def environment(devices: Sequence[Any]) -> dict[str, str]:
     settings = {k: str(v) for k, v in jax.config.values.items() if not _IRRELEVANT.search(k)}
     return {
         "source files": _source_files(),
-        "versions": f"{jax.__version__} {jaxlib.__version__} {flax.__version__}",
+        "versions": f"{jax.__version__} {importlib.metadata.version('jaxlib')} {flax.__version__}",
         "driver": str(devices[0].client.platform_version),
         "devices": str([(device.id, device.device_kind) for device in devices]),
         "settings of JAX": json.dumps(settings, sort_keys=True),

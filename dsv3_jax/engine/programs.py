@@ -272,7 +272,7 @@ class Programs:
             # On their default device, all arrays have one device.
             devices = list(self._leaves[0].devices())
         else:
-            devices = list(self._layout.mesh.devices.flat)
+            devices = list(np.ravel(np.asarray(self._layout.mesh.devices)))
         leaves = [*self._leaves, *jax.tree.leaves(state)]
         arguments = [f"{x.shape} {x.dtype} {x.sharding}" for x in leaves]
         fingerprint = {**environment(devices), **self._fingerprint, "arguments": str(arguments)}

@@ -32,13 +32,24 @@ def make(model, *, buckets=BUCKETS, slots=SLOTS, drafter=None) -> Programs:
     )
 
 
-def warm(model, directory, **settings) -> tuple[Programs, int]:
-    """Warms up one program. Returns the programs, and how many of them were lowered."""
-    programs, lowered = make(model, **settings), []
-    lower = programs._lower
-    programs._lower = lambda state, shape: lowered.append(shape) or lower(state, shape)
+def warm(model, directory, *, compiled=None, **settings) -> tuple[Programs, int]:
+    """Warms up one program. Returns the programs, and how many of them were compiled.
+
+    Args:
+      compiled: takes the place of a program that must be compiled, to save time.
+    """
+    programs, compilations = make(model, **settings), []
+    compile_ = programs.compile
+
+    def count(lowered, shape):
+        compilations.append(shape)
+        return compile_(lowered, shape) if compiled is None else compiled
+
+    programs.compile = count
+    if compiled is not None:
+        programs._lower = lambda state, shape: None
     programs.warm_up(programs.empty_state(PAGES), [programs.shape(1, 0)], directory=directory)
-    return programs, len(lowered)
+    return programs, len(compilations)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,24 +66,25 @@ def no_compilation_cache():
 
 @pytest.fixture(scope="module")
 def stored(tiny_mtp, tmp_path_factory):
-    """A directory with a program."""
+    """A directory with a program, and the program."""
     directory = tmp_path_factory.mktemp("programs") / "new"
-    assert warm(tiny_mtp, directory)[1] == 1
-    return directory
+    programs, compilations = warm(tiny_mtp, directory)
+    assert compilations == 1
+    return directory, *programs._compiled.values()
 
 
 @pytest.fixture
 def copy(stored, tmp_path):
     """A copy of the program, which a test may change."""
-    (file,) = stored.glob("*.program")
+    (file,) = stored[0].glob("*.program")
     target = tmp_path / file.name
     target.write_bytes(file.read_bytes())
     return target
 
 
 def test_a_stored_program_computes_the_same_and_donates_its_state(tiny_mtp, stored, caplog):
-    loaded, lowered = warm(tiny_mtp, stored)
-    assert lowered == 0
+    loaded, compilations = warm(tiny_mtp, stored[0])
+    assert compilations == 0
     assert not caplog.records
     outputs = []
     for programs in (make(tiny_mtp), loaded):
@@ -93,7 +105,7 @@ def test_every_shape_has_its_own_file(tiny_mtp):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped bit", "other file", "empty", "no header"])
-def test_damage(tiny_mtp, copy, damage, caplog):
+def test_damage(tiny_mtp, stored, copy, damage, caplog):
     content = copy.read_bytes()
     if damage == "cut":
         content = content[:-100]
@@ -106,17 +118,17 @@ def test_damage(tiny_mtp, copy, damage, caplog):
     else:
         content = b""
     copy.write_bytes(content)
-    assert warm(tiny_mtp, copy.parent)[1] == 1
+    assert warm(tiny_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert "it is compiled again" in caplog.text
     assert warm(tiny_mtp, copy.parent)[1] == 0  # it was replaced
 
 
-def test_a_payload_that_cannot_be_loaded(tiny_mtp, copy, caplog, monkeypatch):
+def test_a_payload_that_cannot_be_loaded(tiny_mtp, stored, copy, caplog, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("another machine")
 
     monkeypatch.setattr(program_store.serialize_executable, "deserialize_and_load", fail)
-    assert warm(tiny_mtp, copy.parent)[1] == 1
+    assert warm(tiny_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert "cannot be loaded: RuntimeError: another machine" in caplog.text
 
 
@@ -128,38 +140,38 @@ def test_a_payload_that_cannot_be_loaded(tiny_mtp, copy, caplog, monkeypatch):
         ({"drafter": MTPDrafter()}, "arguments, drafter"),
     ],
 )
-def test_another_engine(tiny_mtp, copy, settings, differs, caplog):
-    assert warm(tiny_mtp, copy.parent, **settings)[1] == 1
+def test_another_engine(tiny_mtp, stored, copy, settings, differs, caplog):
+    assert warm(tiny_mtp, copy.parent, compiled=stored[1], **settings)[1] == 1
     assert f"is of another state: {differs}" in caplog.text
 
 
-def test_another_dtype(bfloat16_mtp, copy, caplog):
-    assert warm(bfloat16_mtp, copy.parent)[1] == 1
+def test_another_dtype(bfloat16_mtp, stored, copy, caplog):
+    assert warm(bfloat16_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert "is of another state: arguments" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["source files", "versions", "driver", "devices"])
-def test_another_environment(tiny_mtp, copy, name, caplog, monkeypatch):
+def test_another_environment(tiny_mtp, stored, copy, name, caplog, monkeypatch):
     def changed(devices):
         return {**program_store.environment(devices), name: "another"}
 
     monkeypatch.setattr("dsv3_jax.engine.programs.environment", changed)
-    assert warm(tiny_mtp, copy.parent)[1] == 1
+    assert warm(tiny_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert f"is of another state: {name}" in caplog.text
 
 
-def test_another_setting_of_jax(tiny_mtp, copy, caplog):
+def test_another_setting_of_jax(tiny_mtp, stored, copy, caplog):
     with jax.default_matmul_precision("highest"):
-        assert warm(tiny_mtp, copy.parent)[1] == 1
+        assert warm(tiny_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert "is of another state: settings of JAX" in caplog.text
 
 
-def test_a_file_that_cannot_be_written(tiny_mtp, tmp_path, caplog, monkeypatch):
+def test_a_file_that_cannot_be_written(tiny_mtp, stored, tmp_path, caplog, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(program_store, "atomic_write", full)
-    assert warm(tiny_mtp, tmp_path)[1] == 1
+    assert warm(tiny_mtp, tmp_path, compiled=stored[1])[1] == 1
     assert "was not stored: No space left on device" in caplog.text
 
 
@@ -182,13 +194,15 @@ def test_an_engine_with_stored_programs(tiny_mtp, tmp_path, caplog):
     assert f"loaded {total} of {total} programs" in caplog.text
 
 
-def test_nothing_is_stored_beside_a_compilation_cache(tiny_mtp, tmp_path, caplog, monkeypatch):
+def test_nothing_is_stored_beside_a_compilation_cache(
+    tiny_mtp, stored, tmp_path, caplog, monkeypatch
+):
     values = {
         **jax.config.values,
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": "somewhere",
     }
     monkeypatch.setattr(program_store.jax.config, "values", values, raising=False)
-    assert warm(tiny_mtp, tmp_path)[1] == 1
+    assert warm(tiny_mtp, tmp_path, compiled=stored[1])[1] == 1
     assert "was not stored: it may be from a cache" in caplog.text
     assert not list(tmp_path.iterdir())
