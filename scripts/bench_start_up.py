@@ -5,7 +5,7 @@
 
 The first command prepares some programs one after the other. ``lower_s`` is tracing and lowering in
 Python; ``compile_s`` is XLA, or the loading of an executable from the compilation cache in DIR if
-an earlier run has filled it. ``held_s`` is how long compilation or loading kept another Python
+an earlier run has filled it. ``blocked_s`` is how long compilation or loading kept another Python
 thread from running. With ``--all`` the engine's own warm-up is timed instead, and a short request
 after it. The second run with the same ``--store`` loads the programs that the first has stored.
 """
@@ -35,7 +35,7 @@ class GilWatch:
     """Counts the time in which a thread that wakes up every millisecond could not run."""
 
     def __init__(self):
-        self.held = 0.0
+        self.blocked = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work)
 
@@ -51,7 +51,7 @@ class GilWatch:
         last = time.perf_counter()
         while not self._done.wait(_TICK):
             now = time.perf_counter()
-            self.held += max(0.0, now - last - 5 * _TICK)
+            self.blocked += max(0.0, now - last - 5 * _TICK)
             last = now
 
 
@@ -85,7 +85,7 @@ def one_by_one(engine: Engine, number: int) -> list[dict[str, Any]]:
         with GilWatch() as watch:
             _, compile_s, compile_cpu = timed(lambda low=lowered, s=shape: programs.compile(low, s))
         row = {"shape": shape.name, "lower_s": lower_s, "lower_cpu_s": lower_cpu}
-        row |= {"compile_s": compile_s, "compile_cpu_s": compile_cpu, "held_s": watch.held}
+        row |= {"compile_s": compile_s, "compile_cpu_s": compile_cpu, "blocked_s": watch.blocked}
         rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows

@@ -41,7 +41,7 @@ _IRRELEVANT = re.compile(r"cache|log|dump|debug|explain|traceback|topology_timeo
 class ProgramStore:
     """Stores the compiled programs of one engine.
 
-    Loading runs code: whoever can write to the directory can run code in this process.
+    Loading runs code, so that a user who can write to the directory can run code in this process.
 
     Args:
       directory: is created if it does not exist.
@@ -50,7 +50,7 @@ class ProgramStore:
       devices: the devices of the programs, in their order.
 
     Raises:
-      NotImplementedError: there are several processes, each of which has only a part of a program.
+      NotImplementedError: there are several processes. Each has only a part of a program.
       OSError: the directory cannot be created.
     """
 
@@ -74,7 +74,7 @@ class ProgramStore:
 
         Args:
           name: the program's file name.
-          shape: describes the program completely, beside the fingerprint.
+          shape: describes the program completely, in addition to the fingerprint.
         """
         try:
             content = self._path(name).read_bytes()

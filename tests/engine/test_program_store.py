@@ -194,15 +194,16 @@ def test_an_engine_with_stored_programs(tiny_mtp, tmp_path, caplog):
     assert f"loaded {total} of {total} programs" in caplog.text
 
 
-def test_nothing_is_stored_beside_a_compilation_cache(
-    tiny_mtp, stored, tmp_path, caplog, monkeypatch
-):
-    values = {
-        **jax.config.values,
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": "somewhere",
-    }
-    monkeypatch.setattr(program_store.jax.config, "values", values, raising=False)
-    assert warm(tiny_mtp, tmp_path, compiled=stored[1])[1] == 1
+def test_nothing_is_stored_while_a_compilation_cache_is_used(tiny_mtp, stored, tmp_path, caplog):
+    settings = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": "somewhere"}
+    before = {name: jax.config.values[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        store = program_store.ProgramStore(tmp_path, {}, jax.devices("cpu"))
+        store.save("step", "", stored[1])
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
     assert "was not stored: it may be from a cache" in caplog.text
     assert not list(tmp_path.iterdir())
