@@ -1,13 +1,13 @@
 """Measures what the engine's warm-up spends its time on, program by program.
 
     python -m scripts.bench_start_up --model moonlight-16b --cache DIR --programs 4
-    python -m scripts.bench_start_up --model moonlight-16b --cache DIR --all
+    python -m scripts.bench_start_up --model moonlight-16b --all --store DIR
 
-The first command prepares some programs one after the other: ``trace_s`` and ``lower_s`` are Python,
-``compile_s`` is XLA, or the loading of an executable from the compilation cache in DIR if an earlier
-run has filled it. ``held_s`` is how long compilation or loading kept another Python thread from
-running: what it adds to the time of the thread that lowers. With ``--all`` the engine's own warm-up
-is timed instead.
+The first command prepares some programs one after the other. ``lower_s`` is tracing and lowering in
+Python; ``compile_s`` is XLA, or the loading of an executable from the compilation cache in DIR if
+an earlier run has filled it. ``blocked_s`` is how long compilation or loading kept another Python
+thread from running. With ``--all`` the engine's own warm-up is timed instead, and a short request
+after it. The second run with the same ``--store`` loads the programs that the first has stored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GilWatch:
     """Counts the time in which a thread that wakes up every millisecond could not run."""
 
     def __init__(self):
-        self.held = 0.0
+        self.blocked = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work)
 
@@ -51,7 +51,7 @@ class GilWatch:
         last = time.perf_counter()
         while not self._done.wait(_TICK):
             now = time.perf_counter()
-            self.held += max(0.0, now - last - 5 * _TICK)
+            self.blocked += max(0.0, now - last - 5 * _TICK)
             last = now
 
 
@@ -68,6 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--cache", type=Path, help="directory of JAX's compilation cache")
     parser.add_argument("--programs", type=int, default=4, help="programs to prepare one by one")
+    parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--all", action="store_true", help="time Engine.warm_up")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -84,7 +85,7 @@ def one_by_one(engine: Engine, number: int) -> list[dict[str, Any]]:
         with GilWatch() as watch:
             _, compile_s, compile_cpu = timed(lambda low=lowered, s=shape: programs.compile(low, s))
         row = {"shape": shape.name, "lower_s": lower_s, "lower_cpu_s": lower_cpu}
-        row |= {"compile_s": compile_s, "compile_cpu_s": compile_cpu, "held_s": watch.held}
+        row |= {"compile_s": compile_s, "compile_cpu_s": compile_cpu, "blocked_s": watch.blocked}
         rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
@@ -107,8 +108,11 @@ def main(words: Sequence[str]) -> int:
         buckets=bench_engine.buckets(defaults),
     ) as engine:
         if arguments.all:
-            _, seconds, cpu = timed(engine.warm_up)
+            _, seconds, cpu = timed(lambda: engine.warm_up(arguments.store))
             result |= {"warm_up_s": round(seconds, 2), "warm_up_cpu_s": round(cpu, 2)}
+            request = engine.submit([1] * 100, max_new_tokens=4)
+            completion, first_s, _ = timed(request.result)
+            result |= {"request_s": round(first_s, 3), "tokens": list(completion.tokens)}
         else:
             result["programs"] = one_by_one(engine, arguments.programs)
     if arguments.out:

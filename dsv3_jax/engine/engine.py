@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import numbers
+import os
 import threading
 import time
 import weakref
@@ -300,10 +301,17 @@ class Engine:
         """Ends a request within one step. Does nothing if it is at its end."""
         self._loop.cancel(handle)
 
-    def warm_up(self) -> float:
-        """Compiles all programs. Returns the seconds it took."""
+    def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
+        """Compiles all programs. Returns the seconds it took.
+
+        Args:
+          directory: stores the compiled programs. A later engine with the same model, settings,
+            devices and versions loads them instead of compiling; any difference is reported as a
+            warning, and the program is compiled again. Loading runs code, so nobody else may be
+            able to write to the directory.
+        """
         began = time.perf_counter()
-        self._executor.warm_up()
+        self._executor.warm_up(directory)
         return time.perf_counter() - began
 
     def step(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -108,9 +109,9 @@ class Executor:
         """Number of programs that were compiled while requests were waiting for them."""
         return self.programs.compiled_after_warm_up
 
-    def warm_up(self) -> None:
-        """Compiles all programs."""
-        self.programs.warm_up(self._launcher.state)
+    def warm_up(self, directory: str | os.PathLike[str] | None = None) -> None:
+        """Compiles all programs, or loads them, see :meth:`Programs.warm_up`."""
+        self.programs.warm_up(self._launcher.state, directory=directory)
 
     def dispatch(self, plan: StepPlan) -> None:
         """Launches a plan, or hands it to the thread that does. It reads nothing from the device

@@ -16,6 +16,7 @@ import numpy as np
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
+from dsv3_jax.engine.program_store import ProgramStore, environment
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
@@ -82,6 +83,14 @@ class Programs:
         arrays = ModelArrays.of(model, whole_sequences=buckets.single_shape)
         # The size of the cache depends on the memory that they leave.
         self._leaves = jax.block_until_ready(arrays.leaves)
+        # The model's attributes are in its repr; its arrays are arguments, whose shapes count.
+        self._fingerprint = {
+            "model": f"{model.config} {arrays.graph} {arrays.treedef}",
+            "layout": repr(layout),
+            "buckets": repr(buckets),
+            "drafter": f"{drafter!r} {depth} {vocab_size}",
+            "sizes": f"{num_slots} {max_len} {page_size}",
+        }
         # The closure below keeps no arrays.
         arrays = dataclasses.replace(arrays, leaves=[])
         options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
@@ -161,14 +170,35 @@ class Programs:
             max_len=self._max_len, max_pages=self._max_pages, shards=self._shards
         )
 
-    def warm_up(self, state: SlotState, shapes: Sequence[StepShape] | None = None) -> None:
-        """Compiles programs in parallel: those of ``shapes``, or all."""
+    def warm_up(
+        self,
+        state: SlotState,
+        shapes: Sequence[StepShape] | None = None,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Compiles programs in parallel: those of ``shapes``, or all.
+
+        Args:
+          directory: where programs are stored after their compilation, and loaded from instead of
+            compiling them; see :class:`~dsv3_jax.engine.program_store.ProgramStore`.
+        """
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
         # The largest programs compile longest, so that none of them is left alone at the end.
         missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)
+        store = None if directory is None else self._store(state, directory)
         # Lowering is Python and runs in one thread, while others compile.
         with concurrent.futures.ThreadPoolExecutor(initializer=_yield_to_other_threads) as pool:
-            compiling = {s: pool.submit(self.compile, self._lower(state, s), s) for s in missing}
+            if store is not None:
+                loading = {s: pool.submit(store.load, _name(s), repr(s)) for s in missing}
+                loaded = {s: program for s in missing if (program := loading[s].result())}
+                self._compiled |= loaded
+                logger.info("loaded %d of %d programs", len(loaded), len(missing))
+                missing = [s for s in missing if s not in loaded]
+            compiling = {
+                s: pool.submit(self._compile_and_store, self._lower(state, s), s, store)
+                for s in missing
+            }
             self._compiled |= {shape: done.result() for shape, done in compiling.items()}
         self._is_warm = self._is_warm or shapes is None
 
@@ -235,12 +265,32 @@ class Programs:
             return self._run(*arguments)
 
         # Its name in profiles.
-        program.__name__ = "step_" + re.sub(r"\W+", "_", shape.name)
+        program.__name__ = _name(shape)
         jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
         return jitted.lower(self._leaves, list(state_leaves), buffer_shape, shape, structure)
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
         return self.lower(*jax.tree.flatten(state), shape)
+
+    def _store(self, state: SlotState, directory: str | os.PathLike[str]) -> ProgramStore:
+        """Returns the store of programs that take this state."""
+        if self._layout is None:
+            # On their default device, all arrays have one device.
+            devices = list(self._leaves[0].devices())
+        else:
+            devices = list(np.ravel(np.asarray(self._layout.mesh.devices)))
+        leaves = [*self._leaves, *jax.tree.leaves(state)]
+        arguments = [f"{x.shape} {x.dtype} {x.sharding}" for x in leaves]
+        fingerprint = {**environment(devices), **self._fingerprint, "arguments": str(arguments)}
+        return ProgramStore(directory, fingerprint, devices)
+
+    def _compile_and_store(
+        self, lowered: jax.stages.Lowered, shape: StepShape, store: ProgramStore | None
+    ) -> jax.stages.Compiled:
+        compiled = self.compile(lowered, shape)
+        if store is not None:
+            store.save(_name(shape), repr(shape), compiled)
+        return compiled
 
     def compile(self, lowered: jax.stages.Lowered, shape: StepShape) -> jax.stages.Compiled:
         """Compiles the lowered program of a shape."""
@@ -248,6 +298,11 @@ class Programs:
             return lowered.compile()
         options = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
         return lowered.compile({**options})
+
+
+def _name(shape: StepShape) -> str:
+    """Returns the name of a program."""
+    return "step_" + re.sub(r"\W+", "_", shape.name)
 
 
 def _yield_to_other_threads() -> None:

@@ -210,8 +210,10 @@ class MultiHeadLatentAttention(nnx.Module):
             q_ropes = split_tokens(q_rope, caches)
             outs, lses = zip(
                 *(
-                    self._attend_absorbed(*q, latent, pages["latent"], cache, shard)
-                    for *q, (latent, cache, shard) in zip(q_latents, q_ropes, appended, strict=True)
+                    self._attend_absorbed(q, q_rope, latent, pages["latent"], cache, shard)
+                    for q, q_rope, (latent, cache, shard) in zip(
+                        q_latents, q_ropes, appended, strict=True
+                    )
                 ),
                 strict=True,
             )
@@ -423,13 +425,13 @@ def _per_head(
       dtype: of the result. The sums are rounded once.
     """
     B, T, H, K = x.shape
-    # The CPU's sums of bfloat16 are float32's only if that is what they are asked for.
-    asked = jnp.float32 if target.platform() == "cpu" else dtype
+    # On CPUs, sums of bfloat16 are in float32 only if the result is.
+    sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype
     out = jax.lax.dot_general(
         x.reshape(B * T, H, K),
         weight,
         (((2,), (contracted,)), ((1,), (0,))),
-        preferred_element_type=asked,
+        preferred_element_type=sum_dtype,
     )
     if target.platform() == "gpu":
         # A batched matmul's heads come first. In memory its tokens do, as the next operation has
