@@ -24,7 +24,7 @@ _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlong = 2, 60, 60, 
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Describes an error."""
 
     message: str
     type: str
