@@ -12,8 +12,10 @@ service.py      the engine as endpoints see it: encoding, submission, readiness
 admission.py    how many requests may be open
 job.py          one HTTP request's completions in the engine
 sse.py          streams of events, and clients that go away
+parsers/        parts of an answer, such as its reasoning
 errors.py       errors in OpenAI's shape
 health.py       /health, /ready, /version
+metrics.py      /metrics, with the names of vLLM
 settings.py     limits and names
 run.py          the process: uvicorn, signals, draining
 =============== ========================================================================

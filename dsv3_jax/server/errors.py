@@ -83,7 +83,11 @@ class ApiError(Exception):
         is_name = bool(colon) and name.isidentifier()
         is_too_long = is_name and "(max_len " in rest
         if is_name:
-            name = prompt_field if name in ("prompt", "prompts") else _API_NAMES.get(name, name)
+            name = (
+                prompt_field
+                if name in ("prompt", "prompts", "text")
+                else _API_NAMES.get(name, name)
+            )
         return cls(
             400,
             f"{name}:{rest}" if is_name else message,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from dsv3_jax.engine import EngineError, EngineRequest, RequestError
 from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.metrics import Metrics
 
 
 class Job:
@@ -68,6 +70,12 @@ class Job:
     def completion(self, index: int) -> Completion:
         """Returns a completion that is at its end."""
         return self.handles[index].result(0)
+
+    def observe(self, index: int, metrics: Metrics) -> None:
+        """Adds a completion to the figures, unless it failed."""
+        with contextlib.suppress(EngineError, RequestError, NonFiniteLogitsError):
+            completion = self.completion(index)
+            metrics.observe(self.handles[index], completion.finish_reason, len(completion.tokens))
 
     def close(self) -> None:
         """Cancels what is not at its end. Further calls do nothing."""

@@ -16,6 +16,7 @@ from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.metrics import Metrics
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         self.admission = Admission(settings.max_requests)
+        self.metrics = Metrics(engine, settings.model_name, settings.page_size)
         self.created = int(time.time())
         self.is_ready = False
         """Whether all programs are compiled, and the server is not at its end."""
@@ -121,11 +123,13 @@ class Service:
         return Job(handles, self._close)
 
     def _close(self, job: Job) -> None:
-        """Cancels a job's completions that are not at their end."""
+        """Counts a job's completions, and cancels those that are not at their end."""
         self.admission.leave(len(job.handles))
         loop = asyncio.get_running_loop()
-        for handle in job.handles:
-            if not handle.is_done:
+        for i, handle in enumerate(job.handles):
+            if handle.is_done:
+                job.observe(i, self.metrics)
+            else:
                 # In a thread, because the engine's lock may be taken for some milliseconds.
                 loop.run_in_executor(self._threads, handle.cancel)
 

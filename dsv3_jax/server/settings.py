@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.server.api_keys import ApiKeys
 
 
@@ -17,6 +18,8 @@ class ServerSettings:
     """Most tokens of a prompt and its completion together; the engine's."""
     max_requests: int
     """Most completions that run or wait at a time. More are refused with status 503."""
+    page_size: int = DEFAULT_PAGE_SIZE
+    """Tokens of a cache page; the engine's."""
     max_body_bytes: int = 4 * 2**20
     """Largest body of an HTTP request."""
     body_seconds: float = 30.0

@@ -111,10 +111,7 @@ class _Answer:
 
     def _usage(self, completions: list[Completion]) -> Usage:
         usage = Usage.of(completions, self._n)
-        self._log |= {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-        }
+        self._log |= usage.log_fields()
         return usage
 
     def _requested_part(self, completion: Completion) -> Completion:

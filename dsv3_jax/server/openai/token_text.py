@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsv3_jax.generation.text import INCOMPLETE
+from dsv3_jax.server.openai.chat_types import ChatLogprobs, ChosenLogprob, TokenLogprob
 from dsv3_jax.server.openai.completion_types import CompletionLogprobs
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -48,4 +50,30 @@ def completion_logprobs(
         end += len(text)
     return CompletionLogprobs(
         tokens=texts, token_logprobs=list(logprobs), top_logprobs=tops, text_offset=offsets
+    )
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
+) -> ChatLogprobs:
+    """Returns log-probabilities in the shape of /v1/chat/completions.
+
+    Args:
+      tokens: ids.
+      logprobs: of each token.
+      tops: most probable tokens at each position, best first.
+    """
+
+    def entry(token: int, logprob: float) -> TokenLogprob:
+        text = token_text(tokenizer, token)
+        content = None if INCOMPLETE in text else list(text.encode())
+        return TokenLogprob(token=text, logprob=logprob, bytes=content)
+
+    return ChatLogprobs(
+        content=[
+            ChosenLogprob(
+                **entry(token, logprob).model_dump(), top_logprobs=[entry(*pair) for pair in top]
+            )
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+        ]
     )
