@@ -16,6 +16,7 @@ parsers/        parts of an answer, such as its reasoning
 errors.py       errors in OpenAI's shape
 health.py       /health, /ready, /version
 metrics.py      /metrics, with the names of vLLM
+page/           the page at /
 settings.py     limits and names
 run.py          the process: uvicorn, signals, draining
 =============== ========================================================================
