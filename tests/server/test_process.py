@@ -99,7 +99,7 @@ def test_keys_and_times():
 @pytest.mark.slow
 def test_sigterm_finishes_open_requests(tmp_path):
     arguments = ["serve", "--port", "0", "--max-len", "256", "--max-running", "4"]
-    arguments += ["--compile-cache", str(ROOT / ".jax_cache")]
+    arguments += ["--drain-seconds", "300", "--compile-cache", str(ROOT / ".jax_cache")]
     process = subprocess.Popen(
         [sys.executable, "-m", "dsv3_jax", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -129,7 +129,7 @@ def test_sigterm_finishes_open_requests(tmp_path):
             time.sleep(0.2)
         assert statuses[-1] == 200
         assert 503 in statuses  # while it compiled
-        body = {"model": "demo", "prompt": "SECRET", "max_tokens": 150, "ignore_eos": True}
+        body = {"model": "demo", "prompt": "SECRET", "max_tokens": 60, "ignore_eos": True}
         answers: list[dict] = []
         clients = [
             threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
@@ -141,7 +141,7 @@ def test_sigterm_finishes_open_requests(tmp_path):
         process.send_signal(signal.SIGTERM)
         for client in clients:
             client.join()
-        assert [answer["usage"]["completion_tokens"] for answer in answers] == [150] * 6
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [60] * 6
         assert process.wait(30) == 0
     finally:
         process.kill()
@@ -149,6 +149,6 @@ def test_sigterm_finishes_open_requests(tmp_path):
         reader.join()
         process.stderr.close()
     logged = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [line["completion_tokens"] for line in logged if line["method"] == "POST"] == [150] * 6
+    assert [line["completion_tokens"] for line in logged if line["method"] == "POST"] == [60] * 6
     assert "SECRET" not in "".join(lines)
     assert not any("Traceback" in line for line in lines)
