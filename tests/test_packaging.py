@@ -49,6 +49,8 @@ def test_the_wheel(tmp_path):
     files = zipfile.ZipFile(wheel).namelist()
     assert {f"{package}/py.typed" for package in TOP} <= set(files)
     demo = sorted(path.name for path in (ROOT / "dsv3_jax" / "demo").iterdir())
+    page = {f"dsv3_jax/server/page/{name}" for name in ("index.html", "style.css", "chat.js")}
+    assert page <= set(files)
     assert sorted(file[14:] for file in files if file.startswith("dsv3_jax/demo/")) == demo
 
 

@@ -13,14 +13,14 @@ import pytest
 
 import dsv3_jax
 import sharding
-from dsv3_jax.cli.arguments import convert, doctor, export, generate, plan, train, verify
+from dsv3_jax.cli.arguments import convert, doctor, export, generate, plan, serve, train, verify
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.cli.output import print_json
 from sharding.names import LayoutName
 
 COMMANDS = [
     module.__name__.rsplit(".", 1)[1]
-    for module in (convert, doctor, export, generate, plan, train, verify)
+    for module in (convert, doctor, export, generate, plan, serve, train, verify)
 ]
 
 # Packages that are slow to import, or import a slow one.

@@ -1,0 +1,113 @@
+"""Arguments of ``dsv3 serve``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dsv3_jax.cli.arguments import shared
+
+SUMMARY = "Serve a model over HTTP with OpenAI's API."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments to the subcommand's parser."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="demo",
+        help="demo, a Hugging Face directory, a store, or a name on the Hub (default: demo)",
+    )
+    add("--served-name", metavar="NAME", help="id of the model in the API (default: --model)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; 0.0.0.0 is all (default: 127.0.0.1)",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="TCP port; 0 takes a free one (default: 8000)",
+    )
+    add(
+        "--max-len",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="largest number of tokens of a prompt and its completion (default: 4096, or the"
+        " model's last position)",
+    )
+    add(
+        "--max-running",
+        type=int,
+        default=64,
+        metavar="N",
+        help="largest number of completions that run at a time (default: 64)",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="largest number of completions that wait; more get status 503 (default: 256)",
+    )
+    add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="size of the cache in tokens (default: what fits on the devices)",
+    )
+    add(
+        "--draft",
+        default="none",
+        metavar="DRAFTER",
+        help="speculative decoding with mtp or ngram drafts (default: none)",
+    )
+    add(
+        "--draft-depth",
+        default="1",
+        metavar="N",
+        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
+    )
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
+    )
+    add(
+        "--quantization",
+        choices=["fp8", "int8", "int4"],
+        help="keep weights in memory as stored (default: dequantize them to --dtype)",
+    )
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with one API key on each line, which clients must send (default: no keys)",
+    )
+    add(
+        "--max-body-mib",
+        type=int,
+        default=4,
+        metavar="N",
+        help="largest request body in MiB (default: 4)",
+    )
+    add(
+        "--request-seconds",
+        type=float,
+        metavar="X",
+        help="longest time of a request, waiting included (default: no limit)",
+    )
+    add(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="X",
+        help="longest time that open requests get to finish after SIGTERM (default: 30)",
+    )
+    shared.add_layout(parser)
+    shared.add_exchange(parser)
+    shared.add_compile_cache(parser)

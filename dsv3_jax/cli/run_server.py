@@ -1,0 +1,70 @@
+"""The part of ``dsv3 serve`` that needs JAX: loads the model and runs the server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from dsv3_jax.checkpoint.find import find_config_directory
+from dsv3_jax.checkpoint.load import load
+from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.layout_flags import make_layout_from
+from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.engine import Engine
+from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.run import bind, run
+from dsv3_jax.server.settings import ServerSettings
+
+
+def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
+    """Serves until the process is told to end.
+
+    Args:
+      arguments: the command's flags.
+      draft: name of the drafter, or None.
+      depth: drafts per step, or ``"auto"``.
+
+    Raises:
+      ValueError: the model, the layout, the keys or the address is refused.
+    """
+    keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
+    if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
+        raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
+    bound = bind(arguments.host, arguments.port)
+    compile_cache.enable(arguments.compile_cache)
+    layout = make_layout_from(arguments)
+    began = time.perf_counter()
+    with StatusLine(f"loading {arguments.model}"):
+        model, tokenizer = load(
+            arguments.model,
+            dtype=arguments.dtype,
+            quantization=arguments.quantization,
+            layout=layout,
+        )
+    seconds = time.perf_counter() - began
+    print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
+    assert tokenizer is not None
+    max_requests = arguments.max_running + arguments.max_waiting
+    max_len = min(arguments.max_len, model.config.max_position_embeddings)
+    engine = Engine(
+        model,
+        tokenizer,
+        max_len,
+        max_running=arguments.max_running,
+        max_waiting=max_requests,  # the server itself counts
+        cache_tokens=arguments.cache_tokens,
+        draft=draft,
+        draft_depth=depth,
+    )
+    settings = ServerSettings(
+        model_name=arguments.served_name or arguments.model,
+        max_len=max_len,
+        max_requests=max_requests,
+        max_body_bytes=arguments.max_body_mib * 2**20,
+        request_seconds=arguments.request_seconds,
+        drain_seconds=arguments.drain_seconds,
+        api_keys=keys,
+    )
+    with engine:
+        run(engine, tokenizer, settings, bound)

@@ -1,0 +1,56 @@
+"""``dsv3 serve``: loads a model and serves it over HTTP.
+
+This module checks what can be wrong with a call before JAX is imported.
+:mod:`dsv3_jax.cli.run_server` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from numbers import Integral, Real
+
+from dsv3_jax.generation.settings import check, check_draft
+
+_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command until SIGTERM or Ctrl-C.
+
+    Raises:
+      ValueError: a package is missing, a setting is out of range, or the model or the address is
+        refused.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
+            f" {', '.join(missing)}; found none"
+        )
+    check("--port", arguments.port, "a port from 0 to 65535", Integral, 0, 65535)
+    check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+    for name in ("max_running", "max_body_mib"):
+        flag = "--" + name.replace("_", "-")
+        check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)
+    check("--max-waiting", arguments.max_waiting, "an integer of at least 0", Integral, 0)
+    check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)
+    if arguments.request_seconds is not None:
+        seconds = arguments.request_seconds
+        check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)
+    check_draft(draft_of(arguments), depth_of(arguments))
+
+    from dsv3_jax.cli.run_server import run_server
+
+    run_server(arguments, draft_of(arguments), depth_of(arguments))
+
+
+def draft_of(arguments: argparse.Namespace) -> str | None:
+    """Returns the name of the drafter, or None."""
+    return None if arguments.draft == "none" else arguments.draft
+
+
+def depth_of(arguments: argparse.Namespace) -> int | str:
+    """Returns the number of drafts per step, or the text if it is no number."""
+    depth = arguments.draft_depth
+    return int(depth) if depth.isdecimal() else depth

@@ -1,0 +1,92 @@
+"""One HTTP request's completions in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from dsv3_jax.engine import EngineError, EngineRequest, RequestError
+from dsv3_jax.generation.completion import Completion, Piece
+from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.metrics import Metrics
+
+
+class Job:
+    """The completions of one HTTP request: ``n`` for each of its prompts, in order.
+
+    Args:
+      handles: their requests in the engine.
+      on_close: called once, when nobody waits for them any more.
+    """
+
+    def __init__(self, handles: Sequence[EngineRequest], on_close: Callable[[Job], None]):
+        self.handles = list(handles)
+        self._on_close: Callable[[Job], None] | None = on_close
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yields pieces of text, with the index of their completion, as they arrive.
+
+        Raises:
+          ApiError: a completion failed, was cancelled by the engine, or ran out of time.
+        """
+        queue: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue(maxsize=1)
+
+        async def forward(index: int, handle: EngineRequest) -> None:
+            try:
+                async for piece in handle:
+                    _check_reason(piece.finish_reason)
+                    await queue.put((index, piece))
+            except ApiError as error:
+                await queue.put((index, error))
+            except (EngineError, RequestError, NonFiniteLogitsError) as error:
+                await queue.put((index, engine_failed(error)))
+
+        tasks = [asyncio.create_task(forward(*each)) for each in enumerate(self.handles)]
+        try:
+            left = len(tasks)
+            while left:
+                index, piece = await queue.get()
+                if isinstance(piece, ApiError):
+                    raise piece
+                left -= piece.finish_reason is not None
+                yield index, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def completions(self) -> list[Completion]:
+        """Waits for all completions.
+
+        Raises:
+          ApiError: as :meth:`pieces`.
+        """
+        async for _ in self.pieces():
+            pass
+        return [self.completion(i) for i in range(len(self.handles))]
+
+    def completion(self, index: int) -> Completion:
+        """Returns a completion that is at its end."""
+        return self.handles[index].result(0)
+
+    def observe(self, index: int, metrics: Metrics) -> None:
+        """Adds a completion to the figures, unless it failed."""
+        with contextlib.suppress(EngineError, RequestError, NonFiniteLogitsError):
+            completion = self.completion(index)
+            metrics.observe(self.handles[index], completion.finish_reason, len(completion.tokens))
+
+    def close(self) -> None:
+        """Cancels what is not at its end. Further calls do nothing."""
+        if self._on_close is not None:
+            self._on_close(self)
+            self._on_close = None
+
+
+def _check_reason(reason: str | None) -> None:
+    """Raises ApiError for a finish reason that is no success."""
+    if reason == "timeout":
+        raise ApiError(504, "request: it took longer than the server allows", kind="timeout_error")
+    if reason not in (None, "stop", "length"):
+        raise overloaded(f"request: the server ended it ({reason}); try again later")

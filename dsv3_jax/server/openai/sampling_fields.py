@@ -1,0 +1,131 @@
+"""Fields that the bodies of completions and chats have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+import dsv3_jax
+from dsv3_jax.generation.completion import Completion
+
+SYSTEM_FINGERPRINT = f"dsv3_jax-{dsv3_jax.__version__}"
+
+_MAX_INT = 2**63 - 1
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Fields that it does not have are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Selects parts of a stream other than the text."""
+
+    include_usage: bool | None = None
+    """Whether the last chunk has the usage."""
+    include_obfuscation: bool | None = None
+    """Accepted and ignored."""
+
+
+class SamplingFields(Body):
+    """The model, how it samples, and when it stops."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=-_MAX_INT - 1, le=_MAX_INT)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=300)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Settings that vLLM added.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=8)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+
+    # Accepted and ignored: they change nothing about the text.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token in value or {}:
+            if not (token.isascii() and token.isdecimal() and len(token) < 10):
+                raise ValueError(f"logit_bias: expected token ids as keys, got {token!r:.60}")
+        return value
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`, without limits of tokens."""
+        settings = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "seed": None if self.seed is None else self.seed % 2**32,
+            "stop": self.stop,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": {int(i): bias for i, bias in (self.logit_bias or {}).items()} or None,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_tokens": self.stop_token_ids,
+            "priority": self.priority,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last chunk of a stream has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class PromptTokensDetails(BaseModel):
+    """Parts of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    def log_fields(self) -> dict[str, int]:
+        """Returns the fields of the access log."""
+        return self.model_dump(include={"prompt_tokens", "completion_tokens"})
+
+    @classmethod
+    def of(cls, completions: list[Completion], n: int) -> Usage:
+        """Returns the sums over completions. Those of the same prompt, ``n`` in a sequence, count
+        its tokens once."""
+        prompt = sum(c.prompt_tokens for c in completions[::n])
+        new = sum(len(c.tokens) for c in completions)
+        cached = sum(c.cached_tokens for c in completions[::n])
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=new,
+            total_tokens=prompt + new,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )

@@ -1,0 +1,79 @@
+"""The process of a server: uvicorn, signals, draining."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from dsv3_jax.engine import Engine
+from dsv3_jax.server import access_log
+from dsv3_jax.server.app import create_app
+from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a TCP socket with an address.
+
+    Args:
+      port: 0 takes a free one.
+
+    Raises:
+      ValueError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ValueError(
+            f"--host, --port: expected an address that is free, got {host}:{port}"
+            f" ({error.strerror or error})"
+        ) from None
+    return bound
+
+
+def run(
+    engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
+) -> None:
+    """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
+    at most ``settings.drain_seconds``, and returns.
+
+    Args:
+      bound: the socket to listen on. It is closed at the end.
+    """
+    _log_to_stderr()
+    # uvicorn sends the signal again when it has finished, which would end the process at once.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    config = uvicorn.Config(
+        create_app(engine, tokenizer, settings),
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        server_header=False,
+    )
+    host, port = bound.getsockname()[:2]
+    logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
+    with bound:
+        uvicorn.Server(config).run(sockets=[bound])
+
+
+def _log_to_stderr() -> None:
+    """Writes the server's log and the access log on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("dsv3: %(message)s"))
+    for name in ("dsv3_jax", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    lines = logging.StreamHandler(sys.stderr)
+    access_log.logger.addHandler(lines)
+    access_log.logger.propagate = False

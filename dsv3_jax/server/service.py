@@ -1,0 +1,139 @@
+"""The engine as endpoints see it: encoding, submission, readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
+from dsv3_jax.generation.request import Prompt
+from dsv3_jax.server.admission import Admission
+from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.job import Job
+from dsv3_jax.server.metrics import Metrics
+from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_THREADS = 4  # for encoding and submission; the tokenizer releases the interpreter's lock
+_WARM_UP_SECONDS = 5  # after which a client should try again
+
+
+class Service:
+    """An engine with its tokenizer and limits.
+
+    Args:
+      engine: runs in a thread of its own.
+      tokenizer: the model's.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ServerSettings):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.admission = Admission(settings.max_requests)
+        self.metrics = Metrics(engine, settings.model_name, settings.page_size)
+        self.created = int(time.time())
+        self.is_ready = False
+        """Whether all programs are compiled, and the server is not at its end."""
+        self.failure: EngineError | None = None
+        """Error after which the engine cannot serve any more."""
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-http")
+
+    async def warm_up(self) -> None:
+        """Compiles all programs. The server is ready afterwards."""
+        seconds = await self.in_thread(self.engine.warm_up)
+        logger.info("ready: compiled all programs in %.1f s", seconds)
+        self.is_ready = True
+
+    async def close(self) -> None:
+        """Ends the engine. Requests that are still open are cancelled."""
+        self.is_ready = False
+        await self.in_thread(lambda: self.engine.shutdown(drain=False))
+        self._threads.shutdown(wait=False)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError unless ``name`` is the id of the served model."""
+        if name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"The model `{name:.200}` does not exist; expected `{self.settings.model_name}`",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs ``function`` in one of the server's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def submit(
+        self,
+        read_prompts: Callable[[], Sequence[Prompt]],
+        num_prompts: int,
+        *,
+        n: int,
+        prompt_field: str,
+        **settings: Any,
+    ) -> Job:
+        """Puts requests into the engine's queue.
+
+        Args:
+          read_prompts: returns the prompts. It runs in a thread.
+          num_prompts: number of prompts.
+          n: completions of each.
+          prompt_field: name of the prompts in the body, for errors.
+          settings: of :meth:`dsv3_jax.Engine.submit_all`.
+
+        Raises:
+          ApiError: a prompt or setting is refused, the queue is full, or the engine is not ready.
+        """
+        if self.failure is not None:
+            raise engine_failed(self.failure)
+        if not self.is_ready:
+            raise overloaded("server: not ready yet; try again later", _WARM_UP_SECONDS)
+
+        def submit() -> list[EngineRequest]:
+            prompts = read_prompts()
+            timeout = self.settings.request_seconds
+            return self.engine.submit_all(prompts, n=n, timeout=timeout, **settings)
+
+        count = num_prompts * n
+        self.admission.enter(count)
+        try:
+            handles = await self.in_thread(submit)
+        except BaseException as error:
+            self.admission.leave(count)
+            if isinstance(error, ValueError):
+                raise ApiError.of_engine(error, prompt_field) from None
+            if isinstance(error, QueueFullError):
+                raise overloaded(str(error)) from None
+            if isinstance(error, EngineError):
+                self.failure = error
+                raise engine_failed(error) from None
+            raise
+        return Job(handles, self._close)
+
+    def _close(self, job: Job) -> None:
+        """Counts a job's completions, and cancels those that are not at their end."""
+        self.admission.leave(len(job.handles))
+        loop = asyncio.get_running_loop()
+        for i, handle in enumerate(job.handles):
+            if handle.is_done:
+                job.observe(i, self.metrics)
+            else:
+                # In a thread, because the engine's lock may be taken for some milliseconds.
+                loop.run_in_executor(self._threads, handle.cancel)
+
+
+def service_of(request: Request) -> Service:
+    """Returns the service of the application that received ``request``."""
+    return request.app.state.service

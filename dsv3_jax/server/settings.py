@@ -1,0 +1,32 @@
+"""Limits and names of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.server.api_keys import ApiKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Limits and names of a server."""
+
+    model_name: str
+    """The id of the model in the API."""
+    max_len: int
+    """Most tokens of a prompt and its completion together; the engine's."""
+    max_requests: int
+    """Most completions that run or wait at a time. More are refused with status 503."""
+    page_size: int = DEFAULT_PAGE_SIZE
+    """Tokens of a cache page; the engine's."""
+    max_body_bytes: int = 4 * 2**20
+    """Largest body of an HTTP request."""
+    body_seconds: float = 30.0
+    """Longest time in which a body must have arrived."""
+    request_seconds: float | None = None
+    """Longest time of a completion, from its arrival to its end. None for no limit."""
+    drain_seconds: float = 30.0
+    """Longest time that open requests get to finish when the server ends."""
+    api_keys: ApiKeys | None = None
+    """Keys that clients must have; None for no keys."""

@@ -1,0 +1,87 @@
+"""Streams of server-sent events, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsv3_jax.server.errors import ApiError, engine_failed
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client went away. Nobody receives it."""
+
+
+class EventStream(Response):
+    """A response of server-sent events that ends when its client goes away.
+
+    Args:
+      events: bodies of the events. An error that it raises becomes the last event but one; the
+        last one is ``[DONE]``.
+      close: called at the end, however the stream ends.
+    """
+
+    def __init__(self, events: AsyncGenerator[BaseModel, None], close: Callable[[], None]):
+        super().__init__(media_type="text/event-stream")
+        self.headers["cache-control"] = "no-store"
+        self.headers["x-accel-buffering"] = "no"
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _first(self._send(send), _disconnect(receive))
+        finally:
+            await self._events.aclose()
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+
+        async def send_event(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            async for event in self._events:
+                await send_event(event.model_dump_json())
+        except ApiError as error:
+            await send_event(error.body.model_dump_json())
+        except Exception as error:
+            await send_event(engine_failed(error).body.model_dump_json())
+            raise
+        await send_event("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the result of ``work``. If the client goes away first, cancels it and returns a
+    response that nobody will read."""
+    finished = await _first(work, _disconnect(request.receive))
+    return Response(status_code=CLIENT_GONE) if finished is None else finished
+
+
+async def _first(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, Any, None]) -> Any:
+    """Returns the result of ``work``, or None if ``interruption`` ends before it."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(interruption)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

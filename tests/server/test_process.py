@@ -1,0 +1,154 @@
+"""``dsv3 serve`` as a process: start, draining, keys, limits; and its errors."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dsv3_jax.cli.main import main
+from dsv3_jax.server.api_keys import ApiKeys
+from tests.server.conftest import RunningServer, demo_engine, running
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port: expected a port from 0 to 65535, got 70000"),
+        (["--max-running", "0"], "--max-running: expected an integer of at least 1, got 0"),
+        (["--draft", "medusa"], "draft: expected None, 'mtp', 'ngram'"),
+        (["--request-seconds", "nan"], "--request-seconds: expected seconds from 0.001"),
+        (["--host", "256.1.1.1"], "--host, --port: expected an address that is free"),
+        (["--api-key-file", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys, own_compile_cache):
+    assert main(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["serve"]) == 2
+    _, err = capsys.readouterr()
+    assert "pip install 'dsv3-jax[serve]'" in err
+    assert err.count("\n") == 1
+
+
+def test_api_key_files(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# people\nalpha\n\n  beta  \n", "utf-8")
+    keys = ApiKeys.read(file)
+    assert [keys.has(key) for key in ("alpha", "beta", "", "# people", "alph")] == (
+        [True, True, False, False, False]
+    )
+    file.write_text("# nobody\n", "utf-8")
+    with pytest.raises(ValueError, match="expected one API key on each line, got none"):
+        ApiKeys.read(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="expected UTF-8 text"):
+        ApiKeys.read(file)
+
+
+@pytest.mark.slow
+def test_keys_and_times():
+    """A server with keys, a time limit for requests, and one for bodies."""
+    keys = ApiKeys(["secret"])
+    limits = {"api_keys": keys, "request_seconds": 0.5, "body_seconds": 0.3}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}
+    with running(*demo_engine(), **limits) as server:
+        assert server.request("GET", "/health")[0] == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            status, names, answer = server.request("GET", "/v1/models", headers=headers)
+            assert status == 401
+            assert names["www-authenticate"] == "Bearer"
+            assert json.loads(answer)["error"]["code"] == "invalid_api_key"
+        right = {"Authorization": "Bearer secret"}
+        assert server.request("GET", "/v1/models", headers=right)[0] == 200
+        assert server.request("GET", "/v1/models", headers={"X-API-Key": "secret"})[0] == 200
+        status, _, answer = server.request("POST", "/v1/completions", body, right)
+        assert (status, json.loads(answer)["error"]["type"]) == (504, "timeout_error")
+        stream = {**body, "stream": True}
+        status, _, answer = server.request("POST", "/v1/completions", stream, right)
+        *_, error, done, _ = answer.decode().split("\n\n")
+        assert (status, done) == (200, "data: [DONE]")
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "timeout_error"
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Authorization", "Bearer secret")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        assert connection.getresponse().status == 408
+        connection.close()
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_open_requests(tmp_path):
+    arguments = ["serve", "--port", "0", "--max-len", "256", "--max-running", "4"]
+    arguments += ["--drain-seconds", "300", "--compile-cache", str(ROOT / ".jax_cache")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dsv3_jax", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+    port = None
+    while port is None:
+        lines.append(process.stderr.readline())
+        assert process.poll() is None, lines
+        address = re.search(r"http://127.0.0.1:(\d+)", lines[-1])
+        port = address and int(address[1])
+    reader.start()
+    server = RunningServer(port, None)  # pyright: ignore[reportArgumentType]
+    try:
+        statuses = []
+        for _ in range(600):
+            try:
+                statuses.append(server.request("GET", "/ready")[0])
+            except ConnectionRefusedError:
+                statuses.append(0)
+            if statuses[-1] == 200:
+                break
+            time.sleep(0.2)
+        assert statuses[-1] == 200
+        assert 503 in statuses  # while it compiled
+        body = {"model": "demo", "prompt": "SECRET", "max_tokens": 60, "ignore_eos": True}
+        answers: list[dict] = []
+        clients = [
+            threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+            for _ in range(6)
+        ]
+        for client in clients:
+            client.start()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.join()
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [60] * 6
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line["completion_tokens"] for line in logged if line["method"] == "POST"] == [60] * 6
+    assert "SECRET" not in "".join(lines)
+    assert not any("Traceback" in line for line in lines)
