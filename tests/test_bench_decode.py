@@ -102,6 +102,7 @@ def test_a_failed_measurement_does_not_end_the_others(config, monkeypatch):
     assert (rows[1]["ms"], rows[1]["peak_bytes"]) == (2, 5)
 
 
+@pytest.mark.slow
 def test_time_budget(config, monkeypatch):
     words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
     (row,) = run(monkeypatch, config, *words)["rows"]

@@ -107,6 +107,7 @@ def of_kinds(*quick: tuple[str, str]):
     )
 
 
+@pytest.mark.slow
 def test_whole_sequences_and_mtp(pair):
     """88 (token, expert) pairs for 8 experts: more rows than groups."""
     got, got_aux = forward(pair.integers, TOKENS)

@@ -65,6 +65,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
         request_seconds=arguments.request_seconds,
         drain_seconds=arguments.drain_seconds,
         api_keys=keys,
+        program_store=arguments.program_store,
     )
     with engine:
         run(engine, tokenizer, settings, bound)

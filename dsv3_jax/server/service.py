@@ -50,9 +50,10 @@ class Service:
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-http")
 
     async def warm_up(self) -> None:
-        """Compiles all programs. The server is ready afterwards."""
-        seconds = await self.in_thread(self.engine.warm_up)
-        logger.info("ready: compiled all programs in %.1f s", seconds)
+        """Compiles or loads all programs. The server is ready afterwards."""
+        store = self.settings.program_store
+        seconds = await self.in_thread(lambda: self.engine.warm_up(store))
+        logger.info("ready: compiled or loaded all programs in %.1f s", seconds)
         self.is_ready = True
 
     async def close(self) -> None:

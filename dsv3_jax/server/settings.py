@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.server.api_keys import ApiKeys
@@ -30,3 +31,5 @@ class ServerSettings:
     """Longest time that open requests get to finish when the server ends."""
     api_keys: ApiKeys | None = None
     """Keys that clients must have; None for no keys."""
+    program_store: Path | None = None
+    """Directory of :meth:`Engine.warm_up`; None compiles all programs at every start."""

@@ -175,6 +175,7 @@ def test_a_file_that_cannot_be_written(tiny_mtp, stored, tmp_path, caplog, monke
     assert "was not stored: No space left on device" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_engine_with_stored_programs(tiny_mtp, tmp_path, caplog):
     caplog.set_level(logging.INFO, "dsv3_jax.engine.programs")
     tokens = []

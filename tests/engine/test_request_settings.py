@@ -50,6 +50,7 @@ def check(engine: Engine, generator: Generator, requests: list[Asked]) -> list[C
     return completions
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_generator(tiny_mtp, alone):
     prompts = [[5, 6, 7, 8], [9, 10], [30, 31, 32], [7, 7, 7]]
     new = [12, 20, 9, 15]
@@ -136,6 +137,7 @@ class TestPromptLogprobs:
 
 
 class TestSubmitAll:
+    @pytest.mark.slow
     def test_completions_of_a_prompt_share_its_pages(self, tiny_mtp, alone):
         """All are admitted in the same step, and the full pages are prefilled once."""
         engine = make(tiny_mtp, page_size=16)

@@ -163,6 +163,7 @@ def test_async_clients_together(server):
     assert texts == [texts[0]] * 10
 
 
+@pytest.mark.slow
 def test_overload(server):
     """As many requests as may run and wait are served; others get status 503 at once."""
 

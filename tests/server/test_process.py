@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import http.client
 import importlib.util
 import json
@@ -152,3 +154,12 @@ def test_sigterm_finishes_open_requests(tmp_path):
     assert [line["completion_tokens"] for line in logged if line["method"] == "POST"] == [60] * 6
     assert "SECRET" not in "".join(lines)
     assert not any("Traceback" in line for line in lines)
+
+
+def test_programs_are_stored_where_the_flag_says(server, tmp_path, monkeypatch):
+    directories = []
+    monkeypatch.setattr(server.engine, "warm_up", lambda store: directories.append(store) or 0.0)
+    stored = dataclasses.replace(server.service.settings, program_store=tmp_path)
+    monkeypatch.setattr(server.service, "settings", stored)
+    asyncio.run(server.service.warm_up())
+    assert directories == [tmp_path]

@@ -108,6 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="longest time that open requests get to finish after SIGTERM (default: 30)",
     )
+    add(
+        "--program-store",
+        type=Path,
+        metavar="DIR",
+        help="directory of compiled programs, which a later start with the same model, flags and"
+        " devices loads in seconds; keep it from other users, because loading runs code (default:"
+        " none)",
+    )
     shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)
