@@ -50,9 +50,14 @@ class Service:
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-http")
 
     async def warm_up(self) -> None:
-        """Compiles or loads all programs. The server is ready afterwards."""
+        """Compiles or loads all programs. The server is ready afterwards, or has failed."""
         store = self.settings.program_store
-        seconds = await self.in_thread(lambda: self.engine.warm_up(store))
+        try:
+            seconds = await self.in_thread(lambda: self.engine.warm_up(store))
+        except Exception as error:
+            logger.exception("the server cannot serve: its programs do not compile")
+            self.failure = EngineError(f"warm-up: {error}")
+            return
         logger.info("ready: compiled or loaded all programs in %.1f s", seconds)
         self.is_ready = True
 

@@ -163,3 +163,20 @@ def test_programs_are_stored_where_the_flag_says(server, tmp_path, monkeypatch):
     monkeypatch.setattr(server.service, "settings", stored)
     asyncio.run(server.service.warm_up())
     assert directories == [tmp_path]
+
+
+def test_a_failed_warm_up_is_reported(server, monkeypatch, caplog):
+    def fail(store):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.engine, "warm_up", fail)
+    monkeypatch.setattr(server.service, "is_ready", False)
+    monkeypatch.setattr(server.service, "failure", None)
+    asyncio.run(server.service.warm_up())
+    assert "its programs do not compile" in caplog.text
+    for path, expected in (("/ready", 503), ("/health", 500)):
+        status, _, body = server.request("GET", path)
+        assert status == expected
+    assert "warm-up: out of memory" in body.decode()
+    prompt = {"model": "demo", "prompt": "x", "max_tokens": 1}
+    assert server.request("POST", "/v1/completions", prompt)[0] == 500
