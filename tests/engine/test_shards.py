@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,9 @@ from dsv3_jax.layer_collectives import COLLECTIVES
 from dsv3_jax.model import DeepSeekV3
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from tests.engine.conftest import MAX_LEN
-from tests.engine.test_engine import trace
+from tests.engine.test_engine import run, trace
+from tests.engine.test_grammar import Alternating
+from tests.engine.test_request_settings import REQUESTS
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 CONFIG = tiny_config(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8)
@@ -141,6 +144,41 @@ def test_no_hidden_state_leaves_its_shard(serve):
         assert exchanges.count("all-gather") == exchanges.count("reduce-scatter") == runs
         assert len(exchanges) == 2 * runs
         assert max(others) <= shape.max_steps * requests * (1 + DEPTH)
+
+
+@pytest.mark.slow
+def test_settings_of_requests_are_those_of_one_device(load_in):
+    """Penalties, masks, a grammar and log-probabilities of prompts, with drafts."""
+    prompts = [list(range(20 + i, 29 + 4 * i)) for i in range(8)]
+    completions = []
+    for name in (None, "dp_attention_ep"):
+        model = load_in(name)
+        engine = Engine(
+            model,
+            None,
+            MAX_LEN,
+            max_running=8,
+            background=False,
+            buckets=Buckets((8 if name is None else 1,), (1,), 16, 1),
+            draft="mtp",
+            page_size=PAGE_SIZE,
+        )
+        settings: list[dict[str, Any]] = [*REQUESTS, {"logprobs": 3}]
+        settings.append({"grammar": Alternating(6), "ignore_eos": False})
+        settings[4] = {"prompt_logprobs": 2}
+        handles = [
+            engine.submit(prompt, **{"max_new_tokens": 12, "ignore_eos": True, **each})
+            for prompt, each in zip(prompts, settings, strict=True)
+        ]
+        run(engine)
+        completions.append([handle.result(0) for handle in handles])
+    for want, got in zip(*completions, strict=True):
+        assert got.tokens == want.tokens
+        assert got.finish_reason == want.finish_reason
+        assert got.logprobs == pytest.approx(want.logprobs, abs=2e-5)
+    want, got = (each[4].prompt_logprobs for each in completions)
+    assert got[1:] == pytest.approx(want[1:], abs=2e-5)
+    assert [len(pairs) for pairs in completions[1][6].top_logprobs] == [3] * 12
 
 
 class TestRefusals:

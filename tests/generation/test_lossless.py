@@ -5,6 +5,7 @@ vocabulary of 8 gives 64 pairs. The whole Generator runs, including MTP cache an
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
 from tests.generation.test_adjustments import adjusted
 from tests.generation.test_sampling import Options, bound, chi_square, reference
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -27,9 +29,8 @@ SETTINGS: list[Options] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory) -> Generator:
-    directory = tmp_path_factory.mktemp("eight")
+def load_small(directory: Path) -> DeepSeekV3:
+    """Returns a model with a vocabulary of W and an MTP layer."""
     config = tiny_config(
         vocab_size=W,
         hidden_size=16,
@@ -50,17 +51,24 @@ def generator(tmp_path_factory) -> Generator:
         v_head_dim=4,
     )
     write_checkpoint(directory, config, random_tensors(config, seed=5))
-    model, _ = dsv3_jax.load(directory)
-    made = optimized(Generator(model, None, 16, batch_sizes=(BATCH,), prefill_chunk=4))
-    made.model = model
-    return made
+    return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> DeepSeekV3:
+    return load_small(tmp_path_factory.mktemp("eight"))
+
+
+@pytest.fixture(scope="module")
+def generator(model) -> Generator:
+    return optimized(Generator(model, None, 16, batch_sizes=(BATCH,), prefill_chunk=4))
 
 
 Adjust = Callable[[np.ndarray, list[int]], np.ndarray]
 
 
 def exact_probabilities(
-    generator: Generator, options: Options, adjust: Adjust = lambda logits, generated: logits
+    model: DeepSeekV3, options: Options, adjust: Adjust = lambda logits, generated: logits
 ) -> np.ndarray:
     """Returns P(first token, second token) [W, W] in float64, from whole forward passes.
 
@@ -76,7 +84,7 @@ def exact_probabilities(
         return weights / weights.sum()
 
     prompts = [[*PROMPT, first] for first in range(W)]
-    logits = np.asarray(forward(generator.model, prompts)[0])
+    logits = np.asarray(forward(model, prompts)[0])
     first = filtered(logits[0, -2], [])
     return first[:, None] * np.stack([filtered(logits[t, -1], [t]) for t in range(W)])
 
@@ -134,15 +142,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("draft", "depth", "options"), CASES, ids=str)
-def test_joint_of_two_tokens(generator, draft, depth, options):
-    joint = exact_probabilities(generator, options)
+def test_joint_of_two_tokens(model, generator, draft, depth, options):
+    joint = exact_probabilities(model, options)
     pairs, acceptance = count_pairs(generator, options, draft, depth)
     assert pairs.sum() == CALLS * BATCH
     check_lossless(pairs, joint)
     assert 0.05 < acceptance < 0.95, "nothing would be tested"
 
 
-def test_joint_of_two_tokens_with_penalties(generator):
+def test_joint_of_two_tokens_with_penalties(model, generator):
     adjustments: dict[str, Any] = {
         "presence_penalty": -0.6,
         "frequency_penalty": -0.8,
@@ -154,17 +162,17 @@ def test_joint_of_two_tokens_with_penalties(generator):
     def adjust(logits: np.ndarray, generated: list[int]) -> np.ndarray:
         return adjusted(logits, generated, prompt=PROMPT, **adjustments)
 
-    joint = exact_probabilities(generator, options, adjust)
-    assert np.abs(joint - exact_probabilities(generator, options)).max() > 0.01
+    joint = exact_probabilities(model, options, adjust)
+    assert np.abs(joint - exact_probabilities(model, options)).max() > 0.01
     pairs, acceptance = count_pairs(generator, options, "mtp", 2, calls=10, **adjustments)
     check_lossless(pairs, joint)
     assert 0.05 < acceptance < 0.95, "nothing would be tested"
 
 
-def test_accepting_always_fails_it(generator):
+def test_accepting_always_fails_it(model, generator):
     """A deliberate defect fails the same check: all drafts of the MTP layer are accepted."""
     options = SETTINGS[0]
-    joint = exact_probabilities(generator, options)
+    joint = exact_probabilities(model, options)
     pairs, _ = count_pairs(generator, options, "synthetic:1", calls=5)
     possible = np.where(joint > 0, pairs, 0)  # without impossible pairs, which alone would fail
     for seen in (pairs, possible):
