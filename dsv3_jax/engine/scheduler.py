@@ -14,7 +14,8 @@ A step is planned in this order:
    newest token is known.
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
-   that does not fit, so that none starves.
+   that does not fit, so that none starves, except requests in host memory if it lacks room there:
+   only their return gives it room.
 
 Requests are ordered by ``arrival + priority * priority_seconds``: a request with priority 1 is
 treated as if it had arrived that many seconds later. The order of two requests never changes, so
@@ -315,7 +316,7 @@ class Scheduler:
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
         while self.waiting:
-            request = self.waiting[0]
+            request = self._next_admission()
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
             rooms = [self.config.max_chunks - len(planned) for planned in chunks]
@@ -323,7 +324,7 @@ class Scheduler:
             if choice is None:
                 return
             shard, hit = choice
-            self.waiting.pop(0)
+            self.waiting.remove(request)
             shard.admit(request, hit)
             if not request.preemptions:
                 request.cached_tokens = request.computed
@@ -335,6 +336,16 @@ class Scheduler:
                     decodes[shard.number].append(request)
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
+
+    def _next_admission(self) -> ScheduledRequest:
+        """Returns the first waiting request, or the first one in host memory if the first one lacks
+        room there on every shard that has a slot for it."""
+        first = self.waiting[0]
+        shards = [shard for shard in self.shards if shard.has_free_slot]
+        if not shards or any(shard.can_be_swapped(first) for shard in shards):
+            return first
+        swapped = [r for r in self.waiting if any(s.swap and r in s.swap for s in shards)]
+        return swapped[0] if swapped else first
 
     def _choose_shard(
         self, request: ScheduledRequest, rooms: Sequence[int]

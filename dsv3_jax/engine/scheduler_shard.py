@@ -63,13 +63,21 @@ class SchedulerShard:
     def hit_with_room(self, request: ScheduledRequest) -> list[int] | None:
         """Returns the cached pages that the request's tokens begin with, or None if the shard has
         no room for the request now. Nothing changes."""
-        if not self._free_slots or not self._can_be_swapped(request):
+        if not self._free_slots or not self.can_be_swapped(request):
             return None
         hit = self._cached_prefix(request)
         needed = self._pages_at_admission(request) - len(hit)
         # Pages that running requests will soon need are left to them.
         reserve = len(self.running)
         return hit if self.pages.available_beside(hit) >= needed + reserve else None
+
+    def can_be_swapped(self, request: ScheduledRequest) -> bool:
+        """Whether host memory has room if this request runs too."""
+        if self.swap is None or request in self.swap:
+            return True
+        started = [*self.running, *self.retiring, *self.swap.requests]
+        longest = [self.pages.pages_for(r.max_length + r.drafts) for r in (*started, request)]
+        return self.swap.has_room(self.pages.num_pages, longest)
 
     def admit(self, request: ScheduledRequest, hit: list[int]) -> None:
         """Gives a request its slot and pages, after :meth:`hit_with_room` has returned ``hit``."""
@@ -224,14 +232,6 @@ class SchedulerShard:
             unit = math.lcm(self._chunk_tokens, self.pages.page_size) // self.pages.page_size
             pages = pages[: len(pages) // unit * unit]
         return pages
-
-    def _can_be_swapped(self, request: ScheduledRequest) -> bool:
-        """Whether host memory has room if this request runs too."""
-        if self.swap is None or request in self.swap:
-            return True
-        started = [*self.running, *self.retiring, *self.swap.requests]
-        longest = [self.pages.pages_for(r.max_length + r.drafts) for r in (*started, request)]
-        return self.swap.has_room(self.pages.num_pages, longest)
 
     def _pages_at_admission(self, request: ScheduledRequest) -> int:
         return self.pages.pages_for(len(request.tokens) + 1 + request.drafts)

@@ -15,6 +15,7 @@ from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages
@@ -139,6 +140,7 @@ class SimulatedEngine:
       lookahead: 1 to simulate an MTP layer, else 0.
       latency: seconds that the results of a step take.
       undecodable: a token that the tokenizer cannot decode.
+      swap_pages: host memory of each shard for preempted requests, as in deterministic mode.
     """
 
     def __init__(
@@ -157,18 +159,24 @@ class SimulatedEngine:
         background: bool = False,
         latency: Callable[[], float] = lambda: 0.0,
         undecodable: int | None = None,
+        swap_pages: int | None = None,
     ):
         pages = shard_pages(
             shards, num_pages, page_size, lookahead=lookahead, prefix_cache=prefix_cache
         )
         config = SchedulerConfig(
-            max_running=max_running, chunk_tokens=5, max_chunks=3, max_waiting=max_waiting
+            max_running=max_running,
+            chunk_tokens=5,
+            max_chunks=3,
+            max_waiting=max_waiting,
+            aligned_prefixes=swap_pages is not None,
         )
+        swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
         settings: dict[ScheduledRequest, Request] = {}
         self.stop = stop
         self._tokenizer = Letters(undecodable)
         self.drafts = drafts
-        self.scheduler = Scheduler(config, pages)
+        self.scheduler = Scheduler(config, pages, swaps)
         self.executor = SimulatedExecutor(
             SimulatedDevice(num_pages, page_size, stop, lookahead, broken=BROKEN), settings, latency
         )

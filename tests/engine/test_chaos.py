@@ -36,9 +36,13 @@ def seed(request) -> int:
     return request.config.getoption("--covering-seed")
 
 
-def options(random: np.random.Generator) -> dict:
-    """Random options of an engine that always lacks something."""
-    return {
+def options(random: np.random.Generator, *, swaps: bool) -> dict:
+    """Random options of an engine that always lacks something.
+
+    Args:
+      swaps: whether preempted requests move to host memory, as in deterministic mode.
+    """
+    made = {
         "num_pages": int(random.integers(11, 20)),
         "max_running": int(random.integers(1, 7)),
         "stop": random.choice([None, 3]),
@@ -48,6 +52,7 @@ def options(random: np.random.Generator) -> dict:
         "overlap": random.random() < 0.8,
         "shards": int(random.choice([1, 1, 2])),
     }
+    return made | {"swap_pages": int(random.choice([0, 20, 60]))} if swaps else made
 
 
 def submit(engine: SimulatedEngine, random: np.random.Generator) -> Submitted:
@@ -104,9 +109,9 @@ def check_failed(engine: SimulatedEngine, random: np.random.Generator) -> None:
 class Episode:
     """Random operations on one engine, until its end or an error of the device."""
 
-    def __init__(self, random: np.random.Generator):
+    def __init__(self, random: np.random.Generator, *, swaps: bool):
         self.random = random
-        self.engine = SimulatedEngine(**options(random))
+        self.engine = SimulatedEngine(**options(random, swaps=swaps))
         self.submitted: list[Submitted] = []
         self.cancelled: set[Submitted] = set()
         self.has_failed = False
@@ -150,13 +155,14 @@ class Episode:
         ]
 
 
-def test_ten_thousand_random_operations(seed):
+@pytest.mark.parametrize("swaps", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ten_thousand_random_operations(seed, swaps):
     ends: dict[str, int] = {}
     preemptions = hits = 0
     operations = episode = 0
     while operations < OPERATIONS:
         episode += 1
-        one = Episode(np.random.default_rng([seed, episode]))
+        one = Episode(np.random.default_rng([seed, episode]), swaps=swaps)
         for operation in range(PER_EPISODE):
             with noted(f"seed {seed}, episode {episode}, operation {operation}"):
                 one.operate()
@@ -171,5 +177,6 @@ def test_ten_thousand_random_operations(seed):
         hits += stats.prefix_hit_tokens
     assert set(ends) == {"stop", "length", "cancelled", "timeout", "error", "engine error"}
     assert min(ends.values()) >= 5
-    assert preemptions > 50
-    assert hits > 500
+    assert preemptions > (10 if swaps else 50)
+    # In deterministic mode whole chunks alone are shared, and most prompts are shorter.
+    assert swaps or hits > 500

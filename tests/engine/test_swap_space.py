@@ -147,6 +147,23 @@ class TestPreemption:
         assert swapped not in plan.decodes
         assert swapped.tokens[8:] == completion(swapped.tokens[:8], 32)
 
+    def test_an_urgent_request_that_lacks_host_memory_waits_for_those_that_hold_it(self):
+        """Nothing else runs, so that only they can make room."""
+        simulation = exact(12, num_pages=11, chunk_tokens=4, delay=0)
+        first, second = (request(p, 12, arrival=float(i)) for i, p in enumerate(prompts(2, 16)))
+        for each in (first, second):
+            simulation.scheduler.add(each)
+        swap = simulation.scheduler.shards[0].swap
+        assert swap is not None
+        while not swap.used:
+            simulation.step()
+        simulation.scheduler.cancel(first)
+        urgent = request(prompts(3, 20)[2], 16, priority=-9)
+        simulation.scheduler.add(urgent)
+        simulation.run()
+        assert simulation.ended == {first: "cancelled", second: "finished", urgent: "finished"}
+        assert list(simulation.ended)[1:] == [second, urgent]
+
     def test_a_request_that_ends_in_host_memory_leaves_it(self):
         simulation = exact(100, num_pages=14, chunk_tokens=4)
         requests = [request(p, 24, arrival=float(i)) for i, p in enumerate(prompts(4, 8))]
