@@ -339,7 +339,8 @@ class Engine:
           EngineError: the engine failed or was shut down.
         """
         self._signature.check(model)
-        self._loop.between_steps(lambda: self._programs.use(model))
+        arrays = self._programs.arrays_of(model)  # steps go on meanwhile
+        self._loop.between_steps(lambda: self._programs.use(arrays))
 
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""

@@ -113,11 +113,15 @@ class Programs:
         self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
-    def use(self, model: DeepSeekV3) -> None:
-        """Replaces the model's arrays, from the next launch on. The caller has checked that they
-        are like those of the model before."""
+    def arrays_of(self, model: DeepSeekV3) -> list[jax.Array]:
+        """Returns a model's arrays, those that decode precomputes included."""
         arrays = ModelArrays.of(model, whole_sequences=self.buckets.single_shape)
-        self._leaves = jax.block_until_ready(arrays.leaves)
+        return jax.block_until_ready(arrays.leaves)
+
+    def use(self, arrays: list[jax.Array]) -> None:
+        """Replaces the model's arrays, from the next launch on, by those that :meth:`arrays_of` has
+        returned for a model of the same signature."""
+        self._leaves = arrays
 
     def shape(
         self,

@@ -18,15 +18,13 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout as ArrayLayout
-from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import query_groups
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
@@ -309,7 +307,7 @@ class MultiHeadLatentAttention(nnx.Module):
             f32 = jnp.float32
             out = jnp.einsum("hnc,bthn->bthc", w_uk, q_nope, preferred_element_type=f32)
             return out.astype(q_nope.dtype)
-        return _per_head(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
+        return per_head_matmul(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
 
     def _unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
         """Returns attention's output multiplied by W_UV, summed in float32.
@@ -318,7 +316,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         _, w_uv = self.up_projections(dtype)
         merged = self.layout is not None and self.layout.num_shards("cached_tokens") > 1
-        return _per_head(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
+        return per_head_matmul(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
 
     def _attend_absorbed(
         self,
@@ -413,28 +411,3 @@ class MultiHeadLatentAttention(nnx.Module):
 
         # The first chunk of a prompt has no context, and then needs no float32 copy.
         return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)
-
-
-def _per_head(
-    x: Float[Array, "B T H K"], weight: Float[Array, "H _ _"], *, contracted: int, dtype: DTypeLike
-) -> Float[Array, "B T H N"]:
-    """Multiplies each head by its own matrix, with sums in float32.
-
-    Args:
-      contracted: the dimension of ``weight`` that is summed over.
-      dtype: of the result. The sums are rounded once.
-    """
-    B, T, H, K = x.shape
-    # On CPUs, sums of bfloat16 are in float32 only if the result is.
-    sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype
-    out = jax.lax.dot_general(
-        x.reshape(B * T, H, K),
-        weight,
-        (((2,), (contracted,)), ((1,), (0,))),
-        preferred_element_type=sum_dtype,
-    )
-    if target.platform() == "gpu":
-        # A batched matmul's heads come first. In memory its tokens do, as the next operation has
-        # them: XLA would otherwise write the result and then transpose it.
-        out = with_layout_constraint(out, ArrayLayout(major_to_minor=(1, 0, 2)))
-    return out.transpose(1, 0, 2).reshape(B, T, H, -1).astype(dtype)

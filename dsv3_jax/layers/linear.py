@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -18,6 +20,7 @@ from pallas_kernels import (
     grouped_matmul,
     integer_quant,
     quantized_matmul,
+    target,
 )
 
 FEW_TOKENS = 64
@@ -136,3 +139,28 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> Float[Array, "*batch D"]:
         """Returns the embeddings of ``tokens``."""
         return self.weight[...][tokens]
+
+
+def per_head_matmul(
+    x: Float[Array, "B T H K"], weight: Float[Array, "H _ _"], *, contracted: int, dtype: DTypeLike
+) -> Float[Array, "B T H N"]:
+    """Multiplies each head by its own matrix, with sums in float32.
+
+    Args:
+      contracted: the dimension of ``weight`` that is summed over.
+      dtype: of the result. The sums are rounded once.
+    """
+    B, T, H, K = x.shape
+    # On CPUs, sums of bfloat16 are in float32 only if the result is.
+    sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype
+    out = jax.lax.dot_general(
+        x.reshape(B * T, H, K),
+        weight,
+        (((2,), (contracted,)), ((1,), (0,))),
+        preferred_element_type=sum_dtype,
+    )
+    if target.platform() == "gpu":
+        # A batched matmul's heads come first. In memory its tokens do, as the next operation has
+        # them: XLA would otherwise write the result and then transpose it.
+        out = with_layout_constraint(out, ArrayLayout(major_to_minor=(1, 0, 2)))
+    return out.transpose(1, 0, 2).reshape(B, T, H, -1).astype(dtype)

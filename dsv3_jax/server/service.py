@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -114,18 +115,18 @@ class Service:
 
         count = num_prompts * n
         self.admission.enter(count)
-        try:
-            handles = await self.in_thread(submit)
-        except BaseException as error:
-            self.admission.leave(count)
-            if isinstance(error, ValueError):
+        with contextlib.ExitStack() as unless_submitted:
+            unless_submitted.callback(self.admission.leave, count)
+            try:
+                handles = await self.in_thread(submit)
+            except ValueError as error:
                 raise ApiError.of_engine(error, prompt_field) from None
-            if isinstance(error, QueueFullError):
+            except QueueFullError as error:
                 raise overloaded(str(error)) from None
-            if isinstance(error, EngineError):
+            except EngineError as error:
                 self.failure = error
                 raise engine_failed(error) from None
-            raise
+            unless_submitted.pop_all()
         return Job(handles, self._close)
 
     def _close(self, job: Job) -> None:
