@@ -4,7 +4,9 @@ the formula."""
 import dataclasses
 import importlib.util
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
@@ -26,6 +28,16 @@ TARGETS = [
         ("gpu:h200x4", "jax_cuda13_plugin", "gpu"),
     )
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_compilation_cache():
+    """JAX cannot load a cached program for a GPU that is not there, and warns."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def demo(target: str) -> Deployment:
