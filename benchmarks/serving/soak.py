@@ -22,6 +22,8 @@ from dsv3_jax.engine import Engine, EngineRequest, QueueFullError
 
 MAX_OBJECTS_PER_REQUEST = 1.0
 """Python objects that a request may leave behind on average. A leaked handle is many."""
+MIN_REQUESTS = 24
+"""Requests of each round, however slow the machine is."""
 MAX_RSS_GROWTH = 0.03
 """Growth of the process's memory that fragmentation explains."""
 
@@ -64,12 +66,12 @@ def soak(
     began = time.monotonic()
     counts: list[Count] = []
     submitted = 0
-    for number in range(rounds):
+    for _ in range(rounds):
         submitted += _load(
             engine,
             random,
             handles,
-            until=began + seconds * (number + 1) / rounds,
+            seconds=seconds / rounds,
             vocab_size=vocab_size,
             max_len=max_len,
         )
@@ -107,17 +109,18 @@ def _load(
     random: np.random.Generator,
     handles: weakref.WeakSet[EngineRequest],
     *,
-    until: float,
+    seconds: float,
     vocab_size: int,
     max_len: int,
 ) -> int:
-    """Keeps the waiting queue filled until a time, then waits for all requests. Returns their
-    number."""
+    """Keeps the waiting queue filled for a time, and longer if there were too few requests, then
+    waits for all of them. Returns their number."""
+    until = time.monotonic() + seconds
     shared = random.integers(10, vocab_size, max_len // 2)
     running: list[EngineRequest] = []
     count = 0
-    while time.monotonic() < until or running:
-        while time.monotonic() < until and engine.stats().waiting < 8:
+    while (loading := count < MIN_REQUESTS or time.monotonic() < until) or running:
+        while loading and engine.stats().waiting < 8:
             prompt = random.integers(10, vocab_size, int(random.integers(1, max_len // 2)))
             if random.random() < 0.5:
                 prompt[: len(prompt) // 2] = shared[: len(prompt) // 2]
@@ -131,6 +134,7 @@ def _load(
             if random.random() < 0.1:
                 running[int(random.integers(len(running)))].cancel()
             del request
+            loading = count < MIN_REQUESTS or time.monotonic() < until
         engine.check_integrity()
         running = [request for request in running if not request.is_done]
         time.sleep(0.005)
