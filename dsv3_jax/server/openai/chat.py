@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request
@@ -12,6 +10,7 @@ from starlette.responses import Response
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.chat_types import (
     AnswerMessage,
     ChatChoice,
@@ -26,7 +25,6 @@ from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.parsers.reasoning import Parts, ReasoningParser
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import EventStream, while_connected
 
 router = APIRouter()
 
@@ -46,20 +44,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         read_prompt, 1, n=body.n or 1, prompt_field="messages", **body.engine_settings()
     )
     answer = _Answer(body, prompt, job, service, request.state.log)
-    if body.stream:
-        return EventStream(answer.chunks(), job.close)
-    try:
-        return await while_connected(request, answer.response())
-    finally:
-        job.close()
+    return await answer.respond(request, stream=bool(body.stream))
 
 
-class _Answer:
+class _Answer(Answer):
     """The answer to one request.
 
     Args:
       prompt: ids of the conversation.
-      log: fields of the request's line in the access log.
     """
 
     def __init__(
@@ -70,59 +62,39 @@ class _Answer:
         service: Service,
         log: dict[str, object],
     ):
+        super().__init__("chatcmpl-", body.model, job, service, n=body.n or 1, log=log)
         self._body = body
-        self._job = job
-        self._service = service
-        self._log = log
         self._parsers = [ReasoningParser.of_prompt(service.tokenizer, prompt) for _ in job.handles]
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
 
-    async def response(self) -> Response:
+    def body(self, completions: list[Completion]) -> ChatResponse:
         """Returns all answers."""
-        completions = await self._job.completions()
-        usage = self._usage(completions)
+        return ChatResponse(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, completion) for i, completion in enumerate(completions)],
+            usage=self.usage(completions),
+        )
 
-        def content() -> str:
-            return ChatResponse(
-                id=self._id,
-                created=self._created,
-                model=self._body.model,
-                choices=[self._choice(i, completion) for i, completion in enumerate(completions)],
-                usage=usage,
-            ).model_dump_json()
-
-        json = await self._service.in_thread(content)
-        return Response(json, media_type="application/json")
-
-    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
+    async def events(self) -> AsyncGenerator[ChatChunk, None]:
         """Yields the chunks of a stream. The first of each answer has its role alone."""
         for i in range(len(self._parsers)):
             yield self._chunk([DeltaChoice(index=i, delta={"role": "assistant", "content": ""})])
-        async for i, piece in self._job.pieces():
+        async for i, piece in self.job.pieces():
             is_last = piece.finish_reason is not None
             parts = self._parsers[i].add(piece.text, is_last=is_last)
             delta = _delta(parts)
             if delta or is_last:
                 choice = DeltaChoice(index=i, delta=delta, finish_reason=piece.finish_reason)
                 yield self._chunk([choice])
-        usage = self._usage([self._job.completion(i) for i in range(len(self._parsers))])
+        usage = self.final_usage()
         if self._body.includes_usage:
             yield self._chunk([], usage)
 
     def _chunk(self, choices: list[DeltaChoice], usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(
-            id=self._id,
-            created=self._created,
-            model=self._body.model,
-            choices=choices,
-            usage=usage,
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
-
-    def _usage(self, completions: list[Completion]) -> Usage:
-        usage = Usage.of(completions, len(completions))
-        self._log |= usage.log_fields()
-        return usage
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         parts = self._parsers[index].add(completion.text, is_last=True)
@@ -142,7 +114,7 @@ class _Answer:
         if not self._body.logprobs:
             return None
         tops = completion.top_logprobs or [[] for _ in completion.tokens]
-        return chat_logprobs(self._service.tokenizer, completion.tokens, completion.logprobs, tops)
+        return chat_logprobs(self.tokenizer, completion.tokens, completion.logprobs, tops)
 
 
 def _delta(parts: Parts) -> dict[str, str]:
