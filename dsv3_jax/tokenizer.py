@@ -81,6 +81,10 @@ class Tokenizer:
         """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def to_json(self) -> str:
+        """Returns tokenizer.json, in which all control tokens are marked as special."""
+        return self._plain_tokenizer.to_str()
+
     def special_token_id(self, text: str) -> int | None:
         """Returns the id of the special token ``text``, or None if there is no such token."""
         added = self._tokenizer.get_added_tokens_decoder()

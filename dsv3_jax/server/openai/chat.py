@@ -41,7 +41,12 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         return [prompt]
 
     job = await service.submit(
-        read_prompt, 1, n=body.n or 1, prompt_field="messages", **body.engine_settings()
+        read_prompt,
+        1,
+        n=body.n or 1,
+        prompt_field="messages",
+        grammar=body.grammar,
+        **body.engine_settings(),
     )
     answer = _Answer(body, prompt, job, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, model_validator
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
-from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, Body, SamplingFields, Usage
+from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
+from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.tokenizer import Tokenizer
 
 _REFUSED = {
@@ -67,12 +69,6 @@ class Message(Body):
         return {key: value for key, value in message.items() if value is not None}
 
 
-class ResponseFormat(Body):
-    """The form of an answer."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(SamplingFields):
     """A request for the next message of a conversation."""
 
@@ -103,6 +99,10 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it, got false")
         return self
+
+    def text_forms(self) -> Mapping[str, TextForm | None]:
+        """Returns the fields that describe the text, by their names."""
+        return {**super().text_forms(), "response_format": self.response_format}
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an

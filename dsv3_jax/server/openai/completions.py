@@ -37,6 +37,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         len(prompts),
         n=body.n or 1,
         prompt_field="prompt",
+        grammar=body.grammar,
         **body.engine_settings(),
     )
     answer = _Answer(body, prompts, job, service, request.state.log)

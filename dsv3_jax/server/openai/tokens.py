@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
 from dsv3_jax.server.errors import ApiError
+from dsv3_jax.server.openai.body import Body
 from dsv3_jax.server.openai.chat_types import Message, TemplateArguments, encode_chat
-from dsv3_jax.server.openai.sampling_fields import Body
 from dsv3_jax.server.service import Service, service_of
 
 router = APIRouter()
