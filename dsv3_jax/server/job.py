@@ -63,9 +63,13 @@ class Job:
         Raises:
           ApiError: as :meth:`pieces`.
         """
-        async for _ in self.pieces():
-            pass
-        return [self.completion(i) for i in range(len(self.handles))]
+        try:
+            completions = await asyncio.gather(*(h.async_result() for h in self.handles))
+        except (EngineError, RequestError, NonFiniteLogitsError) as error:
+            raise engine_failed(error) from None
+        for completion in completions:
+            _check_reason(completion.finish_reason)
+        return completions
 
     def completion(self, index: int) -> Completion:
         """Returns a completion that is at its end."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.openai.answer import Answer
@@ -15,7 +16,6 @@ from dsv3_jax.server.openai.chat_types import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
-    ChatLogprobs,
     ChatRequest,
     ChatResponse,
     DeltaChoice,
@@ -80,12 +80,19 @@ class _Answer(Answer):
         """Yields the chunks of a stream. The first of each answer has its role alone."""
         for i in range(len(self._parsers)):
             yield self._chunk([DeltaChoice(index=i, delta={"role": "assistant", "content": ""})])
+        # Pieces without news, whose tokens belong to the next chunk.
+        pending: list[list[Piece]] = [[] for _ in self._parsers]
         async for i, piece in self.job.pieces():
             is_last = piece.finish_reason is not None
             parts = self._parsers[i].add(piece.text, is_last=is_last)
             delta = _delta(parts)
+            pending[i].append(piece)
             if delta or is_last:
                 choice = DeltaChoice(index=i, delta=delta, finish_reason=piece.finish_reason)
+                if self._body.logprobs:
+                    make = functools.partial(chat_logprobs, self.tokenizer, pending[i])
+                    choice.logprobs = await self.service.in_thread(make)
+                pending[i] = []
                 yield self._chunk([choice])
         usage = self.final_usage()
         if self._body.includes_usage:
@@ -106,15 +113,9 @@ class _Answer(Answer):
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=self._logprobs(completion),
+            logprobs=chat_logprobs(self.tokenizer, [completion]) if self._body.logprobs else None,
             finish_reason=completion.finish_reason,
         )
-
-    def _logprobs(self, completion: Completion) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        tops = completion.top_logprobs or [[] for _ in completion.tokens]
-        return chat_logprobs(self.tokenizer, completion.tokens, completion.logprobs, tops)
 
 
 def _delta(parts: Parts) -> dict[str, str]:

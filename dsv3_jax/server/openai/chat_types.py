@@ -102,8 +102,6 @@ class ChatRequest(SamplingFields):
     def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it, got false")
-        if self.stream and self.logprobs:
-            raise ValueError("logprobs: expected none with stream, as they are not streamed yet")
         return self
 
     def engine_settings(self) -> dict[str, Any]:
@@ -176,7 +174,8 @@ class DeltaChoice(BaseModel):
     index: int
     delta: dict[str, str]
     """New text, by the names of the message's fields, which are left out without news."""
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    """Of the tokens since the piece before it."""
     finish_reason: str | None = None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.openai.answer import Answer
@@ -56,22 +57,24 @@ class _Answer(Answer):
         super().__init__("cmpl-", body.model, job, service, n=body.n or 1, log=log)
         self._body = body
         self._prompts = prompts
+        self._offsets = [0] * len(job.handles)  # characters of the tokens so far
 
     def body(self, completions: list[Completion]) -> CompletionResponse:
         """Returns all completions."""
         completions = [self._requested_part(completion) for completion in completions]
-        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        choices = [
+            self._choice(i, completion, is_first=True) for i, completion in enumerate(completions)
+        ]
         return self._chunk(choices, self.usage(completions))
 
     async def events(self) -> AsyncGenerator[CompletionResponse, None]:
-        """Yields the chunks of a stream."""
-        if self._body.echo:
-            for i in range(len(self.job.handles)):
-                text = self._prompt_text(i)
-                yield self._chunk([CompletionChoice(index=i, text=text, finish_reason=None)])
+        """Yields the chunks of a stream. The first of each completion has the prompt, if asked."""
+        begun: set[int] = set()
         async for i, piece in self.job.pieces():
-            choice = CompletionChoice(index=i, text=piece.text, finish_reason=piece.finish_reason)
-            yield self._chunk([choice])
+            make = functools.partial(self._choice, i, piece, is_first=i not in begun)
+            begun.add(i)
+            is_short = self._body.logprobs is None and not self._body.echo
+            yield self._chunk([make() if is_short else await self.service.in_thread(make)])
         usage = self.final_usage()
         if self._body.includes_usage:
             yield self._chunk([], usage)
@@ -91,28 +94,37 @@ class _Answer(Answer):
             completion, text="", tokens=[], logprobs=[], top_logprobs=[], finish_reason="length"
         )
 
-    def _choice(self, index: int, completion: Completion) -> CompletionChoice:
-        text = completion.text
-        if self._body.echo:
-            text = self._prompt_text(index) + text
+    def _choice(self, index: int, part: Completion | Piece, *, is_first: bool) -> CompletionChoice:
+        """Returns a completion or a piece of it.
+
+        Args:
+          is_first: whether it is the whole or the first piece, to which the prompt belongs.
+        """
+        echo = is_first and bool(self._body.echo)
         return CompletionChoice(
             index=index,
-            text=text,
-            logprobs=self._logprobs(index, completion),
-            finish_reason=completion.finish_reason,
+            text=(self._prompt_text(index) if echo else "") + part.text,
+            logprobs=self._logprobs(index, part, echo=echo),
+            finish_reason=part.finish_reason,
         )
 
-    def _logprobs(self, index: int, completion: Completion) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, index: int, part: Completion | Piece, *, echo: bool
+    ) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        tokens, logprobs = completion.tokens, list[float | None](completion.logprobs)
-        tops = list(completion.top_logprobs or [[] for _ in tokens])
-        if self._body.echo:
-            assert completion.prompt_logprobs is not None
+        tokens, logprobs = part.tokens, list[float | None](part.logprobs)
+        tops = list[TopLogprobs | None](part.top_logprobs or [[] for _ in tokens])
+        record = self.job.handles[index].prompt_record
+        if echo and record is not None:
             tokens = [*self._prompt_ids(index), *tokens]
-            logprobs = [*completion.prompt_logprobs, *logprobs]
-            tops = [*(completion.prompt_top_logprobs or []), *tops]
-        return completion_logprobs(self.tokenizer, tokens, logprobs, tops)
+            logprobs = [*record.logprobs, *logprobs]
+            tops = [*record.top_logprobs, *tops]
+        result = completion_logprobs(
+            self.tokenizer, tokens, logprobs, tops, begin=self._offsets[index]
+        )
+        self._offsets[index] += sum(map(len, result.tokens))
+        return result
 
     def _prompt_ids(self, index: int) -> list[int]:
         prompt = self._prompts[index // self.n]
