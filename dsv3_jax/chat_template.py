@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -72,6 +73,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._roles = {constant.value for constant in _string_constants(tree)}
+            self.variables = jinja2.meta.find_undeclared_variables(tree)
             self._template = environment.from_string(tree)
             tree = environment.parse(source)
             for constant in _search_constants(tree):

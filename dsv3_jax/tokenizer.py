@@ -110,6 +110,11 @@ class Tokenizer:
         """Jinja source of the chat template, or None."""
         return None if self._template is None else self._template.source
 
+    @property
+    def chat_template_variables(self) -> frozenset[str]:
+        """Variables that the chat template reads, such as ``messages`` and ``tools``."""
+        return frozenset() if self._template is None else frozenset(self._template.variables)
+
     def with_chat_template(self, source: str) -> Tokenizer:
         """Returns this tokenizer with another chat template.
 

@@ -13,7 +13,7 @@ import re
 
 from dsv3_jax.server.parsers.section_parser import SectionParser
 
-_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+):\d+")
+_ID = re.compile(r"(?:functions\.)?+(?P<name>[^\s:]+):\d+")
 
 
 class KimiK2Parser(SectionParser):

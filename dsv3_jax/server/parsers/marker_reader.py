@@ -12,8 +12,8 @@ class MarkerReader:
     beginning of a marker waits for the next piece.
 
     Args:
-      markers: returns the markers that count now. No marker occurs inside another one before its
-        end; the longer of two with the same end comes first.
+      markers: returns the markers that count now. A marker may be the end of another one, but
+        occurs nowhere else in it.
       on_text: receives text between markers, in pieces.
       on_marker: receives a marker. Afterwards other ``markers`` may count.
     """
@@ -51,6 +51,6 @@ class MarkerReader:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``marker``."""
+    """Returns the length of the longest suffix of text that is a proper prefix of a marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
