@@ -41,10 +41,11 @@ from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
+from dsv3_jax.generation.text import Decoder
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 
 
 class Engine:
@@ -215,7 +216,7 @@ class Engine:
                 "takes several"
             )
         grammars = [] if grammar is None else [grammar]
-        return self._submit(requests, grammars, priority, timeout, draft)[0]
+        return self._submit(requests, grammars, priority, timeout, draft, self._tokenizer)[0]
 
     def submit_all(
         self,
@@ -226,6 +227,7 @@ class Engine:
         draft: bool = True,
         grammars: Sequence[Grammar] = (),
         n: int = 1,
+        skip_special_tokens: bool = True,
         **settings: Any,
     ) -> list[EngineRequest]:
         """Puts requests for ``n`` completions of each prompt into the waiting queue: all, or none
@@ -236,6 +238,8 @@ class Engine:
             differ between prompts.
           grammars: one for each completion, or none.
           n: completions of each prompt. Those of the first prompt come first.
+          skip_special_tokens: leave special tokens out of the text. Parsers of tool calls need
+            them.
 
         The other arguments and the errors are those of :meth:`submit`.
         """
@@ -245,7 +249,10 @@ class Engine:
                 f"grammars: expected {len(requests)}, one for each completion, or none; got "
                 f"{len(grammars)}"
             )
-        return self._submit(requests, grammars, priority, timeout, draft)
+        decoder = self._tokenizer
+        if decoder is not None and not skip_special_tokens:
+            decoder = SpecialTokenDecoder(decoder)
+        return self._submit(requests, grammars, priority, timeout, draft, decoder)
 
     def _read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
         requests = self._reader.read(prompts, **settings)
@@ -260,6 +267,7 @@ class Engine:
         priority: int,
         timeout: float | None,
         draft: bool,
+        decoder: Decoder | None,
     ) -> list[EngineRequest]:
         check_grammars(grammars)
         if self._is_deterministic and any(r.prompt_logprobs is not None for r in requests):
@@ -285,7 +293,7 @@ class Engine:
                     is_serial=bool(grammars),
                     reuses_prefix=request.prompt_logprobs is None,
                 ),
-                self._tokenizer,
+                decoder,
                 draft=None if drafter is None else drafter.name,
                 depth=self._depth,
                 grammar=GrammarTracker(grammars[i], request, self._selectable)
