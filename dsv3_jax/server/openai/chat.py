@@ -26,11 +26,12 @@ from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.sse import STREAMED
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)
