@@ -25,7 +25,12 @@ from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.executor import Executor
-from dsv3_jax.engine.grammar import Grammar, GrammarTracker, check_grammars
+from dsv3_jax.engine.grammar import (
+    Grammar,
+    GrammarTracker,
+    allows_drafts,
+    check_grammars,
+)
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.page_swap import RequestCopier
@@ -198,7 +203,8 @@ class Engine:
           timeout: seconds after which the request ends with the finish reason ``timeout``.
           draft: whether the engine's drafter drafts for this request.
           grammar: decides which tokens may come next, and serves this request alone. The request
-            then decodes without drafts, and waits for the host after every token.
+            then waits for the host after every step. It decodes without drafts if it samples with
+            ``top_k``, ``top_p`` or ``min_p``, or if drafts are synthetic.
           settings: settings of :meth:`Generator.generate` for one prompt, except ``n``. Without a
             ``seed``, every request of the engine gets another one. ``prompt_logprobs``, from 0 to
             20, adds the log-probability of every prompt token to the completion, and that many of
@@ -275,35 +281,46 @@ class Engine:
                 "prompt_logprobs: expected None with deterministic=True; the log-probabilities of"
                 " prompts need another program"
             )
-        now = time.monotonic()
-        drafter = self._drafter if draft and not grammars else None
-        is_adaptive = drafter is not None and self._is_depth_adaptive
         outputs = [
-            RequestOutput(
-                EngineRequest(self._loop.cancel),
-                request,
-                ScheduledRequest(
-                    tokens=list(request.prompt),
-                    max_length=len(request.prompt) + request.max_new_tokens,
-                    drafts=0 if drafter is None else self._depth,
-                    depth=DraftDepth(self._depth) if is_adaptive else None,
-                    priority=priority,
-                    arrival=now,
-                    deadline=math.inf if timeout is None else now + timeout,
-                    is_serial=bool(grammars),
-                    reuses_prefix=request.prompt_logprobs is None,
-                ),
-                decoder,
-                draft=None if drafter is None else drafter.name,
-                depth=self._depth,
-                grammar=GrammarTracker(grammars[i], request, self._selectable)
-                if grammars
-                else None,
-            )
-            for i, request in enumerate(requests)
+            self._output(request, grammar, priority, timeout, draft, decoder)
+            for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True)
         ]
         self._loop.add(*outputs)
         return [output.handle for output in outputs]
+
+    def _output(
+        self,
+        request: Request,
+        grammar: Grammar | None,
+        priority: int,
+        timeout: float | None,
+        draft: bool,
+        decoder: Decoder | None,
+    ) -> RequestOutput:
+        drafter = self._drafter if draft else None
+        if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
+            drafter = None
+        now = time.monotonic()
+        scheduled = ScheduledRequest(
+            tokens=list(request.prompt),
+            max_length=len(request.prompt) + request.max_new_tokens,
+            drafts=0 if drafter is None else self._depth,
+            depth=DraftDepth(self._depth) if drafter and self._is_depth_adaptive else None,
+            priority=priority,
+            arrival=now,
+            deadline=math.inf if timeout is None else now + timeout,
+            is_serial=grammar is not None,
+            reuses_prefix=request.prompt_logprobs is None,
+        )
+        return RequestOutput(
+            EngineRequest(self._loop.cancel),
+            request,
+            scheduled,
+            decoder,
+            draft=None if drafter is None else drafter.name,
+            depth=self._depth,
+            grammar=grammar and GrammarTracker(grammar, request, self._selectable),
+        )
 
     @property
     def vocab_size(self) -> int:

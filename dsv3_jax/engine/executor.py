@@ -17,7 +17,7 @@ from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.state import REWIND_SEED, SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.engine.step_plan import (
@@ -242,6 +242,9 @@ class Executor:
                 penalties.put(row, settings)
             if settings.allowed is not None:
                 arrays.allowed[row] = settings.allowed.words
+                arrays.masks_next_only[row] = request.is_serial
+        if shape.mask_words:
+            arrays.rewinds[: len(plan.rewinds)] = plan.rewinds
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
         request, settings = chunk.request, self._settings_of(chunk.request)
@@ -250,6 +253,7 @@ class Executor:
         arrays.prompts[i, : len(request.tokens)] = request.tokens
         arrays.lengths[i] = len(request.tokens)
         arrays.limits[i] = request.max_length
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(arrays, name)[i] = getattr(settings, name)
+        arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens

@@ -3,6 +3,13 @@
 An engine does not know what a grammar is. It asks an object of the caller's for the tokens that may
 come next, and tells it the token that was selected. The mask has the layout of llguidance and
 xgrammar: one bit for each token.
+
+With drafts, the device selects several tokens in a step, and the mask is for the first of them
+alone. The host asks the grammar for each of the others. It refuses the first one that may not come,
+and all after it; the next step removes them on the device and selects a token with the mask. That
+keeps the distribution: with p the probability of a token and A that of all allowed ones, an allowed
+token is selected with probability ``p`` at once and ``(1 - A) * p / A`` after a refusal, which
+makes ``p / A``.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.token_mask import TokenMask
 
@@ -45,15 +53,29 @@ class GrammarTracker:
         self._grammar = grammar
         self._request = request
         self._tokens = 0
+        self._constrained: Request | None = None
         self._allowed = selectable
         if request.allowed is not None:
             self._allowed &= request.allowed
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Takes the request's next tokens."""
-        for token in tokens:
-            self._grammar.accept(token)
-            self._tokens += 1
+    def accept(self, tokens: Sequence[int], *, ends: bool) -> int:
+        """Takes the tokens of a step, up to the first one that may not come. Returns their number.
+
+        Args:
+          ends: whether the request ends with the last one.
+
+        Raises:
+          ValueError: as :meth:`constrained`.
+        """
+        for i, token in enumerate(tokens):
+            # The device applied the mask to the first one.
+            if i and token not in self._next_tokens():
+                return i
+            if not (ends and i == len(tokens) - 1):
+                self._grammar.accept(token)
+                self._tokens += 1
+                self._constrained = None
+        return len(tokens)
 
     def constrained(self) -> Request:
         """Returns the request with the tokens that may come next.
@@ -61,6 +83,17 @@ class GrammarTracker:
         Raises:
           ValueError: there are none, or the mask has another size.
         """
+        if self._constrained is None:
+            allowed = self._compute_mask()
+            self._constrained = dataclasses.replace(self._request, allowed=allowed)
+        return self._constrained
+
+    def _next_tokens(self) -> TokenMask:
+        allowed = self.constrained().allowed
+        assert allowed is not None
+        return allowed
+
+    def _compute_mask(self) -> TokenMask:
         words = np.asarray(self._grammar.mask())
         expected = self._allowed.words.shape
         if words.shape != expected or words.dtype.kind not in "iu" or words.dtype.itemsize != 4:
@@ -73,7 +106,17 @@ class GrammarTracker:
             raise ValueError(
                 f"mask: expected a token that may come after {self._tokens} new ones, got none"
             )
-        return dataclasses.replace(self._request, allowed=allowed)
+        return allowed
+
+
+def allows_drafts(request: Request, drafter: Drafter) -> bool:
+    """Returns whether a request with a grammar keeps its distribution with drafts.
+
+    Filters choose among the tokens that are allowed, and tokens after the first one of a step are
+    filtered without the mask. Synthetic drafts would be accepted even if they are not allowed.
+    """
+    is_filtered = request.top_k or request.top_p < 1.0 or request.min_p
+    return drafter.acceptance is None and not (request.temperature and is_filtered)
 
 
 def check_grammars(grammars: Sequence[object]) -> None:

@@ -333,37 +333,52 @@ class EngineLoop:
         with self._host_times.waiting():
             plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
-            gained = {result.request: result.tokens for result in results}
-            self._host_times.count(plan, sum(map(len, gained.values())))
+            gained: dict[ScheduledRequest, list[int]] = {}
             ends: dict[ScheduledRequest, int | Exception] = {}
             for result in results:
-                if (end := self._take(result)) is not None:
+                try:
+                    result = self._allowed_part(result)
+                    end = self._take(result)
+                except Exception as error:  # a tokenizer's or a grammar's: it must not hurt others
+                    end = error
+                gained[result.request] = result.tokens
+                if end is not None:
                     ends[result.request] = end
+            self._host_times.count(plan, sum(map(len, gained.values())))
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)
 
-    def _take(self, result: RequestResult) -> int | Exception | None:
-        """Adds a result to its request's output, and streams it. Returns why the request is at its
-        end: a value of ``finished`` or an error of its own; None if it is not."""
+    def _allowed_part(self, result: RequestResult) -> RequestResult:
+        """Returns a result without the tokens that the request's grammar refuses."""
+        request, output = result.request, self._outputs.get(result.request)
+        if output is None or output.grammar is None or not result.steps:
+            return result
+        (step,) = result.steps
+        count = output.grammar.accept(step.tokens, ends=result.finished != RUNNING)
+        if refused := len(step.tokens) - count:
+            request.rewind = refused
+            request.rewinds += 1
+            result = result._replace(steps=[step.first(count)], finished=RUNNING)
+        return result
+
+    def _take(self, result: RequestResult) -> int | None:
+        """Adds a result to its request's output, and streams it. Returns the value of ``finished``
+        if the request is at its end, else None."""
         output = self._outputs.get(result.request)
         if output is None:
             return None  # it has ended in the meantime
-        try:
-            if result.prompt is not None:
-                output.add_prompt(*result.prompt)
-            for step in result.steps:
-                output.add(step, is_decode=result.is_decode)
-                if result.is_decode and (depth := result.request.depth) is not None:
-                    depth.observe(step.drafted, len(step.tokens) - 1)
-            if result.finished != RUNNING or output.is_stopped:
-                return result.finished
-            if output.grammar is not None and result.steps:
-                output.grammar.accept(result.tokens)
-                self._settings[result.request] = output.grammar.constrained()
-            output.stream()
-        except Exception as error:  # a tokenizer's or a grammar's, which must not hurt others
-            return error
+        if result.prompt is not None:
+            output.add_prompt(*result.prompt)
+        for step in result.steps:
+            output.add(step, is_decode=result.is_decode)
+            if result.is_decode and (depth := result.request.depth) is not None:
+                depth.observe(step.drafted, len(step.tokens) - 1)
+        if result.finished != RUNNING or output.is_stopped:
+            return result.finished
+        if output.grammar is not None and result.steps:
+            self._settings[result.request] = output.grammar.constrained()
+        output.stream()
         return None
 
     def _finish(self, request: ScheduledRequest, end: int | Exception) -> None:

@@ -93,6 +93,7 @@ class SchedulerShard:
         else:
             request.phase = Phase.PREFILL
             request.is_slot_ready = False
+            request.rewind = 0  # the slot will have the known tokens alone
             request.computed = len(hit) * self.pages.page_size
             request.published = len(hit)
             request.generation = self.pages.generation

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +17,10 @@ from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.generation.state import RUNNING, STOPPED
 from dsv3_jax.kv_cache import PagePool
+
+REWIND_SEED = 0x9E3779B9
+"""Added to a request's seed, modulo 2**32, whenever tokens are removed. A position that is sampled
+again must not depend on the random numbers that led to the removed token."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,4 +128,30 @@ class SlotState:
             finished=put(self.finished, RUNNING),
             sampling=jax.tree.map(put, self.sampling, inputs.sampling),
             num_mtp_inputs=put(self.num_mtp_inputs, 0),
+        )
+
+    def rewind(self, inputs: StepInput, rows: SlotRows) -> SlotState:
+        """Returns the state without the newest tokens of some requests, all from their last step.
+
+        These requests go on even if they had ended with those tokens, and with another seed. Their
+        cache entries and hidden states of removed tokens are ignored, like those of rejected
+        drafts.
+        """
+        if inputs.rewinds is None:
+            return self
+        counts = inputs.rewinds
+        slots = rows.only(counts > 0, inputs.decode_slots, self.num_slots)
+
+        def less(array: Array) -> Array:
+            return rows.set(array, rows.get(array, slots) - counts, slots)
+
+        seeds = rows.get(self.sampling.seed, slots) + np.uint32(REWIND_SEED)
+        return dataclasses.replace(
+            self,
+            lengths=less(self.lengths),
+            finished=rows.set(self.finished, RUNNING, slots),
+            sampling=dataclasses.replace(
+                self.sampling, seed=rows.set(self.sampling.seed, seeds, slots)
+            ),
+            num_mtp_inputs=less(self.num_mtp_inputs),
         )

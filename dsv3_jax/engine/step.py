@@ -108,6 +108,7 @@ def step(
     inputs = unpack(buffer, shape)
     rows = SlotRows(model.layout)
     options = _Options(drafter, depth, vocab_size, shape.num_top_logprobs, rows)
+    state = state.rewind(inputs, rows)
     if shape.max_steps > 1:
         return _decode(model, state, inputs, shape, options)
     state = state.admit(inputs, rows)

@@ -121,7 +121,11 @@ class StepInput(NamedTuple):
     biases: Float32[Array, "N n_bias"] | None = None
 
     allowed: UInt32[Array, "N n_words"] | None = None
-    """Tokens that each request may generate now; None in a step without masks."""
+    """Tokens that each request may generate now; None in a step without masks. So are those below."""
+    masks_next_only: Int[Array, " N"] | None = None
+    """1 if ``allowed`` is a grammar's, which is for the next token of the request alone."""
+    rewinds: Int[Array, " B"] | None = None
+    """Newest tokens of each request that decodes which its grammar has refused."""
 
     @property
     def penalties(self) -> Penalties | None:
@@ -134,8 +138,9 @@ class StepInput(NamedTuple):
     @property
     def adjustments(self) -> Adjustments | None:
         """The changes to the logits of all requests."""
-        adjustments = Adjustments(self.penalties, self.allowed)
-        return None if adjustments == (None, None) else adjustments
+        if self.penalties is None and self.allowed is None:
+            return None
+        return Adjustments(self.penalties, self.allowed, self.masks_next_only)
 
     @property
     def sampling(self) -> Sampling:
@@ -189,10 +194,12 @@ def _fields(shape: StepShape) -> dict[str, _Field]:
         "bias_tokens": (N, MAX_LOGIT_BIAS),
         "biases": (N, MAX_LOGIT_BIAS),
         "allowed": (N, shape.mask_words),
+        "masks_next_only": (N,),
+        "rewinds": (B,),
     }
     absent = set() if shape.penalties else set(Penalties._fields)
     if not shape.mask_words:
-        absent.add("allowed")
+        absent |= {"allowed", "masks_next_only", "rewinds"}
     fields, begin = {}, 0
     for name in StepInput._fields:
         if name not in absent:

@@ -38,8 +38,7 @@ class ScheduledRequest:
     deadline: float = math.inf
     """Time at which it ends even if it is not finished."""
     is_serial: bool = False
-    """Whether a decode step needs all earlier tokens on the host, as a grammar does. ``drafts`` is
-    then 0."""
+    """Whether a decode step needs all earlier tokens on the host, as a grammar does."""
     reuses_prefix: bool = True
     """Whether cached pages may take the place of its own. Log-probabilities of a prompt need its
     hidden states, which are not cached."""
@@ -70,6 +69,11 @@ class ScheduledRequest:
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
+    rewind: int = 0
+    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
+    The next decode step removes them. The caller writes it before :meth:`Scheduler.report`."""
+    rewinds: int = 0
+    """How often tokens were refused."""
 
     @property
     def is_running(self) -> bool:
@@ -132,6 +136,8 @@ class ShardPlan:
     """Slot of each request in ``decodes``."""
     drafts: tuple[int, ...]
     """Most drafts that each of them verifies in a step."""
+    rewinds: tuple[int, ...]
+    """Tokens to remove from each of them before the step."""
     chunks: tuple[Chunk, ...]
     swap_outs: tuple[SwapOut, ...] = ()
     """Requests to copy to host memory before anything else."""
@@ -146,16 +152,20 @@ class ShardPlan:
         swap_outs: Sequence[SwapOut] = (),
         swap_ins: Sequence[SwapIn] = (),
     ) -> ShardPlan:
-        """Returns the plan with the slots that the requests have now, and chooses their drafts."""
-        slots, drafts = [], []
+        """Returns the plan with the slots that the requests have now, and chooses their drafts. It
+        takes over what is to be removed from them."""
+        slots, drafts, rewinds = [], [], []
         for request in decodes:
             assert request.slot is not None, "the request has no slot"
             slots.append(request.slot)
             drafts.append(request.depth.choose() if request.depth else request.drafts)
+            rewinds.append(request.rewind)
+            request.rewind = 0
         return cls(
             tuple(decodes),
             tuple(slots),
             tuple(drafts),
+            tuple(rewinds),
             tuple(chunks),
             tuple(swap_outs),
             tuple(swap_ins),

@@ -22,6 +22,11 @@ class NewTokens(NamedTuple):
     """The most probable tokens in the place of each, best first, and their log-probabilities:
     [t, n] each. None if the request does not ask for them."""
 
+    def first(self, count: int) -> NewTokens:
+        """Returns the first of these tokens."""
+        top = self.top and (self.top[0][:count], self.top[1][:count])
+        return NewTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
+
 
 class RequestResult(NamedTuple):
     """Tokens that a dispatch gave to one request."""

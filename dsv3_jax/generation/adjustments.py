@@ -78,6 +78,9 @@ class Adjustments(NamedTuple):
     allowed: UInt32[Array, "B n_words"] | None = None
     """Tokens that each sequence may generate, see
     :class:`dsv3_jax.generation.token_mask.TokenMask`."""
+    masks_next_only: Int[Array, " B"] | None = None
+    """1 if ``allowed`` is for the next token of a sequence alone, and its further tokens may be any;
+    None if it is for all tokens of every sequence."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int) -> Adjustments | None:
@@ -117,13 +120,16 @@ def adjust_logits(
       tokens: prompt and generated tokens, undefined past ``lengths``. Only penalties need them.
       stop_tokens: ids that ``min_tokens`` excludes, padded with -1.
     """
-    penalties, allowed = adjustments
+    penalties, allowed, masks_next_only = adjustments
     if penalties is not None:
         assert tokens is not None
         logits = _penalize(logits, penalties, tokens, lengths, stop_tokens, drafts)
     if allowed is not None:
         bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
         is_allowed = bits.reshape(len(bits), -1)[:, None, : logits.shape[-1]] > 0
+        if masks_next_only is not None:
+            is_free = masks_next_only[:, None] & (jnp.arange(logits.shape[1]) > 0)
+            is_allowed |= is_free[..., None] > 0
         logits = jnp.where(is_allowed, logits, -jnp.inf)
     return logits
 

@@ -50,6 +50,9 @@ class TokenMask:
         """Whether any token is allowed."""
         return bool(self.words.any())
 
+    def __contains__(self, token: int) -> bool:
+        return bool(self.words[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
     def without(self, tokens: Sequence[int]) -> TokenMask:
         """Returns the mask without some tokens."""
         words = self.words.copy()

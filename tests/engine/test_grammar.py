@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, RequestError
+from dsv3_jax.engine.grammar import GrammarTracker
 from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.model import DeepSeekV3
+from tests.engine.conftest import BUCKETS
 from tests.engine.test_engine import make, run
+from tests.generation.test_lossless import load_small
+from tests.support.running import forward
 
 W = 160
 EVEN, ODD, END = [*range(20, 40, 2)], [*range(21, 41, 2)], 1
@@ -16,18 +22,20 @@ EVEN, ODD, END = [*range(20, 40, 2)], [*range(21, 41, 2)], 1
 class Alternating:
     """Even and odd tokens in turn. After ``length`` of them the text has to end with END."""
 
+    vocab_size, sets = W, (EVEN, ODD)
+
     def __init__(self, length: int):
         self.length = length
         self.tokens: list[int] = []
 
     def mask(self) -> np.ndarray:
         if len(self.tokens) == self.length:
-            return TokenMask.of(W, [END]).words
+            return TokenMask.of(self.vocab_size, [END]).words
         # Signed integers, as llguidance has them.
-        return TokenMask.of(W, [EVEN, ODD][len(self.tokens) % 2]).words.view(np.int32)
+        return TokenMask.of(self.vocab_size, self.sets[len(self.tokens) % 2]).words.view(np.int32)
 
     def accept(self, token: int) -> None:
-        assert token in [EVEN, ODD][len(self.tokens) % 2]
+        assert token in self.sets[len(self.tokens) % 2]
         self.tokens.append(token)
 
 
@@ -126,8 +134,79 @@ def test_with_preemptions_and_drafts_of_others(tiny_mtp, plain_tokens):
         tokens = handle.result(0).tokens
         assert len(tokens) == 40
         assert all(token in [EVEN, ODD][i % 2] for i, token in enumerate(tokens))
-        assert handle.result(0).speculation is None
+        assert sum(handle.result(0).speculation.drafted) > 30
     assert engine.stats().preemptions > 0
+
+
+class OfEight(Alternating):
+    """Of eight tokens, so that drafts are often accepted."""
+
+    vocab_size, sets = 8, ([2, 4, 6], [3, 5, 7])
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory) -> DeepSeekV3:
+    return load_small(tmp_path_factory.mktemp("eight"))
+
+
+def make_eight(model: DeepSeekV3, **options) -> Engine:
+    return Engine(model, None, 48, max_running=4, background=False, buckets=BUCKETS, **options)
+
+
+@pytest.fixture
+def refused(monkeypatch) -> list[int]:
+    """Numbers of tokens that grammars refuse."""
+    counts: list[int] = []
+    accept = GrammarTracker.accept
+
+    def counting(self, tokens, *, ends):
+        count = accept(self, tokens, ends=ends)
+        counts.append(len(tokens) - count)
+        return count
+
+    monkeypatch.setattr(GrammarTracker, "accept", counting)
+    return counts
+
+
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_greedy_tokens_with_drafts(eight, refused, draft):
+    """They are the most probable ones that the grammar allows, by a whole forward pass."""
+    engine = make_eight(eight, draft=draft, draft_depth=2, page_size=4)
+    prompts = [[2, 3, 5, 6, 2, 3], [7], [0, 4, 4, 4, 1, 2, 3, 4, 5, 6], [2, 3]]
+    grammars = [OfEight(50), OfEight(9), OfEight(50)]
+    settings = {"max_new_tokens": 24, "stop_tokens": [END], "ignore_eos": True}
+    handles = engine.submit_all(prompts[:3], grammars=grammars, **settings)
+    handles.append(engine.submit(prompts[3], max_new_tokens=24, ignore_eos=True))
+    run(engine)
+    completions = [handle.result(0) for handle in handles]
+    assert [len(c.tokens) for c in completions] == [24, 10, 24, 24]
+    padded = np.zeros((4, 34), np.int32)
+    for row, prompt, completion in zip(padded, prompts, completions, strict=True):
+        row[: len(prompt) + len(completion.tokens)] = [*prompt, *completion.tokens]
+    logits = np.asarray(jax.nn.log_softmax(forward(eight, padded)[0]))
+    for b, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for i, token in enumerate(completion.tokens):
+            values = logits[b, len(prompt) - 1 + i]
+            allowed = np.array(OfEight.sets[i % 2] if b < 3 else range(8))
+            if token != END:
+                assert token == allowed[np.argmax(values[allowed])]
+            assert completion.logprobs[i] == pytest.approx(values[token], abs=1e-5)
+    assert sum(sum(c.speculation.accepted) for c in completions[:3]) > 0
+    assert sum(refused) > 0
+
+
+def test_no_drafts_where_filters_need_the_mask(eight):
+    engine = make_eight(eight, draft="ngram")
+    for settings, has_drafts in (
+        ({"temperature": 1.0, "top_p": 0.9}, False),
+        ({"temperature": 1.0, "top_k": 3}, False),
+        ({"temperature": 1.0, "min_p": 0.1}, False),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 0.0, "top_p": 0.9}, True),
+    ):
+        handle = engine.submit([2, 3, 2], grammar=OfEight(1), max_new_tokens=1, **settings)
+        run(engine)
+        assert (handle.result(0).speculation is not None) == has_drafts
 
 
 def test_refusals(engine):

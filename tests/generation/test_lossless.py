@@ -68,7 +68,10 @@ Adjust = Callable[[np.ndarray, list[int]], np.ndarray]
 
 
 def exact_probabilities(
-    model: DeepSeekV3, options: Options, adjust: Adjust = lambda logits, generated: logits
+    model: DeepSeekV3,
+    options: Options,
+    adjust: Adjust = lambda logits, generated: logits,
+    prompt: list[int] = PROMPT,
 ) -> np.ndarray:
     """Returns P(first token, second token) [W, W] in float64, from whole forward passes.
 
@@ -83,7 +86,7 @@ def exact_probabilities(
         weights = np.where(keep, np.exp(scaled - scaled.max()), 0.0)
         return weights / weights.sum()
 
-    prompts = [[*PROMPT, first] for first in range(W)]
+    prompts = [[*prompt, first] for first in range(W)]
     logits = np.asarray(forward(model, prompts)[0])
     first = filtered(logits[0, -2], [])
     return first[:, None] * np.stack([filtered(logits[t, -1], [t]) for t in range(W)])

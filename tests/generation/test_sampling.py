@@ -46,7 +46,7 @@ def reference(logits: np.ndarray, options: Options) -> tuple[np.ndarray, float]:
         keep[i] = inside and (i == order[0] or weight >= min_p)
         if i != order[0]:
             margin = min(margin, abs(before - top_p) if top_p < 1 else margin)
-            margin = min(margin, abs(weight - min_p) if weight != 1 else margin)
+            margin = min(margin, abs(weight - min_p) if min_p and weight != 1 else margin)
         before += weight / sum(weights)
     return keep, margin
 
