@@ -121,7 +121,7 @@ class StepInput(NamedTuple):
     biases: Float32[Array, "N n_bias"] | None = None
 
     allowed: UInt32[Array, "N n_words"] | None = None
-    """Tokens that each request may generate now; None in a step without masks. So are those below."""
+    """Tokens that each request may generate now. None in a step without masks, as the next two."""
     masks_next_only: Int[Array, " N"] | None = None
     """1 if ``allowed`` is a grammar's, which is for the next token of the request alone."""
     rewinds: Int[Array, " B"] | None = None

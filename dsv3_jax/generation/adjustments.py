@@ -79,8 +79,8 @@ class Adjustments(NamedTuple):
     """Tokens that each sequence may generate, see
     :class:`dsv3_jax.generation.token_mask.TokenMask`."""
     masks_next_only: Int[Array, " B"] | None = None
-    """1 if ``allowed`` is for the next token of a sequence alone, and its further tokens may be any;
-    None if it is for all tokens of every sequence."""
+    """1 if ``allowed`` is for the next token of a sequence alone, and the tokens after it may be
+    any; None if it is for all tokens of every sequence."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int) -> Adjustments | None:

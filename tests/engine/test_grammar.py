@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, RequestError
 from dsv3_jax.engine.grammar import GrammarTracker
+from dsv3_jax.engine.slot_rows import SlotRows
+from dsv3_jax.engine.state import REWIND_SEED
+from dsv3_jax.engine.step_input import empty_input
+from dsv3_jax.generation.state import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from tests.engine.conftest import BUCKETS
@@ -218,3 +225,27 @@ def test_refusals(engine):
     with pytest.raises(ValueError, match="grammars: expected 2, one for each completion, or none"):
         engine.submit_all([5], n=2, grammars=[same])
     assert engine.stats().waiting == 0
+
+
+def test_rewind_changes_its_requests_alone(eight):
+    """Slots 1 and 3 of four lose one and two tokens. They run on, with another seed."""
+    engine = make_eight(eight, draft="mtp", draft_depth=2)
+    shape = engine._executor.programs.shape(4, 0, masks=True)
+    rows = jnp.arange(4)
+    state = dataclasses.replace(
+        engine._executor._launcher.state,
+        lengths=10 + rows,
+        finished=jnp.array([RUNNING, STOPPED, FULL, RUNNING]),
+        num_mtp_inputs=jnp.array([1, 3, 2, 3]),
+    )
+    _, (inputs,) = empty_input(shape, 4)
+    inputs.decode_slots[:3] = [2, 3, 1]
+    inputs.rewinds[:3] = [0, 2, 1]
+    rewound = state.rewind(jax.tree.map(jnp.asarray, inputs), SlotRows(None))
+    assert rewound.lengths.tolist() == [10, 10, 12, 11]
+    assert rewound.finished.tolist() == [RUNNING, RUNNING, FULL, RUNNING]
+    assert rewound.num_mtp_inputs.tolist() == [1, 2, 2, 1]
+    assert rewound.sampling.seed.tolist() == [0, REWIND_SEED, 0, REWIND_SEED]
+    others = ("tokens", "limits", "mtp_inputs")
+    for name in others:
+        np.testing.assert_array_equal(getattr(rewound, name), getattr(state, name))
