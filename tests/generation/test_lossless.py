@@ -29,10 +29,10 @@ SETTINGS: list[Options] = [
 ]
 
 
-def load_small(directory: Path) -> DeepSeekV3:
-    """Returns a model with a vocabulary of W and an MTP layer."""
+def load_small(directory: Path, vocab_size: int = W) -> DeepSeekV3:
+    """Returns a model with a small vocabulary and an MTP layer."""
     config = tiny_config(
-        vocab_size=W,
+        vocab_size=vocab_size,
         hidden_size=16,
         num_hidden_layers=1,
         first_k_dense_replace=1,
