@@ -107,7 +107,8 @@ class Tokenizer:
     @property
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens, which :meth:`decode` leaves out by default."""
-        return [token.content for token in self._control.values() if token.special]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     @property
     def chat_template(self) -> str | None:
