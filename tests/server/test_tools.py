@@ -51,8 +51,9 @@ def client(running_server) -> Iterator[openai.OpenAI]:
 
 
 @contextlib.contextmanager
-def speaking(server: RunningServer, engine: ScriptedEngine, name: str) -> Iterator[None]:
+def speaking(pair: tuple[RunningServer, ScriptedEngine], name: str) -> Iterator[None]:
     """Changes the chat format of a server."""
+    server, engine = pair
     before = server.service.tokenizer
     after = before.with_chat_template(chat_formats.read(name))
     server.service.tokenizer = engine.tokenizer = after
@@ -66,7 +67,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": MESSAGES, "tools": TOOLS, **fields}
 
 
-def streamed(client: openai.OpenAI, **fields: Any):
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[Any, list[Any]]:
     """Returns the answer that OpenAI's client makes of a stream, and its chunks."""
     chunks = list(client.chat.completions.create(**body(**fields), stream=True))
     state = ChatCompletionStreamState()
@@ -81,7 +82,7 @@ def test_calls(running_server, client, engine, name, write, piece_tokens):
     eos = engine.tokenizer.eos_token
     engine.text = f"Let me look.{write(*CALLS)}{eos}"
     engine.piece_tokens = piece_tokens
-    with speaking(*running_server, name):
+    with speaking(running_server, name):
         whole = client.chat.completions.create(**body())
         stream, chunks = streamed(client)
     assert [request["skip_special_tokens"] for request in engine.requests] == [False, False]
@@ -169,7 +170,7 @@ def test_several_answers(client, engine):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_history_with_calls(running_server, client, engine, name):
     engine.text = FORMATS[name](*CALLS)
-    with speaking(*running_server, name):
+    with speaking(running_server, name):
         first = client.chat.completions.create(**body()).choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": f"<result {i}｜DSML｜>"}
@@ -231,9 +232,9 @@ def test_errors_name_the_field(running_server, fields, param, message):
     assert message in error["message"]
 
 
-def test_templates_without_tools_refuse_them(running_server, engine):
+def test_templates_without_tools_refuse_them(running_server):
     server = running_server[0]
-    with speaking(server, engine, "moonlight"):
+    with speaking(running_server, "moonlight"):
         status, error = server.refused("/v1/chat/completions", body())
     assert (status, error["param"]) == (400, "tools")
     assert "--chat-template selects another one" in error["message"]
