@@ -16,6 +16,18 @@ VALID: dict[str, dict[str, Any]] = {
         "max_tokens": 2,
         "chat_template_kwargs": {"thinking": True},
     },
+    "/v1/messages": {
+        "model": "demo",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "max_tokens": 2,
+        "system": "y",
+    },
+    "/v1/responses": {
+        "model": "demo",
+        "input": [{"role": "user", "content": "x"}],
+        "max_output_tokens": 2,
+        "tools": [],
+    },
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1, 2]},
 }
