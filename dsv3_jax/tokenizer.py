@@ -100,6 +100,10 @@ class Tokenizer:
         """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def to_json(self) -> str:
+        """Returns tokenizer.json, in which all control tokens are marked as special."""
+        return self._plain_tokenizer.to_str()
+
     @property
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens, which :meth:`decode` leaves out by default."""

@@ -128,7 +128,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_len = max_len
         self._reader = RequestReader(config, tokenizer, max_len)
-        vocab_size = config.vocab_size
+        self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
@@ -304,6 +304,16 @@ class Engine:
         ]
         self._loop.add(*outputs)
         return [output.handle for output in outputs]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
+        return self._vocab_size
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model and of the tokenizer."""
+        return self._reader.end_tokens
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""

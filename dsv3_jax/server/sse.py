@@ -60,6 +60,9 @@ class NamedEventFormat(EventFormat):
 CLIENT_GONE = 499
 """Status in the log of a request whose client went away. Nobody receives it."""
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""The part of OpenAPI's description of an endpoint that says that it may stream."""
+
 
 class EventStream(Response):
     """A response of server-sent events that ends when its client goes away.

@@ -57,6 +57,14 @@ class ScriptedEngine:
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings of all requests, with ``prompts``."""
 
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return (1,)
+
     def warm_up(self, store: Path | None = None) -> float:
         return 0.0
 

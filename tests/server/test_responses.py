@@ -3,6 +3,7 @@ texts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,19 @@ def test_a_stream_is_the_text(client):
     assert events[0].response.status == "in_progress"
 
 
+def test_structured_output(client):
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": [1, 2]}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    response = client.responses.create(**body(text={"format": form}, max_output_tokens=40))
+    assert json.loads(response.output_text)["x"] in (1, 2)
+    assert response.text.format.name == "x"
+
+
 @pytest.mark.parametrize("piece_tokens", [1, 9, 10**6])
 def test_reasoning_text_and_calls(scripted_client, engine, piece_tokens):
     engine.text = f"Need it.</think>Ok.{v31(*CALLS)}{engine.tokenizer.eos_token}"
@@ -176,7 +190,7 @@ def test_an_error_in_a_stream(scripted_client, engine):
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: expected none or auto"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type: input should be 'function'"),
         ({"tools": [TOOL]}, "tools", "the chat template of this model does not describe tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "should be 'text'"),
+        ({"text": {"format": {"type": "xml"}}}, "text", "expected tags: 'text', 'json_object'"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"type": "computer_call"}]}, "input", "computer_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input.0"),

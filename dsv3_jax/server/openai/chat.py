@@ -25,17 +25,22 @@ from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.sse import STREAMED
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
     submitted = await body.conversation().submit(
-        service, n=body.n or 1, prompt_field="messages", **body.engine_settings()
+        service,
+        n=body.n or 1,
+        prompt_field="messages",
+        grammar=body.grammar,
+        **body.engine_settings(),
     )
     answer = _Answer(body, submitted, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))

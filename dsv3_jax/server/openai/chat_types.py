@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, model_validator
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, Body, SamplingFields, Usage
+from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
+from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import AnsweredCall, ToolCall, ToolChoice, Tools
 
 _REFUSED = {
@@ -93,12 +96,6 @@ Messages = Annotated[
 ]
 
 
-class ResponseFormat(Body):
-    """The form of an answer."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(SamplingFields):
     """A request for the next message of a conversation."""
 
@@ -128,7 +125,16 @@ class ChatRequest(SamplingFields):
     def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it, got false")
+        if self.grammar is not None and self.tools and self.tool_choice != "none":
+            raise ValueError(
+                f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
+                " could not match; got both"
+            )
         return self
+
+    def text_forms(self) -> Mapping[str, TextForm | None]:
+        """Returns the fields that describe the text, by their names."""
+        return {**super().text_forms(), "response_format": self.response_format}
 
     def conversation(self) -> Conversation:
         """Returns the conversation. With ``tool_choice`` none, the model learns of no tools."""

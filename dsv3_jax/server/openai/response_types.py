@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, model_validator
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
+from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
 from dsv3_jax.server.openai.sampling_fields import Body, Usage
+from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
 from dsv3_jax.server.openai.tool_types import FunctionDefinition, Tool, ToolChoice
 
 _REFUSED = {
@@ -35,16 +37,23 @@ class ResponseTool(FunctionDefinition):
         return Tool(type="function", function=function).for_template()
 
 
-class AnyText(Body):
-    """Any text."""
+class JsonSchemaForm(NamedSchema):
+    """JSON that is valid under a schema."""
 
-    type: Literal["text"]
+    type: Literal["json_schema"]
+
+    def source(self, field: str) -> GrammarSource | None:
+        """Returns the source of such JSON."""
+        return GrammarSource.of_schema(self.schema_, field)
+
+
+Form = Annotated[TextFormat | JsonObjectFormat | JsonSchemaForm, Field(discriminator="type")]
 
 
 class TextSettings(Body):
     """The form of the text."""
 
-    format: AnyText | None = None
+    format: Form | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Accepted and ignored."""
 
@@ -96,6 +105,19 @@ class ResponsesRequest(Body):
                     raise ValueError(f"{name}: expected none: {reason}")
             return {name: value for name, value in body.items() if name not in _REFUSED}
         return body
+
+    _grammar: GrammarSource | None = PrivateAttr(None)
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """What the text has to match, or None."""
+        return self._grammar
+
+    @model_validator(mode="after")
+    def _read_grammar(self) -> ResponsesRequest:
+        form = self.text and self.text.format
+        self._grammar = form.source("text") if form else None
+        return self
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
@@ -187,7 +209,7 @@ class ResponseBody(BaseModel):
     reasoning: dict[str, str | None]
     store: Literal[False] = False
     temperature: float
-    text: dict[str, dict[str, str]]
+    text: dict[str, JsonValue]
     tool_choice: str
     tools: list[dict[str, JsonValue]]
     top_p: float

@@ -20,18 +20,18 @@ from dsv3_jax.server.openai.response_types import (
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import NamedEventFormat
+from dsv3_jax.server.sse import STREAMED, NamedEventFormat
 
 router = APIRouter()
 
 
-@router.post("/v1/responses", response_model=ResponseBody)
+@router.post("/v1/responses", response_model=ResponseBody, responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns named server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
     submitted = await body.conversation().submit(
-        service, n=1, prompt_field="input", **body.engine_settings()
+        service, n=1, prompt_field="input", grammar=body.grammar, **body.engine_settings()
     )
     answer = _Answer(body, submitted, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))
@@ -86,6 +86,7 @@ class _Answer(Answer):
     def _response(self, status: Status, usage: ResponseUsage | None) -> ResponseBody:
         request = self._request
         tools = [tool.model_dump() for tool in request.tools or ()]
+        form = request.text and request.text.format
         return ResponseBody(
             id=self.id,
             created_at=self.created,
@@ -100,7 +101,7 @@ class _Answer(Answer):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
             temperature=1.0 if request.temperature is None else request.temperature,
-            text={"format": {"type": "text"}},
+            text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
             tool_choice="none" if request.tool_choice == "none" else "auto",
             tools=tools,
             top_p=1.0 if request.top_p is None else request.top_p,

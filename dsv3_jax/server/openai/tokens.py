@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
+from dsv3_jax.server.openai.body import Body
 from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
-from dsv3_jax.server.openai.sampling_fields import Body
 from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 

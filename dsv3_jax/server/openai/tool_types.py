@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue
 
-from dsv3_jax.server.openai.sampling_fields import Body
+from dsv3_jax.server.openai.body import Body
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
