@@ -60,9 +60,7 @@ class NamedEventFormat(EventFormat):
 CLIENT_GONE = 499
 """Status in the log of a request whose client went away. Nobody receives it."""
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}}
-}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """The part of OpenAPI's description of an endpoint that says that it may stream."""
 
 

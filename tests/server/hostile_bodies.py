@@ -10,7 +10,7 @@ from typing import Any
 Body = tuple[str, bytes]
 """Path and content of a request."""
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 VALID: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "demo", "prompt": "x = ", "max_tokens": 2, "temperature": 0},
     CHAT: {
@@ -18,6 +18,18 @@ VALID: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 2,
         "chat_template_kwargs": {"thinking": True},
+    },
+    MESSAGES: {
+        "model": "demo",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "max_tokens": 2,
+        "system": "y",
+    },
+    "/v1/responses": {
+        "model": "demo",
+        "input": [{"role": "user", "content": "x"}],
+        "max_output_tokens": 2,
+        "tools": [],
     },
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1, 2]},

@@ -12,7 +12,17 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-PATHS = ["/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"]
+_FEW_TOKENS = {"max_tokens": 2, "n": 1, "min_tokens": 0}
+PATHS = {
+    "/tokenize": {},
+    "/detokenize": {},
+    "/v1/completions": _FEW_TOKENS,
+    "/v1/chat/completions": _FEW_TOKENS,
+    "/v1/messages": {"max_tokens": 2},
+    "/v1/messages/count_tokens": {},
+    "/v1/responses": {"max_output_tokens": 2},
+}
+"""Paths, and fields with which an answer has few tokens."""
 CASES = [(path, mode) for path in PATHS for mode in GenerationMode]
 CASES.append(("/v1/models/{name}", GenerationMode.POSITIVE))  # any name is valid
 EXAMPLES = 25  # of each case
@@ -27,11 +37,11 @@ SETTINGS = hypothesis.settings(
 )
 
 
-def answerable(body):
+def answerable(body, path):
     """Returns a valid body with the served model and few tokens, so that the server looks at more
     than the name of the model."""
     if isinstance(body, dict) and "model" in body:
-        return {**body, "model": "demo", "max_tokens": 2, "n": 1, "min_tokens": 0}
+        return {**body, "model": "demo", **PATHS.get(path, {})}
     return body
 
 
@@ -44,7 +54,7 @@ def test_requests_of_the_description(server, path, mode):
 
     def check(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
-            case.body = answerable(case.body)
+            case.body = answerable(case.body, path)
         response = case.call(base_url=server.url)
         statuses.append(response.status_code)
         # The description does not say everything, such as which token ids there are.

@@ -24,7 +24,7 @@ from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.errors import ApiError, MessagesErrorBody
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import NamedEvent, NamedEventFormat
+from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat
 
 router = APIRouter(
     prefix="/v1/messages",
@@ -32,7 +32,7 @@ router = APIRouter(
 )
 
 
-@router.post("", response_model=MessageAnswer)
+@router.post("", response_model=MessageAnswer, responses=STREAMED)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns named server-sent events."""
     service = service_of(request)
