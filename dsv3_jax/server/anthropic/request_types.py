@@ -210,10 +210,10 @@ class CountRequest(Body):
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
             return []
-        named = NamedTool(type="function", name=choice.name)
-        return required_tools(
-            named if choice.type == "tool" else "required", self._described_tools()
-        )
+        tools = self._described_tools()
+        if choice.type == "any":
+            return required_tools("required", tools)
+        return required_tools(NamedTool(type="function", name=choice.name), tools)
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""

@@ -61,7 +61,7 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """The tool that the model has to call. In /v1/responses, its name is not inside ``function``."""
+    """The tool that the model has to call. In /v1/responses, its name is outside ``function``."""
 
     type: Literal["function"]
     function: NamedFunction | None = None
