@@ -126,7 +126,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
     [
         ({"tools": [TOOL]}, "tools", "chat template of this model does not describe tools"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
-        ({"response_format": {"type": "json_object"}}, "response_format", "should be 'text'"),
+        ({"response_format": {"type": "xml"}}, "response_format", "input tag 'xml'"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role: "),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: expected text"),
