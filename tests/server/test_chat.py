@@ -131,6 +131,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
             "tools",
             "tools: expected none with response_format",
         ),
+        ({"response_format": {"type": "xml"}}, "response_format", "input tag 'xml'"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role: "),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: expected text"),

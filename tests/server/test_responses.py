@@ -188,7 +188,7 @@ def test_an_error_in_a_stream(scripted_client, engine):
         ({"conversation": "conv_1"}, "conversation", "stores no conversations"),
         ({"background": True}, "background", "stores no answers"),
         ({"tool_choice": "required"}, "tool_choice", "expected none or auto without tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type: input should be 'function'"),
+        ({"tools": [{"type": "web", "name": "x"}]}, "tools", "tools.0.type: input should be"),
         ({"tools": [TOOL]}, "tools", "the chat template of this model does not describe tools"),
         ({"text": {"format": {"type": "xml"}}}, "text", "expected tags: 'text', 'json_object'"),
         ({"input": []}, "input", "at least 1 item"),

@@ -115,7 +115,7 @@ class ResponsesRequest(Body):
 
     @property
     def grammar(self) -> GrammarSource | None:
-        """What the text has to match, or None."""
+        """Description of the text, or None for any text."""
         return self._grammar
 
     @model_validator(mode="after")
@@ -201,7 +201,7 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why an answer is incomplete."""
+    """Reason of an incomplete answer."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
