@@ -4,6 +4,7 @@ In the order a request moves through it:
 
 =================== ===================================================================
 request.py          the handle that the caller holds
+intake.py           what callers ask for, checked
 scheduler.py        what the next step computes: queue, admission, plan; pure Python
 scheduler_shard.py  slots, pages and running requests of one data-parallel shard; pure Python
 balancers.py        the shard of each request; pure Python

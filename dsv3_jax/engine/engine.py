@@ -7,9 +7,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 import numbers
 import os
 import threading
@@ -23,16 +20,10 @@ import jax
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
-from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.executor import Executor
-from dsv3_jax.engine.grammar import (
-    Grammar,
-    GrammarTracker,
-    allows_drafts,
-    check_grammars,
-)
+from dsv3_jax.engine.grammar import Grammar
+from dsv3_jax.engine.intake import Intake, SubmitOptions
 from dsv3_jax.engine.loop import EngineLoop
-from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.page_swap import RequestCopier
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
@@ -43,14 +34,12 @@ from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.request import Prompt, Request, RequestReader
+from dsv3_jax.generation.request import Prompt, Request
 from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
-from dsv3_jax.generation.text import Decoder
-from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
+from dsv3_jax.tokenizer import Tokenizer
 
 
 class Engine:
@@ -110,12 +99,9 @@ class Engine:
         check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
         check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
-        self._drafter, self._depth = plan.drafter, plan.max_depth
-        self._is_depth_adaptive = len(plan.depths) > 1
-        self._is_deterministic = deterministic
         if deterministic:
-            _check_deterministic(model, is_depth_adaptive=self._is_depth_adaptive)
-        mtp = self._drafter is not None and self._drafter.mtp_hidden is not None
+            _check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
+        mtp = plan.drafter is not None and plan.drafter.mtp_hidden is not None
         layout = model.layout
         shards, micro_batches = 1, 1
         if layout is not None:
@@ -130,13 +116,9 @@ class Engine:
         if deterministic:
             buckets = buckets.single()
         _check_swap_tokens(swap_tokens, deterministic=deterministic)
-        self._tokenizer = tokenizer
-        self._max_len = max_len
-        self._reader = RequestReader(config, tokenizer, max_len)
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
-        self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
         self._signature = ModelSignature.of(model)
         self._programs = programs = Programs(
             model,
@@ -144,8 +126,8 @@ class Engine:
             num_slots=max_running,
             max_len=max_len,
             page_size=page_size,
-            drafter=self._drafter,
-            depth=self._depth,
+            drafter=plan.drafter,
+            depth=plan.max_depth,
             vocab_size=vocab_size,
         )
         pages = pages_per_device(
@@ -178,7 +160,15 @@ class Engine:
             background=background and overlap,
         )
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
-        self._seeds = itertools.count()
+        self._intake = Intake(
+            config,
+            tokenizer,
+            max_len,
+            vocab_size=vocab_size,
+            plan=plan,
+            deterministic=deterministic,
+            cancel=self._loop.cancel,
+        )
         if background:
             self._loop.start()
             # An engine that nobody refers to finishes its requests, and then frees its memory.
@@ -215,14 +205,14 @@ class Engine:
           QueueFullError: too many requests are waiting.
           EngineError: the engine failed or was shut down.
         """
-        requests = self._read(prompt, settings)
+        requests = self._intake.read(prompt, settings)
         if len(requests) != 1:
             raise ValueError(
                 f"prompt: expected one completion of one prompt, got {len(requests)}; submit_all "
                 "takes several"
             )
         grammars = [] if grammar is None else [grammar]
-        return self._submit(requests, grammars, priority, timeout, draft, self._tokenizer)[0]
+        return self._submit(requests, grammars, SubmitOptions(priority, timeout, draft))[0]
 
     def submit_all(
         self,
@@ -249,78 +239,16 @@ class Engine:
 
         The other arguments and the errors are those of :meth:`submit`.
         """
-        requests = self._read(prompts, {"n": n, **settings})
-        if grammars and len(grammars) != len(requests):
-            raise ValueError(
-                f"grammars: expected {len(requests)}, one for each completion, or none; got "
-                f"{len(grammars)}"
-            )
-        decoder = self._tokenizer
-        if decoder is not None and not skip_special_tokens:
-            decoder = SpecialTokenDecoder(decoder)
-        return self._submit(requests, grammars, priority, timeout, draft, decoder)
-
-    def _read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
-        requests = self._reader.read(prompts, **settings)
-        if settings.get("seed") is not None:
-            return requests
-        return [dataclasses.replace(r, seed=next(self._seeds) % 2**32) for r in requests]
+        requests = self._intake.read(prompts, {"n": n, **settings})
+        options = SubmitOptions(priority, timeout, draft, skip_special_tokens)
+        return self._submit(requests, grammars, options)
 
     def _submit(
-        self,
-        requests: Sequence[Request],
-        grammars: Sequence[Grammar],
-        priority: int,
-        timeout: float | None,
-        draft: bool,
-        decoder: Decoder | None,
+        self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
     ) -> list[EngineRequest]:
-        check_grammars(grammars)
-        if self._is_deterministic and any(r.prompt_logprobs is not None for r in requests):
-            raise ValueError(
-                "prompt_logprobs: expected None with deterministic=True; the log-probabilities of"
-                " prompts need another program"
-            )
-        outputs = [
-            self._output(request, grammar, priority, timeout, draft, decoder)
-            for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True)
-        ]
+        outputs = self._intake.outputs(requests, grammars, options)
         self._loop.add(*outputs)
         return [output.handle for output in outputs]
-
-    def _output(
-        self,
-        request: Request,
-        grammar: Grammar | None,
-        priority: int,
-        timeout: float | None,
-        draft: bool,
-        decoder: Decoder | None,
-    ) -> RequestOutput:
-        drafter = self._drafter if draft else None
-        if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
-            drafter = None
-        now = time.monotonic()
-        scheduled = ScheduledRequest(
-            tokens=list(request.prompt),
-            max_length=len(request.prompt) + request.max_new_tokens,
-            drafts=0 if drafter is None else self._depth,
-            depth=DraftDepth(self._depth) if drafter and self._is_depth_adaptive else None,
-            priority=priority,
-            arrival=now,
-            deadline=math.inf if timeout is None else now + timeout,
-            is_serial=grammar is not None,
-            reuses_prefix=request.prompt_logprobs is None,
-        )
-        return RequestOutput(
-            EngineRequest(self._loop.cancel),
-            request,
-            scheduled,
-            decoder,
-            draft=None if drafter is None else drafter.name,
-            depth=self._depth,
-            grammar=grammar and GrammarTracker(grammar, request, self._selectable),
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -330,7 +258,7 @@ class Engine:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the model and of the tokenizer."""
-        return self._reader.end_tokens
+        return self._intake.end_tokens
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""

@@ -146,7 +146,7 @@ def test_with_preemptions_and_drafts_of_others(tiny_mtp, plain_tokens):
 
 
 class OfSix(Alternating):
-    """Of so few tokens that some drafts are accepted."""
+    """Few tokens are allowed, so that some drafts are accepted."""
 
     vocab_size, sets = 32, ([2, 4, 6], [3, 5, 7])
 

@@ -75,7 +75,7 @@ def test_joint_of_two_tokens(tmp_path, draft):
 
 
 class Sets:
-    """A grammar of which each token is in the set of its position."""
+    """A grammar that allows one set of tokens at each position."""
 
     sets = ([4], [0, 2, 3, 5, 6], [1, 2, 5, 7], list(range(W)))
 

@@ -1,0 +1,142 @@
+"""Reads what callers ask for, and prepares what the loop needs to serve it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.draft_depth import DraftDepth
+from dsv3_jax.engine.grammar import Grammar, GrammarTracker, allows_drafts, check_grammars
+from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.request import EngineRequest
+from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.request import Prompt, Request, RequestReader
+from dsv3_jax.generation.text import Decoder
+from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class SubmitOptions:
+    """What the requests of one submission have in common."""
+
+    priority: int = 0
+    timeout: float | None = None
+    draft: bool = True
+    skip_special_tokens: bool = True
+
+
+class Intake:
+    """Reads requests and checks them.
+
+    Args:
+      vocab_size: ids from here on are padding of the embedding and never generated.
+      plan: the engine's drafter and its depths.
+      deterministic: whether the engine is deterministic, and refuses what needs other programs.
+      cancel: called with the handle of a request that its holder cancels.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_len: int,
+        *,
+        vocab_size: int,
+        plan: DraftPlan,
+        deterministic: bool,
+        cancel: Callable[[EngineRequest], None],
+    ):
+        self._tokenizer = tokenizer
+        self._reader = RequestReader(config, tokenizer, max_len)
+        self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
+        self._plan = plan
+        self._deterministic = deterministic
+        self._cancel = cancel
+        self._seeds = itertools.count()
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model and of the tokenizer."""
+        return self._reader.end_tokens
+
+    def read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
+        """Returns a request for each completion. Without a seed, each gets another one.
+
+        Raises:
+          ValueError: a prompt or a setting is invalid.
+        """
+        requests = self._reader.read(prompts, **settings)
+        if self._deterministic and any(r.prompt_logprobs is not None for r in requests):
+            raise ValueError(
+                "prompt_logprobs: expected None with deterministic=True; the log-probabilities of"
+                " prompts need another program"
+            )
+        if settings.get("seed") is not None:
+            return requests
+        return [dataclasses.replace(r, seed=next(self._seeds) % 2**32) for r in requests]
+
+    def outputs(
+        self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
+    ) -> list[RequestOutput]:
+        """Returns the outputs of requests, which hold their handles.
+
+        Args:
+          grammars: one for each request, or none.
+
+        Raises:
+          ValueError: there is another number of grammars, or one of them is none.
+        """
+        if grammars and len(grammars) != len(requests):
+            raise ValueError(
+                f"grammars: expected {len(requests)}, one for each completion, or none; got "
+                f"{len(grammars)}"
+            )
+        check_grammars(grammars)
+        decoder: Decoder | None = self._tokenizer
+        if self._tokenizer is not None and not options.skip_special_tokens:
+            decoder = SpecialTokenDecoder(self._tokenizer)
+        return [
+            self._output(request, grammar, decoder, options)
+            for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True)
+        ]
+
+    def _output(
+        self,
+        request: Request,
+        grammar: Grammar | None,
+        decoder: Decoder | None,
+        options: SubmitOptions,
+    ) -> RequestOutput:
+        drafter = self._plan.drafter if options.draft else None
+        if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
+            drafter = None
+        depth, is_adaptive = self._plan.max_depth, len(self._plan.depths) > 1
+        now = time.monotonic()
+        scheduled = ScheduledRequest(
+            tokens=list(request.prompt),
+            max_length=len(request.prompt) + request.max_new_tokens,
+            drafts=0 if drafter is None else depth,
+            depth=DraftDepth(depth) if drafter is not None and is_adaptive else None,
+            priority=options.priority,
+            arrival=now,
+            deadline=math.inf if options.timeout is None else now + options.timeout,
+            is_serial=grammar is not None,
+            reuses_prefix=request.prompt_logprobs is None,
+        )
+        tracker = grammar and GrammarTracker(grammar, request, self._selectable)
+        return RequestOutput(
+            EngineRequest(self._cancel),
+            request,
+            scheduled,
+            decoder,
+            draft=None if drafter is None else drafter.name,
+            depth=depth,
+            grammar=tracker,
+        )
