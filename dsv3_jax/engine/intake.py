@@ -130,7 +130,7 @@ class Intake:
             is_serial=grammar is not None,
             reuses_prefix=request.prompt_logprobs is None,
         )
-        tracker = grammar and GrammarTracker(grammar, request, self._selectable)
+        tracker = None if grammar is None else GrammarTracker(grammar, request, self._selectable)
         return RequestOutput(
             EngineRequest(self._cancel),
             request,
