@@ -80,11 +80,11 @@ class CompletionClient:
             async with self._session.get(address) as response:
                 if response.status != 200:
                     raise ValueError(f"{address}: {await _error_of(response)}")
-                model = (await response.json())["data"][0]
+                model = json.loads(await response.read())["data"][0]
                 return ServedModel(model["id"], int(model["max_model_len"]))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ValueError(f"{address}: expected a server, got: {_line(error)}") from None
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, json.JSONDecodeError):
             expected = "a list of models, with max_model_len as in vLLM"
             raise ValueError(f"{address}: expected {expected}") from None
 

@@ -71,9 +71,11 @@ def scripted(script: list[tuple[float, Any]] | int) -> Iterator[Any]:
         it.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield it
-        server.shutdown()
-        thread.join()
+        try:
+            yield it
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 async def complete(url: str) -> RequestRecord:

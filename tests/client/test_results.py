@@ -29,7 +29,7 @@ def test_figures():
         "request_throughput": 1.0,
         "output_throughput": 3.5,
         "total_token_throughput": 23.5,
-        "max_concurrent_requests": 3,
+        "max_concurrent_requests": 2,  # without the one that was refused
         "mean_ttft_ms": 1000,
         "median_ttft_ms": 1000,
         "std_ttft_ms": 500,
