@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
+
+import jax
 
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
@@ -35,7 +39,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     began = time.perf_counter()
-    with StatusLine(f"loading {arguments.model}"):
+    with StatusLine(f"loading {arguments.model}"), _refused_if_too_large(arguments.model):
         model, tokenizer = load(
             arguments.model,
             dtype=arguments.dtype,
@@ -47,16 +51,17 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     assert tokenizer is not None
     max_requests = arguments.max_running + arguments.max_waiting
     max_len = min(arguments.max_len, model.config.max_position_embeddings)
-    engine = Engine(
-        model,
-        tokenizer,
-        max_len,
-        max_running=arguments.max_running,
-        max_waiting=max_requests,  # the server itself counts
-        cache_tokens=arguments.cache_tokens,
-        draft=draft,
-        draft_depth=depth,
-    )
+    with _refused_if_too_large(arguments.model):
+        engine = Engine(
+            model,
+            tokenizer,
+            max_len,
+            max_running=arguments.max_running,
+            max_waiting=max_requests,  # the server itself counts
+            cache_tokens=arguments.cache_tokens,
+            draft=draft,
+            draft_depth=depth,
+        )
     settings = ServerSettings(
         model_name=arguments.served_name or arguments.model,
         max_len=max_len,
@@ -64,8 +69,25 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
         max_body_bytes=arguments.max_body_mib * 2**20,
         request_seconds=arguments.request_seconds,
         drain_seconds=arguments.drain_seconds,
+        stuck_seconds=arguments.stuck_seconds,
         api_keys=keys,
         program_store=arguments.program_store,
     )
     with engine:
         run(engine, tokenizer, settings, bound)
+
+
+@contextlib.contextmanager
+def _refused_if_too_large(model: str) -> Iterator[None]:
+    """Turns a device's lack of memory into a ValueError of one line."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
+            f" --quantization and --layout change their size; dsv3 plan says what fits), got:"
+            f" {reason:.300}"
+        ) from None

@@ -15,6 +15,7 @@ sse.py          streams of events, and clients that go away
 parsers/        parts of an answer, such as its reasoning
 errors.py       errors in OpenAI's shape
 health.py       /health, /ready, /version
+watchdog.py     ends the process when the engine failed or its device is stuck
 metrics.py      /metrics, with the names of vLLM
 page/           the page at /
 settings.py     limits and names

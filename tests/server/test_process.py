@@ -171,10 +171,10 @@ def test_a_failed_warm_up_is_reported(server, monkeypatch, caplog):
 
     monkeypatch.setattr(server.engine, "warm_up", fail)
     monkeypatch.setattr(server.service, "is_ready", False)
-    monkeypatch.setattr(server.service, "failure", None)
+    monkeypatch.setattr(server.service, "warm_up_failure", None)
     asyncio.run(server.service.warm_up())
     assert "its programs do not compile" in caplog.text
-    for path, expected in (("/ready", 503), ("/health", 500)):
+    for path, expected in (("/ready", 503), ("/health", 503)):
         status, _, body = server.request("GET", path)
         assert status == expected
     assert "warm-up: out of memory" in body.decode()

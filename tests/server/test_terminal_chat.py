@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3_jax.cli import compile_cache, local_chat
+from dsv3_jax.engine.buckets import Buckets
 from tests.server.conftest import MAX_LEN
 from tests.support.command import run
 
@@ -125,11 +126,10 @@ def test_input_from_a_pipe(server, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_model_in_this_process(server, monkeypatch, capsys, own_compile_cache):
-    engine = functools.partial(
-        local_chat.Engine, buckets=server.engine._programs.buckets.default(1, platform="cpu")
-    )
+    buckets = Buckets(decodes=(1,), chunks=(1,), chunk_tokens=32, max_steps=1).single()
+    engine = functools.partial(local_chat.Engine, buckets=buckets)
     monkeypatch.setattr(local_chat, "Engine", engine)
-    status, out, err = answers(monkeypatch, capsys, "def f(x):\nimport\n", "--draft", "mtp")
+    status, out, err = answers(monkeypatch, capsys, "def f(x):\nimport\n")
     assert status == 0
     assert "chat with demo" in err
     _, expected, _ = answers(monkeypatch, capsys, "def f(x):\nimport\n", "--url", server.url)

@@ -1,0 +1,120 @@
+"""The watchdog: a stuck device or a failed engine ends the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv3_jax.engine import Engine, EngineError
+from dsv3_jax.server.watchdog import Watchdog
+from tests.engine.simulated_engine import SimulatedEngine
+
+ROOT = Path(__file__).parents[2]
+
+
+def service(engine: Any, stuck_seconds: float) -> Any:
+    """What the watchdog needs of a service."""
+
+    class Service(SimpleNamespace):
+        @property
+        def failure(self) -> EngineError | None:
+            return self.engine.failure
+
+    return Service(engine=engine, settings=SimpleNamespace(stuck_seconds=stuck_seconds))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_a_stuck_device(ends, caplog):
+    released, ended, exited = threading.Event(), threading.Event(), threading.Event()
+    engine = SimulatedEngine(
+        num_pages=24, background=True, latency=lambda: float(not released.wait(30))
+    )
+    caplog.set_level(logging.ERROR, "dsv3_jax.server")
+    with Watchdog(service(engine.loop, 0.2), ended.set, exited.set, 0.1 if not ends else 30):
+        assert not ended.wait(0.4)  # an idle engine is not stuck
+        began = time.monotonic()
+        handle = engine.submit([1, 2, 3], 5).handle
+        assert ended.wait(30)
+        assert 0.2 <= time.monotonic() - began < 5
+        with pytest.raises(EngineError, match="its device is stuck"):
+            handle.result(30)
+        assert exited.wait(0.05 if ends else 30) is not ends
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.server.watchdog"]
+    assert line == "the server ends: engine: a step has taken more than 0.2 s; its device is stuck"
+    released.set()
+    engine.loop.shutdown()
+
+
+def test_health_of_a_slow_step(server, monkeypatch):
+    for seconds, expected in ((149, 200), (151, 503)):
+        monkeypatch.setattr(Engine, "step_seconds", property(lambda engine, s=seconds: float(s)))
+        for path in ("/health", "/ready"):
+            status, _, body = server.request("GET", path)
+            assert status == expected
+    assert "a step has taken 151.0 s so far" in json.loads(body)["error"]["message"]
+
+
+SERVER = """
+import sys, time
+from dsv3_jax.engine.executor import Executor
+from dsv3_jax.server.run import bind, run
+from dsv3_jax.server.settings import ServerSettings
+from tests.server.conftest import demo_engine
+
+engine, tokenizer = demo_engine()
+Executor.wait = {wait}
+with engine:
+    run(engine, tokenizer, ServerSettings("demo", 256, 12, stuck_seconds=1.0), bind("127.0.0.1", 0))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wait", "message"),
+    [
+        ("lambda self: time.sleep(1000)", "a step has taken more than 1 s; its device is stuck"),
+        ("lambda self: 1 / 0", "a step failed: division by zero"),
+    ],
+    ids=["stuck", "failed"],
+)
+def test_the_process_ends(wait, message):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER.format(wait=wait)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if "ready: compiled" in line:
+                break
+        port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(lines))[1])  # pyright: ignore[reportOptionalSubscript]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 20})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 500
+        assert message in json.loads(answer.read())["error"]["message"]
+        connection.close()
+        lines += process.stderr
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert [message in line for line in lines if "the server ends" in line] == [True]
