@@ -118,7 +118,7 @@ def test_sigterm_finishes_open_requests(tmp_path):
         address = re.search(r"http://127.0.0.1:(\d+)", lines[-1])
         port = address and int(address[1])
     reader.start()
-    server = RunningServer(port, None)  # pyright: ignore[reportArgumentType]
+    server = RunningServer(port, None, None)  # pyright: ignore[reportArgumentType]
     try:
         statuses = []
         for _ in range(600):

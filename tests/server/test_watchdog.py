@@ -74,24 +74,17 @@ from dsv3_jax.server.settings import ServerSettings
 from tests.server.conftest import demo_engine
 
 engine, tokenizer = demo_engine()
-Executor.wait = {wait}
+Executor.wait = lambda self: time.sleep(1000)
 with engine:
     run(engine, tokenizer, ServerSettings("demo", 256, 12, stuck_seconds=1.0), bind("127.0.0.1", 0))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wait", "message"),
-    [
-        ("lambda self: time.sleep(1000)", "a step has taken more than 1 s; its device is stuck"),
-        ("lambda self: 1 / 0", "a step failed: division by zero"),
-    ],
-    ids=["stuck", "failed"],
-)
-def test_the_process_ends(wait, message):
+def test_the_process_ends():
+    message = "a step has taken more than 1 s; its device is stuck"
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER.format(wait=wait)],
+        [sys.executable, "-c", SERVER],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
