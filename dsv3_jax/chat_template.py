@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -34,6 +35,7 @@ _KEYS = (
 )
 _MAX_SIZE = 10**7  # characters, list elements or bits of a result of "*" or "**"
 _MAX_DEPTH = 100  # nesting of messages and arguments; Python's recursion limit is several times it
+_PARSER = "parser of JSON"  # variable of a run. No template can name it, and no argument replace it
 _FIRST_MARK = 0x10F000  # private-use characters that no published vocabulary or template contains
 
 _SEARCH_METHODS = """
@@ -64,11 +66,14 @@ class ChatTemplate:
             extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        environment.filters["tojson"] = _to_json
+        environment.filters |= {"tojson": _to_json, "from_json": _from_json}
+        self.source = source
         self._marks = {ord(c): chr(_FIRST_MARK + i) for i, c in enumerate(sorted(set(brackets)))}
+        self._unmark = {ord(mark): chr(c) for c, mark in self._marks.items()}
         try:
             tree = environment.parse(source)
             self._roles = {constant.value for constant in _string_constants(tree)}
+            self.variables = jinja2.meta.find_undeclared_variables(tree)
             self._template = environment.from_string(tree)
             tree = environment.parse(source)
             for constant in _search_constants(tree):
@@ -116,22 +121,35 @@ class ChatTemplate:
         """
         text = self.render(messages, special, arguments)
         marked_messages, marked_arguments = self._mark(list(messages)), self._mark(arguments)
-        unmark = {ord(mark): chr(c) for c, mark in self._marks.items()}
         for template in (self._marked_template, self._template):
             try:
-                marked = self._run(template, marked_messages, {**special, **marked_arguments})
+                marked = self._run(
+                    template, marked_messages, {**special, **marked_arguments}, marks=True
+                )
             except ValueError:
                 continue
-            if marked.translate(unmark) == text:
+            if marked.translate(self._unmark) == text:
                 return marked
         return None
 
-    def _run(self, template: jinja2.Template, messages: Any, arguments: Mapping[str, Any]) -> str:
+    def _run(
+        self,
+        template: jinja2.Template,
+        messages: Any,
+        arguments: Mapping[str, Any],
+        *,
+        marks: bool = False,
+    ) -> str:
+        parse = self._parse_marked if marks else _parse
         try:
-            return template.render({**arguments, "messages": messages})
+            return template.render({**arguments, "messages": messages, _PARSER: parse})
         except Exception as error:  # a template may raise anything
             reason = _one_line(error)
             raise ValueError(f"the chat template refuses these messages: {reason}") from None
+
+    def _parse_marked(self, text: str) -> Any:
+        """Parses marked JSON. A bracket that is escaped in it, such as U+003C, is marked after."""
+        return self._mark(_parse(text.translate(self._unmark)))
 
     def _mark(self, value: Any) -> Any:
         """Marks the brackets of all strings in nested mappings and lists."""
@@ -259,6 +277,23 @@ def _strftime_now(pattern: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@jinja2.pass_context
+def _from_json(context: jinja2.runtime.Context, text: str) -> Any:
+    """Parses the arguments of a tool call. Templates of transformers have no such filter."""
+    return context[_PARSER](text)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error}, in {text!r:.80}"
+        raise jinja2.TemplateError(f"arguments: expected JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise jinja2.TemplateError(f"arguments: expected a JSON object, got {text!r:.80}")
+    return value
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copies
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from dsv3_jax import chat_formats
 from dsv3_jax.chat_template import ChatTemplate, strings_in
 
 FILES = (
@@ -31,17 +33,34 @@ def copy(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
+class SpecialTokenDecoder:
+    """Decodes token ids with the text of special tokens.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ``ids``."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.
 
     By default text never becomes a control token. If a user's text contains ``<｜Assistant｜>``, it
     is encoded as the tokens of these characters, so that it cannot end the user's turn. Control
     tokens are the added tokens that tokenizer.json marks as special, and all added tokens in angle
-    or square brackets, because DeepSeek's files do not mark ``<｜User｜>`` and ``<think>``.
+    or square brackets or full-width bars, because DeepSeek's files do not mark ``<｜User｜>``,
+    ``<think>`` and ``｜DSML｜``.
 
     Args:
       directory: contains tokenizer.json, and optionally tokenizer_config.json and
-        chat_template.jinja.
+        chat_template.jinja. DeepSeek-V3.2, which has no template, gets the one of
+        :mod:`dsv3_jax.chat_formats`; config.json identifies it.
 
     Raises:
       ValueError: the directory contains no tokenizer.json, or a file is invalid.
@@ -70,8 +89,8 @@ class Tokenizer:
         self.bos_token_id = self._id(self.bos_token)
         self.eos_token_id = self._id(self.eos_token)
         self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
-        brackets = "".join(text[0] + text[-1] for text in spellings)
-        self._template = _chat_template(directory, config, brackets)
+        self._brackets = "".join(text[0] + text[-1] for text in spellings)
+        self._template = _chat_template(directory, config, self._brackets)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
@@ -80,6 +99,38 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def to_json(self) -> str:
+        """Returns tokenizer.json, in which all control tokens are marked as special."""
+        return self._plain_tokenizer.to_str()
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Texts of the special tokens, which :meth:`decode` leaves out by default."""
+        return [token.content for token in self._control.values() if token.special]
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the chat template, or None."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def chat_template_variables(self) -> frozenset[str]:
+        """Variables that the chat template reads, such as ``messages`` and ``tools``."""
+        return frozenset() if self._template is None else frozenset(self._template.variables)
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """Returns this tokenizer with another chat template.
+
+        Raises:
+          ValueError: ``source`` is not a template.
+        """
+        changed = copies.copy(self)
+        try:
+            changed._template = ChatTemplate(source, self._brackets)
+        except ValueError as error:
+            raise ValueError(f"chat template: {error}") from None
+        return changed
 
     def special_token_id(self, text: str) -> int | None:
         """Returns the id of the special token ``text``, or None if there is no such token."""
@@ -225,7 +276,7 @@ class Tokenizer:
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:
-    return token.special or (token.content[:1] + token.content[-1:]) in ("<>", "[]")
+    return token.special or (token.content[:1] + token.content[-1:]) in ("<>", "[]", "｜｜")
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -261,12 +312,18 @@ def _content(config: Mapping[str, Any], name: str) -> str | None:
     raise ValueError(f"tokenizer_config.json: {name}: expected a token, got {token!r:.80}")
 
 
+def _model_type(directory: Path) -> Any:
+    return _read_config(directory / "config.json").get("model_type")
+
+
 def _chat_template(
     directory: Path, config: Mapping[str, Any], brackets: str
 ) -> ChatTemplate | None:
     file = directory / "chat_template.jinja"
     try:
         source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        if source is None and _model_type(directory) == "deepseek_v32":
+            source = chat_formats.read("deepseek-v3.2")
         if isinstance(source, list):  # several templates with names
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return None if source is None else ChatTemplate(source, brackets)

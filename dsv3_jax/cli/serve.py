@@ -12,7 +12,7 @@ from numbers import Integral, Real
 
 from dsv3_jax.generation.settings import check, check_draft
 
-_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
+_PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> None:

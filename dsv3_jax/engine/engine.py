@@ -42,10 +42,11 @@ from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
+from dsv3_jax.generation.text import Decoder
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 
 
 class Engine:
@@ -128,7 +129,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_len = max_len
         self._reader = RequestReader(config, tokenizer, max_len)
-        vocab_size = config.vocab_size
+        self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
@@ -216,7 +217,7 @@ class Engine:
                 "takes several"
             )
         grammars = [] if grammar is None else [grammar]
-        return self._submit(requests, grammars, priority, timeout, draft)[0]
+        return self._submit(requests, grammars, priority, timeout, draft, self._tokenizer)[0]
 
     def submit_all(
         self,
@@ -227,6 +228,7 @@ class Engine:
         draft: bool = True,
         grammars: Sequence[Grammar] = (),
         n: int = 1,
+        skip_special_tokens: bool = True,
         **settings: Any,
     ) -> list[EngineRequest]:
         """Puts requests for ``n`` completions of each prompt into the waiting queue: all, or none
@@ -237,6 +239,8 @@ class Engine:
             differ between prompts.
           grammars: one for each completion, or none.
           n: completions of each prompt. Those of the first prompt come first.
+          skip_special_tokens: leave special tokens out of the text. Parsers of tool calls need
+            them.
 
         The other arguments and the errors are those of :meth:`submit`.
         """
@@ -246,7 +250,10 @@ class Engine:
                 f"grammars: expected {len(requests)}, one for each completion, or none; got "
                 f"{len(grammars)}"
             )
-        return self._submit(requests, grammars, priority, timeout, draft)
+        decoder = self._tokenizer
+        if decoder is not None and not skip_special_tokens:
+            decoder = SpecialTokenDecoder(decoder)
+        return self._submit(requests, grammars, priority, timeout, draft, decoder)
 
     def _read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
         requests = self._reader.read(prompts, **settings)
@@ -261,6 +268,7 @@ class Engine:
         priority: int,
         timeout: float | None,
         draft: bool,
+        decoder: Decoder | None,
     ) -> list[EngineRequest]:
         check_grammars(grammars)
         if self._is_deterministic and any(r.prompt_logprobs is not None for r in requests):
@@ -286,7 +294,7 @@ class Engine:
                     is_serial=bool(grammars),
                     reuses_prefix=request.prompt_logprobs is None,
                 ),
-                self._tokenizer,
+                decoder,
                 draft=None if drafter is None else drafter.name,
                 depth=self._depth,
                 grammar=GrammarTracker(grammars[i], request, self._selectable)
@@ -297,6 +305,16 @@ class Engine:
         ]
         self._loop.add(*outputs)
         return [output.handle for output in outputs]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
+        return self._vocab_size
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model and of the tokenizer."""
+        return self._reader.end_tokens
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""

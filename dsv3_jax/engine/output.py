@@ -52,6 +52,7 @@ class RequestOutput:
         self._prompt: PromptRecord | None = None
         if request.prompt_logprobs is not None:
             self._prompt = PromptRecord(len(request.prompt), request.prompt_logprobs)
+            handle.prompt_record = self._prompt
         self._draft = draft
         self._drafted = [0] * depth
         self._accepted = [0] * depth
@@ -85,11 +86,9 @@ class RequestOutput:
 
     def stream(self) -> None:
         """Delivers the text that later tokens cannot change."""
-        tokens = self._tracker.tokens[self._streamed :]
         text = self._tracker.piece(final=False)
-        if text or (tokens and not self._has_decoder):
-            self._streamed += len(tokens)
-            self.handle.deliver(text, tokens)
+        if text or (not self._has_decoder and len(self._tracker.tokens) > self._streamed):
+            self._deliver(text)
 
     def finish(self, finished: int) -> None:
         """Delivers the rest of the text and the completion, for a value of ``finished``."""
@@ -97,9 +96,14 @@ class RequestOutput:
 
     def end(self, reason: FinishReason) -> None:
         """Delivers the rest of the text and the completion."""
-        tokens = self._tracker.tokens[self._streamed :]
-        text = self._tracker.piece(final=True)
-        self.handle.deliver(text, tokens, self.completion(reason))
+        self._deliver(self._tracker.piece(final=True), self.completion(reason))
+
+    def _deliver(self, text: str, completion: Completion | None = None) -> None:
+        """Delivers text with all tokens since the piece before it."""
+        begin, end = self._streamed, len(self._tracker.tokens)
+        self._streamed = end
+        logprobs = self._results.between(begin, end, self.request)
+        self.handle.deliver(text, self._tracker.tokens[begin:end], *logprobs, completion)
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error of its own."""

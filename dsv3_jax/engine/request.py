@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from dsv3_jax.generation.completion import Completion, FinishReason, Piece
+from dsv3_jax.engine.prompt_logprobs import PromptRecord
+from dsv3_jax.generation.completion import Completion, FinishReason, Piece, TopLogprobs
 
 
 @dataclasses.dataclass
@@ -36,13 +37,19 @@ class EngineRequest:
         self.times = RequestTimes(time.monotonic())
         self._cancel = cancel
         self._changed = threading.Condition()
+        self.prompt_record: PromptRecord | None = None
+        """Log-probabilities of the prompt's tokens, complete with the first piece. None if the
+        request does not ask for them."""
         self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] | None = None
         # Text, number of tokens up to its end, finish reason. Tuples of such values are of no
         # interest to the garbage collector, while a Piece for every token would keep it busy.
         self._pieces: list[tuple[str, int, FinishReason | None]] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._end_listeners: list[Callable[[], None]] = []  # called at the end alone
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end of the request and returns its completion. That of a cancelled request
@@ -94,16 +101,8 @@ class EngineRequest:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """Like :meth:`__iter__`, without blocking the event loop."""
-        loop, arrived, position = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def listener() -> None:
-            # An event loop that was closed in the meantime refuses: then nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(arrived.set)
-
-        with self._changed:
-            self._listeners.append(listener)
-        try:
+        position = 0
+        with self._event(self._listeners) as arrived:
             while True:
                 with self._changed:
                     has_news = self._has_news(position)
@@ -119,9 +118,31 @@ class EngineRequest:
                     if piece.finish_reason is not None:
                         return
                 position += len(fresh)
+
+    async def async_result(self) -> Completion:
+        """Like :meth:`result`, without blocking the event loop, which wakes up at the end alone."""
+        with self._event(self._end_listeners) as ended:
+            if not self.is_done:
+                await ended.wait()
+        return self.result(0)
+
+    @contextlib.contextmanager
+    def _event(self, listeners: list[Callable[[], None]]) -> Iterator[asyncio.Event]:
+        """Returns an event of the running event loop that is set when listeners are called."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            # An event loop that was closed in the meantime refuses: then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(event.set)
+
+        with self._changed:
+            listeners.append(listener)
+        try:
+            yield event
         finally:
             with self._changed:
-                self._listeners.remove(listener)
+                listeners.remove(listener)
 
     def _has_news(self, position: int) -> bool:
         return len(self._pieces) > position or self._error is not None
@@ -130,18 +151,31 @@ class EngineRequest:
         begin = self._pieces[position - 1][1] if position else 0
         pieces = []
         for text, end, finish_reason in self._pieces[position:]:
-            pieces.append(Piece(text, self._tokens[begin:end], finish_reason))
+            tokens, logprobs = self._tokens[begin:end], self._logprobs[begin:end]
+            top = None if self._top_logprobs is None else self._top_logprobs[begin:end]
+            pieces.append(Piece(text, tokens, finish_reason, logprobs, top))
             begin = end
         return pieces
 
     # Called by the engine's thread.
 
-    def deliver(self, text: str, tokens: list[int], completion: Completion | None = None) -> None:
+    def deliver(
+        self,
+        text: str,
+        tokens: list[int],
+        logprobs: list[float],
+        top_logprobs: list[TopLogprobs] | None,
+        completion: Completion | None = None,
+    ) -> None:
         """Adds a piece; the last one comes with the completion."""
         with self._changed:
             if tokens and not self._tokens:
                 self.times.first_token = time.monotonic()
             self._tokens += tokens
+            self._logprobs += logprobs
+            if top_logprobs is not None:
+                self._top_logprobs = self._top_logprobs or []
+                self._top_logprobs += top_logprobs
             reason = None if completion is None else completion.finish_reason
             self._pieces.append((text, len(self._tokens), reason))
             if completion is not None:
@@ -162,6 +196,9 @@ class EngineRequest:
         self._changed.notify_all()
         for listener in self._listeners:
             listener()
+        if self.is_done:
+            for listener in self._end_listeners:
+                listener()
 
 
 def _nothing_to_cancel(request: EngineRequest) -> None:

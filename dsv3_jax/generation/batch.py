@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.generation.adjustments import Adjustments
-from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
+from dsv3_jax.generation.completion import Completion, FinishReason, Speculation, TopLogprobs
 from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.programs import Programs
@@ -233,6 +233,12 @@ class Batch:
     def finish_reason(self, b: int) -> FinishReason:
         """Returns the finish reason of request ``b``; ``"interrupted"`` while it is running."""
         return FINISH_REASONS[int(self._finished[b])]
+
+    def logprobs(
+        self, b: int, begin: int, end: int
+    ) -> tuple[list[float], list[TopLogprobs] | None]:
+        """Returns the values of request ``b`` as :meth:`Results.between` does."""
+        return self._results[b].between(begin, end, self._requests[b])
 
     def completions(self) -> list[Completion]:
         """Returns the completion of each request, as far as it has been generated."""

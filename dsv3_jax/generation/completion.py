@@ -8,6 +8,9 @@ from typing import Any, Literal, overload
 
 FinishReason = Literal["stop", "length", "interrupted", "error", "cancelled", "timeout"]
 
+TopLogprobs = list[tuple[int, float]]
+"""Most probable tokens of one position with their log-probabilities, best first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
@@ -74,7 +77,7 @@ class Completion:
     ``error``: the logits of the next token were not finite."""
     prompt_tokens: int
     """Number of tokens of the prompt."""
-    top_logprobs: list[list[tuple[int, float]]] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
     """Most probable (token, logprob) pairs of each position, best first. None if not requested."""
     speculation: Speculation | None = None
     """Statistics of this request; None without a drafter."""
@@ -83,7 +86,7 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     """Natural logarithm of the probability of each prompt token after those before it; None for the
     first. None if not requested from an engine, as below."""
-    prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
     """Most probable (token, logprob) pairs at the position of each prompt token, best first."""
 
     def as_json(self) -> dict[str, Any]:
@@ -162,16 +165,30 @@ class Piece(str):
     """Tokens generated since the previous piece."""
     finish_reason: FinishReason | None
     """Finish reason of the last piece; None for all others."""
+    logprobs: list[float]
+    """Natural logarithm of each token's probability, as in :class:`Completion`."""
+    top_logprobs: list[TopLogprobs] | None
+    """Most probable tokens of each position. None if not requested."""
 
-    def __new__(cls, text: str, tokens: list[int], finish_reason: FinishReason | None) -> Piece:
+    def __new__(
+        cls,
+        text: str,
+        tokens: list[int],
+        finish_reason: FinishReason | None,
+        logprobs: list[float],
+        top_logprobs: list[TopLogprobs] | None = None,
+    ) -> Piece:
         piece = super().__new__(cls, text)
         piece.tokens = tokens
         piece.finish_reason = finish_reason
+        piece.logprobs = logprobs
+        piece.top_logprobs = top_logprobs
         return piece
 
-    def __reduce__(self) -> tuple[type[Piece], tuple[str, list[int], FinishReason | None]]:
+    def __reduce__(self) -> tuple[type[Piece], tuple[Any, ...]]:
         """Lets copies and pickles keep the attributes, which those of a plain str would lose."""
-        return type(self), (self.text, self.tokens, self.finish_reason)
+        state = self.tokens, self.finish_reason, self.logprobs, self.top_logprobs
+        return type(self), (self.text, *state)
 
     @property
     def text(self) -> str:

@@ -299,7 +299,8 @@ class Generator:
                 text = tracker.piece(final=is_finished)
                 new_tokens = tracker.tokens[num_sent:]
                 if text or is_finished or (new_tokens and self.tokenizer is None):
-                    yield Piece(text, new_tokens, reason)
+                    logprobs = batch.logprobs(0, num_sent, len(tracker.tokens))
+                    yield Piece(text, new_tokens, reason, *logprobs)
                     num_sent = len(tracker.tokens)
                 if is_finished:
                     return

@@ -183,7 +183,7 @@ class RequestReader:
     ) -> tuple[int, ...]:
         check_setting("ignore_eos", ignore_eos)
         ends = [*self._token_ids("stop_tokens", _to_python(stop_tokens))]
-        ends += () if ignore_eos else self._end_tokens()
+        ends += () if ignore_eos else self.end_tokens
         if self._tokenizer is not None:
             # Text does not contain special tokens, so a stop string that spells one is its id.
             special_ids = map(self._tokenizer.special_token_id, stop)
@@ -222,8 +222,9 @@ class RequestReader:
             )
         return mask
 
-    def _end_tokens(self) -> tuple[int, ...]:
-        """Returns the end-of-sequence tokens of the model and of the tokenizer."""
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model and of the tokenizer."""
         own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
         return self._config.eos_token_id if own is None else (*self._config.eos_token_id, own)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsv3_jax.generation.completion import Completion, FinishReason, Speculation
+from dsv3_jax.generation.completion import Completion, FinishReason, Speculation, TopLogprobs
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.text import TextTracker
@@ -18,16 +18,20 @@ FINISH_REASONS: dict[int, FinishReason] = {
 """Finish reason for each value of ``DecodeState.finished``."""
 
 
+# A sampled token was possible, so that its log-probability must not be reported as -inf.
+_LEAST = float(np.finfo(np.float32).min)
+
+
 class Results:
     """Log-probabilities of one request's tokens."""
 
     def __init__(self) -> None:
         self._logprobs: list[float] = []
-        self._top_logprobs: list[list[tuple[int, float]]] = []
+        self._top_logprobs: list[TopLogprobs] = []
 
     def add(self, logprobs: list[float]) -> None:
         """Adds the log-probabilities of more tokens."""
-        self._logprobs += logprobs
+        self._logprobs += [max(logprob, _LEAST) for logprob in logprobs]
 
     def add_top(self, count: int, top_tokens: np.ndarray, top_logprobs: np.ndarray) -> None:
         """Adds the most probable tokens in the places of T more tokens.
@@ -42,6 +46,14 @@ class Results:
             pairs = zip(ids[is_possible].tolist(), values[is_possible].tolist(), strict=True)
             self._top_logprobs.append(list(pairs))
 
+    def between(
+        self, begin: int, end: int, request: Request
+    ) -> tuple[list[float], list[TopLogprobs] | None]:
+        """Returns the log-probabilities of the tokens from ``begin`` to ``end``, and the most
+        probable tokens in their places if the request asks for them."""
+        top = self._top_logprobs[begin:end] if request.logprobs else None
+        return self._logprobs[begin:end], top
+
     def completion(
         self,
         request: Request,
@@ -50,16 +62,14 @@ class Results:
         speculation: Speculation | None,
     ) -> Completion:
         """Returns the completion with the tokens and text of ``tracker``."""
-        count = len(tracker.tokens)
-        # A sampled token was possible, so that its log-probability must not be reported as -inf.
-        least = float(np.finfo(np.float32).min)
+        logprobs, top_logprobs = self.between(0, len(tracker.tokens), request)
         return Completion(
             text=tracker.text,
             tokens=list(tracker.tokens),
-            logprobs=[max(logprob, least) for logprob in self._logprobs[:count]],
+            logprobs=logprobs,
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
-            top_logprobs=self._top_logprobs[:count] if request.logprobs else None,
+            top_logprobs=top_logprobs,
             speculation=speculation,
         )
 

@@ -153,7 +153,7 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"body: expected JSON: {reason}")
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
-        return ApiError(400, message, param=message.partition(":")[0])
+        return ApiError(400, message, param=message.partition(":")[0].partition(".")[0])
     if not path:
         message = f"body: expected a JSON object of type application/json: {message}"
         return ApiError(400, message)

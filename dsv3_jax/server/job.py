@@ -10,7 +10,10 @@ from dsv3_jax.engine import EngineError, EngineRequest, RequestError
 from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.grammar import GrammarError
 from dsv3_jax.server.metrics import Metrics
+
+_FAILURES = EngineError, RequestError, NonFiniteLogitsError
 
 
 class Job:
@@ -40,8 +43,8 @@ class Job:
                     await queue.put((index, piece))
             except ApiError as error:
                 await queue.put((index, error))
-            except (EngineError, RequestError, NonFiniteLogitsError) as error:
-                await queue.put((index, engine_failed(error)))
+            except _FAILURES as error:
+                await queue.put((index, _failed(error)))
 
         tasks = [asyncio.create_task(forward(*each)) for each in enumerate(self.handles)]
         try:
@@ -63,9 +66,13 @@ class Job:
         Raises:
           ApiError: as :meth:`pieces`.
         """
-        async for _ in self.pieces():
-            pass
-        return [self.completion(i) for i in range(len(self.handles))]
+        try:
+            completions = await asyncio.gather(*(h.async_result() for h in self.handles))
+        except _FAILURES as error:
+            raise _failed(error) from None
+        for completion in completions:
+            _check_reason(completion.finish_reason)
+        return completions
 
     def completion(self, index: int) -> Completion:
         """Returns a completion that is at its end."""
@@ -73,7 +80,7 @@ class Job:
 
     def observe(self, index: int, metrics: Metrics) -> None:
         """Adds a completion to the figures, unless it failed."""
-        with contextlib.suppress(EngineError, RequestError, NonFiniteLogitsError):
+        with contextlib.suppress(*_FAILURES):
             completion = self.completion(index)
             metrics.observe(self.handles[index], completion.finish_reason, len(completion.tokens))
 
@@ -82,6 +89,13 @@ class Job:
         if self._on_close is not None:
             self._on_close(self)
             self._on_close = None
+
+
+def _failed(error: Exception) -> ApiError:
+    """Returns the error of a completion that failed."""
+    if isinstance(error.__cause__, GrammarError):
+        return ApiError.of_engine(error.__cause__, "prompt")
+    return engine_failed(error)
 
 
 def _check_reason(reason: str | None) -> None:

@@ -16,6 +16,7 @@ from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.grammar import Grammars, GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.metrics import Metrics
 from dsv3_jax.server.settings import ServerSettings
@@ -42,6 +43,7 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         self.admission = Admission(settings.max_requests)
+        self.grammars = Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
         self.metrics = Metrics(engine, settings.model_name, settings.page_size)
         self.created = int(time.time())
         self.is_ready = False
@@ -60,6 +62,7 @@ class Service:
         """Compiles or loads all programs. The server is ready afterwards, or has failed."""
         store = self.settings.program_store
         try:
+            await self.in_thread(self.grammars.load)
             seconds = await self.in_thread(lambda: self.engine.warm_up(store))
         except Exception as error:
             out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
@@ -77,6 +80,7 @@ class Service:
         if self.failure is None:  # the thread of an engine that failed may be stuck
             await self.in_thread(lambda: self.engine.shutdown(drain=False))
         self._threads.shutdown(wait=False)
+        self.grammars.close()
 
     async def drain(self) -> None:
         """Takes no new requests, and cancels open ones after ``settings.drain_seconds``. Their
@@ -109,6 +113,7 @@ class Service:
         *,
         n: int,
         prompt_field: str,
+        grammar: GrammarSource | None = None,
         **settings: Any,
     ) -> Job:
         """Puts requests into the engine's queue.
@@ -118,10 +123,13 @@ class Service:
           num_prompts: number of prompts.
           n: completions of each.
           prompt_field: name of the prompts in the body, for errors.
+          grammar: what the text of each completion has to match, after its reasoning if the prompts
+            are conversations, or None.
           settings: of :meth:`dsv3_jax.Engine.submit_all`.
 
         Raises:
-          ApiError: a prompt or setting is refused, the queue is full, or the engine is not ready.
+          ApiError: a prompt, a setting or the grammar is refused, the queue is full, or the engine
+            is not ready.
         """
         if self.failure is not None:
             raise engine_failed(self.failure)
@@ -131,13 +139,22 @@ class Service:
         def submit() -> list[EngineRequest]:
             prompts = read_prompts()
             timeout = self.settings.request_seconds
-            return self.engine.submit_all(prompts, n=n, timeout=timeout, **settings)
+            grammars = []
+            if grammar is not None:
+                first = prompts[0]
+                ids = None if prompt_field == "prompt" or isinstance(first, str) else first
+                grammars = [self.grammars.start(grammar, ids) for _ in range(count)]
+            return self.engine.submit_all(
+                prompts, n=n, timeout=timeout, grammars=grammars, **settings
+            )
 
         count = num_prompts * n
         self.admission.enter(count)
         with contextlib.ExitStack() as unless_submitted:
             unless_submitted.callback(self.admission.leave, count)
             try:
+                if grammar is not None:
+                    await self.grammars.compile(grammar)
                 handles = await self.in_thread(submit)
             except ValueError as error:
                 raise ApiError.of_engine(error, prompt_field) from None

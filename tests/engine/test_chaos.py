@@ -87,6 +87,7 @@ def check(submitted: Submitted, *, was_cancelled: bool, has_failed: bool) -> str
         return "engine error"
     assert "".join(piece.text for piece in handle) == completion.text
     assert [token for piece in handle for token in piece.tokens] == completion.tokens
+    assert [value for piece in handle for value in piece.logprobs] == completion.logprobs
     reason = completion.finish_reason
     assert was_cancelled or reason != "cancelled"
     assert submitted.has_deadline or reason != "timeout"

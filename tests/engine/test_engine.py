@@ -14,6 +14,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.engine.launcher import Launcher
+from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.generator import Generator
 from sharding import make_layout
@@ -279,6 +280,11 @@ class TestThread:
     def test_streams(self, served):
         request = served.submit([5, 6, 7], max_new_tokens=20, ignore_eos=True)
         assert len([t for piece in request for t in piece.tokens]) == 20
+        assert all(piece.top_logprobs is None for piece in request)
+        request = served.submit([5, 6, 7], max_new_tokens=9, logprobs=3, ignore_eos=True)
+        tops = [top for piece in request for top in piece.top_logprobs]
+        assert tops == request.result().top_logprobs
+        assert [p for piece in request for p in piece.logprobs] == request.result().logprobs
 
     def test_streams_asynchronously(self, served):
         async def collect(request: EngineRequest) -> list[int]:
@@ -289,6 +295,16 @@ class TestThread:
             return await asyncio.gather(*map(collect, requests))
 
         assert [len(tokens) for tokens in asyncio.run(both())] == [9, 9]
+
+    def test_results_are_awaited(self, served):
+        async def both() -> list[Completion]:
+            requests = [served.submit([5, i], max_new_tokens=9, ignore_eos=True) for i in (6, 7)]
+            completions = await asyncio.gather(*(r.async_result() for r in requests))
+            assert [r.result(0) for r in requests] == completions
+            assert completions[0] is await requests[0].async_result()
+            return completions
+
+        assert [len(completion.tokens) for completion in asyncio.run(both())] == [9, 9]
 
     def test_shutdown_finishes_requests(self, tiny_mtp):
         engine = make(tiny_mtp, background=True)

@@ -17,6 +17,11 @@ def check_pieces(pieces, expected):
     """Checks that the concatenated pieces are the completion."""
     assert "".join(pieces) == "".join(p.text for p in pieces) == expected.text
     assert [t for piece in pieces for t in piece.tokens] == expected.tokens
+    assert [value for piece in pieces for value in piece.logprobs] == expected.logprobs
+    if expected.top_logprobs is None:
+        assert all(piece.top_logprobs is None for piece in pieces)
+    else:
+        assert [top for piece in pieces for top in piece.top_logprobs] == expected.top_logprobs
     assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [
         expected.finish_reason
     ]
@@ -137,10 +142,10 @@ def test_streams_side_by_side(generator, monkeypatch):
 
 
 @pytest.mark.slow
-def test_logprobs_are_allowed(generator):
-    pieces = list(generator.stream(PROMPT, max_new_tokens=9, logprobs=2, ignore_eos=True))
-    expected = generator.generate(PROMPT, max_new_tokens=9, ignore_eos=True)[0]
-    check_pieces(pieces, expected)
+def test_top_logprobs(generator):
+    settings = {"max_new_tokens": 9, "logprobs": 2, "ignore_eos": True}
+    pieces = list(generator.stream(PROMPT, **settings))
+    check_pieces(pieces, generator.generate(PROMPT, **settings)[0])
 
 
 def test_a_single_prompt_in_a_list(generator):
@@ -164,10 +169,11 @@ def test_without_a_tokenizer(bare, monkeypatch):
     "duplicate", [copy.copy, copy.deepcopy, lambda piece: pickle.loads(pickle.dumps(piece))]
 )
 def test_pieces_can_be_copied(duplicate):
-    piece = Piece("some text", [3, 4], "stop")
+    piece = Piece("some text", [3, 4], "stop", [-0.5, -1.0], [[(3, -0.5)], [(5, -0.1)]])
     got = duplicate(piece)
     assert type(got) is Piece
     assert (got, got.text, got.tokens, got.finish_reason) == (piece, "some text", [3, 4], "stop")
+    assert (got.logprobs, got.top_logprobs) == (piece.logprobs, piece.top_logprobs)
     assert (got.tokens is piece.tokens) == (duplicate is copy.copy)
 
 

@@ -71,6 +71,18 @@ def test_logprobs(client, server):
         assert bytes(entry.bytes).decode() == entry.token
 
 
+def test_streamed_logprobs_are_the_same(client):
+    fields = body(n=2, max_tokens=30, logprobs=True, top_logprobs=1)
+    fields |= {"stop": ["\n\n"], "messages": [{"role": "user", "content": "x = '🙂"}]}
+    whole = client.chat.completions.create(**fields)
+    entries: list[list] = [[], []]
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            assert (choice.logprobs is None) == (choice.delta.role is not None)
+            entries[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert entries == [choice.logprobs.content for choice in whole.choices]
+
+
 def test_parts_and_roles(client, server):
     parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "f(x):"}]
     messages = [{"role": "developer", "content": "Code: "}, {"role": "user", "content": parts}]

@@ -130,6 +130,23 @@ def test_logprobs_and_echo(client, server):
     assert logprobs.token_logprobs[1:] == pytest.approx(values, abs=1e-5)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_streamed_logprobs_are_the_same(client, echo):
+    text = client.completions.create(**body(max_tokens=24)).choices[0].text
+    fields = body(prompt=[PROMPT, "# Привет"], n=2, logprobs=2, max_tokens=24)
+    fields |= {"stop": [text[7:10], "\n\n"], "echo": echo}
+    whole = client.completions.create(**fields)
+    streamed: list[list] = [[] for _ in whole.choices]
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index].append(choice)
+    for parts, choice in zip(streamed, whole.choices, strict=True):
+        assert "".join(part.text for part in parts) == choice.text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            entries = [entry for part in parts for entry in getattr(part.logprobs, name)]
+            assert entries == getattr(choice.logprobs, name)
+
+
 def test_scoring_generates_nothing(client, server):
     """lm_eval asks for log-probabilities of a prompt alone."""
     completion = client.completions.create(**body(max_tokens=0, echo=True, logprobs=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.server.parsers.reasoning import ReasoningParser
 from dsv3_jax.tokenizer import Tokenizer
+from tests.server.reasoning_tokenizer import reasoning_tokenizer
 
 CASES = [
     ("reasoning", "a < b</think>\n\nyes", ("a < b", "\n\nyes")),
@@ -41,14 +41,7 @@ def test_parts(state, text, expected):
 
 
 def test_the_prompt_decides_where_the_text_begins(tmp_path):
-    """A tokenizer like DeepSeek's, with tokens for the tags that are not special."""
-    demo = Path(dsv3_jax.__file__).parent / "demo"
-    described = json.loads((demo / "tokenizer.json").read_text("utf-8"))
-    added = described["added_tokens"]
-    for number, text in ((2048, "<think>"), (2049, "</think>")):
-        added.append({**added[-1], "id": number, "content": text, "special": False})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described), "utf-8")
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = reasoning_tokenizer(tmp_path)
 
     def parts(prompt: str, text: str) -> tuple[str, str]:
         ids = tokenizer.encode(prompt, split_special_tokens=False)
@@ -59,6 +52,6 @@ def test_the_prompt_decides_where_the_text_begins(tmp_path):
     assert parts("<｜Assistant｜><think>", "why</think>yes") == ("why", "yes")
     assert parts("<｜Assistant｜></think>", "<think>yes") == ("", "<think>yes")
     assert parts("<｜Assistant｜>", "<think>why</think>yes") == ("why", "yes")
-    plain = Tokenizer(demo)
+    plain = Tokenizer(Path(dsv3_jax.__file__).parent / "demo")
     parser = ReasoningParser.of_prompt(plain, plain.encode("x"))
     assert parser.add("<think>").content == "<think>"

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import time
-import uuid
+import functools
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dsv3_jax.generation.completion import Completion
-from dsv3_jax.generation.request import Prompt
+from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.chat_types import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
-    ChatLogprobs,
     ChatRequest,
     ChatResponse,
     DeltaChoice,
-    encode_chat,
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import chat_logprobs
-from dsv3_jax.server.parsers.reasoning import Parts, ReasoningParser
+from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
+from dsv3_jax.server.parsers.answer_parser import AnswerParser
+from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import EventStream, while_connected
 
 router = APIRouter()
 
@@ -36,118 +35,124 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answers a conversation. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
-    prompt: list[int] = []
-
-    def read_prompt() -> list[Prompt]:
-        prompt.extend(encode_chat(service.tokenizer, body.messages, body.chat_template_kwargs))
-        return [prompt]
-
-    job = await service.submit(
-        read_prompt, 1, n=body.n or 1, prompt_field="messages", **body.engine_settings()
+    job, parsers = await body.conversation().submit(
+        service,
+        n=body.n or 1,
+        prompt_field="messages",
+        grammar=body.grammar,
+        **body.engine_settings(),
     )
-    answer = _Answer(body, prompt, job, service, request.state.log)
-    if body.stream:
-        return EventStream(answer.chunks(), job.close)
-    try:
-        return await while_connected(request, answer.response())
-    finally:
-        job.close()
+    answer = _Answer(body, parsers, job, service, request.state.log)
+    return await answer.respond(request, stream=bool(body.stream))
 
 
-class _Answer:
+class _Answer(Answer):
     """The answer to one request.
 
     Args:
-      prompt: ids of the conversation.
-      log: fields of the request's line in the access log.
+      parsers: those of the answers.
     """
 
     def __init__(
         self,
         body: ChatRequest,
-        prompt: Sequence[int],
+        parsers: Sequence[AnswerParser],
         job: Job,
         service: Service,
         log: dict[str, object],
     ):
+        super().__init__("chatcmpl-", body.model, job, service, n=body.n or 1, log=log)
         self._body = body
-        self._job = job
-        self._service = service
-        self._log = log
-        self._parsers = [ReasoningParser.of_prompt(service.tokenizer, prompt) for _ in job.handles]
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._parsers = parsers
 
-    async def response(self) -> Response:
+    def body(self, completions: list[Completion]) -> ChatResponse:
         """Returns all answers."""
-        completions = await self._job.completions()
-        usage = self._usage(completions)
+        return ChatResponse(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, completion) for i, completion in enumerate(completions)],
+            usage=self.usage(completions),
+        )
 
-        def content() -> str:
-            return ChatResponse(
-                id=self._id,
-                created=self._created,
-                model=self._body.model,
-                choices=[self._choice(i, completion) for i, completion in enumerate(completions)],
-                usage=usage,
-            ).model_dump_json()
-
-        json = await self._service.in_thread(content)
-        return Response(json, media_type="application/json")
-
-    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
+    async def events(self) -> AsyncGenerator[ChatChunk, None]:
         """Yields the chunks of a stream. The first of each answer has its role alone."""
         for i in range(len(self._parsers)):
             yield self._chunk([DeltaChoice(index=i, delta={"role": "assistant", "content": ""})])
-        async for i, piece in self._job.pieces():
+        # Pieces without news, whose tokens belong to the next chunk.
+        pending: list[list[Piece]] = [[] for _ in self._parsers]
+        async for i, piece in self.job.pieces():
             is_last = piece.finish_reason is not None
-            parts = self._parsers[i].add(piece.text, is_last=is_last)
-            delta = _delta(parts)
+            delta = _delta(self._parsers[i].add(piece.text, is_last=is_last))
+            pending[i].append(piece)
             if delta or is_last:
-                choice = DeltaChoice(index=i, delta=delta, finish_reason=piece.finish_reason)
+                choice = DeltaChoice(index=i, delta=delta)
+                if piece.finish_reason is not None:
+                    choice.finish_reason = self._parsers[i].finish_reason(piece.finish_reason)
+                if self._body.logprobs:
+                    make = functools.partial(chat_logprobs, self.tokenizer, pending[i])
+                    choice.logprobs = await self.service.in_thread(make)
+                pending[i] = []
                 yield self._chunk([choice])
-        usage = self._usage([self._job.completion(i) for i in range(len(self._parsers))])
+        usage = self.final_usage()
         if self._body.includes_usage:
             yield self._chunk([], usage)
 
     def _chunk(self, choices: list[DeltaChoice], usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(
-            id=self._id,
-            created=self._created,
-            model=self._body.model,
-            choices=choices,
-            usage=usage,
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
 
-    def _usage(self, completions: list[Completion]) -> Usage:
-        usage = Usage.of(completions, len(completions))
-        self._log |= usage.log_fields()
-        return usage
-
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
-        parts = self._parsers[index].add(completion.text, is_last=True)
+        parser = self._parsers[index]
+        events = parser.add(completion.text, is_last=True)
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+        calls = calls_of(events)
         message = AnswerMessage(
-            content=parts.content,
-            reasoning_content=parts.reasoning or None,
-            reasoning=parts.reasoning or None,
+            content=None if calls and not content else content,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=calls or None,
         )
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=self._logprobs(completion),
-            finish_reason=completion.finish_reason,
+            logprobs=chat_logprobs(self.tokenizer, [completion]) if self._body.logprobs else None,
+            finish_reason=parser.finish_reason(completion.finish_reason),
         )
 
-    def _logprobs(self, completion: Completion) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        tops = completion.top_logprobs or [[] for _ in completion.tokens]
-        return chat_logprobs(self._service.tokenizer, completion.tokens, completion.logprobs, tops)
+
+def _delta(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns news by the names of the message's fields. Each tool call has one entry at most,
+    because clients add the first entries of a call as they are."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case Content():
+                delta["content"] = delta.get("content", "") + event.text
+            case Reasoning():
+                for name in ("reasoning_content", "reasoning"):
+                    delta[name] = delta.get(name, "") + event.text
+            case CallBegin():
+                function = {"name": event.name, "arguments": ""}
+                call = {"id": event.id, "type": "function", "function": function}
+                calls[event.index] = {"index": event.index, **call}
+            case CallArguments():
+                empty = {"index": event.index, "function": {"arguments": ""}}
+                call = calls.setdefault(event.index, empty)
+                call["function"]["arguments"] += event.text
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def _delta(parts: Parts) -> dict[str, str]:
-    """Returns new text by the names of the message's fields."""
-    delta = {"content": parts.content} if parts.content else {}
-    if parts.reasoning:
-        delta |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
-    return delta
+def calls_of(events: Sequence[Event]) -> list[AnsweredCall]:
+    """Returns the tool calls of a whole answer."""
+    calls = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            function = AnsweredFunction(name=event.name, arguments="")
+            calls.append(AnsweredCall(id=event.id, function=function))
+        elif isinstance(event, CallArguments):
+            calls[event.index].function.arguments += event.text
+    return calls

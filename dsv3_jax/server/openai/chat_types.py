@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, model_validator
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
-from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, Body, SamplingFields, Usage
-from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.server.conversation import Conversation
+from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
+from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
+from dsv3_jax.server.openai.tool_types import AnsweredCall, ToolCall, ToolChoice, Tools
 
 _REFUSED = {
-    "tools": "tools are not supported yet",
-    "functions": "tools are not supported yet",
-    "function_call": "tools are not supported yet",
+    "functions": "its successor is tools",
+    "function_call": "its successor is tool_choice",
     "audio": "the model writes text only",
     "prediction": "drafts come from the model; see dsv3 serve --draft",
 }
 
 
-# Arguments of Tokenizer.chat. With split_special_tokens, text could become control tokens.
-_RESERVED = frozenset(("self", "messages", "add_generation_prompt", "split_special_tokens"))
+# Arguments of Tokenizer.chat, and tools, which are a field. With split_special_tokens, text could
+# become control tokens.
+_RESERVED = frozenset(
+    ("self", "messages", "add_generation_prompt", "split_special_tokens", "tools")
+)
 
 
 def _check_arguments(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -46,9 +51,11 @@ class TextPart(Body):
 class Message(Body):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None = None
@@ -56,34 +63,50 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it. They know no role ``developer``."""
         content = self.content
-        if not isinstance(content, str):
+        if isinstance(content, list):
             content = "".join(part.text for part in content)
         message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()],
+            "tool_call_id": self.tool_call_id,
         }
-        return {key: value for key, value in message.items() if value is not None}
+        present = {key: value for key, value in message.items() if value}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content, **present}
 
 
-class ResponseFormat(Body):
-    """The form of an answer."""
+def _check_messages(messages: list[Message]) -> list[Message]:
+    for i, message in enumerate(messages):
+        if message.content is None and not message.tool_calls:
+            raise ValueError(f"messages.{i}.content: expected text, got none")
+        if message.tool_calls and message.role != "assistant":
+            raise ValueError(f"messages.{i}.tool_calls: expected none in a {message.role} message")
+        if (message.role == "tool") != (message.tool_call_id is not None):
+            expected = "the id of a tool call" if message.role == "tool" else "none"
+            raise ValueError(
+                f"messages.{i}.tool_call_id: expected {expected} in a {message.role} message, got"
+                f" {message.tool_call_id!r:.80}"
+            )
+    return messages
 
-    type: Literal["text"]
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=4096), AfterValidator(_check_messages)
+]
 
 
 class ChatRequest(SamplingFields):
     """A request for the next message of a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     """Arguments of the chat template, such as ``{"thinking": true}``."""
@@ -102,9 +125,21 @@ class ChatRequest(SamplingFields):
     def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it, got false")
-        if self.stream and self.logprobs:
-            raise ValueError("logprobs: expected none with stream, as they are not streamed yet")
         return self
+
+    def text_forms(self) -> Mapping[str, TextForm | None]:
+        """Returns the fields that describe the text, by their names."""
+        return {**super().text_forms(), "response_format": self.response_format}
+
+    def conversation(self) -> Conversation:
+        """Returns the conversation. With ``tool_choice`` none, the model learns of no tools."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return Conversation(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.for_template() for tool in tools],
+            parallel_calls=self.parallel_tool_calls is not False,
+            arguments=self.chat_template_kwargs or {},
+        )
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
@@ -147,6 +182,7 @@ class AnswerMessage(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -174,9 +210,10 @@ class DeltaChoice(BaseModel):
     """A piece of one answer."""
 
     index: int
-    delta: dict[str, str]
+    delta: dict[str, Any]
     """New text, by the names of the message's fields, which are left out without news."""
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    """Of the tokens since the piece before it."""
     finish_reason: str | None = None
 
 
@@ -190,25 +227,3 @@ class ChatChunk(BaseModel):
     system_fingerprint: str = SYSTEM_FINGERPRINT
     choices: list[DeltaChoice]
     usage: Usage | None = None
-
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    arguments: dict[str, Any] | None,
-    *,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Returns the ids of a conversation. Text never becomes a control token.
-
-    Args:
-      arguments: of the chat template.
-
-    Raises:
-      ValueError: there is no template, or it refuses the messages.
-    """
-    return tokenizer.chat(
-        [message.for_template() for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        **(arguments or {}),
-    )

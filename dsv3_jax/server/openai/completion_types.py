@@ -48,8 +48,6 @@ class CompletionRequest(SamplingFields):
     def _check_combinations(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo and not self.stream):
             raise ValueError("max_tokens: expected at least 1 without echo, or with stream; got 0")
-        if self.stream and self.logprobs is not None:
-            raise ValueError("logprobs: expected none with stream, as they are not streamed yet")
         return self
 
     @property

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-import uuid
+import functools
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.completion_types import (
     CompletionChoice,
     CompletionLogprobs,
@@ -22,7 +22,6 @@ from dsv3_jax.server.openai.completion_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import completion_logprobs
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import EventStream, while_connected
 
 router = APIRouter()
 
@@ -38,23 +37,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         len(prompts),
         n=body.n or 1,
         prompt_field="prompt",
+        grammar=body.grammar,
         **body.engine_settings(),
     )
     answer = _Answer(body, prompts, job, service, request.state.log)
-    if body.stream:
-        return EventStream(answer.chunks(), job.close)
-    try:
-        return await while_connected(request, answer.response())
-    finally:
-        job.close()
+    return await answer.respond(request, stream=bool(body.stream))
 
 
-class _Answer:
-    """The answer to one request.
-
-    Args:
-      log: fields of the request's line in the access log.
-    """
+class _Answer(Answer):
+    """The answer to one request."""
 
     def __init__(
         self,
@@ -64,37 +55,28 @@ class _Answer:
         service: Service,
         log: dict[str, object],
     ):
+        super().__init__("cmpl-", body.model, job, service, n=body.n or 1, log=log)
         self._body = body
         self._prompts = prompts
-        self._n = body.n or 1
-        self._job = job
-        self._service = service
-        self._tokenizer = service.tokenizer
-        self._log = log
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._offsets = [0] * len(job.handles)  # characters of the tokens so far
 
-    async def response(self) -> Response:
+    def body(self, completions: list[Completion]) -> CompletionResponse:
         """Returns all completions."""
-        completions = [self._requested_part(c) for c in await self._job.completions()]
-        usage = self._usage(completions)
+        completions = [self._requested_part(completion) for completion in completions]
+        choices = [
+            self._choice(i, completion, is_first=True) for i, completion in enumerate(completions)
+        ]
+        return self._chunk(choices, self.usage(completions))
 
-        def choices() -> list[CompletionChoice]:
-            return [self._choice(i, completion) for i, completion in enumerate(completions)]
-
-        content = self._chunk(await self._service.in_thread(choices), usage).model_dump_json()
-        return Response(content, media_type="application/json")
-
-    async def chunks(self) -> AsyncGenerator[CompletionResponse, None]:
-        """Yields the chunks of a stream."""
-        if self._body.echo:
-            for i in range(len(self._job.handles)):
-                text = self._prompt_text(i)
-                yield self._chunk([CompletionChoice(index=i, text=text, finish_reason=None)])
-        async for i, piece in self._job.pieces():
-            choice = CompletionChoice(index=i, text=piece.text, finish_reason=piece.finish_reason)
-            yield self._chunk([choice])
-        usage = self._usage([self._job.completion(i) for i in range(len(self._job.handles))])
+    async def events(self) -> AsyncGenerator[CompletionResponse, None]:
+        """Yields the chunks of a stream. The first of each completion has the prompt, if asked."""
+        begun: set[int] = set()
+        async for i, piece in self.job.pieces():
+            make = functools.partial(self._choice, i, piece, is_first=i not in begun)
+            begun.add(i)
+            is_short = self._body.logprobs is None and not self._body.echo
+            yield self._chunk([make() if is_short else await self.service.in_thread(make)])
+        usage = self.final_usage()
         if self._body.includes_usage:
             yield self._chunk([], usage)
 
@@ -102,17 +84,8 @@ class _Answer:
         self, choices: list[CompletionChoice], usage: Usage | None = None
     ) -> CompletionResponse:
         return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._body.model,
-            choices=choices,
-            usage=usage,
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
-
-    def _usage(self, completions: list[Completion]) -> Usage:
-        usage = Usage.of(completions, self._n)
-        self._log |= usage.log_fields()
-        return usage
 
     def _requested_part(self, completion: Completion) -> Completion:
         """Returns the part of a completion that was asked for."""
@@ -122,33 +95,42 @@ class _Answer:
             completion, text="", tokens=[], logprobs=[], top_logprobs=[], finish_reason="length"
         )
 
-    def _choice(self, index: int, completion: Completion) -> CompletionChoice:
-        text = completion.text
-        if self._body.echo:
-            text = self._prompt_text(index) + text
+    def _choice(self, index: int, part: Completion | Piece, *, is_first: bool) -> CompletionChoice:
+        """Returns a completion or a piece of it.
+
+        Args:
+          is_first: whether it is the whole or the first piece, to which the prompt belongs.
+        """
+        echo = is_first and bool(self._body.echo)
         return CompletionChoice(
             index=index,
-            text=text,
-            logprobs=self._logprobs(index, completion),
-            finish_reason=completion.finish_reason,
+            text=(self._prompt_text(index) if echo else "") + part.text,
+            logprobs=self._logprobs(index, part, echo=echo),
+            finish_reason=part.finish_reason,
         )
 
-    def _logprobs(self, index: int, completion: Completion) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, index: int, part: Completion | Piece, *, echo: bool
+    ) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        tokens, logprobs = completion.tokens, list[float | None](completion.logprobs)
-        tops = list(completion.top_logprobs or [[] for _ in tokens])
-        if self._body.echo:
-            assert completion.prompt_logprobs is not None
+        tokens, logprobs = part.tokens, list[float | None](part.logprobs)
+        tops = list[TopLogprobs | None](part.top_logprobs or [[] for _ in tokens])
+        record = self.job.handles[index].prompt_record
+        if echo and record is not None:
             tokens = [*self._prompt_ids(index), *tokens]
-            logprobs = [*completion.prompt_logprobs, *logprobs]
-            tops = [*(completion.prompt_top_logprobs or []), *tops]
-        return completion_logprobs(self._tokenizer, tokens, logprobs, tops)
+            logprobs = [*record.logprobs, *logprobs]
+            tops = [*record.top_logprobs, *tops]
+        result = completion_logprobs(
+            self.tokenizer, tokens, logprobs, tops, begin=self._offsets[index]
+        )
+        self._offsets[index] += sum(map(len, result.tokens))
+        return result
 
     def _prompt_ids(self, index: int) -> list[int]:
-        prompt = self._prompts[index // self._n]
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt = self._prompts[index // self.n]
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _prompt_text(self, index: int) -> str:
-        prompt = self._prompts[index // self._n]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        prompt = self._prompts[index // self.n]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)

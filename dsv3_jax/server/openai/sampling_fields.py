@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
 import dsv3_jax
 from dsv3_jax.generation.completion import Completion
+from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.structure_types import StructuredOutputs, TextForm
 
 SYSTEM_FINGERPRINT = f"dsv3_jax-{dsv3_jax.__version__}"
 
@@ -15,12 +19,6 @@ _MAX_INT = 2**63 - 1
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
-class Body(BaseModel):
-    """A body, or a part of one. Fields that it does not have are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -55,6 +53,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=8)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Accepted and ignored: they change nothing about the text.
     user: str | None = None
@@ -71,6 +70,34 @@ class SamplingFields(Body):
             if not (token.isascii() and token.isdecimal() and len(token) < 10):
                 raise ValueError(f"logit_bias: expected token ids as keys, got {token!r:.60}")
         return value
+
+    _grammar: GrammarSource | None = PrivateAttr(None)
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """What the text has to match, or None."""
+        return self._grammar
+
+    def text_forms(self) -> Mapping[str, TextForm | None]:
+        """Returns the fields that describe the text, by their names."""
+        return {"structured_outputs": self.structured_outputs}
+
+    @model_validator(mode="after")
+    def _read_grammar(self) -> SamplingFields:
+        for field, form in self.text_forms().items():
+            source = None if form is None else form.source(field)
+            if source is None:
+                continue
+            if self._grammar is not None:
+                raise ValueError(f"{field}: expected none with {self._grammar.field}, got both")
+            for name in ("ignore_eos", "min_tokens"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"{name}: expected none with {field}, which decides where the text ends,"
+                        f" got {value}"
+                    )
+            self._grammar = source
+        return self
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`, without limits of tokens."""

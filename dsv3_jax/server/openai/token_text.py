@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
 from dsv3_jax.generation.text import INCOMPLETE
 from dsv3_jax.server.openai.chat_types import ChatLogprobs, ChosenLogprob, TokenLogprob
 from dsv3_jax.server.openai.completion_types import CompletionLogprobs
 from dsv3_jax.tokenizer import Tokenizer
-
-Top = Sequence[tuple[int, float]]
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -21,7 +20,9 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
     logprobs: Sequence[float | None],
-    top_logprobs: Sequence[Top | None],
+    top_logprobs: Sequence[TopLogprobs | None],
+    *,
+    begin: int = 0,
 ) -> CompletionLogprobs:
     """Returns log-probabilities in the shape of /v1/completions.
 
@@ -32,6 +33,7 @@ def completion_logprobs(
       tokens: ids.
       logprobs: of each token; None where nothing precedes it.
       top_logprobs: most probable tokens at each position, best first.
+      begin: characters of the tokens before these.
     """
     texts = [token_text(tokenizer, token) for token in tokens]
     tops: list[dict[str, float] | None] = []
@@ -44,7 +46,7 @@ def completion_logprobs(
             pairs.setdefault(token_text(tokenizer, token), value)
         pairs.setdefault(text, logprob)
         tops.append(pairs)
-    offsets, end = [], 0
+    offsets, end = [], begin
     for text in texts:
         offsets.append(end)
         end += len(text)
@@ -53,15 +55,11 @@ def completion_logprobs(
     )
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
-) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, parts: Sequence[Completion | Piece]) -> ChatLogprobs:
     """Returns log-probabilities in the shape of /v1/chat/completions.
 
     Args:
-      tokens: ids.
-      logprobs: of each token.
-      tops: most probable tokens at each position, best first.
+      parts: a completion, or successive pieces of one.
     """
 
     def entry(token: int, logprob: float) -> TokenLogprob:
@@ -74,6 +72,12 @@ def chat_logprobs(
             ChosenLogprob(
                 **entry(token, logprob).model_dump(), top_logprobs=[entry(*pair) for pair in top]
             )
-            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+            for part in parts
+            for token, logprob, top in zip(
+                part.tokens,
+                part.logprobs,
+                part.top_logprobs or [[] for _ in part.tokens],
+                strict=True,
+            )
         ]
     )

@@ -7,9 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
+from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
-from dsv3_jax.server.openai.chat_types import Message, TemplateArguments, encode_chat
-from dsv3_jax.server.openai.sampling_fields import Body
+from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
+from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 
 router = APIRouter()
@@ -22,7 +24,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     """Whether BOS precedes a prompt, if the model expects it."""
     add_generation_prompt: bool = True
@@ -66,11 +69,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     def encode() -> list[int]:
         if body.prompt is not None:
             return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        return encode_chat(
-            service.tokenizer,
-            body.messages or (),
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
+        conversation = Conversation(
+            [message.for_template() for message in body.messages or ()],
+            [tool.for_template() for tool in body.tools or ()],
+            arguments=body.chat_template_kwargs or {},
+        )
+        return conversation.encode(
+            service.tokenizer, add_generation_prompt=body.add_generation_prompt
         )
 
     try:

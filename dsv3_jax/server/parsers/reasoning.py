@@ -14,6 +14,9 @@ from dsv3_jax.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 
+Part = Literal["undecided", "reasoning", "content"]
+"""A part of the text. It is undecided where it may begin with either of the others."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -31,8 +34,8 @@ class ReasoningParser:
         with ``<think>``, after white space at most.
     """
 
-    def __init__(self, state: Literal["undecided", "reasoning", "content"]):
-        self._state = state
+    def __init__(self, state: Part):
+        self._state: Part = state
         self._pending = ""  # may be the beginning of a tag
 
     @classmethod
@@ -49,6 +52,11 @@ class ReasoningParser:
         if end.endswith(BEGIN):
             return cls("reasoning")
         return cls("content" if end.endswith(END) else "undecided")
+
+    @property
+    def part(self) -> Part:
+        """The part that the text is in."""
+        return self._state
 
     def add(self, text: str, *, is_last: bool = False) -> Parts:
         """Returns the new text of both parts, without the tags.

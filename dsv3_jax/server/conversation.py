@@ -1,0 +1,85 @@
+"""Conversations, in the form to which the endpoints of all APIs translate them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsv3_jax.generation.request import Prompt
+from dsv3_jax.server.job import Job
+from dsv3_jax.server.parsers.answer_parser import AnswerParser
+from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.tool_formats import find_tool_parser
+from dsv3_jax.server.parsers.tool_parser import ToolParser
+from dsv3_jax.server.service import Service
+from dsv3_jax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages and tools, as chat templates read them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call."""
+    parallel_calls: bool = True
+    """Whether an answer may contain several tool calls."""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arguments of the template."""
+
+    def encode(self, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> list[int]:
+        """Returns the ids of the conversation. Text never becomes a control token.
+
+        Raises:
+          ValueError: there is no template, or it refuses the messages.
+        """
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return tokenizer.chat(
+            self.messages,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.arguments, **tools},
+        )
+
+    async def submit(
+        self, service: Service, *, n: int, prompt_field: str, **settings: Any
+    ) -> tuple[Job, list[AnswerParser]]:
+        """Puts requests for ``n`` answers into the engine's queue.
+
+        Args:
+          prompt_field: name of the messages in the body, for errors.
+          settings: of :meth:`Service.submit`.
+
+        Returns:
+          The job, and the parser of each answer.
+
+        Raises:
+          ApiError: as :meth:`Service.submit`.
+        """
+        prompt: list[int] = []
+        tool_parsers: list[type[ToolParser]] = []
+
+        def read_prompt() -> list[Prompt]:
+            tool_parsers.extend([find_tool_parser(service.tokenizer)] if self.tools else [])
+            prompt.extend(self.encode(service.tokenizer))
+            return [prompt]
+
+        job = await service.submit(
+            read_prompt,
+            1,
+            n=n,
+            prompt_field=prompt_field,
+            skip_special_tokens=not self.tools,
+            **settings,
+        )
+        return job, [self._parser(service.tokenizer, prompt, tool_parsers) for _ in job.handles]
+
+    def _parser(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[type[ToolParser]]
+    ) -> AnswerParser:
+        return AnswerParser(
+            ReasoningParser.of_prompt(tokenizer, prompt),
+            tools[0]() if tools else None,
+            tokenizer.special_tokens if tools else (),
+            parallel=self.parallel_calls,
+        )

@@ -1,0 +1,81 @@
+"""What the answers of all endpoints that generate text have in common."""
+
+from __future__ import annotations
+
+import abc
+import time
+import uuid
+from collections.abc import AsyncGenerator, MutableMapping
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from dsv3_jax.generation.completion import Completion
+from dsv3_jax.server.job import Job
+from dsv3_jax.server.openai.sampling_fields import Usage
+from dsv3_jax.server.service import Service
+from dsv3_jax.server.sse import EventStream, while_connected
+
+
+class Answer(abc.ABC):
+    """The answer to one request: a body with all completions, or a stream of events.
+
+    Args:
+      id_prefix: beginning of the answer's id, which tells clients the endpoint.
+      model: the model's name, as the request has it.
+      job: the completions.
+      n: completions of each prompt.
+      log: fields of the request's line in the access log.
+    """
+
+    def __init__(
+        self,
+        id_prefix: str,
+        model: str,
+        job: Job,
+        service: Service,
+        *,
+        n: int,
+        log: MutableMapping[str, object],
+    ):
+        self.id = id_prefix + uuid.uuid4().hex
+        self.created = int(time.time())
+        self.model = model
+        self.job = job
+        self.service = service
+        self.tokenizer = service.tokenizer
+        self.n = n
+        self._log = log
+
+    @abc.abstractmethod
+    def body(self, completions: list[Completion]) -> BaseModel:
+        """Returns the body with all completions. It runs in a thread."""
+
+    @abc.abstractmethod
+    def events(self) -> AsyncGenerator[BaseModel, None]:
+        """Yields the events of a stream."""
+
+    async def respond(self, request: Request, *, stream: bool) -> Response:
+        """Returns the response. The job is closed at its end, also if the client goes away."""
+        if stream:
+            return EventStream(self.events(), self.job.close)
+        try:
+            return await while_connected(request, self._whole())
+        finally:
+            self.job.close()
+
+    async def _whole(self) -> Response:
+        completions = await self.job.completions()
+        json = await self.service.in_thread(lambda: self.body(completions).model_dump_json())
+        return Response(json, media_type="application/json")
+
+    def usage(self, completions: list[Completion]) -> Usage:
+        """Returns the usage of completions, and logs it."""
+        usage = Usage.of(completions, self.n)
+        self._log.update(usage.log_fields())
+        return usage
+
+    def final_usage(self) -> Usage:
+        """Returns the usage of all completions, which are at their end, and logs it."""
+        return self.usage([self.job.completion(i) for i in range(len(self.job.handles))])

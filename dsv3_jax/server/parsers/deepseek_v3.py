@@ -1,0 +1,30 @@
+"""Tool calls of DeepSeek-V2.5, V3, V3-0324 and R1, with arguments in a fenced block of JSON::
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+ARGUMENTS
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from dsv3_jax.server.parsers.section_parser import SectionParser
+
+_CALL_END = "<｜tool▁call▁end｜>"
+
+
+class DeepSeekV3Parser(SectionParser):
+    """Parses tool calls of DeepSeek-V3."""
+
+    section_begin = "<｜tool▁calls▁begin｜>"
+    section_end = "<｜tool▁calls▁end｜>"
+    call_begin = "<｜tool▁call▁begin｜>"
+    arguments_begin = "\n```json\n"
+    call_ends = (f"\n```{_CALL_END}", f"```{_CALL_END}", _CALL_END)
+
+    @staticmethod
+    def read_header(header: str) -> tuple[str, str | None] | None:
+        """Returns the name after the type of the tool, which is always ``function``."""
+        kind, separator, name = header.partition("<｜tool▁sep｜>")
+        name = name.strip()
+        return (name, None) if separator and kind.strip() == "function" and name else None

@@ -1,0 +1,33 @@
+"""Tool calls of Kimi-K2::
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>
+    ARGUMENTS<|tool_call_end|><|tool_calls_section_end|>
+
+There is no line break. The model itself writes the id, ``functions.NAME:INDEX``, and expects it in
+the history; so clients get it as it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dsv3_jax.server.parsers.section_parser import SectionParser
+
+_ID = re.compile(r"(?:functions\.)?+(?P<name>[^\s:]+):\d+")
+
+
+class KimiK2Parser(SectionParser):
+    """Parses tool calls of Kimi-K2."""
+
+    section_begin = "<|tool_calls_section_begin|>"
+    section_end = "<|tool_calls_section_end|>"
+    call_begin = "<|tool_call_begin|>"
+    arguments_begin = "<|tool_call_argument_begin|>"
+    call_ends = ("<|tool_call_end|>",)
+
+    @staticmethod
+    def read_header(header: str) -> tuple[str, str | None] | None:
+        """Returns the name that the id contains, and the id."""
+        call_id = header.strip()
+        found = _ID.fullmatch(call_id)
+        return (found["name"], call_id) if found else None
