@@ -154,6 +154,8 @@ class EngineLoop:
                 prefix_queried_tokens=scheduler.prefix_queried_tokens,
                 prompt_tokens=self._host_times.prompt_tokens,
                 output_tokens=self._host_times.output_tokens,
+                drafted_tokens=self._host_times.drafted_tokens,
+                accepted_tokens=self._host_times.accepted_tokens,
                 preemptions=scheduler.preemptions,
                 compiled_after_warm_up=self._executor.compiled_after_warm_up,
                 steps=self._host_times.steps,
@@ -386,8 +388,11 @@ class EngineLoop:
                 output.add_prompt(*result.prompt)
             for step in result.steps:
                 output.add(step, is_decode=result.is_decode)
-                if result.is_decode and (depth := result.request.depth) is not None:
-                    depth.observe(step.drafted, len(step.tokens) - 1)
+                if result.is_decode:
+                    self._host_times.drafted_tokens += step.drafted
+                    self._host_times.accepted_tokens += len(step.tokens) - 1
+                    if (depth := result.request.depth) is not None:
+                        depth.observe(step.drafted, len(step.tokens) - 1)
             if result.finished != RUNNING or output.is_stopped:
                 return result.finished
             if output.grammar is not None and result.steps:

@@ -17,7 +17,7 @@ from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
 from dsv3_jax.server.openai import chat, completions, models, tokens
-from dsv3_jax.server.page import routes
+from dsv3_jax.server.page import drafts, routes
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerSettings) -
     if settings.api_keys is not None:
         app.add_middleware(ApiKeyCheck, keys=settings.api_keys)
     app.add_middleware(AccessLog)
-    for module in (health, metrics, models, completions, chat, tokens, routes):
+    for module in (health, metrics, models, completions, chat, tokens, drafts, routes):
         app.include_router(module.router)
     return app
 
