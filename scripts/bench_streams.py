@@ -1,10 +1,10 @@
 """Measures whether HTTP keeps the engine's thread from its steps.
 
-    python -m scripts.bench_streams --streams 64 --step-ms 10 --out benchmarks/results/streams_cpu.json
+    python -m scripts.bench_streams --streams 64 --out benchmarks/results/streams_cpu.json
 
-The same requests are served without HTTP, where nobody reads their text, and then as open streams of
-a server in the engine's process, alternately. Their clients are another process. The device sleeps
-for ``--step-ms`` in every step and uses no core, so that what exceeds this time is the host's.
+The same requests are served without HTTP, where nobody reads their text, and then as open streams
+of a server in the engine's process, alternately. Their clients are another process. The device
+sleeps for ``--step-ms`` in every step and uses no core. Any further time is the host's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server whose device sleeps in every step, as if it were another chip than the one that runs HTTP."""
+"""A server whose device sleeps in every step, and so leaves all cores to the host's work."""
 
 from __future__ import annotations
 

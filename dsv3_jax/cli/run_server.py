@@ -88,6 +88,6 @@ def _refused_if_too_large(model: str) -> Iterator[None]:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
-            f" --quantization and --layout change their size; dsv3 plan says what fits), got:"
+            f" --quantization and --layout change their size; dsv3 plan reports what fits), got:"
             f" {reason:.300}"
         ) from None

@@ -21,9 +21,9 @@ class RequestRecord:
 
     prompt_tokens: int
     start: float
-    """When it was sent, in seconds of ``time.perf_counter()``."""
+    """Time of sending, in seconds of ``time.perf_counter()``."""
     chunks: tuple[float, ...] = ()
-    """When each chunk of text arrived, in seconds after ``start``."""
+    """Arrival time of each chunk of text, in seconds after ``start``."""
     output_tokens: int = 0
     """Generated tokens, as the server counts them."""
     error: str = ""

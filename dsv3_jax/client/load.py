@@ -1,4 +1,4 @@
-"""When requests are sent: at their arrival times, or a number of them at a time."""
+"""Two loads: requests sent at their arrival times, or a number of them at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def open_loop(send: Send, arrivals: Sequence[float]) -> list[RequestRecord
 
 
 async def closed_loop(send: Send, count: int, concurrency: int) -> list[RequestRecord]:
-    """Sends requests from ``concurrency`` clients, each of which waits for the end of its request
-    before it sends the next one."""
+    """Sends requests from ``concurrency`` clients. Each waits for the end of its request before it
+    sends the next one."""
     numbers = iter(range(count))
     records: dict[int, RequestRecord] = {}
 

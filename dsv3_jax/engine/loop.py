@@ -180,7 +180,9 @@ class EngineLoop:
         if self._error is None and self.step_seconds > seconds:
             # The executor stays open: closing it would wait for the step.
             self._end_all(
-                EngineError(f"engine: a step has taken more than {seconds:g} s; its device is stuck")
+                EngineError(
+                    f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+                )
             )
 
     def clear_prefix_cache(self) -> None:

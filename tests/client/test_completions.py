@@ -160,7 +160,7 @@ def test_chat_events_and_errors():
             next(answer)
         assert (server.bodies[0]["model"], server.bodies[0]["top_p"]) == ("scripted", 0.5)
         server.script = 400
-        with pytest.raises(ValueError, match="no,\nthank you"):
+        with pytest.raises(ValueError, match=r"no,\nthank you"):
             next(chat.answer([]))
-    with pytest.raises(ValueError, match="expected a server, got: .*refused"):
+    with pytest.raises(ValueError, match=r"expected a server, got: .*refused"):
         ChatServer(server.url, None, None, {})

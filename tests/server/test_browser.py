@@ -109,9 +109,7 @@ def test_an_error(page):
 
 def test_markup_is_text(page):
     send(page, "<img src=x onerror=alert(1)><b>bold</b>", Most_new_tokens="2")
-    expect(page.locator("li.user p").last).to_have_text(
-        "<img src=x onerror=alert(1)><b>bold</b>"
-    )
+    expect(page.locator("li.user p").last).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
     assert page.locator("#log img, #log b").count() == 0
 
 

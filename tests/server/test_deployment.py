@@ -1,4 +1,4 @@
-"""The example files in docs/deploy: they parse, their flags exist, and the dashboard finds its figures."""
+"""The example files in docs/deploy: they parse, their flags exist, and so do all figures."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def service(engine: Any, stuck_seconds: float) -> Any:
-    """What the watchdog needs of a service."""
+    """Returns the part of a service that the watchdog uses."""
 
     class Service(SimpleNamespace):
         @property
