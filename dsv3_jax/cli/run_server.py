@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +36,17 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    bound = bind(arguments.host, arguments.port)
+    with bind(arguments.host, arguments.port) as bound:
+        _serve(arguments, draft, depth, keys, bound)
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    draft: str | None,
+    depth: int | str,
+    keys: ApiKeys | None,
+    bound: socket.socket,
+) -> None:
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     began = time.perf_counter()

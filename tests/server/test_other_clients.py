@@ -130,8 +130,9 @@ def test_lm_eval(server, tmp_path):
     for document in DOCUMENTS:
         scores = []
         for choice in document["choices"]:
-            prompt = server.tokenizer.encode(document["text"])
-            tokens = server.tokenizer.encode(document["text"] + choice)
+            # lm_eval sends no token for the beginning of a text.
+            texts = (document["text"], document["text"] + choice)
+            prompt, tokens = (server.tokenizer.encode(t, add_special_tokens=False) for t in texts)
             assert tokens[: len(prompt)] == prompt
             request = server.engine.submit(
                 tokens, max_new_tokens=1, prompt_logprobs=1, temperature=0.0

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +14,7 @@ import pytest
 from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.server.watchdog import Watchdog
 from tests.engine.simulated_engine import SimulatedEngine
-
-ROOT = Path(__file__).parents[2]
+from tests.server.processes import ServerProcess
 
 
 def service(engine: Any, stuck_seconds: float) -> Any:
@@ -66,48 +59,14 @@ def test_health_of_a_slow_step(server, monkeypatch):
     assert "a step has taken 151.0 s so far" in json.loads(body)["error"]["message"]
 
 
-SERVER = """
-import sys, time
-from dsv3_jax.engine.executor import Executor
-from dsv3_jax.server.run import bind, run
-from dsv3_jax.server.settings import ServerSettings
-from tests.server.conftest import demo_engine
-
-engine, tokenizer = demo_engine()
-Executor.wait = lambda self: time.sleep(1000)
-with engine:
-    run(engine, tokenizer, ServerSettings("demo", 256, 12, stuck_seconds=1.0), bind("127.0.0.1", 0))
-"""
-
-
 @pytest.mark.slow
 def test_the_process_ends():
     message = "a step has taken more than 1 s; its device is stuck"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if "ready: compiled" in line:
-                break
-        port = int(re.search(r"http://127.0.0.1:(\d+)", "".join(lines))[1])  # pyright: ignore[reportOptionalSubscript]
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 20})
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 500
-        assert message in json.loads(answer.read())["error"]["message"]
-        connection.close()
-        lines += process.stderr
-        assert process.wait(30) == 1
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-    assert [message in line for line in lines if "the server ends" in line] == [True]
+    stuck = "Executor.wait = lambda self: time.sleep(1000)"
+    with ServerProcess(change=stuck, stuck_seconds=1.0) as process:
+        body = {"model": "demo", "prompt": "x", "max_tokens": 20}
+        status, error = process.ready().refused("/v1/completions", body)
+        assert status == 500
+        assert message in error["message"]
+        assert process.wait() == 1
+        assert [message in line for line in process.lines if "server ends" in line] == [True]

@@ -1,6 +1,7 @@
 """Answers for the page, with the tokens that were drafted.
 
-Clients use /v1/chat/completions, whose chunks do not mark drafts. The page sends the same body here.
+Clients use /v1/chat/completions, whose chunks do not mark drafts. The page sends the
+same body here.
 """
 
 from __future__ import annotations
