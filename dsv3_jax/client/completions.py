@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -126,7 +126,7 @@ class CompletionClient:
         return RequestRecord(len(prompt), start, tuple(chunks), tokens, error)
 
 
-async def _events(response: aiohttp.ClientResponse) -> Any:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yields the events of a stream, without the last one, ``[DONE]``."""
     async for line in response.content:
         if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):

@@ -84,6 +84,7 @@ def test_keys_and_times():
             assert names["www-authenticate"] == "Bearer"
             assert json.loads(answer)["error"]["code"] == "invalid_api_key"
         right = {"Authorization": "Bearer secret"}
+        assert server.request("POST", "/chat/spans", body)[0] == 401
         assert server.request("GET", "/v1/models", headers=right)[0] == 200
         assert server.request("GET", "/v1/models", headers={"X-API-Key": "secret"})[0] == 200
         status, _, answer = server.request("POST", "/v1/completions", body, right)
