@@ -6,6 +6,7 @@ JAX_PLATFORMS selects another platform.
 import gc
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 # A background job of a shell ignores Ctrl-C, and so would its children. Tests of interrupts would
@@ -13,12 +14,18 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run:
-# without LLVM's optimizations the suite takes about a fifth less time.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    + os.environ.get("XLA_FLAGS", "")
-)
+# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run,
+# so LLVM neither optimizes them nor compiles each in many parts.
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    # XLA's older way to compile fusions takes half as long. Newer versions do without it; CI also
+    # runs the quick tests of kernels, meshes and loops with the newest one.
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

@@ -58,7 +58,7 @@ def program(form, T, *, steps=1, platform="tpu"):
         arrays,
     )
     run = jax.shard_map(run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
-    return compiled(jax.jit(run, donate_argnums=4).lower(*arguments)), arguments[-1]
+    return compiled(jax.jit(run, donate_argnums=4).lower(*arguments)), arguments[-1]["latent"]
 
 
 def copies(compiled_program, pages) -> int:
