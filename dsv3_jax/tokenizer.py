@@ -107,7 +107,13 @@ class Tokenizer:
     @property
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens, which :meth:`decode` leaves out by default."""
-        return [token.content for token in self._control.values() if token.special]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    @property
+    def control_tokens(self) -> dict[int, str]:
+        """Texts of the control tokens by their ids."""
+        return {i: token.content for i, token in self._control.items()}
 
     @property
     def chat_template(self) -> str | None:

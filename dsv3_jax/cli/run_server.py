@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
+from dsv3_jax import chat_formats
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
@@ -31,8 +32,11 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
       depth: drafts per step, or ``"auto"``.
 
     Raises:
-      ValueError: the model, the layout, the keys or the address is refused.
+      ValueError: the model, the chat template, the layout, the keys or the address is refused.
     """
+    template = None
+    if arguments.chat_template is not None:
+        template = chat_formats.read(arguments.chat_template)
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
@@ -60,6 +64,8 @@ def _serve(
     seconds = time.perf_counter() - began
     print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
     assert tokenizer is not None
+    if template is not None:
+        tokenizer = tokenizer.with_chat_template(template)
     max_requests = arguments.max_running + arguments.max_waiting
     max_len = min(arguments.max_len, model.config.max_position_embeddings)
     with _refused_if_too_large(arguments.model):

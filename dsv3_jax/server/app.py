@@ -13,10 +13,11 @@ import dsv3_jax
 from dsv3_jax.engine import Engine
 from dsv3_jax.server import health, metrics
 from dsv3_jax.server.access_log import AccessLog
+from dsv3_jax.server.anthropic import messages
 from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
-from dsv3_jax.server.openai import chat, completions, models, tokens
+from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
@@ -50,7 +51,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerSettings) -
     if settings.api_keys is not None:
         app.add_middleware(ApiKeyCheck, keys=settings.api_keys)
     app.add_middleware(AccessLog)
-    for module in (health, metrics, models, completions, chat, tokens, drafts, routes):
+    endpoints = (completions, chat, responses, messages, models, tokens)
+    for module in (health, metrics, *endpoints, drafts, routes):
         app.include_router(module.router)
     return app
 

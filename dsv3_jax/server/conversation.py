@@ -17,6 +17,17 @@ from dsv3_jax.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
+class SubmittedConversation:
+    """A conversation in the engine."""
+
+    job: Job
+    parsers: Sequence[AnswerParser]
+    """The parser of each answer."""
+    prompt_tokens: int
+    """Tokens of the conversation."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Conversation:
     """Messages and tools, as chat templates read them."""
 
@@ -43,15 +54,12 @@ class Conversation:
 
     async def submit(
         self, service: Service, *, n: int, prompt_field: str, **settings: Any
-    ) -> tuple[Job, list[AnswerParser]]:
+    ) -> SubmittedConversation:
         """Puts requests for ``n`` answers into the engine's queue.
 
         Args:
           prompt_field: name of the messages in the body, for errors.
           settings: of :meth:`Service.submit`.
-
-        Returns:
-          The job, and the parser of each answer.
 
         Raises:
           ApiError: as :meth:`Service.submit`.
@@ -72,7 +80,8 @@ class Conversation:
             skip_special_tokens=not self.tools,
             **settings,
         )
-        return job, [self._parser(service.tokenizer, prompt, tool_parsers) for _ in job.handles]
+        parsers = [self._parser(service.tokenizer, prompt, tool_parsers) for _ in job.handles]
+        return SubmittedConversation(job, parsers, len(prompt))
 
     def _parser(
         self, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[type[ToolParser]]

@@ -1,11 +1,14 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``.
+
+Those of /v1/messages have Anthropic's, ``{"type": "error", "error": {"type", "message"}}``.
+"""
 
 from __future__ import annotations
 
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +41,31 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(BaseModel):
+    """Describes an error in Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """Body of an error of /v1/messages, and event of an error in its streams."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+
+
+# Types of errors in Anthropic's API. Other ones from 400 on are invalid_request_error, and from 500
+# on api_error.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ApiError(Exception):
     """An error that the client sees.
 
@@ -66,9 +94,18 @@ class ApiError(Exception):
         line = " ".join(message.split())
         self.body = ErrorBody(error=ErrorDetail(message=line, type=kind, param=param, code=code))
 
-    def response(self) -> Response:
-        """Returns the response."""
-        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+    @property
+    def messages_body(self) -> MessagesErrorBody:
+        """The error in the shape of Anthropic's API."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_TYPES.get(self.status, kind)
+        detail = MessagesErrorDetail(type=kind, message=self.body.error.message)
+        return MessagesErrorBody(error=detail)
+
+    def response(self, path: str) -> Response:
+        """Returns the response to a request for ``path``, which decides on the shape."""
+        body = self.messages_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body.model_dump(), self.status, self.headers)
 
     @classmethod
     def of_engine(cls, error: ValueError, prompt_field: str) -> ApiError:
@@ -118,7 +155,7 @@ def engine_failed(error: BaseException) -> ApiError:
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends an error as the whole response."""
-    await error.response()(scope, receive, send)
+    await error.response(scope["path"])(scope, receive, send)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -126,21 +163,22 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error.errors()).response()
+        return _invalid(error.errors()).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        failure = ApiError(error.status_code, message, headers=error.headers)
+        return failure.response(request.url.path)
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         message = "internal error; the server's log has the details"
-        return ApiError(500, message, kind="server_error").response()
+        return ApiError(500, message, kind="server_error").response(request.url.path)
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from dsv3_jax.engine import Engine, EngineRequest
 
@@ -153,7 +153,7 @@ class _EngineFigures(Collector):
 router = APIRouter()
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Returns all figures in Prometheus' text format."""
     service = request.app.state.service

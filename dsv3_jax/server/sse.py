@@ -14,26 +14,78 @@ from starlette.types import Receive, Scope, Send
 
 from dsv3_jax.server.errors import ApiError, engine_failed
 
+
+class NamedEvent(BaseModel):
+    """An event with a name. Its subclasses have one value of ``type`` each."""
+
+    type: str
+
+
+class EventFormat:
+    """OpenAI's format of a stream: events have no names, and the last one is ``[DONE]``."""
+
+    end = "data: [DONE]\n\n"
+
+    def event(self, event: BaseModel) -> str:
+        """Returns an event."""
+        return f"data: {event.model_dump_json()}\n\n"
+
+    def error(self, error: ApiError) -> str:
+        """Returns the event of an error."""
+        return self.event(error.body)
+
+
+class NamedEventFormat(EventFormat):
+    """Events that are named like their field ``type``. The stream has no further end.
+
+    Args:
+      make_error: returns the event of an error.
+    """
+
+    end = ""
+
+    def __init__(self, make_error: Callable[[ApiError], NamedEvent]):
+        self._make_error = make_error
+
+    def event(self, event: BaseModel) -> str:
+        """Returns an event."""
+        assert isinstance(event, NamedEvent)
+        return f"event: {event.type}\n{super().event(event)}"
+
+    def error(self, error: ApiError) -> str:
+        """Returns the event of an error."""
+        return self.event(self._make_error(error))
+
+
 CLIENT_GONE = 499
 """Status in the log of a request whose client went away. Nobody receives it."""
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""The part of OpenAPI's description of an endpoint that says that it may stream."""
 
 
 class EventStream(Response):
     """A response of server-sent events that ends when its client goes away.
 
     Args:
-      events: bodies of the events. An error that it raises becomes the last event but one; the
-        last one is ``[DONE]``.
+      events: bodies of the events. An error that it raises becomes the last one.
       close: called at the end, however the stream ends.
+      event_format: that of the API.
     """
 
-    def __init__(self, events: AsyncGenerator[BaseModel, None], close: Callable[[], None]):
+    def __init__(
+        self,
+        events: AsyncGenerator[BaseModel, None],
+        close: Callable[[], None],
+        event_format: EventFormat,
+    ):
         super().__init__(media_type="text/event-stream")
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._format = event_format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -46,19 +98,18 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
 
-        async def send_event(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def send_event(text: str) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         try:
             async for event in self._events:
-                await send_event(event.model_dump_json())
+                await send_event(self._format.event(event))
         except ApiError as error:
-            await send_event(error.body.model_dump_json())
+            await send_event(self._format.error(error))
         except Exception as error:
-            await send_event(engine_failed(error).body.model_dump_json())
+            await send_event(self._format.error(engine_failed(error)))
             raise
-        await send_event("[DONE]")
+        await send_event(self._format.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

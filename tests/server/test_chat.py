@@ -124,12 +124,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": [TOOL]}, "tools", "tools: expected none: tools are not supported yet"),
+        ({"tools": [TOOL]}, "tools", "chat template of this model does not describe tools"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
         ({"response_format": {"type": "json_object"}}, "response_format", "should be 'text'"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages.0.role: "),
-        ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: field required"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role: "),
+        ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: expected text"),
         ({"messages": "hi"}, "messages", "messages: input should be a valid list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

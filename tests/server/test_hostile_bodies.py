@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import random
-from typing import Any
+import time
 
 import pytest
 
-VALID: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"model": "demo", "prompt": "x = ", "max_tokens": 2, "temperature": 0},
-    "/v1/chat/completions": {
-        "model": "demo",
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 2,
-        "chat_template_kwargs": {"thinking": True},
-    },
-    "/tokenize": {"prompt": "x"},
-    "/detokenize": {"tokens": [1, 2]},
-}
+from tests.server.hostile_bodies import MESSAGES, VALID, hostile_bodies
 
 VALUES = [
     *(None, True, False, -1, 0, 1e308, -(10**400), 2**64, 0.1, "", "x", "\x00", "\ud800"),
@@ -58,11 +50,17 @@ def check(server, path: str, content: bytes) -> int:
     if status != 200:
         error = json.loads(answer)["error"]
         assert 400 <= status < 500, (content[:200], error)
-        assert error["message"]
-        assert "\n" not in error["message"]
-        assert len(error["message"]) < 600
-        assert "Traceback" not in error["message"]
+        check_error(error, path, content)
     return status
+
+
+def check_error(error: dict[str, str], path: str, content: bytes) -> None:
+    further = set() if path == MESSAGES else {"param", "code"}
+    assert set(error) == {"message", "type"} | further
+    assert error["message"], content[:200]
+    assert "\n" not in error["message"], content[:200]
+    assert len(error["message"]) < 600, content[:200]
+    assert "Traceback" not in error["message"]
 
 
 @pytest.mark.parametrize("path", VALID)
@@ -72,6 +70,32 @@ def test_malformed_bodies(server, path):
         assert check(server, path, content) == 400, content[:80]
     server.wait_until_idle()
     assert server.engine.stats().steps == steps
+
+
+def test_a_thousand_hostile_bodies(server):
+    """Each is refused on its own, by a server that goes on."""
+    server.wait_until_idle()
+    steps, bodies = server.engine.stats().steps, hostile_bodies()
+    assert len(bodies) >= 1000
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        for path, content in bodies:
+            began = time.monotonic()
+            connection.request("POST", path, content, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            assert response.status == 400, (path, content[:200], answer)
+            check_error(json.loads(answer)["error"], path, content)
+            assert time.monotonic() - began < 10, content[:200]
+    assert server.service.admission.open == 0
+    assert server.engine.stats().steps == steps
+    assert server.service.failure is None
+
+
+def test_text_is_never_a_template(server):
+    messages = [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]
+    tokens = server.post("/tokenize", {"messages": messages})["tokens"]
+    assert "{{ 7 * 7 }}{% raw %}" in server.post("/detokenize", {"tokens": tokens})["prompt"]
 
 
 @pytest.mark.parametrize("path", VALID)

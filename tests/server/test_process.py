@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
         (["--request-seconds", "nan"], "--request-seconds: expected seconds from 0.001"),
         (["--host", "256.1.1.1"], "--host, --port: expected an address that is free"),
         (["--api-key-file", "/nowhere"], "/nowhere"),
+        (["--chat-template", "gpt"], "chat template: expected a file or one of deepseek-r1, "),
     ],
 )
 def test_errors_are_one_line(arguments, message, capsys, own_compile_cache):

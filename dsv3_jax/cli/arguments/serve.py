@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dsv3_jax import chat_formats
 from dsv3_jax.cli.arguments import shared
 
 SUMMARY = "Serve a model over HTTP with OpenAI's API."
@@ -19,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="demo, a Hugging Face directory, a store, or a name on the Hub (default: demo)",
     )
     add("--served-name", metavar="NAME", help="id of the model in the API (default: --model)")
+    add(
+        "--chat-template",
+        metavar="NAME",
+        help=f"chat format: {', '.join(chat_formats.NAMES)}, or a file with a Jinja template"
+        " (default: the checkpoint's)",
+    )
     add(
         "--host",
         default="127.0.0.1",

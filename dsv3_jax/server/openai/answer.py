@@ -15,7 +15,7 @@ from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.service import Service
-from dsv3_jax.server.sse import EventStream, while_connected
+from dsv3_jax.server.sse import EventFormat, EventStream, while_connected
 
 
 class Answer(abc.ABC):
@@ -28,6 +28,9 @@ class Answer(abc.ABC):
       n: completions of each prompt.
       log: fields of the request's line in the access log.
     """
+
+    event_format = EventFormat()
+    """Format of its stream."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Answer(abc.ABC):
     async def respond(self, request: Request, *, stream: bool) -> Response:
         """Returns the response. The job is closed at its end, also if the client goes away."""
         if stream:
-            return EventStream(self.events(), self.job.close)
+            return EventStream(self.events(), self.job.close, self.event_format)
         try:
             return await while_connected(request, self._whole())
         finally:

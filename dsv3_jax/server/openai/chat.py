@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dsv3_jax.generation.completion import Completion, Piece
-from dsv3_jax.server.job import Job
+from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.chat_types import (
     AnswerMessage,
@@ -23,47 +23,42 @@ from dsv3_jax.server.openai.chat_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
-from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.sse import STREAMED
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
-    job, parsers = await body.conversation().submit(
+    submitted = await body.conversation().submit(
         service,
         n=body.n or 1,
         prompt_field="messages",
         grammar=body.grammar,
         **body.engine_settings(),
     )
-    answer = _Answer(body, parsers, job, service, request.state.log)
+    answer = _Answer(body, submitted, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))
 
 
 class _Answer(Answer):
-    """The answer to one request.
-
-    Args:
-      parsers: those of the answers.
-    """
+    """The answer to one request."""
 
     def __init__(
         self,
         body: ChatRequest,
-        parsers: Sequence[AnswerParser],
-        job: Job,
+        submitted: SubmittedConversation,
         service: Service,
         log: dict[str, object],
     ):
-        super().__init__("chatcmpl-", body.model, job, service, n=body.n or 1, log=log)
+        super().__init__("chatcmpl-", body.model, submitted.job, service, n=body.n or 1, log=log)
         self._body = body
-        self._parsers = parsers
+        self._parsers = submitted.parsers
 
     def body(self, completions: list[Completion]) -> ChatResponse:
         """Returns all answers."""

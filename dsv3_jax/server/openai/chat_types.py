@@ -125,6 +125,11 @@ class ChatRequest(SamplingFields):
     def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it, got false")
+        if self.grammar is not None and self.tools and self.tool_choice != "none":
+            raise ValueError(
+                f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
+                " could not match; got both"
+            )
         return self
 
     def text_forms(self) -> Mapping[str, TextForm | None]:

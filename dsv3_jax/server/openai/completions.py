@@ -22,11 +22,12 @@ from dsv3_jax.server.openai.completion_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import completion_logprobs
 from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.sse import STREAMED
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Completes prompts. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)

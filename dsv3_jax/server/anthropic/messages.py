@@ -1,0 +1,132 @@
+"""/v1/messages: the next message of a conversation, in Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from dsv3_jax.generation.completion import Completion
+from dsv3_jax.server.anthropic.answer_types import (
+    ErrorEvent,
+    MessageAnswer,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    StopReason,
+    TokenCount,
+)
+from dsv3_jax.server.anthropic.blocks import BlockStream, blocks_of
+from dsv3_jax.server.anthropic.request_types import CountRequest, MessagesRequest
+from dsv3_jax.server.conversation import SubmittedConversation
+from dsv3_jax.server.errors import ApiError, MessagesErrorBody
+from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat
+
+router = APIRouter(
+    prefix="/v1/messages",
+    responses={"4XX": {"model": MessagesErrorBody}, "5XX": {"model": MessagesErrorBody}},
+)
+
+
+@router.post("", response_model=MessageAnswer, responses=STREAMED)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answers a conversation. With ``stream``, returns named server-sent events."""
+    service = service_of(request)
+    service.check_model(body.model)
+    submitted = await body.conversation().submit(
+        service, n=1, prompt_field="messages", **body.engine_settings()
+    )
+    answer = _Answer(body, submitted, service, request.state.log)
+    return await answer.respond(request, stream=bool(body.stream))
+
+
+@router.post("/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> TokenCount:
+    """Returns the number of tokens of a conversation."""
+    service = service_of(request)
+    service.check_model(body.model)
+    conversation = body.conversation()
+    try:
+        tokens = await service.in_thread(lambda: conversation.encode(service.tokenizer))
+    except ValueError as error:
+        raise ApiError.of_engine(error, "messages") from None
+    return TokenCount(input_tokens=len(tokens))
+
+
+class _Answer(Answer):
+    """The answer to one request."""
+
+    event_format = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
+
+    def __init__(
+        self,
+        body: MessagesRequest,
+        submitted: SubmittedConversation,
+        service: Service,
+        log: dict[str, object],
+    ):
+        super().__init__("msg_", body.model, submitted.job, service, n=1, log=log)
+        self._stops = body.stop_sequences or []
+        self._prompt_tokens = submitted.prompt_tokens
+        self._parser = submitted.parsers[0]
+
+    def body(self, completions: list[Completion]) -> MessageAnswer:
+        """Returns the answer."""
+        (completion,) = completions
+        blocks = blocks_of(self._parser.add(completion.text, is_last=True))
+        reason, sequence = self._stop(completion)
+        return MessageAnswer(
+            id=self.id,
+            model=self.model,
+            content=blocks,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=MessagesUsage.of(self.usage(completions)),
+        )
+
+    async def events(self) -> AsyncGenerator[NamedEvent, None]:
+        """Yields the events of a stream."""
+        usage = MessagesUsage(input_tokens=self._prompt_tokens, output_tokens=0)
+        yield MessageStart(
+            message=MessageAnswer(
+                id=self.id,
+                model=self.model,
+                content=[],
+                stop_reason=None,
+                stop_sequence=None,
+                usage=usage,
+            )
+        )
+        blocks = BlockStream()
+        async for _, piece in self.job.pieces():
+            is_last = piece.finish_reason is not None
+            for event in blocks.add(self._parser.add(piece.text, is_last=is_last)):
+                yield event
+        for event in blocks.end():
+            yield event
+        completion = self.job.completion(0)
+        reason, sequence = await self.service.in_thread(lambda: self._stop(completion))
+        yield MessageDelta(
+            delta={"stop_reason": reason, "stop_sequence": sequence},
+            usage=MessagesUsage.of(self.final_usage()),
+        )
+        yield MessageStop()
+
+    def _stop(self, completion: Completion) -> tuple[StopReason, str | None]:
+        """Returns the reason of the answer's end, and the stop sequence if it is the reason."""
+        if self._parser.has_calls and completion.finish_reason == "stop":
+            return "tool_use", None
+        if completion.finish_reason == "length":
+            return "max_tokens", None
+        # The completion's text ends before the stop sequence. That of its tokens does not.
+        begin = len(completion.text)
+        for skip_special_tokens in (True, False) if self._stops else ():
+            text = self.tokenizer.decode(completion.tokens, skip_special_tokens=skip_special_tokens)
+            for stop in self._stops:
+                if text.startswith(completion.text) and text.startswith(stop, begin):
+                    return "stop_sequence", stop
+        return "end_turn", None

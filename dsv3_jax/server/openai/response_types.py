@@ -1,0 +1,217 @@
+"""Bodies of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
+
+from dsv3_jax.server.conversation import Conversation
+from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.openai.chat_types import TemplateArguments
+from dsv3_jax.server.openai.response_input import InputItem, messages_of
+from dsv3_jax.server.openai.response_items import AnyItem, Status
+from dsv3_jax.server.openai.sampling_fields import Body, Usage
+from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
+from dsv3_jax.server.openai.tool_types import FunctionDefinition, Tool, ToolChoice
+
+_REFUSED = {
+    "previous_response_id": "the server stores no answers; send the whole conversation",
+    "conversation": "the server stores no conversations; send the whole conversation",
+    "background": "the server stores no answers",
+    "prompt": "the server stores no prompts",
+    "top_logprobs": "/v1/chat/completions has log-probabilities",
+    "max_tool_calls": "the server itself calls no tools",
+}
+
+
+class ResponseTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the tool as chat templates read it."""
+        names = ("name", "description", "parameters")
+        function = FunctionDefinition(**{name: getattr(self, name) for name in names})
+        return Tool(type="function", function=function).for_template()
+
+
+class JsonSchemaForm(NamedSchema):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+
+    def source(self, field: str) -> GrammarSource | None:
+        """Returns the source of such JSON."""
+        return GrammarSource.of_schema(self.schema_, field)
+
+
+Form = Annotated[TextFormat | JsonObjectFormat | JsonSchemaForm, Field(discriminator="type")]
+
+
+class TextSettings(Body):
+    """The form of the text."""
+
+    format: Form | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Accepted and ignored."""
+
+
+class ReasoningSettings(Body):
+    """Whether the answer begins with reasoning, if the chat template leaves the choice."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """``none`` switches reasoning off; all others switch it on."""
+    summary: str | None = None
+    """Accepted and ignored: the reasoning is sent as it is."""
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Body):
+    """A request for an answer."""
+
+    model: str
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    stream: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    # Accepted and ignored: they change nothing about the text, and nothing is stored.
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    stream_options: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            for name, reason in _REFUSED.items():
+                if body.get(name):
+                    raise ValueError(f"{name}: expected none: {reason}")
+            return {name: value for name, value in body.items() if name not in _REFUSED}
+        return body
+
+    _grammar: GrammarSource | None = PrivateAttr(None)
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """What the text has to match, or None."""
+        return self._grammar
+
+    @model_validator(mode="after")
+    def _read_grammar(self) -> ResponsesRequest:
+        form = self.text and self.text.format
+        self._grammar = form.source("text") if form else None
+        return self
+
+    def conversation(self) -> Conversation:
+        """Returns the conversation."""
+        if isinstance(self.input, str):
+            messages = [{"role": "user", "content": self.input}]
+        else:
+            messages = messages_of(self.input)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        effort = self.reasoning and self.reasoning.effort
+        thinking = {"thinking": effort != "none"} if effort else {}
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return Conversation(
+            messages=messages,
+            tools=[tool.for_template() for tool in tools],
+            parallel_calls=self.parallel_tool_calls is not False,
+            arguments={**thinking, **(self.chat_template_kwargs or {})},
+        )
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
+        answer can fill the context."""
+        settings = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+        }
+        present = {name: value for name, value in settings.items() if value is not None}
+        return {**present, "max_new_tokens": self.max_output_tokens}
+
+
+class InputTokensDetails(BaseModel):
+    """Parts of the input's tokens."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    """Parts of the output's tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the reasoning's text, when it is encoded again."""
+
+
+class ResponseUsage(BaseModel):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int) -> ResponseUsage:
+        """Returns the usage in the shape of this endpoint."""
+        cached = usage.prompt_tokens_details.cached_tokens
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseBody(BaseModel):
+    """An answer, with the settings of its request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    model: str
+    output: list[AnyItem]
+    usage: ResponseUsage | None
+    incomplete_details: IncompleteDetails | None = None
+    error: None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, JsonValue]
+    tool_choice: str
+    tools: list[dict[str, JsonValue]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    user: str | None

@@ -1,0 +1,240 @@
+"""Tools in /v1/chat/completions, with OpenAI's own client and an engine that writes given texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from dsv3_jax import chat_formats
+from tests.server.conftest import RunningServer
+from tests.server.scripted import ScriptedEngine, scripted
+from tests.server.test_tool_parsers import dsml, kimi, v3, v31
+
+MESSAGES = [{"role": "user", "content": "Weather in Rome?"}]
+FUNCTION = {
+    "name": "get_weather",
+    "description": "Weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "default": None}}},
+    "strict": True,
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ARGUMENTS = ['{"city": "Rome"}', '{"city": "Ōsaka \\"x\\"", "days": [1, 2]}']
+CALLS = [("get_weather", arguments) for arguments in ARGUMENTS]
+FORMATS = {"deepseek-v3": v3, "deepseek-v3.1": v31, "deepseek-v3.2": dsml, "kimi-k2": kimi}
+
+
+@pytest.fixture(scope="module")
+def running_server(tmp_path_factory) -> Iterator[tuple[RunningServer, ScriptedEngine]]:
+    with scripted(tmp_path_factory.mktemp("tokenizer"), "deepseek-v3.1") as it:
+        yield it
+
+
+@pytest.fixture
+def engine(running_server) -> ScriptedEngine:
+    engine = running_server[1]
+    engine.requests.clear()
+    engine.finish_reason, engine.piece_tokens = "stop", 1
+    return engine
+
+
+@pytest.fixture
+def client(running_server) -> Iterator[openai.OpenAI]:
+    url = f"{running_server[0].url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as it:
+        yield it
+
+
+@contextlib.contextmanager
+def speaking(pair: tuple[RunningServer, ScriptedEngine], name: str) -> Iterator[None]:
+    """Changes the chat format of a server."""
+    server, engine = pair
+    before = server.service.tokenizer
+    after = before.with_chat_template(chat_formats.read(name))
+    server.service.tokenizer = engine.tokenizer = after
+    try:
+        yield
+    finally:
+        server.service.tokenizer = engine.tokenizer = before
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": MESSAGES, "tools": TOOLS, **fields}
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[Any, list[Any]]:
+    """Returns the answer that OpenAI's client makes of a stream, and its chunks."""
+    chunks = list(client.chat.completions.create(**body(**fields), stream=True))
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(chunk)
+    return state.get_final_completion(), chunks
+
+
+@pytest.mark.parametrize("piece_tokens", [1, 7, 10**6])
+@pytest.mark.parametrize(("name", "write"), FORMATS.items())
+def test_calls(running_server, client, engine, name, write, piece_tokens):
+    eos = engine.tokenizer.eos_token
+    engine.text = f"Let me look.{write(*CALLS)}{eos}"
+    engine.piece_tokens = piece_tokens
+    with speaking(running_server, name):
+        whole = client.chat.completions.create(**body())
+        stream, chunks = streamed(client)
+    assert [request["skip_special_tokens"] for request in engine.requests] == [False, False]
+    for completion in (whole, stream):
+        (choice,) = completion.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me look."
+        calls = choice.message.tool_calls
+        assert [(call.function.name, call.type) for call in calls] == [
+            ("get_weather", "function")
+        ] * 2
+        assert [call.function.arguments for call in calls] == ARGUMENTS
+        ids = [call.id for call in calls]
+        if name == "kimi-k2":
+            assert ids == ["functions.get_weather:0", "functions.get_weather:1"]
+        else:
+            assert len(set(ids)) == 2
+            assert all(call_id.startswith("call_") for call_id in ids)
+    deltas = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    begins = [delta for delta in deltas if delta.id]
+    assert [delta.function.name for delta in begins] == ["get_weather"] * 2
+    rest = [delta for delta in deltas if not delta.id]
+    assert all(d.type is None and d.function.name is None and d.function.arguments for d in rest)
+    if piece_tokens == 1:
+        assert len(rest) > 8  # arguments arrive as they are written
+
+
+def test_a_call_alone_has_no_content(client, engine):
+    engine.text = v31(CALLS[0])
+    message = client.chat.completions.create(**body()).choices[0].message
+    assert message.content is None
+    assert len(message.tool_calls) == 1
+    stream, chunks = streamed(client)
+    assert not stream.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_reasoning_content_and_calls(client, engine):
+    engine.text = f"Need it.</think>Ok.{v31(CALLS[0])}"
+    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    message = client.chat.completions.create(**body(**fields)).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Need it.", "Ok.")
+    assert message.tool_calls[0].function.arguments == ARGUMENTS[0]
+
+
+def test_no_calls(client, engine):
+    engine.text = f"Rome is <hot>.{engine.tokenizer.eos_token}"
+    for fields in ({}, {"tool_choice": "none"}, {"tools": None}):
+        choice = client.chat.completions.create(**body(**fields)).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert choice.message.content == "Rome is <hot>."
+        assert streamed(client, **fields)[0].choices[0].message.content == "Rome is <hot>."
+    prompts = [engine.tokenizer.decode(r["prompts"][0]) for r in engine.requests]
+    assert ["get_weather" in prompt for prompt in prompts] == [True] * 2 + [False] * 4
+
+
+def test_malformed_calls_are_content(client, engine):
+    engine.text = "a<｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>"
+    choice = client.chat.completions.create(**body()).choices[0]
+    assert choice.message.content == engine.text  # DeepSeek's markup is not marked special
+    assert choice.finish_reason == "stop"
+
+
+def test_a_cut_call_keeps_its_reason(client, engine):
+    engine.text, engine.finish_reason = v31(CALLS[0]).partition("Rome")[0], "length"
+    choice = client.chat.completions.create(**body()).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+def test_one_call_alone(client, engine):
+    engine.text = v31(*CALLS)
+    whole = client.chat.completions.create(**body(parallel_tool_calls=False))
+    stream, _ = streamed(client, parallel_tool_calls=False)
+    for completion in (whole, stream):
+        assert len(completion.choices[0].message.tool_calls) == 1
+
+
+def test_several_answers(client, engine):
+    engine.text = v31(CALLS[0])
+    for completion in (client.chat.completions.create(**body(n=2)), streamed(client, n=2)[0]):
+        assert [len(choice.message.tool_calls) for choice in completion.choices] == [1, 1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_history_with_calls(running_server, client, engine, name):
+    engine.text = FORMATS[name](*CALLS)
+    with speaking(running_server, name):
+        first = client.chat.completions.create(**body()).choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"<result {i}｜DSML｜>"}
+            for i, call in enumerate(first.tool_calls)
+        ]
+        history = [*MESSAGES, first.model_dump(exclude_none=True), *results]
+        client.chat.completions.create(**body(messages=history))
+        tokens = running_server[0].post("/tokenize", {"messages": history, "tools": TOOLS})
+    prompt = engine.requests[-1]["prompts"][0]
+    assert tokens["tokens"] == prompt
+    text = engine.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert FORMATS[name](*CALLS).strip() in text
+    assert text.index("<result 0") < text.index("<result 1")
+    dsml_token = engine.tokenizer.encode("｜DSML｜", split_special_tokens=False)[-1]
+    # Beyond those of the description and the calls, the text of results adds none.
+    assert (name == "deepseek-v3.2") == (dsml_token in prompt)
+
+
+def test_nulls_of_a_schema_reach_the_template(client, engine):
+    engine.text = "x"
+    client.chat.completions.create(**body())
+    text = engine.tokenizer.decode(engine.requests[0]["prompts"][0])
+    assert json.dumps(FUNCTION["parameters"]) in text
+    assert '"strict"' not in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "a required or named tool needs a grammar"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            "tool_choice",
+            "tool_choice: expected none or auto",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type: input should be 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: field required"),
+        ({"functions": [FUNCTION]}, "functions", "its successor is tools"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages",
+            "messages.0.tool_call_id: expected the id of a tool call in a tool message, got None",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
+            "messages",
+            "messages.0.tool_call_id: expected none in a user message, got 'y'",
+        ),
+        (
+            {"chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs",
+            "expected no 'tools', which is reserved",
+        ),
+    ],
+)
+def test_errors_name_the_field(running_server, fields, param, message):
+    status, error = running_server[0].refused("/v1/chat/completions", body(**fields))
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+def test_templates_without_tools_refuse_them(running_server):
+    server = running_server[0]
+    with speaking(running_server, "moonlight"):
+        status, error = server.refused("/v1/chat/completions", body())
+    assert (status, error["param"]) == (400, "tools")
+    assert "--chat-template selects another one" in error["message"]
