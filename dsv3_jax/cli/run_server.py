@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.engine import Engine
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
 
 
 def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
@@ -41,16 +42,39 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
     with bind(arguments.host, arguments.port) as bound:
-        _serve(arguments, draft, depth, keys, bound)
+        model, tokenizer = _load(arguments)
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(template)
+        max_requests = arguments.max_running + arguments.max_waiting
+        max_len = min(arguments.max_len, model.config.max_position_embeddings)
+        with _refused_if_too_large(arguments.model):
+            engine = Engine(
+                model,
+                tokenizer,
+                max_len,
+                max_running=arguments.max_running,
+                max_waiting=max_requests,  # the server itself counts
+                cache_tokens=arguments.cache_tokens,
+                draft=draft,
+                draft_depth=depth,
+            )
+        settings = ServerSettings(
+            model_name=arguments.served_name or arguments.model,
+            max_len=max_len,
+            max_requests=max_requests,
+            max_body_bytes=arguments.max_body_mib * 2**20,
+            request_seconds=arguments.request_seconds,
+            drain_seconds=arguments.drain_seconds,
+            stuck_seconds=arguments.stuck_seconds,
+            api_keys=keys,
+            program_store=arguments.program_store,
+        )
+        with engine:
+            run(engine, tokenizer, settings, bound)
 
 
-def _serve(
-    arguments: argparse.Namespace,
-    draft: str | None,
-    depth: int | str,
-    keys: ApiKeys | None,
-    bound: socket.socket,
-) -> None:
+def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
+    """Loads the model and its tokenizer."""
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     began = time.perf_counter()
@@ -64,34 +88,7 @@ def _serve(
     seconds = time.perf_counter() - began
     print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
     assert tokenizer is not None
-    if template is not None:
-        tokenizer = tokenizer.with_chat_template(template)
-    max_requests = arguments.max_running + arguments.max_waiting
-    max_len = min(arguments.max_len, model.config.max_position_embeddings)
-    with _refused_if_too_large(arguments.model):
-        engine = Engine(
-            model,
-            tokenizer,
-            max_len,
-            max_running=arguments.max_running,
-            max_waiting=max_requests,  # the server itself counts
-            cache_tokens=arguments.cache_tokens,
-            draft=draft,
-            draft_depth=depth,
-        )
-    settings = ServerSettings(
-        model_name=arguments.served_name or arguments.model,
-        max_len=max_len,
-        max_requests=max_requests,
-        max_body_bytes=arguments.max_body_mib * 2**20,
-        request_seconds=arguments.request_seconds,
-        drain_seconds=arguments.drain_seconds,
-        stuck_seconds=arguments.stuck_seconds,
-        api_keys=keys,
-        program_store=arguments.program_store,
-    )
-    with engine:
-        run(engine, tokenizer, settings, bound)
+    return model, tokenizer
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def test_ids_that_the_script_uses_exist(server, elements):
 
 def test_figures_that_the_script_reads_exist(server):
     names = re.findall(r'figure\("(\w+)"\)', text(server, "/page/chat.js"))
-    assert len(names) == 6
+    assert len(names) == 8
     metrics = server.request("GET", "/metrics")[2].decode()
     for name in names:
         assert re.search(rf"^vllm:{name}\{{[^\n]*\}} \S+$", metrics, re.MULTILINE), name

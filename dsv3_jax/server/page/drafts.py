@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from dsv3_jax.generation.completion import Piece
-from dsv3_jax.server.job import Job
+from dsv3_jax.generation.completion import Completion, Piece
+from dsv3_jax.server.conversation import SubmittedConversation
+from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.chat_types import ChatRequest
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.events import Content, Reasoning
-from dsv3_jax.server.service import service_of
-from dsv3_jax.server.sse import EventStream
+from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.tokenizer import Tokenizer
 
 router = APIRouter(include_in_schema=False)
@@ -46,31 +46,49 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation with a stream of spans. Tool calls are left out."""
     service = service_of(request)
     service.check_model(body.model)
-    job, parsers = await body.conversation().submit(
+    submitted = await body.conversation().submit(
         service, n=1, prompt_field="messages", grammar=body.grammar, **body.engine_settings()
     )
-    return EventStream(_events(job, parsers[0], service.tokenizer), job.close)
+    answer = _Answer(body, submitted, service, request.state.log)
+    return await answer.respond(request, stream=True)
 
 
-async def _events(
-    job: Job, parser: AnswerParser, tokenizer: Tokenizer
-) -> AsyncGenerator[Spans, None]:
-    position = 0
-    async for _, piece in job.pieces():
-        end = position + len(piece.tokens)
-        drafts = set(job.handles[0].accepted_drafts).intersection(range(position, end))
-        texts = split(piece, [i in drafts for i in range(position, end)], tokenizer)
-        position = end
-        spans = [
-            Span(kind=kind, text=text, is_draft=is_draft)
-            for part, is_draft in texts
-            for kind, text in _parts(parser, part, is_last=False)
-        ]
-        if piece.finish_reason is not None:
-            last = _parts(parser, "", is_last=True)
-            spans += [Span(kind=kind, text=text, is_draft=False) for kind, text in last]
-        if spans or piece.finish_reason is not None:
-            yield Spans(spans=spans, finish_reason=piece.finish_reason)
+class _Answer(Answer):
+    """The answer to one request."""
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        submitted: SubmittedConversation,
+        service: Service,
+        log: dict[str, object],
+    ):
+        super().__init__("spans-", body.model, submitted.job, service, n=1, log=log)
+        self._parser = submitted.parsers[0]
+
+    def body(self, completions: list[Completion]) -> BaseModel:
+        """The page only reads streams."""
+        raise NotImplementedError
+
+    async def events(self) -> AsyncGenerator[Spans, None]:
+        """Yields the new spans of each piece."""
+        position = 0
+        async for _, piece in self.job.pieces():
+            end = position + len(piece.tokens)
+            drafts = set(self.job.handles[0].accepted_drafts).intersection(range(position, end))
+            texts = split(piece, [i in drafts for i in range(position, end)], self.tokenizer)
+            position = end
+            spans = [
+                Span(kind=kind, text=text, is_draft=is_draft)
+                for part, is_draft in texts
+                for kind, text in _parts(self._parser, part, is_last=False)
+            ]
+            if piece.finish_reason is not None:
+                last = _parts(self._parser, "", is_last=True)
+                spans += [Span(kind=kind, text=text, is_draft=False) for kind, text in last]
+            if spans or piece.finish_reason is not None:
+                yield Spans(spans=spans, finish_reason=piece.finish_reason)
+        self.final_usage()
 
 
 def split(piece: Piece, is_draft: list[bool], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
