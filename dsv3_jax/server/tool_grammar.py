@@ -41,8 +41,8 @@ def tool_call_grammar(
     parser = find_tool_parser(tokenizer)
     if not (issubclass(parser, SectionParser) and parser in _HEADERS):
         raise ValueError(
-            "tool_choice: expected auto or none, as there is no grammar for the format in which this"
-            " model writes tool calls"
+            "tool_choice: expected auto or none, as there is no grammar for the format in which"
+            " this model writes tool calls"
         )
 
     def rule(text: str) -> str:
@@ -53,9 +53,8 @@ def tool_call_grammar(
     calls, arguments = [], []
     for i, tool in enumerate(tools):
         function = tool["function"]
-        calls.append(
-            f"{before} {json.dumps(function['name'])} {after} {rule(parser.arguments_begin)} arguments{i}"
-        )
+        name = json.dumps(function["name"], ensure_ascii=False)
+        calls.append(f"{before} {name} {after} {rule(parser.arguments_begin)} arguments{i}")
         schema = {
             "type": "object",
             **(function.get("parameters") or {}),
@@ -77,5 +76,5 @@ def _rule(tokenizer: Tokenizer, text: str) -> str:
     controls = {text: f"<[{i}]>" for i, text in tokenizer.control_tokens.items()}
     for part in re.split("(" + "|".join(map(re.escape, controls)) + ")", text):
         if part:
-            parts.append(controls.get(part) or json.dumps(part))
+            parts.append(controls.get(part) or json.dumps(part, ensure_ascii=False))
     return " ".join(parts)

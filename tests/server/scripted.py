@@ -68,7 +68,7 @@ class ScriptedEngine:
     def warm_up(self, store: Path | None = None) -> float:
         return 0.0
 
-    def shutdown(self, **how: Any) -> None:
+    def shutdown(self, **options: Any) -> None:
         pass
 
     def submit_all(self, prompts: Any, *, n: int = 1, **settings: Any) -> list[EngineRequest]:

@@ -125,8 +125,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ("fields", "param", "message"),
     [
         ({"tools": [TOOL]}, "tools", "chat template of this model does not describe tools"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
-        ({"response_format": {"type": "json_object"}}, "response_format", "should be 'text'"),
+        ({"tool_choice": "required"}, "tool_choice", "expected none or auto without tools"),
+        (
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "tools",
+            "tools: expected none with response_format",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format", "input tag 'xml'"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role: "),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: expected text"),

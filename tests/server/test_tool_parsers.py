@@ -116,12 +116,12 @@ CALLS = st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3).map(json.dum
 def test_calls_are_found_whatever_the_pieces(parser, write, content, calls, data):
     text = content + write(*calls)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    found = parts(split(parser(), text, cuts))
-    assert found[0] == content
-    assert [name for name, _ in found[1]] == [name for name, _ in calls]
-    assert [json.loads(a) for _, a in found[1]] == [json.loads(a) for _, a in calls]
+    result = parts(split(parser(), text, cuts))
+    assert result[0] == content
+    assert [name for name, _ in result[1]] == [name for name, _ in calls]
+    assert [json.loads(a) for _, a in result[1]] == [json.loads(a) for _, a in calls]
     if write is not dsml:
-        assert found[1] == calls  # as the model wrote them
+        assert result[1] == calls  # as the model wrote them
 
 
 FRAGMENTS = [
@@ -184,12 +184,12 @@ def test_any_markup_is_read_whatever_the_pieces(parser, fragments, data):
     ],
 )
 def test_malformed_markup_is_content(parser, text, content, calls):
-    found = parts(PARSERS[parser]().add(text, is_last=True))
-    assert found[1] == calls
+    result = parts(PARSERS[parser]().add(text, is_last=True))
+    assert result[1] == calls
     if content is not None:
-        assert found[0] == content
+        assert result[0] == content
     if not calls:
-        assert found[0] == text
+        assert result[0] == text
 
 
 def test_kimi_writes_ids():
@@ -222,5 +222,5 @@ def test_special_tokens_are_left_out():
     text = f"hm<eos> <</think>a<eos>b{KIMI_CALL}c <{kimi(('f', '1'))}<eos>"
     for size in (1, 3, 1000):
         parser = AnswerParser(ReasoningParser("reasoning"), KimiK2Parser(), special)
-        found = parts(split(parser, text, range(0, len(text), size)))
-        assert found == ("abc <", [("f", "1")], "hm <")
+        result = parts(split(parser, text, range(0, len(text), size)))
+        assert result == ("abc <", [("f", "1")], "hm <")

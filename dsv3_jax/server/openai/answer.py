@@ -1,4 +1,4 @@
-"""What the answers of all endpoints that generate text have in common."""
+"""Base class of the answers of all endpoints that generate text."""
 
 from __future__ import annotations
 

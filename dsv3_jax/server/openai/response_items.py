@@ -31,7 +31,7 @@ class ReasoningText(BaseModel):
 
 
 class Item(BaseModel):
-    """What all items have."""
+    """Base class of all items."""
 
     id: str
     status: Status = "in_progress"

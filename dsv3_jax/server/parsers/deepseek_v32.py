@@ -114,12 +114,12 @@ class DeepSeekV32Parser(ToolParser):
             self._add_arguments("{")
             self._state, self._has_calls, self._has_parameters = _State.CALL, True, False
         else:
-            found = _KEY.fullmatch(self._tag)
-            if not found:
+            match = _KEY.fullmatch(self._tag)
+            if match is None:
                 return False
-            self._is_string = found["string"] == "true"
+            self._is_string = match["string"] == "true"
             separator = ", " if self._has_parameters else ""
-            key = json.dumps(found["key"], ensure_ascii=False)
+            key = json.dumps(match["key"], ensure_ascii=False)
             self._add_arguments(f"{separator}{key}: " + ('"' if self._is_string else ""))
             self._state, self._has_parameters = _State.VALUE, True
         self._markup = ""

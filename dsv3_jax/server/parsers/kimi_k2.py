@@ -29,5 +29,5 @@ class KimiK2Parser(SectionParser):
     def read_header(header: str) -> tuple[str, str | None] | None:
         """Returns the name that the id contains, and the id."""
         call_id = header.strip()
-        found = _ID.fullmatch(call_id)
-        return (found["name"], call_id) if found else None
+        match = _ID.fullmatch(call_id)
+        return (match["name"], call_id) if match else None

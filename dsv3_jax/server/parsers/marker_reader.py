@@ -35,15 +35,15 @@ class MarkerReader:
         while text:
             # Most pieces of an answer contain no beginning of a marker.
             markers = [marker for marker in self._markers() if marker[0] in text]
-            found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-            if not found:
-                held = 0 if is_last else max((overlap(text, m) for m in markers), default=0)
-                cut = len(text) - held
+            matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+            if not matches:
+                overlap_size = 0 if is_last else max((overlap(text, m) for m in markers), default=0)
+                cut = len(text) - overlap_size
                 self._pending = text[cut:]
                 if cut:
                     self._on_text(text[:cut])
                 return
-            at, marker = min(found)
+            at, marker = min(matches)
             if at:
                 self._on_text(text[:at])
             text = text[at + len(marker) :]

@@ -87,9 +87,9 @@ class SectionParser(ToolParser):
         self._markup += self.call_begin
 
     def _end_header(self, marker: str) -> None:
-        found = self.read_header(self._header) if marker == self.arguments_begin else None
-        if found is not None:
-            self._begin_call(*found)
+        name_and_id = self.read_header(self._header) if marker == self.arguments_begin else None
+        if name_and_id is not None:
+            self._begin_call(*name_and_id)
             self._state, self._markup, self._has_calls = _State.ARGUMENTS, "", True
             return
         self._markup_is_content(self._header)

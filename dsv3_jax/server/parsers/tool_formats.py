@@ -1,4 +1,4 @@
-"""Which parser reads the tool calls of a model."""
+"""Selects the parser of a model's tool calls."""
 
 from __future__ import annotations
 
