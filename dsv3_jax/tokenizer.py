@@ -111,6 +111,11 @@ class Tokenizer:
         return [token.content for token in added if token.special]
 
     @property
+    def control_tokens(self) -> dict[int, str]:
+        """Texts of the control tokens by their ids."""
+        return {i: token.content for i, token in self._control.items()}
+
+    @property
     def chat_template(self) -> str | None:
         """Jinja source of the chat template, or None."""
         return None if self._template is None else self._template.source

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.generation.request import Prompt
+from dsv3_jax.server.errors import ApiError
+from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.reasoning import ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 from dsv3_jax.server.service import Service
+from dsv3_jax.server.tool_grammar import tool_call_grammar
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -34,6 +37,8 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that the model may call."""
+    required_tools: Sequence[Mapping[str, Any]] = ()
+    """Tools of which an answer has to call one. If there are any, it consists of valid calls."""
     parallel_calls: bool = True
     """Whether an answer may contain several tool calls."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -64,6 +69,8 @@ class Conversation:
         Raises:
           ApiError: as :meth:`Service.submit`.
         """
+        if self.required_tools:
+            settings["grammar"] = await self._call_grammar(service)
         prompt: list[int] = []
         tool_parsers: list[type[ToolParser]] = []
 
@@ -82,6 +89,17 @@ class Conversation:
         )
         parsers = [self._parser(service.tokenizer, prompt, tool_parsers) for _ in job.handles]
         return SubmittedConversation(job, parsers, len(prompt))
+
+    async def _call_grammar(self, service: Service) -> GrammarSource:
+        def make() -> GrammarSource:
+            return tool_call_grammar(
+                service.tokenizer, self.required_tools, parallel=self.parallel_calls
+            )
+
+        try:
+            return await service.in_thread(make)
+        except ValueError as error:
+            raise ApiError.of_engine(error, "messages") from None
 
     def _parser(
         self, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[type[ToolParser]]

@@ -41,7 +41,7 @@ _LIMITS = llguidance.LLParserLimits(
 )
 
 # Models write JSON in one line or indented. White space is limited, as some would never end it.
-_JSON: Any = {
+JSON_OPTIONS: Any = {
     "whitespace_pattern": r" |\r?\n[ \t]{0,64}",
     "whitespace_flexible": True,
     "item_separator": ",",
@@ -65,6 +65,8 @@ class GrammarSource:
     """The schema as JSON, the regular expression, or the grammar in llguidance's form of Lark."""
     field: str = dataclasses.field(compare=False)
     """Name of the body's field that it comes from."""
+    is_trusted: bool = False
+    """Whether the server wrote the grammar, with schemas within their limits."""
 
     @classmethod
     def of_schema(cls, schema: object, field: str) -> GrammarSource:
@@ -89,10 +91,10 @@ class GrammarSource:
         """
         if len(self.text) > MAX_TEXT:
             raise ValueError(f"expected at most {MAX_TEXT} characters, got {len(self.text)}")
-        if self.kind == "lark" and "%json" in self.text:
+        if not self.is_trusted and self.kind == "lark" and "%json" in self.text:
             raise ValueError("expected none with %json, whose schemas have other limits")
         if self.kind == "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON)
+            return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=JSON_OPTIONS)
         return llguidance.grammar_from(self.kind, self.text)
 
 

@@ -125,7 +125,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ("fields", "param", "message"),
     [
         ({"tools": [TOOL]}, "tools", "chat template of this model does not describe tools"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        ({"tool_choice": "required"}, "tool_choice", "expected none or auto without tools"),
+        (
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "tools",
+            "tools: expected none with response_format",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format", "input tag 'xml'"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role: "),

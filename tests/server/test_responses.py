@@ -187,7 +187,7 @@ def test_an_error_in_a_stream(scripted_client, engine):
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no answers"),
         ({"conversation": "conv_1"}, "conversation", "stores no conversations"),
         ({"background": True}, "background", "stores no answers"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: expected none or auto"),
+        ({"tool_choice": "required"}, "tool_choice", "expected none or auto without tools"),
         ({"tools": [{"type": "web", "name": "x"}]}, "tools", "tools.0.type: input should be"),
         ({"tools": [TOOL]}, "tools", "the chat template of this model does not describe tools"),
         ({"text": {"format": {"type": "xml"}}}, "text", "expected tags: 'text', 'json_object'"),

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from dsv3_jax.server.conversation import Conversation
+from dsv3_jax.server.openai.body import Body
 from dsv3_jax.server.openai.chat_types import TemplateArguments
-from dsv3_jax.server.openai.sampling_fields import Body, StopString
-from dsv3_jax.server.openai.tool_types import FunctionName
+from dsv3_jax.server.openai.sampling_fields import StopString
+from dsv3_jax.server.openai.tool_types import FunctionName, NamedTool, required_tools
 
 
 class CacheControl(Body):
@@ -155,9 +156,10 @@ class MessagesTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model may call tools. That it must needs a grammar, which is not supported."""
+    """Whether the model may call tools, has to call one, or has to call the one with a name."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -190,17 +192,28 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_choice(cls, body: Any) -> Any:
-        choice = body.get("tool_choice") if isinstance(body, dict) else None
-        kind = choice.get("type") if isinstance(choice, dict) else None
-        if kind in ("any", "tool"):
-            raise ValueError(
-                "tool_choice: expected auto or none, as a required or named tool needs a grammar"
-                f" for tool calls, which is not supported yet; got {kind!r}"
-            )
-        return body
+    @model_validator(mode="after")
+    def _check_choice(self) -> CountRequest:
+        self._required_tools()
+        return self
+
+    def _described_tools(self) -> list[dict[str, Any]]:
+        is_none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if is_none else [tool.for_template() for tool in self.tools or ()]
+
+    def _required_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools of which an answer has to call one.
+
+        Raises:
+          ValueError: there are no such tools.
+        """
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return []
+        tools = self._described_tools()
+        if choice.type == "any":
+            return required_tools("required", tools)
+        return required_tools(NamedTool(type="function", name=choice.name), tools)
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
@@ -209,11 +222,11 @@ class CountRequest(Body):
         for message in self.messages:
             messages += message.for_template()
         choice = self.tool_choice
-        has_tools = choice is None or choice.type == "auto"
         thinking = {} if self.thinking is None else {"thinking": self.thinking.type != "disabled"}
         return Conversation(
             messages=messages,
-            tools=[tool.for_template() for tool in self.tools or ()] if has_tools else [],
+            tools=self._described_tools(),
+            required_tools=self._required_tools(),
             parallel_calls=not (choice and choice.disable_parallel_tool_use),
             arguments={**thinking, **(self.chat_template_kwargs or {})},
         )

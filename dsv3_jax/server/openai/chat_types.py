@@ -12,7 +12,13 @@ from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.openai.body import Body
 from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
 from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
-from dsv3_jax.server.openai.tool_types import AnsweredCall, ToolCall, ToolChoice, Tools
+from dsv3_jax.server.openai.tool_types import (
+    AnsweredCall,
+    ToolCall,
+    ToolChoice,
+    Tools,
+    required_tools,
+)
 
 _REFUSED = {
     "functions": "its successor is tools",
@@ -130,18 +136,24 @@ class ChatRequest(SamplingFields):
                 f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
                 " could not match; got both"
             )
+        required_tools(self.tool_choice, self._described_tools())
         return self
 
     def text_forms(self) -> Mapping[str, TextForm | None]:
         """Returns the fields that describe the text, by their names."""
         return {**super().text_forms(), "response_format": self.response_format}
 
+    def _described_tools(self) -> list[dict[str, Any]]:
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.for_template() for tool in tools]
+
     def conversation(self) -> Conversation:
         """Returns the conversation. With ``tool_choice`` none, the model learns of no tools."""
-        tools = [] if self.tool_choice == "none" else self.tools or []
+        tools = self._described_tools()
         return Conversation(
             messages=[message.for_template() for message in self.messages],
-            tools=[tool.for_template() for tool in tools],
+            tools=tools,
+            required_tools=required_tools(self.tool_choice, tools),
             parallel_calls=self.parallel_tool_calls is not False,
             arguments=self.chat_template_kwargs or {},
         )

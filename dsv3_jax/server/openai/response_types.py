@@ -13,7 +13,12 @@ from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
 from dsv3_jax.server.openai.sampling_fields import Body, Usage
 from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
-from dsv3_jax.server.openai.tool_types import FunctionDefinition, Tool, ToolChoice
+from dsv3_jax.server.openai.tool_types import (
+    FunctionDefinition,
+    Tool,
+    ToolChoice,
+    required_tools,
+)
 
 _REFUSED = {
     "previous_response_id": "the server stores no answers; send the whole conversation",
@@ -117,7 +122,18 @@ class ResponsesRequest(Body):
     def _read_grammar(self) -> ResponsesRequest:
         form = self.text and self.text.format
         self._grammar = form.source("text") if form else None
+        tools = self._described_tools()
+        required_tools(self.tool_choice, tools)
+        if self._grammar is not None and tools:
+            raise ValueError(
+                "tools: expected none with text.format, which an answer with tool calls could not"
+                " match; got both"
+            )
         return self
+
+    def _described_tools(self) -> list[dict[str, Any]]:
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.for_template() for tool in tools]
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
@@ -129,10 +145,11 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
         thinking = {"thinking": effort != "none"} if effort else {}
-        tools = [] if self.tool_choice == "none" else self.tools or []
+        tools = self._described_tools()
         return Conversation(
             messages=messages,
-            tools=[tool.for_template() for tool in tools],
+            tools=tools,
+            required_tools=required_tools(self.tool_choice, tools),
             parallel_calls=self.parallel_tool_calls is not False,
             arguments={**thinking, **(self.chat_template_kwargs or {})},
         )
@@ -210,7 +227,7 @@ class ResponseBody(BaseModel):
     store: Literal[False] = False
     temperature: float
     text: dict[str, JsonValue]
-    tool_choice: str
+    tool_choice: ToolChoice
     tools: list[dict[str, JsonValue]]
     top_p: float
     truncation: Literal["disabled"] = "disabled"

@@ -102,7 +102,7 @@ class _Answer(Answer):
             reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
             temperature=1.0 if request.temperature is None else request.temperature,
             text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
-            tool_choice="none" if request.tool_choice == "none" else "auto",
+            tool_choice=request.tool_choice or "auto",
             tools=tools,
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from dsv3_jax.server.openai.body import Body
 
@@ -53,16 +54,53 @@ class ToolCall(Body):
     """Accepted and ignored: the position in a stream, which some clients keep."""
 
 
-def _check_choice(choice: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
-    if choice not in ("none", "auto"):
+class NamedFunction(Body):
+    """Names a function."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The tool that the model has to call. In /v1/responses, its name is outside ``function``."""
+
+    type: Literal["function"]
+    function: NamedFunction | None = None
+    name: FunctionName | None = None
+
+    @property
+    def called(self) -> str | None:
+        """The name of the function."""
+        return self.function.name if self.function else self.name
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def required_tools(
+    choice: ToolChoice | None, tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the tools of which an answer has to call one, or none if it is free.
+
+    Args:
+      tools: as chat templates read them.
+
+    Raises:
+      ValueError: there are no such tools.
+    """
+    if choice in (None, "none", "auto"):
+        return []
+    if not tools:
+        raise ValueError("tool_choice: expected none or auto without tools, got another choice")
+    if not isinstance(choice, NamedTool):
+        return list(tools)
+    named = [tool for tool in tools if tool["function"]["name"] == choice.called]
+    if not named:
         raise ValueError(
-            "tool_choice: expected none or auto, as a required or named tool needs a grammar for"
-            f" tool calls, which is not supported yet; got {choice!r:.80}"
+            f"tool_choice: expected the name of one of the tools, got {choice.called!r:.80}"
         )
-    return choice
+    return named
 
 
-ToolChoice = Annotated[str | dict[str, JsonValue], AfterValidator(_check_choice)]
 Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
