@@ -22,6 +22,9 @@ PATHS = {
 }
 """Paths, and fields with which an answer has few tokens."""
 CASES = [(path, mode) for path in PATHS for mode in GenerationMode]
+# schemathesis cannot make wrong bodies of these descriptions: it fails in an array of theirs.
+for path in ("/v1/messages", "/v1/messages/count_tokens"):
+    CASES.remove((path, GenerationMode.NEGATIVE))
 CASES.append(("/v1/models/{name}", GenerationMode.POSITIVE))  # any name is valid
 EXAMPLES = 25  # of each case
 
