@@ -70,8 +70,10 @@ def serving(engine: Engine, tokenizer: Tokenizer, max_requests: int, max_len: in
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
-        while not service.is_ready:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            while not service.is_ready:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
