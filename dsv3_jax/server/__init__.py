@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's API in front of an engine.
+"""The HTTP server: the APIs of OpenAI and Anthropic in front of an engine.
 
 In the order a request moves through it:
 
@@ -8,6 +8,8 @@ access_log.py    one line of JSON for every request, without its text
 api_keys.py      who may send requests
 body_limit.py    size and time limits of request bodies
 openai/          the endpoints, and the types of their bodies
+anthropic/       the same for /v1/messages
+conversation.py  what the endpoints for conversations translate their bodies to
 service.py       the engine as endpoints see it: encoding, submission, readiness
 admission.py     how many requests may be open
 grammar.py       structured output: what an answer's text has to match
@@ -15,8 +17,8 @@ tool_grammar.py  grammars of tool calls that have to come
 schema_limits.py size and nesting of JSON schemas
 job.py           one HTTP request's completions in the engine
 sse.py           streams of events, and clients that go away
-parsers/         parts of an answer, such as its reasoning
-errors.py        errors in OpenAI's shape
+parsers/         parts of an answer: reasoning, content, tool calls
+errors.py        errors in the shapes of both APIs
 health.py        /health, /ready, /version
 metrics.py       /metrics, with the names of vLLM
 page/            the page at /
