@@ -14,18 +14,20 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run,
-# so LLVM neither optimizes them nor compiles each in many parts.
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-    # XLA's older way to compile fusions takes half as long. Newer versions do without it; CI also
-    # runs the quick tests of kernels, meshes and loops with the newest one.
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
+# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run.
+# So LLVM neither optimizes them nor compiles each in many parts. Before jax 0.11, XLA also has an
+# older way to compile fusions, which takes half as long. CI runs the quick tests of kernels, meshes
+# and loops with the newest jax, too, which has only the newer way.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        *["--xla_cpu_use_fusion_emitters=false"]
+        * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
