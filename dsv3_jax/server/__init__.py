@@ -13,6 +13,7 @@ conversation.py  what the endpoints for conversations translate their bodies to
 service.py       the engine as endpoints see it: encoding, submission, readiness
 admission.py     how many requests may be open
 grammar.py       structured output: what an answer's text has to match
+tool_grammar.py  grammars of tool calls that have to come
 schema_limits.py size and nesting of JSON schemas
 job.py           one HTTP request's completions in the engine
 sse.py           streams of events, and clients that go away
@@ -25,6 +26,6 @@ settings.py      limits and names
 run.py           the process: uvicorn, signals, draining
 ================ =======================================================================
 
-The event loop does HTTP alone. Tokenization and chat templates run in threads of the server's own,
-and the engine's steps in that of the engine.
+The event loop does HTTP alone. Tokenization, chat templates and the compilation of grammars run in
+threads of the server's own, and the engine's steps in that of the engine.
 """

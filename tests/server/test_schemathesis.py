@@ -1,5 +1,5 @@
 """schemathesis makes requests from the OpenAPI description. None gets a status of 500 or more, and
-all answers are what the description says."""
+all answers match the description."""
 
 from __future__ import annotations
 
