@@ -29,6 +29,10 @@ $(BIN)/python:
 	$(PIP) --editable '.[parity]'
 	@touch $@
 
+.venv/.served: .venv/.tested
+	$(PIP) --editable '.[clients]'
+	@touch $@
+
 .venv/.documented: .venv/.installed
 	$(PIP) --editable '.[docs]'
 	@touch $@

@@ -24,6 +24,8 @@ FILES = (
 )
 """Files of a tokenizer, including those that only transformers reads."""
 
+_LONG = 4096  # tokens that are decoded without the interpreter's lock, like texts in _encode
+
 
 def copy(source: Path, destination: Path) -> None:
     """Copies a tokenizer's files into a directory, and creates the directory if necessary."""
@@ -162,7 +164,7 @@ class Tokenizer:
         if split_special_tokens:
             ids = self._plain_ids(text, add_special_tokens)
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = _encode(self._tokenizer, text, add_special_tokens).ids
         # The library's post-processor may have added BOS already.
         if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
@@ -173,7 +175,7 @@ class Tokenizer:
 
     def _plain_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encodes text without control tokens, except those that the post-processor adds."""
-        encoding = self._plain_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = _encode(self._plain_tokenizer, text, add_special_tokens)
         ids = encoding.ids
         if self._control.keys().isdisjoint(ids):
             return ids
@@ -189,7 +191,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes token ids. Bytes that are not valid UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        ids = list(ids)
+        if len(ids) < _LONG:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def chat(
         self,
@@ -220,7 +225,7 @@ class Tokenizer:
         arguments = {"add_generation_prompt": add_generation_prompt, **template_arguments}
         text = self.render_chat(messages, **arguments)
         _check_text("messages", text)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._tokenizer, text, False).ids
         if self._template is None or not split_special_tokens:
             return ids
         marked = self._template.render_marked(messages, self._special_tokens(), arguments)
@@ -238,7 +243,7 @@ class Tokenizer:
         return self._encode_between(text, self._control_pattern.finditer(marked))
 
     def _control_ids(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._tokenizer, text, False).ids
         return [i for i in ids if i in self._control]
 
     def _encode_between(self, text: str, controls: Iterable[re.Match[str]]) -> list[int]:
@@ -279,6 +284,14 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         return {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+
+
+def _encode(
+    tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
+) -> tokenizers.Encoding:
+    """Encodes text. The library releases the interpreter's lock for batches alone, so that a long
+    text would stop all other threads."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

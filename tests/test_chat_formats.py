@@ -1,7 +1,7 @@
 """Chat formats render what the published templates render, and text never becomes a control token.
 
-The expected strings are results of the published template of each model, rendered with
-transformers; for DeepSeek-V3.2, of the Python module that is published with the model.
+The expected strings are results of copies of the published templates, rendered with transformers;
+for DeepSeek-V3.2, of a transcription of the Python module that is published with the model.
 """
 
 from __future__ import annotations

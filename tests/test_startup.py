@@ -13,14 +13,25 @@ import pytest
 
 import dsv3_jax
 import sharding
-from dsv3_jax.cli.arguments import convert, doctor, export, generate, plan, serve, train, verify
+from dsv3_jax.cli.arguments import (
+    bench,
+    chat,
+    convert,
+    doctor,
+    export,
+    generate,
+    plan,
+    serve,
+    train,
+    verify,
+)
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.cli.output import print_json
 from sharding.names import LayoutName
 
 COMMANDS = [
     module.__name__.rsplit(".", 1)[1]
-    for module in (convert, doctor, export, generate, plan, serve, train, verify)
+    for module in (bench, chat, convert, doctor, export, generate, plan, serve, train, verify)
 ]
 
 # Packages that are slow to import, or import a slow one.
@@ -59,6 +70,8 @@ def test_help_and_usage_errors_import_nothing_heavy():
     settings = ["--temperature=-1", "--top-p=0", "--max-len=0", "--logprobs=2", "--draft=medusa"]
     settings += ["--draft-depth=9", "--seed=-1", "--stop=", "--system=x", "--prompt-file=/nowhere"]
     errors += [["generate", "--prompt", "x", setting] for setting in settings]
+    errors += [["bench", "serve", "--rate=-1"], ["bench", "serve", "--url=x"]]
+    errors += [["chat", "--temperature=-1"], ["chat", "--max-len=1"]]
     statuses, modules = json.loads(python(USAGE, json.dumps(helps + errors)).splitlines()[-1])
     assert statuses == [0] * len(helps) + [2] * len(errors)
     assert not packages(modules) & HEAVY

@@ -2,9 +2,12 @@
 
 import base64
 import datetime
+import itertools
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -554,3 +557,33 @@ def test_any_bytes_decode(demo):
         text = demo.decode(ids)
         assert text.encode("utf-8").decode("utf-8") == text
     assert demo.decode([]) == ""
+
+
+def longest_silence(work: Callable[[], object]) -> float:
+    """Returns the longest time in which no other thread ran, as a share of the work's time."""
+    times, stop = [], threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            times.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    work()
+    end = time.monotonic()
+    stop.set()
+    thread.join()
+    inside = [begin, *(t for t in times if begin < t < end), end]
+    return max(b - a for a, b in itertools.pairwise(inside)) / (end - begin)
+
+
+def test_long_texts_do_not_stop_other_threads():
+    """Encoding and decoding take most of their time without the interpreter's lock."""
+    tokenizer = Tokenizer(Path(dsv3_jax.__file__).parent / "demo")
+    text = "word " * 100_000
+    ids = tokenizer.encode(text)
+    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
+        # A busy machine is silent for other reasons, but not every time.
+        assert min(longest_silence(work) for _ in range(5)) < 0.6

@@ -18,7 +18,18 @@ import sys
 from collections.abc import Sequence
 
 import dsv3_jax
-from dsv3_jax.cli.arguments import convert, doctor, export, generate, plan, serve, train, verify
+from dsv3_jax.cli.arguments import (
+    bench,
+    chat,
+    convert,
+    doctor,
+    export,
+    generate,
+    plan,
+    serve,
+    train,
+    verify,
+)
 from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.interrupts import STATUS, Interrupts
 
@@ -34,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, convert, verify, export, train, plan, doctor, serve):
+    for module in (generate, convert, verify, export, train, plan, doctor, serve, chat, bench):
         name = module.__name__.rsplit(".", 1)[1]
         summary = module.SUMMARY
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

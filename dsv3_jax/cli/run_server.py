@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
+
+import jax
 
 from dsv3_jax import chat_formats
 from dsv3_jax.checkpoint.find import find_config_directory
@@ -13,9 +17,11 @@ from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.engine import Engine
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
 
 
 def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
@@ -35,11 +41,44 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    bound = bind(arguments.host, arguments.port)
+    with bind(arguments.host, arguments.port) as bound:
+        model, tokenizer = _load(arguments)
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(template)
+        max_requests = arguments.max_running + arguments.max_waiting
+        max_len = min(arguments.max_len, model.config.max_position_embeddings)
+        with _refused_if_too_large(arguments.model):
+            engine = Engine(
+                model,
+                tokenizer,
+                max_len,
+                max_running=arguments.max_running,
+                max_waiting=max_requests,  # the server itself counts
+                cache_tokens=arguments.cache_tokens,
+                draft=draft,
+                draft_depth=depth,
+            )
+        settings = ServerSettings(
+            model_name=arguments.served_name or arguments.model,
+            max_len=max_len,
+            max_requests=max_requests,
+            max_body_bytes=arguments.max_body_mib * 2**20,
+            request_seconds=arguments.request_seconds,
+            drain_seconds=arguments.drain_seconds,
+            stuck_seconds=arguments.stuck_seconds,
+            api_keys=keys,
+            program_store=arguments.program_store,
+        )
+        with engine:
+            run(engine, tokenizer, settings, bound)
+
+
+def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
+    """Loads the model and its tokenizer."""
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     began = time.perf_counter()
-    with StatusLine(f"loading {arguments.model}"):
+    with StatusLine(f"loading {arguments.model}"), _refused_if_too_large(arguments.model):
         model, tokenizer = load(
             arguments.model,
             dtype=arguments.dtype,
@@ -49,29 +88,20 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     seconds = time.perf_counter() - began
     print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
     assert tokenizer is not None
-    if template is not None:
-        tokenizer = tokenizer.with_chat_template(template)
-    max_requests = arguments.max_running + arguments.max_waiting
-    max_len = min(arguments.max_len, model.config.max_position_embeddings)
-    engine = Engine(
-        model,
-        tokenizer,
-        max_len,
-        max_running=arguments.max_running,
-        max_waiting=max_requests,  # the server itself counts
-        cache_tokens=arguments.cache_tokens,
-        draft=draft,
-        draft_depth=depth,
-    )
-    settings = ServerSettings(
-        model_name=arguments.served_name or arguments.model,
-        max_len=max_len,
-        max_requests=max_requests,
-        max_body_bytes=arguments.max_body_mib * 2**20,
-        request_seconds=arguments.request_seconds,
-        drain_seconds=arguments.drain_seconds,
-        api_keys=keys,
-        program_store=arguments.program_store,
-    )
-    with engine:
-        run(engine, tokenizer, settings, bound)
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _refused_if_too_large(model: str) -> Iterator[None]:
+    """Turns a device's lack of memory into a ValueError of one line."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
+            f" --quantization and --layout change their size; dsv3 plan reports what fits), got:"
+            f" {reason:.300}"
+        ) from None

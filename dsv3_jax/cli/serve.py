@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)
     check("--max-waiting", arguments.max_waiting, "an integer of at least 0", Integral, 0)
     check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)
+    check("--stuck-seconds", arguments.stuck_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
     if arguments.request_seconds is not None:
         seconds = arguments.request_seconds
         check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)

@@ -20,6 +20,7 @@ import jax
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
+from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.executor import Executor
 from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.intake import Intake, SubmitOptions
@@ -287,6 +288,25 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
         return self._loop.stats()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """The error after which the engine serves no more requests, or None."""
+        return self._loop.failure
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the step under way began; 0 if there is none."""
+        return self._loop.step_seconds
+
+    def fail_if_stuck(self, seconds: float) -> None:
+        """Gives up a step that has lasted longer than ``seconds``: all requests end with an
+        EngineError, and so do later ones.
+
+        The engine's thread stays inside the step, so that :meth:`shutdown` may never return. The
+        process can only end with :func:`os._exit`.
+        """
+        self._loop.fail_if_stuck(seconds)
 
     def use(self, model: DeepSeekV3) -> None:
         """Replaces the model by another one with the same config, options and array shapes: new

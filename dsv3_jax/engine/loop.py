@@ -84,6 +84,7 @@ class EngineLoop:
         self._by_handle: dict[EngineRequest, ScheduledRequest] = {}
         self._host_times = HostTimes()
         self._error: EngineError | None = None
+        self._step_began: float | None = None  # written by the thread that steps
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
         self._stepping = threading.Lock()  # one step at a time
@@ -153,12 +154,35 @@ class EngineLoop:
                 prefix_queried_tokens=scheduler.prefix_queried_tokens,
                 prompt_tokens=self._host_times.prompt_tokens,
                 output_tokens=self._host_times.output_tokens,
+                drafted_tokens=self._host_times.drafted_tokens,
+                accepted_tokens=self._host_times.accepted_tokens,
                 preemptions=scheduler.preemptions,
                 compiled_after_warm_up=self._executor.compiled_after_warm_up,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
+            )
+
+    @property
+    def failure(self) -> EngineError | None:
+        """The error after which no request can be served."""
+        return self._error
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the step under way began; 0 if there is none."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def fail_if_stuck(self, seconds: float) -> None:
+        """Ends all requests with an error if the step under way has lasted longer than this."""
+        if self._error is None and self.step_seconds > seconds:
+            # The executor stays open: closing it would wait for the step.
+            self._end_all(
+                EngineError(
+                    f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+                )
             )
 
     def clear_prefix_cache(self) -> None:
@@ -252,7 +276,11 @@ class EngineLoop:
     def _guarded_step(self) -> bool:
         try:
             with self._stepping:
-                return self._step()
+                self._step_began = time.monotonic()
+                try:
+                    return self._step()
+                finally:
+                    self._step_began = None
         except BaseException as error:
             # An interrupted step, too, leaves the device in an unknown state.
             self._fail(error)
@@ -260,18 +288,25 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
+        if self._end_all(_step_failed(error)):
+            self._executor.close()
+
+    def _end_all(self, failure: EngineError) -> bool:
+        """Ends all requests with an error. Returns False if that has happened before."""
         with self._changed:
             if self._error is not None:
-                return
-            self._error = _step_failed(error)
+                return False
+            self._error = failure
             for output in self._outputs.values():
-                output.handle.fail(_step_failed(error))  # raising changes an error's traceback
+                error = EngineError(str(failure))  # raising changes an error's traceback
+                error.__cause__ = failure.__cause__
+                output.handle.fail(error)
             self._outputs.clear()
             self._settings.clear()
             self._by_handle.clear()
             self._new_grammars.clear()
             self._scheduler.end_all()
-        self._executor.close()
+        return True
 
     def _step(self) -> bool:
         with self._changed:
@@ -333,6 +368,7 @@ class EngineLoop:
         with self._host_times.waiting():
             plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
+            self._check_failed()  # the step may have been given up
             gained: dict[ScheduledRequest, list[int]] = {}
             ends: dict[ScheduledRequest, int | Exception] = {}
             for result in results:
@@ -372,8 +408,11 @@ class EngineLoop:
             output.add_prompt(*result.prompt)
         for step in result.steps:
             output.add(step, is_decode=result.is_decode)
-            if result.is_decode and (depth := result.request.depth) is not None:
-                depth.observe(step.drafted, len(step.tokens) - 1)
+            if result.is_decode:
+                self._host_times.drafted_tokens += step.drafted
+                self._host_times.accepted_tokens += len(step.tokens) - 1
+                if (depth := result.request.depth) is not None:
+                    depth.observe(step.drafted, len(step.tokens) - 1)
         if result.finished != RUNNING or output.is_stopped:
             return result.finished
         if output.grammar is not None and result.steps:

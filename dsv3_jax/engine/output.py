@@ -71,8 +71,11 @@ class RequestOutput:
         self._results.add(step.logprobs)
         if step.top is not None:
             self._results.add_top(self.request.logprobs, *step.top)
+        position = len(self._tracker.tokens)
         self._tracker.extend(step.tokens)
         if is_decode:
+            # The last token of a step is the model's own.
+            self.handle.accepted_drafts += range(position, position + len(step.tokens) - 1)
             self._steps += 1
             for j in range(step.drafted):
                 self._drafted[j] += 1

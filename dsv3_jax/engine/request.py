@@ -40,6 +40,8 @@ class EngineRequest:
         self.prompt_record: PromptRecord | None = None
         """Log-probabilities of the prompt's tokens, complete with the first piece. None if the
         request does not ask for them."""
+        self.accepted_drafts: list[int] = []
+        """Positions in the completion of the tokens so far that were drafted, in order."""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] | None = None

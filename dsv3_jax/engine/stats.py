@@ -46,6 +46,10 @@ class EngineStats:
     """Prompt tokens that were prefilled."""
     output_tokens: int
     """Tokens that were generated."""
+    drafted_tokens: int
+    """Drafts that the model verified."""
+    accepted_tokens: int
+    """Drafts that became tokens."""
     preemptions: int
     """Requests that lost their pages to others. They were prefilled again, or in deterministic mode
     moved to host memory."""
@@ -68,6 +72,8 @@ class EngineStats:
             "prefix_queried_tokens",
             "prompt_tokens",
             "output_tokens",
+            "drafted_tokens",
+            "accepted_tokens",
             "preemptions",
             "compiled_after_warm_up",
             "steps",
@@ -99,6 +105,8 @@ class HostTimes:
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         names = ("planning", "dispatching", "waiting", "processing")
         self.seconds: dict[str, float] = dict.fromkeys(names, 0.0)
         self.seconds_per_decode_step: float | None = None

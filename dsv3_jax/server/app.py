@@ -18,7 +18,7 @@ from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
-from dsv3_jax.server.page import routes
+from dsv3_jax.server.page import drafts, routes
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerSettings) -
         app.add_middleware(ApiKeyCheck, keys=settings.api_keys)
     app.add_middleware(AccessLog)
     endpoints = (completions, chat, responses, messages, models, tokens)
-    for module in (health, metrics, *endpoints, routes):
+    for module in (health, metrics, *endpoints, drafts, routes):
         app.include_router(module.router)
     return app
 

@@ -38,7 +38,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that the model may call."""
     required_tools: Sequence[Mapping[str, Any]] = ()
-    """Tools of which an answer has to call one. If there are any, it consists of valid calls."""
+    """An answer has to call one of these. If there are any, it consists of valid calls."""
     parallel_calls: bool = True
     """Whether an answer may contain several tool calls."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.schema_limits import MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile
@@ -120,10 +123,16 @@ class Grammars:
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-grammar")
 
     def load(self) -> None:
-        """Reads the vocabulary, which takes two seconds if it is large. Call it first."""
-        self._vocabulary = llguidance.LLTokenizer(
-            self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens
-        )
+        """Reads the vocabulary, which takes two seconds if it is large. Call it first.
+
+        If llguidance cannot read it, all grammars are refused.
+        """
+        try:
+            self._vocabulary = llguidance.LLTokenizer(
+                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens
+            )
+        except Exception as error:  # the library raises different ones
+            logger.warning("structured output is refused: llguidance: %s", _line(str(error)))
 
     async def compile(self, source: GrammarSource) -> None:
         """Compiles a grammar in another thread, unless it is cached.
@@ -161,7 +170,10 @@ class Grammars:
             if (matcher := self._compiled.get(source)) is not None:
                 self._compiled.move_to_end(source)
                 return matcher.deep_copy()
-        assert self._vocabulary is not None, "load() comes first"
+        if self._vocabulary is None:
+            raise GrammarError(
+                f"{source.field}: expected none, as llguidance cannot read this model's tokenizer"
+            )
         try:
             grammar = source.grammar()
         except ValueError as error:

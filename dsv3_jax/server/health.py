@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 import dsv3_jax
-from dsv3_jax.server.errors import engine_failed, overloaded
+from dsv3_jax.server.errors import ApiError, overloaded
 from dsv3_jax.server.service import service_of
 
 router = APIRouter()
@@ -26,16 +26,20 @@ class Version(BaseModel):
 
 @router.get("/health")
 async def health(request: Request) -> Status:
-    """Returns status 200 while the engine can serve, also while it compiles."""
-    failure = service_of(request).failure
-    if failure is not None:
-        raise engine_failed(failure)
+    """Returns status 200 while the engine can serve, also while it compiles. Returns 503 after it
+    failed, and while one of its steps lasts suspiciously long."""
+    service = service_of(request)
+    if service.failure is not None:
+        raise _unhealthy(str(service.failure))
+    seconds = service.engine.step_seconds
+    if seconds > service.settings.stuck_seconds / 2:
+        raise _unhealthy(f"engine: a step has taken {seconds:.1f} s so far")
     return Status(status="ok")
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Status:
-    """Returns status 200 when all programs are compiled, and 503 before and while draining."""
+    """Returns status 200 when all programs are compiled; 503 before, and while the server ends."""
     if not service_of(request).is_ready:
         raise overloaded("server: not ready yet; try again later")
     return await health(request)
@@ -45,3 +49,7 @@ async def ready(request: Request) -> Status:
 async def version() -> Version:
     """Returns the version of dsv3_jax."""
     return Version(version=dsv3_jax.__version__)
+
+
+def _unhealthy(message: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code="engine_error")

@@ -123,6 +123,14 @@ class _EngineFigures(Collector):
             "num_preemptions": ("Completions that lost their pages.", stats.preemptions),
             "prompt_tokens": ("Prompt tokens that were prefilled.", stats.prompt_tokens),
             "generation_tokens": ("Tokens that were generated.", stats.output_tokens),
+            "spec_decode_num_draft_tokens": (
+                "Drafts that the model verified.",
+                stats.drafted_tokens,
+            ),
+            "spec_decode_num_accepted_tokens": (
+                "Drafts that became tokens.",
+                stats.accepted_tokens,
+            ),
         }
         for name, (description, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", description, labels=["model_name"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,10 +15,15 @@ import uvicorn
 from dsv3_jax.engine import Engine
 from dsv3_jax.server import access_log
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.watchdog import Watchdog
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_ENDING_SECONDS = 5
+"""Time in which clients receive the errors of requests that the server ended."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,7 +53,8 @@ def run(
     engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
-    at most ``settings.drain_seconds``, and returns.
+    at most ``settings.drain_seconds``, and returns. If the engine fails or its device is stuck, it
+    ends the process with exit status 1.
 
     Args:
       bound: the socket to listen on. It is closed at the end.
@@ -53,17 +62,50 @@ def run(
     _log_to_stderr()
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    app = create_app(engine, tokenizer, settings)
+    service: Service = app.state.service
     config = uvicorn.Config(
-        create_app(engine, tokenizer, settings),
+        app,
         access_log=False,
         log_config=None,
-        timeout_graceful_shutdown=int(settings.drain_seconds),
+        timeout_graceful_shutdown=int(settings.drain_seconds) + _ENDING_SECONDS,
         server_header=False,
     )
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
-    with bound:
-        uvicorn.Server(config).run(sockets=[bound])
+    server = _DrainingServer(config, service)
+
+    def end_server() -> None:
+        server.should_exit = True
+
+    with bound, Watchdog(service, end_server, _exit_now, _ENDING_SECONDS):
+        server.run(sockets=[bound])
+    if service.failure is not None:
+        _exit_now()
+
+
+class _DrainingServer(uvicorn.Server):
+    """A server that ends open requests itself, in OpenAI's shape, before uvicorn would."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._service.drain())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            draining.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await draining
+
+
+def _exit_now() -> None:
+    """Ends the process with status 1, although a thread of it may never end."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def _log_to_stderr() -> None:

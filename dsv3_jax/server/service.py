@@ -48,9 +48,15 @@ class Service:
         self.created = int(time.time())
         self.is_ready = False
         """Whether all programs are compiled, and the server is not at its end."""
-        self.failure: EngineError | None = None
-        """Error after which the engine cannot serve any more."""
+        self.warm_up_failure: EngineError | None = None
+        """Error of a warm-up that failed."""
+        self._jobs: set[Job] = set()  # open ones
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-http")
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Error after which the engine cannot serve any more."""
+        return self.warm_up_failure or self.engine.failure
 
     async def warm_up(self) -> None:
         """Compiles or loads all programs. The server is ready afterwards, or has failed."""
@@ -59,8 +65,11 @@ class Service:
             await self.in_thread(self.grammars.load)
             seconds = await self.in_thread(lambda: self.engine.warm_up(store))
         except Exception as error:
-            logger.exception("the server cannot serve: its programs do not compile")
-            self.failure = EngineError(f"warm-up: {error}")
+            out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+            logger.error(
+                "the server cannot serve: its programs do not compile", exc_info=not out_of_memory
+            )
+            self.warm_up_failure = EngineError(f"warm-up: {' '.join(str(error).split())}")
             return
         logger.info("ready: compiled or loaded all programs in %.1f s", seconds)
         self.is_ready = True
@@ -68,9 +77,20 @@ class Service:
     async def close(self) -> None:
         """Ends the engine. Requests that are still open are cancelled."""
         self.is_ready = False
-        await self.in_thread(lambda: self.engine.shutdown(drain=False))
+        if self.failure is None:  # the thread of an engine that failed may be stuck
+            await self.in_thread(lambda: self.engine.shutdown(drain=False))
         self._threads.shutdown(wait=False)
         self.grammars.close()
+
+    async def drain(self) -> None:
+        """Takes no new requests, and cancels open ones after ``settings.drain_seconds``. Their
+        clients get status 503, or an error as the last event of a stream."""
+        self.is_ready = False
+        await asyncio.sleep(self.settings.drain_seconds)
+        if self._jobs:
+            logger.warning("ending %d open requests after the time to drain", len(self._jobs))
+        handles = [handle for job in self._jobs for handle in job.handles]
+        await self.in_thread(lambda: [handle.cancel() for handle in handles])
 
     def check_model(self, name: str) -> None:
         """Raises ApiError unless ``name`` is the id of the served model."""
@@ -141,13 +161,15 @@ class Service:
             except QueueFullError as error:
                 raise overloaded(str(error)) from None
             except EngineError as error:
-                self.failure = error
                 raise engine_failed(error) from None
             unless_submitted.pop_all()
-        return Job(handles, self._close)
+        job = Job(handles, self._close)
+        self._jobs.add(job)
+        return job
 
     def _close(self, job: Job) -> None:
         """Counts a job's completions, and cancels those that are not at their end."""
+        self._jobs.discard(job)
         self.admission.leave(len(job.handles))
         loop = asyncio.get_running_loop()
         for i, handle in enumerate(job.handles):

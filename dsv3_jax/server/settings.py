@@ -29,6 +29,9 @@ class ServerSettings:
     """Longest time of a completion, from its arrival to its end. None for no limit."""
     drain_seconds: float = 30.0
     """Longest time that open requests get to finish when the server ends."""
+    stuck_seconds: float = 300.0
+    """Longest time of an engine's step. After it the device counts as stuck, and the server ends.
+    From half of it on, /health returns status 503."""
     api_keys: ApiKeys | None = None
     """Keys that clients must have; None for no keys."""
     program_store: Path | None = None

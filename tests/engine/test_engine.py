@@ -113,6 +113,11 @@ def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
         np.testing.assert_allclose(got.logprobs, completion.logprobs, atol=2e-5)
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
+    speculations = [h.result(0).speculation for h in handles]
+    accepted = [sum(s.accepted) if s is not None else 0 for s in speculations]
+    assert [len(handle.accepted_drafts) for handle in handles] == accepted
+    assert stats.accepted_tokens == sum(accepted)
+    assert stats.drafted_tokens == sum(sum(s.drafted) for s in speculations if s is not None)
     if "few_pages" in name:
         assert stats.preemptions > 0
     if "few_pages" not in name:

@@ -246,3 +246,32 @@ def test_an_interpreter_with_a_running_engine_ends(tmp_path):
     assert done.returncode == 0
     # The engine ends without a word of its own.
     assert not re.search("Fatal|Traceback|Error", done.stderr)
+
+
+def test_a_stuck_step_is_given_up():
+    """Its requests end with an error, although the step goes on."""
+    released = threading.Event()
+
+    def latency() -> float:
+        released.wait(SECONDS)
+        return 0.0
+
+    engine = make(latency=latency)
+    assert engine.loop.step_seconds == 0
+    handles = [submit(engine, i).handle for i in range(6)]
+    while engine.loop.step_seconds < 0.05:
+        time.sleep(0.01)
+    engine.loop.fail_if_stuck(10)
+    assert engine.loop.failure is None
+    engine.loop.fail_if_stuck(0.05)
+    for handle in handles:
+        with pytest.raises(EngineError, match=r"a step has taken more than 0\.05 s"):
+            handle.result(SECONDS)
+    with pytest.raises(EngineError, match="its device is stuck"):
+        submit(engine, 7)
+    assert engine.loop.stats().running == 0
+    first = engine.loop.failure
+    released.set()  # the device answers after all, and is not heard
+    engine.loop.shutdown()
+    assert engine.loop.failure is first
+    assert engine.executor.is_closed

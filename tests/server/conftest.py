@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -38,6 +39,8 @@ class RunningServer:
 
     port: int
     service: Service
+    loop: asyncio.AbstractEventLoop
+    """Its event loop, which runs in a thread."""
 
     @property
     def url(self) -> str:
@@ -84,6 +87,14 @@ class RunningServer:
         assert len(error["message"]) < 600
         return status, error
 
+    def tasks(self) -> int:
+        """Returns the number of tasks of the event loop."""
+
+        async def count() -> int:
+            return len(asyncio.all_tasks()) - 1
+
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(30)
+
     def wait_until_idle(self) -> None:
         """Waits until no request is open, neither here nor in the engine."""
         for _ in range(500):
@@ -101,11 +112,12 @@ def running(engine: Engine, tokenizer: Tokenizer, **settings: Any) -> Iterator[R
     app = create_app(engine, tokenizer, ServerSettings("demo", **{**defaults, **settings}))
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    with bound:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=[server.serve([bound])])
+    with bound, contextlib.closing(loop):
         thread.start()
         try:
-            it = RunningServer(bound.getsockname()[1], app.state.service)
+            it = RunningServer(bound.getsockname()[1], app.state.service, loop)
             for _ in range(3000):
                 if it.service.is_ready:
                     break

@@ -11,7 +11,7 @@ from typing import Any
 
 import dsv3_jax
 from dsv3_jax import chat_formats
-from dsv3_jax.engine import EngineRequest
+from dsv3_jax.engine import EngineError, EngineRequest
 from dsv3_jax.generation.completion import Completion, FinishReason
 from dsv3_jax.tokenizer import Tokenizer
 from tests.server.conftest import RunningServer, running
@@ -56,6 +56,7 @@ class ScriptedEngine:
     """Tokens of a piece."""
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings of all requests, with ``prompts``."""
+    failure: EngineError | None = None
 
     @property
     def vocab_size(self) -> int:

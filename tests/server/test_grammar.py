@@ -325,3 +325,12 @@ def test_a_hostile_pattern_ends_within_its_limits(grammars, pattern):
         message = str(error)
     assert message.startswith("x: the grammar became too complex")
     assert longest < 1
+
+
+def test_a_tokenizer_that_cannot_be_read(grammars, monkeypatch, caplog):
+    monkeypatch.setattr(grammars._tokenizer, "to_json", lambda: "{}")
+    other = Grammars(grammars._tokenizer, W, [1])
+    other.load()
+    assert "structured output is refused" in caplog.text
+    with pytest.raises(GrammarError, match="x: expected none, as llguidance cannot read"):
+        other.start(GrammarSource("regex", "a", "x"))

@@ -80,11 +80,11 @@ def test_text_is_that_of_the_engine(client, server):
 
 
 def test_a_stream_is_the_text(client):
-    whole = client.messages.create(**body(max_tokens=20))
-    message, events = streamed(client, max_tokens=20)
+    whole = client.messages.create(**body(max_tokens=10))
+    message, events = streamed(client, max_tokens=10)
     assert message.content[0].text == whole.content[0].text
     assert message.stop_reason == whole.stop_reason
-    assert message.usage.output_tokens == 20
+    assert message.usage.output_tokens == 10
     kinds = [event.type for event in events if event.type not in ("text", "content_block_delta")]
     assert kinds == [
         *("message_start", "content_block_start", "content_block_stop"),
@@ -93,11 +93,11 @@ def test_a_stream_is_the_text(client):
 
 
 def test_stop_sequences(client):
-    text = client.messages.create(**body(max_tokens=40)).content[0].text
+    text = client.messages.create(**body(max_tokens=24)).content[0].text
     stop = text[10:14]
     for message in (
-        client.messages.create(**body(max_tokens=40, stop_sequences=["\0", stop])),
-        streamed(client, max_tokens=40, stop_sequences=["\0", stop])[0],
+        client.messages.create(**body(max_tokens=24, stop_sequences=["\0", stop])),
+        streamed(client, max_tokens=24, stop_sequences=["\0", stop])[0],
     ):
         assert message.content[0].text == text[: text.index(stop)]
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)

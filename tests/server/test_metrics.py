@@ -25,6 +25,7 @@ def test_names_that_routers_read(server):
     counters = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
     expected = {f"vllm:{name}" for name in (*gauges, "cache_config_info")}
     expected |= {f"vllm:{name}_total" for name in (*counters, "num_preemptions")}
+    expected |= {f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")}
     assert expected <= set(figures(server))
 
 

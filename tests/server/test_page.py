@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import re
 
 import pytest
+
+from dsv3_jax.generation.completion import Piece
+from dsv3_jax.server.page.drafts import split
 
 FILES = {"/": "text/html", "/page/style.css": "text/css", "/page/chat.js": "text/javascript"}
 
@@ -36,6 +40,46 @@ def text(server, path: str) -> str:
     assert headers["content-type"].startswith(FILES[path])
     assert "default-src 'none'" in headers["content-security-policy"]
     return content.decode()
+
+
+def spans(server, body: dict) -> list[dict]:
+    """Returns the spans of an answer."""
+    status, _, content = server.request("POST", "/chat/spans", {**body, "stream": True})
+    assert status == 200
+    *events, done, _ = content.decode().split("\n\n")
+    assert done == "data: [DONE]"
+    read = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [event["finish_reason"] for event in read[:-1]] == [None] * (len(read) - 1)
+    assert read[-1]["finish_reason"] == "length"
+    return [span for event in read for span in event["spans"]]
+
+
+def test_spans_are_the_answer(server):
+    """Without a drafter, none was drafted."""
+    messages = [{"role": "user", "content": "def f(é):"}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 20, "temperature": 0}
+    body["ignore_eos"] = True
+    answer = server.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    read = spans(server, body)
+    assert "".join(span["text"] for span in read) == answer
+    assert {(span["kind"], span["is_draft"]) for span in read} == {("content", False)}
+    assert server.refused("/chat/spans", {**body, "model": "other"})[0] == 404
+
+
+def test_texts_of_drafts(server):
+    """Each token's text is a part of its own, unless several tokens form a character."""
+    tokens = server.tokenizer.encode("return x", add_special_tokens=False)
+    flags = [i % 2 == 0 for i in range(len(tokens))]
+    piece = Piece("return x", tokens, None, [0.0] * len(tokens))
+    parts = split(piece, flags, server.tokenizer)
+    assert "".join(text for text, _ in parts) == "return x"
+    assert [flag for _, flag in parts] == flags
+    bear = server.tokenizer.encode("🐻", add_special_tokens=False)
+    assert len(bear) > 1
+    for all_drafted in (True, False):
+        flags = [True] * (len(bear) - 1) + [all_drafted]
+        piece = Piece("🐻", bear, None, [0.0] * len(bear))
+        assert split(piece, flags, server.tokenizer) == [("🐻", all_drafted)]
 
 
 @pytest.fixture
@@ -78,7 +122,7 @@ def test_ids_that_the_script_uses_exist(server, elements):
 
 def test_figures_that_the_script_reads_exist(server):
     names = re.findall(r'figure\("(\w+)"\)', text(server, "/page/chat.js"))
-    assert len(names) == 6
+    assert len(names) == 8
     metrics = server.request("GET", "/metrics")[2].decode()
     for name in names:
         assert re.search(rf"^vllm:{name}\{{[^\n]*\}} \S+$", metrics, re.MULTILINE), name

@@ -14,13 +14,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 
+from dsv3_jax.cli import run_server
 from dsv3_jax.cli.main import main
 from dsv3_jax.server.api_keys import ApiKeys
 from tests.server.conftest import RunningServer, demo_engine, running
+from tests.server.processes import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +85,7 @@ def test_keys_and_times():
             assert names["www-authenticate"] == "Bearer"
             assert json.loads(answer)["error"]["code"] == "invalid_api_key"
         right = {"Authorization": "Bearer secret"}
+        assert server.request("POST", "/chat/spans", body)[0] == 401
         assert server.request("GET", "/v1/models", headers=right)[0] == 200
         assert server.request("GET", "/v1/models", headers={"X-API-Key": "secret"})[0] == 200
         status, _, answer = server.request("POST", "/v1/completions", body, right)
@@ -119,7 +124,7 @@ def test_sigterm_finishes_open_requests(tmp_path):
         address = re.search(r"http://127.0.0.1:(\d+)", lines[-1])
         port = address and int(address[1])
     reader.start()
-    server = RunningServer(port, None)  # pyright: ignore[reportArgumentType]
+    server = RunningServer(port, None, None)  # pyright: ignore[reportArgumentType]
     try:
         statuses = []
         for _ in range(600):
@@ -157,6 +162,61 @@ def test_sigterm_finishes_open_requests(tmp_path):
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
+def test_a_killed_server_serves_again_and_ends_in_time(tmp_path):
+    """The second server has the first one's port and programs. It ends open requests itself, with
+    their tokens so far, when the time to drain is over."""
+    settings = {"program_store": str(tmp_path), "drain_seconds": 1.0}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 6, "temperature": 0}
+    long = body | {"max_tokens": 250, "ignore_eos": True, "n": 2}
+    with ServerProcess(**settings) as first:
+        server = first.ready()
+        expected = server.post("/v1/completions", body)["choices"]
+        with ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(server.request, "POST", "/v1/completions", long)
+            time.sleep(0.3)
+            first.process.kill()
+            with pytest.raises((ConnectionError, http.client.HTTPException)):
+                lost.result(60)
+    slow = "read = Executor.wait; Executor.wait = lambda self: (time.sleep(0.05), read(self))[1]"
+    with ServerProcess(server.port, change=slow, **settings) as second:
+        server = second.ready()
+        assert server.post("/v1/completions", body)["choices"] == expected
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(server.refused, "/v1/completions", long)
+            stream = {**body, "max_tokens": 250, "ignore_eos": True, "stream": True}
+            streamed = pool.submit(server.request, "POST", "/v1/completions", stream)
+            time.sleep(1)
+            began = time.monotonic()
+            second.process.send_signal(signal.SIGTERM)
+            status, error = whole.result(60)
+            assert (status, error["code"]) == (503, "overloaded")
+            status, _, content = streamed.result(60)
+            *chunks, last, done, _ = content.decode().split("\n\n")
+            assert (status, done) == (200, "data: [DONE]")
+            assert (
+                "the server ended it" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            )
+            assert len(chunks) > 5
+        assert second.wait() == 0
+        assert time.monotonic() - began < 10
+        assert not any("Traceback" in line for line in second.lines)
+
+
+def test_a_model_that_does_not_fit(monkeypatch, capsys, own_compile_cache):
+    def load(*arguments, **settings):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n at"
+        )
+
+    monkeypatch.setattr(run_server, "load", load)
+    assert main(["serve", "--port", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dsv3 serve: error: demo: expected a model and a cache that fit on the")
+    assert err.endswith("got: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n")
+
+
 def test_programs_are_stored_where_the_flag_says(server, tmp_path, monkeypatch):
     directories = []
     monkeypatch.setattr(server.engine, "warm_up", lambda store: directories.append(store) or 0.0)
@@ -172,10 +232,10 @@ def test_a_failed_warm_up_is_reported(server, monkeypatch, caplog):
 
     monkeypatch.setattr(server.engine, "warm_up", fail)
     monkeypatch.setattr(server.service, "is_ready", False)
-    monkeypatch.setattr(server.service, "failure", None)
+    monkeypatch.setattr(server.service, "warm_up_failure", None)
     asyncio.run(server.service.warm_up())
     assert "its programs do not compile" in caplog.text
-    for path, expected in (("/ready", 503), ("/health", 500)):
+    for path, expected in (("/ready", 503), ("/health", 503)):
         status, _, body = server.request("GET", path)
         assert status == expected
     assert "warm-up: out of memory" in body.decode()

@@ -77,8 +77,8 @@ def test_text_is_that_of_the_engine(client, server):
 
 
 def test_a_stream_is_the_text(client):
-    whole = client.responses.create(**body(max_output_tokens=20))
-    events = list(client.responses.create(**body(max_output_tokens=20), stream=True))
+    whole = client.responses.create(**body(max_output_tokens=10))
+    events = list(client.responses.create(**body(max_output_tokens=10), stream=True))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -1,5 +1,5 @@
 """schemathesis makes requests from the OpenAPI description. None gets a status of 500 or more, and
-all answers are what the description says."""
+all answers match the description."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ PATHS = {
 }
 """Paths, and fields with which an answer has few tokens."""
 CASES = [(path, mode) for path in PATHS for mode in GenerationMode]
+# schemathesis cannot make wrong bodies of these descriptions: it fails in an array of theirs.
+for path in ("/v1/messages", "/v1/messages/count_tokens"):
+    CASES.remove((path, GenerationMode.NEGATIVE))
 CASES.append(("/v1/models/{name}", GenerationMode.POSITIVE))  # any name is valid
 EXAMPLES = 25  # of each case
 

@@ -224,3 +224,9 @@ def test_special_tokens_are_left_out():
         parser = AnswerParser(ReasoningParser("reasoning"), KimiK2Parser(), special)
         result = parts(split(parser, text, range(0, len(text), size)))
         assert result == ("abc <", [("f", "1")], "hm <")
+
+
+def test_content_comes_before_the_call_that_follows_it():
+    parser = AnswerParser(ReasoningParser("content"), KimiK2Parser(), ["<eos>"])
+    events = parser.add(f"a <{kimi(('f', '1'))}", is_last=True)
+    assert [type(event) for event in events] == [Content, Content, CallBegin, CallArguments]

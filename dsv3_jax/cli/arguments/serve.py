@@ -116,6 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest time that open requests get to finish after SIGTERM (default: 30)",
     )
     add(
+        "--stuck-seconds",
+        type=float,
+        default=300.0,
+        metavar="X",
+        help="longest time of a step of the engine; after it the device counts as stuck, and the"
+        " server ends with status 1 (default: 300)",
+    )
+    add(
         "--program-store",
         type=Path,
         metavar="DIR",

@@ -230,7 +230,7 @@ class DeltaChoice(BaseModel):
     delta: dict[str, Any]
     """New text, by the names of the message's fields, which are left out without news."""
     logprobs: ChatLogprobs | None = None
-    """Of the tokens since the piece before it."""
+    """Log-probabilities of the tokens since the piece before."""
     finish_reason: str | None = None
 
 

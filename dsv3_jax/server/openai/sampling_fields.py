@@ -75,7 +75,7 @@ class SamplingFields(Body):
 
     @property
     def grammar(self) -> GrammarSource | None:
-        """What the text has to match, or None."""
+        """The grammar that the text has to match, or None."""
         return self._grammar
 
     def text_forms(self) -> Mapping[str, TextForm | None]:

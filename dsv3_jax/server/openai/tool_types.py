@@ -79,7 +79,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def required_tools(
     choice: ToolChoice | None, tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns the tools of which an answer has to call one, or none if it is free.
+    """Returns the tools from which an answer has to call one, or none if it is free.
 
     Args:
       tools: as chat templates read them.

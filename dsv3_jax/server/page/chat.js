@@ -1,8 +1,9 @@
 // The chat: a conversation kept for this tab, answers streamed, and figures read once a second.
+// Answers come as spans of text, with whether the model accepted them as drafts.
 // Text is only ever set as textContent, so that no answer can become markup.
 
 const element = (id) => document.getElementById(id);
-const STORE = "dsv3_jax.messages";
+const STORE = "dsv3_jax.spans";
 
 let model = "";
 let messages = JSON.parse(sessionStorage.getItem(STORE) || "[]");
@@ -23,19 +24,35 @@ function show(message) {
   item.className = message.role;
   const title = document.createElement("h2");
   title.textContent = message.role === "user" ? "You" : "Answer";
-  const reasoning = document.createElement("p");
-  reasoning.className = "reasoning";
-  const content = document.createElement("p");
-  item.append(title, reasoning, content);
+  const parts = { reasoning: document.createElement("p"), content: document.createElement("p") };
+  parts.reasoning.className = "reasoning";
+  parts.reasoning.hidden = true;
+  item.append(title, parts.reasoning, parts.content);
   element("log").append(item);
-  const update = () => {
-    reasoning.textContent = message.reasoning || "";
-    reasoning.hidden = !message.reasoning;
-    content.textContent = message.content;
+  const add = (span) => {
+    const text = document.createElement("span");
+    text.textContent = span.text;
+    if (span.is_draft) {
+      text.className = "draft";
+      element("legend").hidden = false;
+    }
+    parts[span.kind].append(text);
+    parts[span.kind].hidden = false;
     element("log").scrollTop = element("log").scrollHeight;
   };
-  update();
-  return update;
+  message.spans.forEach(add);
+  return add;
+}
+
+function content(message) {
+  return message.spans.filter((span) => span.kind === "content").map((span) => span.text).join("");
+}
+
+// Adds a span to a message, joined with the one before it if they are alike.
+function append(message, span) {
+  const last = message.spans[message.spans.length - 1];
+  if (last && last.kind === span.kind && last.is_draft === span.is_draft) last.text += span.text;
+  else message.spans.push({ ...span });
 }
 
 function save() {
@@ -60,7 +77,7 @@ async function* events(response) {
 
 function body() {
   const system = element("system").value;
-  const history = messages.map(({ role, content }) => ({ role, content }));
+  const history = messages.map((message) => ({ role: message.role, content: content(message) }));
   const fields = { model, messages: history, stream: true };
   if (system) history.unshift({ role: "system", content: system });
   for (const name of ["temperature", "top_p", "max_tokens"]) {
@@ -74,27 +91,27 @@ async function answer() {
   element("stop").disabled = false;
   element("send").disabled = true;
   report("Answering");
-  const message = { role: "assistant", content: "", reasoning: "" };
-  let update = null;
+  element("log").setAttribute("aria-busy", "true"); // an answer is read out when it is complete
+  const message = { role: "assistant", spans: [] };
+  let add = null;
   try {
     if (!model) await readModel();
-    const response = await fetch("/v1/chat/completions", {
+    const response = await fetch("/chat/spans", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers() },
       body: body(),
       signal: controller.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
-    update = show(message);
+    add = show(message);
     let reason = "";
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      for (const choice of event.choices) {
-        message.content += choice.delta.content || "";
-        message.reasoning += choice.delta.reasoning_content || "";
-        reason = choice.finish_reason || reason;
+      for (const span of event.spans) {
+        append(message, span);
+        add(span);
       }
-      update();
+      reason = event.finish_reason || reason;
     }
     report(reason === "length" ? "Ended at the largest number of tokens" : "");
   } catch (error) {
@@ -102,13 +119,18 @@ async function answer() {
     else report(error.message, true);
   } finally {
     if (running === controller) {
-      if (update) messages.push(message);
+      if (add) messages.push(message);
       save();
-      running = null;
-      element("stop").disabled = true;
-      element("send").disabled = false;
+      end();
     }
   }
+}
+
+function end() {
+  running = null;
+  element("stop").disabled = true;
+  element("send").disabled = false;
+  element("log").setAttribute("aria-busy", "false");
 }
 
 function send(event) {
@@ -116,7 +138,7 @@ function send(event) {
   const text = element("message").value;
   if (!text.trim() || running) return;
   element("message").value = "";
-  const message = { role: "user", content: text };
+  const message = { role: "user", spans: [{ kind: "content", text, is_draft: false }] };
   // A message without an answer, after an error, is replaced by the next one.
   if (messages.length && messages[messages.length - 1].role === "user") {
     messages.pop();
@@ -153,13 +175,16 @@ async function readFigures() {
     const asked = figure("prefix_cache_queries_total");
     const share = asked ? figure("prefix_cache_hits_total") / asked : 0;
     element("hits").textContent = `${Math.round(100 * share)} %`;
+    const drafted = figure("spec_decode_num_draft_tokens_total");
+    const accepted = figure("spec_decode_num_accepted_tokens_total") / drafted;
+    element("accepted").textContent = drafted ? `${Math.round(100 * accepted)} %` : "–";
     if (previous) {
       const rate = (1000 * (now.tokens - previous.tokens)) / (now.time - previous.time);
       element("rate").textContent = Math.round(rate);
     }
     previous = now;
   } catch {
-    for (const id of ["running", "waiting", "cache", "hits", "rate"]) {
+    for (const id of ["running", "waiting", "cache", "hits", "accepted", "rate"]) {
       element(id).textContent = "–";
     }
     previous = null;
@@ -173,10 +198,9 @@ element("message").addEventListener("keydown", (event) => {
 element("stop").addEventListener("click", () => running?.abort());
 element("clear").addEventListener("click", () => {
   running?.abort();
-  running = null;
-  element("stop").disabled = true;
-  element("send").disabled = false;
+  end();
   messages = [];
+  element("legend").hidden = true;
   save();
   element("log").replaceChildren();
   report("");

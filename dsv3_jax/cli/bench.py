@@ -1,0 +1,54 @@
+"""``dsv3 bench``: measures a server.
+
+This module checks what can be wrong with a call. :mod:`dsv3_jax.cli.run_bench` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from numbers import Integral, Real
+from urllib.parse import urlsplit
+
+from dsv3_jax.generation.settings import check
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+      ValueError: a package is missing, a setting is out of range, there is no server, or no request
+        succeeded.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ValueError(
+            "expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
+            " aiohttp; found none"
+        )
+    check_url(arguments.url)
+    for rate in arguments.rate or ():
+        check("--rate", rate, "requests per second from 0.001, or inf", Real, 1e-3)
+    for concurrency in arguments.concurrency or ():
+        check("--concurrency", concurrency, "1 to 10000 clients", Integral, 1, 10000)
+    if arguments.num_requests is not None:
+        check("--num-requests", arguments.num_requests, "an integer of at least 1", Integral, 1)
+    check("--scale", arguments.scale, "a factor from 0.001 to 100", Real, 1e-3, 100)
+    check("--vocab-size", arguments.vocab_size, "an integer of at least 21", Integral, 21)
+    check("--seed", arguments.seed, "an integer of at least 0", Integral, 0)
+    if arguments.details and not arguments.json:
+        raise ValueError("--details: expected --json with it, which prints them; got none")
+    if arguments.picture is not None:
+        from dsv3_jax.viz.canvas import check_picture
+
+        check_picture("--picture", arguments.picture)
+
+    from dsv3_jax.cli.run_bench import run_bench
+
+    run_bench(arguments)
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError for what is not the address of a server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--url: expected an address such as http://127.0.0.1:8000, got {url!r}")

@@ -1,0 +1,99 @@
+"""A model that answers in this process, with an engine of one slot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any
+
+from dsv3_jax.checkpoint.find import find_config_directory
+from dsv3_jax.checkpoint.load import load
+from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.layout_flags import make_layout_from
+from dsv3_jax.cli.serve import depth_of, draft_of
+from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.client.chat import Delta, Message
+from dsv3_jax.engine import Engine
+from dsv3_jax.server.parsers.reasoning import ReasoningParser
+
+
+class LocalChat:
+    """Loads a model and compiles its programs. A context manager, which ends the engine.
+
+    Args:
+      arguments: the command's flags.
+      settings: of :meth:`dsv3_jax.Engine.submit`.
+
+    Raises:
+      ValueError: the model or the layout is refused.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, settings: dict[str, Any]):
+        self.model: str = arguments.model or "demo"
+        self._settings = settings
+        self._new_tokens: int | None = arguments.max_new_tokens
+        if not (find_config_directory(self.model) / "tokenizer.json").is_file():
+            raise ValueError(f"{self.model}: expected a tokenizer.json, found none")
+        compile_cache.enable(arguments.compile_cache)
+        began = time.perf_counter()
+        with StatusLine(f"loading {self.model}"):
+            model, tokenizer = load(
+                self.model,
+                dtype=arguments.dtype,
+                quantization=arguments.quantization,
+                layout=make_layout_from(arguments),
+            )
+        assert tokenizer is not None
+        self._tokenizer = tokenizer
+        self._max_len = min(arguments.max_len, model.config.max_position_embeddings)
+        shards = 1 if model.layout is None else model.layout.num_shards("batch")
+        self._engine = Engine(
+            model,
+            tokenizer,
+            self._max_len,
+            max_running=shards,
+            draft=draft_of(arguments),
+            draft_depth=depth_of(arguments),
+        )
+        with StatusLine("compiling"):
+            self._engine.warm_up()
+        seconds = time.perf_counter() - began
+        print(f"dsv3: loaded and compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> LocalChat:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._engine.shutdown(drain=False)
+
+    def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
+        """Yields the answer to a conversation as it arrives. Closing it ends the request.
+
+        Raises:
+          ValueError: the conversation is too long, or the model has no chat template.
+        """
+        prompt = self._tokenizer.chat(messages)
+        available = self._max_len - len(prompt)
+        if available < 1:
+            raise ValueError(
+                f"conversation: expected fewer than {self._max_len} tokens (--max-len), got"
+                f" {len(prompt)}; /new begins another one"
+            )
+        new_tokens = min(self._new_tokens or available, available)
+        request = self._engine.submit(prompt, max_new_tokens=new_tokens, **self._settings)
+        parser = ReasoningParser.of_prompt(self._tokenizer, prompt)
+        try:
+            for piece in request:
+                is_last = piece.finish_reason is not None
+                parts = parser.add(piece, is_last=is_last)
+                yield Delta(parts.content, parts.reasoning)
+        finally:
+            request.cancel()

@@ -1,0 +1,104 @@
+"""The example files in docs/deploy: they parse, their flags exist, and so do all figures."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from dsv3_jax.cli.main import parser
+
+FILES = Path(__file__).parents[2] / "docs" / "deploy"
+END_SECONDS = 10  # between the time to drain and the end of the process
+
+
+def docker_words() -> list[str]:
+    text = (FILES / "Dockerfile").read_text("utf-8")
+    entry, command = (
+        json.loads(re.search(f"^{name} (.*)$", text, re.M)[1])  # pyright: ignore[reportOptionalSubscript]
+        for name in ("ENTRYPOINT", "CMD")
+    )
+    return [*entry, *command]
+
+
+def unit() -> configparser.SectionProxy:
+    read = configparser.ConfigParser(interpolation=None)
+    read.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
+    read.read(FILES / "dsv3.service", "utf-8")
+    return read["Service"]
+
+
+def kubernetes() -> dict[str, dict]:
+    documents = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text("utf-8"))
+    return {document["kind"]: document for document in documents}
+
+
+def commands() -> dict[str, list[str]]:
+    docker = docker_words()
+    pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+    entry = docker[: docker.index("--model")]
+    return {
+        "docker": docker,
+        "systemd": shlex.split(unit()["ExecStart"]),
+        "kubernetes": [*entry, *pod["containers"][0]["args"]],
+    }
+
+
+@pytest.mark.parametrize("name", ["docker", "systemd", "kubernetes"])
+def test_flags_exist(name):
+    program, *words = commands()[name]
+    assert program.endswith("dsv3")
+    arguments = parser().parse_args(words)
+    assert (arguments.command, arguments.host, arguments.port) == ("serve", "0.0.0.0", 8000)
+
+
+def test_the_process_has_time_to_drain():
+    for name, seconds in (
+        ("systemd", int(unit()["TimeoutStopSec"])),
+        (
+            "kubernetes",
+            kubernetes()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"],
+        ),
+    ):
+        drain = parser().parse_args(commands()[name][1:]).drain_seconds
+        assert seconds >= drain + END_SECONDS
+
+
+def test_probes_exist(server):
+    (container,) = kubernetes()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        path = container[probe]["httpGet"]["path"]
+        assert server.request("GET", path)[0] == 200
+    assert kubernetes()["Service"]["spec"]["selector"] == {"app": "dsv3"}
+
+
+def test_the_dashboard_finds_its_figures(server):
+    server.post("/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 2})
+    server.wait_until_idle()
+    exposed = {
+        (sample.name, label)
+        for family in text_string_to_metric_families(server.request("GET", "/metrics")[2].decode())
+        for sample in family.samples
+        for label in sample.labels
+    }
+    dashboard = json.loads((FILES / "grafana.json").read_text("utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    used = set(re.findall(r"vllm:\w+", " ".join(expressions)))
+    assert len(used) > 12
+    assert used <= {name for name, _ in exposed}
+    for expression in expressions:
+        for name in re.findall(r"vllm:\w+", expression):
+            for label in re.findall(r"by \((\w+)\)|\{(\w+)=", expression):
+                assert (name, "".join(label)) in exposed or "".join(label) == "finished_reason"
+    variables = {each["name"] for each in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard["panels"]))) <= (
+        variables | {"__rate_interval"}
+    )
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)

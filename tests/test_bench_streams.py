@@ -1,0 +1,17 @@
+"""The measurement of an engine's steps under open streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench_streams import measure
+
+
+@pytest.mark.slow
+def test_both_arms_do_the_same_work():
+    result = measure(streams=3, new_tokens=5, rounds=1, step_seconds=0.02)
+    (without_http,), (streams,) = result["rounds"]["without_http"], result["rounds"]["streams"]
+    assert without_http["output_tokens"] == streams["output_tokens"] == 15
+    assert result["step_ms_streams"] >= 20
+    assert result["step_ms_without_http"] >= 20
+    assert streams["median_itl_ms"] >= 20
