@@ -7,13 +7,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from tests.server.conftest import RunningServer
 from tests.server.scripted import ScriptedEngine, scripted
 from tests.server.test_tool_parsers import v31
-
-anthropic = pytest.importorskip("anthropic", reason="needs the extra clients")
 
 USER = {"role": "user", "content": "def f(x):"}
 TOOL = {
