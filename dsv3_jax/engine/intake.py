@@ -24,7 +24,7 @@ from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class SubmitOptions:
-    """What the requests of one submission have in common."""
+    """Options that all requests of one submission share."""
 
     priority: int = 0
     timeout: float | None = None

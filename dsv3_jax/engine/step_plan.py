@@ -73,7 +73,7 @@ class ScheduledRequest:
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
     The next decode step removes them. The caller writes it before :meth:`Scheduler.report`."""
     rewinds: int = 0
-    """How often tokens were refused."""
+    """Number of steps whose tokens were refused."""
 
     @property
     def is_running(self) -> bool:
