@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args(words)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as playwright:

@@ -23,6 +23,7 @@ executor.py         dispatch of plans, and their results
 grammar.py          which tokens of a request may come next, decided on the host
 prompt_logprobs.py  log-probabilities of prompt tokens
 output.py           tokens, text and log-probabilities on the host
+open_requests.py    the requests that are not at their end
 loop.py             the loop that connects them, and its thread
 engine.py           the public class: it builds the parts and reads settings
 stats.py            figures of a running engine

@@ -27,9 +27,9 @@ from dsv3_jax.generation.token_mask import TokenMask
 
 @runtime_checkable
 class Grammar(Protocol):
-    """Decides which tokens of one request may come next. The engine calls it in the thread that
-    runs its steps. A grammar that raises, or allows no token, ends its request with a
-    :class:`dsv3_jax.engine.RequestError`, and no other."""
+    """Decides which tokens of one request may come next. The engine calls it in one thread at a
+    time, and the grammars of different requests in several. A grammar that raises, or allows no
+    token, ends its request with a :class:`dsv3_jax.engine.RequestError`, and no other."""
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next, as ``ceil(W / 32)`` integers of 32 bits for a

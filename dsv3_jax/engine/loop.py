@@ -7,24 +7,23 @@ methods can be called from any thread.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import EndReason, Scheduler
+from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import NON_FINITE, RUNNING
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +76,9 @@ class EngineLoop:
     ):
         self._scheduler = scheduler
         self._executor = executor
-        self._settings = settings
         self._overlap = overlap
-        self._outputs: dict[ScheduledRequest, RequestOutput] = {}
-        self._new_grammars: list[RequestOutput] = []  # whose grammars have given no mask yet
-        self._by_handle: dict[EngineRequest, ScheduledRequest] = {}
         self._host_times = HostTimes()
+        self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
         self._step_began: float | None = None  # written by the thread that steps
         self._is_closed = False
@@ -109,17 +105,13 @@ class EngineLoop:
             self._check_open()
             self._scheduler.add(*(output.scheduled for output in outputs))
             for output in outputs:
-                self._outputs[output.scheduled] = output
-                self._settings[output.scheduled] = output.request
-                self._by_handle[output.handle] = output.scheduled
-                if output.grammar is not None:
-                    self._new_grammars.append(output)
+                self._open.add(output)
             self._changed.notify_all()
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         with self._changed:
-            scheduled = self._by_handle.get(handle)
+            scheduled = self._open.of_handle(handle)
             if scheduled is not None:
                 self._scheduler.cancel(scheduled)
                 self._changed.notify_all()
@@ -205,11 +197,7 @@ class EngineLoop:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""
         with self._changed:
             self._scheduler.check_integrity()
-            known = set(self._scheduler.unfinished)
-            assert set(self._outputs) == known, "outputs are not those of scheduled requests"
-            assert set(self._settings) == known, "settings are not those of scheduled requests"
-            assert set(self._by_handle.values()) == known, "a handle has no request"
-            assert not any(handle.is_done for handle in self._by_handle), "a request has ended"
+            self._open.check_integrity(self._scheduler.unfinished)
 
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Stops taking requests, and ends.
@@ -228,7 +216,7 @@ class EngineLoop:
                 if time.monotonic() >= deadline:
                     self._cancel_all()
             with self._stepping:
-                self._executor.close()
+                self._close_parts()
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -249,7 +237,7 @@ class EngineLoop:
 
     def _cancel_all(self) -> None:
         with self._changed:
-            for scheduled in self._outputs:
+            for scheduled in self._open:
                 self._scheduler.cancel(scheduled)
 
     def _stop(self) -> None:
@@ -264,14 +252,18 @@ class EngineLoop:
         except Exception:
             logger.exception("the engine ends: a step failed")
         finally:
-            self._executor.close()
+            self._close_parts()
             atexit.unregister(self._stop)
+
+    def _close_parts(self) -> None:
+        self._executor.close()
+        self._open.close()
 
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._outputs or self._is_closed)
-            return bool(self._outputs)
+            self._changed.wait_for(lambda: self._open or self._is_closed)
+            return bool(self._open)
 
     def _guarded_step(self) -> bool:
         try:
@@ -289,7 +281,7 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
         if self._end_all(_step_failed(error)):
-            self._executor.close()
+            self._close_parts()
 
     def _end_all(self, failure: EngineError) -> bool:
         """Ends all requests with an error. Returns False if that has happened before."""
@@ -297,27 +289,23 @@ class EngineLoop:
             if self._error is not None:
                 return False
             self._error = failure
-            for output in self._outputs.values():
-                error = EngineError(str(failure))  # raising changes an error's traceback
-                error.__cause__ = failure.__cause__
-                output.handle.fail(error)
-            self._outputs.clear()
-            self._settings.clear()
-            self._by_handle.clear()
-            self._new_grammars.clear()
+            self._open.fail_all(lambda: _copy(failure))
             self._scheduler.end_all()
         return True
 
     def _step(self) -> bool:
         with self._changed:
             self._check_failed()
-            self._start_grammars()
+            for request, end in self._open.start_grammars().items():
+                self._scheduler.end(request)
+                self._finish(request, end)
             with self._host_times.planning():
                 plan, ended = self._scheduler.schedule(
                     time.monotonic(), max_decode_steps=self._max_decode_steps()
                 )
-                for scheduled, reason in ended:
-                    self._end(scheduled, reason)
+                for request, reason in ended:
+                    self._open.end(request, reason)
+                    self._executor.forget(request)
         if plan is not None:
             with self._host_times.dispatching():
                 self._executor.dispatch(plan)
@@ -330,28 +318,15 @@ class EngineLoop:
         if plan is not None or has_read or ended:
             return True
         with self._changed:
-            if not self._outputs:
+            if not self._open:
                 self._check_idle()
         return False
 
     def _check_idle(self) -> None:
         """Raises AssertionError if anything is left of requests that have ended."""
         self._scheduler.check_idle()
-        assert not self._settings, "settings of an ended request are left"
-        assert not self._by_handle, "the handle of an ended request is left"
+        self._open.check_idle()
         assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
-
-    def _start_grammars(self) -> None:
-        """Gets the first masks of new requests with grammars."""
-        outputs, self._new_grammars = self._new_grammars, []
-        for output in outputs:
-            if output.scheduled in self._outputs:
-                assert output.grammar is not None
-                try:
-                    self._settings[output.scheduled] = output.grammar.constrained()
-                except Exception as error:  # the grammar's, which must not hurt others
-                    self._scheduler.end(output.scheduled)
-                    self._finish(output.scheduled, error)
 
     def _check_failed(self) -> None:
         if self._error is not None:
@@ -369,79 +344,15 @@ class EngineLoop:
             plan, results = self._executor.wait()
         with self._changed, self._host_times.processing():
             self._check_failed()  # the step may have been given up
-            gained: dict[ScheduledRequest, list[int]] = {}
-            ends: dict[ScheduledRequest, int | Exception] = {}
-            for result in results:
-                try:
-                    result = self._allowed_part(result)
-                    end = self._take(result)
-                except Exception as error:  # a tokenizer's or a grammar's: it must not hurt others
-                    end = error
-                gained[result.request] = result.tokens
-                if end is not None:
-                    ends[result.request] = end
+            gained, ends = self._open.take(results)
             self._host_times.count(plan, sum(map(len, gained.values())))
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)
 
-    def _allowed_part(self, result: RequestResult) -> RequestResult:
-        """Returns a result without the tokens that the request's grammar refuses."""
-        request, output = result.request, self._outputs.get(result.request)
-        if output is None or output.grammar is None or not result.steps:
-            return result
-        (step,) = result.steps
-        count = output.grammar.accept(step.tokens, ends=result.finished != RUNNING)
-        if refused := len(step.tokens) - count:
-            request.rewind = refused
-            request.rewinds += 1
-            result = result._replace(steps=[step.first(count)], finished=RUNNING)
-        return result
-
-    def _take(self, result: RequestResult) -> int | None:
-        """Adds a result to its request's output, and streams it. Returns the value of ``finished``
-        if the request is at its end, else None."""
-        output = self._outputs.get(result.request)
-        if output is None:
-            return None  # it has ended in the meantime
-        if result.prompt is not None:
-            output.add_prompt(*result.prompt)
-        for step in result.steps:
-            output.add(step, is_decode=result.is_decode)
-            if result.is_decode:
-                self._host_times.drafted_tokens += step.drafted
-                self._host_times.accepted_tokens += len(step.tokens) - 1
-                if (depth := result.request.depth) is not None:
-                    depth.observe(step.drafted, len(step.tokens) - 1)
-        if result.finished != RUNNING or output.is_stopped:
-            return result.finished
-        if output.grammar is not None and result.steps:
-            self._settings[result.request] = output.grammar.constrained()
-        output.stream()
-        return None
-
-    def _finish(self, request: ScheduledRequest, end: int | Exception) -> None:
-        output = self._forget(request)
-        if isinstance(end, Exception):
-            output.fail(end)
-            return
-        with _own_errors(output):
-            if end == NON_FINITE and not output.is_stopped:
-                output.fail_non_finite()
-            else:
-                output.finish(end)
-
-    def _end(self, request: ScheduledRequest, reason: EndReason) -> None:
-        output = self._forget(request)
-        with _own_errors(output):
-            output.end(reason)
-
-    def _forget(self, request: ScheduledRequest) -> RequestOutput:
-        output = self._outputs.pop(request)
-        del self._settings[request]
+    def _finish(self, request: ScheduledRequest, end: End) -> None:
+        self._open.finish(request, end)
         self._executor.forget(request)
-        del self._by_handle[output.handle]
-        return output
 
 
 def _step_failed(error: BaseException) -> EngineError:
@@ -450,10 +361,7 @@ def _step_failed(error: BaseException) -> EngineError:
     return failed
 
 
-@contextlib.contextmanager
-def _own_errors(output: RequestOutput) -> Iterator[None]:
-    """Ends a request with the error that its own text or settings raise, and hurts no other."""
-    try:
-        yield
-    except Exception as error:
-        output.fail(error)
+def _copy(failure: EngineError) -> EngineError:
+    error = EngineError(str(failure))
+    error.__cause__ = failure.__cause__
+    return error

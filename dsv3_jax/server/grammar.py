@@ -1,10 +1,10 @@
 """Structured output: answers that match a JSON schema, a regular expression, or a grammar.
 
 llguidance compiles a grammar for the model's vocabulary and computes the tokens that may come next.
-Compiling takes place in threads of its own, before a request enters the engine. Masks are computed
-in the engine's thread: they take 0.01 to 1 ms with a vocabulary of 129,280 tokens, less than it
-takes to hand them to another thread and back. Both have limits, so that a hostile grammar is
-refused or ends its own request.
+Compiling takes place in threads of its own, before a request enters the engine. Masks take 0.01 to
+1 ms with a vocabulary of 129,280 tokens. The engine computes them in several threads, in which
+llguidance releases Python's lock, while the device runs the step of other requests. Both have
+limits, so that a hostile grammar is refused or ends its own request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile
 
-# Within these limits, the slowest grammars that we know of compile in 0.4 s and need 30 ms for a
+# Within these limits, the slowest grammars that we know of compile in 1.2 s and need 30 ms for a
 # mask.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,

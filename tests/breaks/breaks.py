@@ -357,7 +357,7 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_engine.py",),
     ),
     "the host keeps what it knew of ended requests": Break(
-        "dsv3_jax/engine/loop.py",
+        "dsv3_jax/engine/open_requests.py",
         "del self._by_handle[output.handle]",
         "self._by_handle.get(output.handle)",
         (_ENGINE + "test_chaos.py",),
@@ -369,7 +369,7 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_chaos.py", _ENGINE + "test_loop.py"),
     ),
     "an error of one request's text fails the engine": Break(
-        "dsv3_jax/engine/loop.py",
+        "dsv3_jax/engine/open_requests.py",
         "except Exception as error:  # a tokenizer's or",
         "except ZeroDivisionError as error:  # a tokenizer's or",
         (_ENGINE + "test_loop.py",),

@@ -193,7 +193,8 @@ class TestIsolation:
     def test_a_tokenizer_that_fails_on_one_request(self, tiny_mtp, alone, monkeypatch):
         engine = make(tiny_mtp)
         good, bad = [engine.submit(p, max_new_tokens=6, ignore_eos=True) for p in ([5], [9, 9])]
-        output = engine._loop._outputs[engine._loop._by_handle[bad]]
+        requests = engine._loop._open
+        output = requests._outputs[requests.of_handle(bad)]
         monkeypatch.setattr(output._tracker, "extend", lambda tokens: 1 / 0)
         run(engine)
         with pytest.raises(RequestError, match="division by zero"):
