@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode import machine
-from benchmarks.serving.sleeping_device import serving, sleeping_engine
+from benchmarks.serving.local_server import serving
+from benchmarks.serving.sleeping_device import sleeping_engine
 from dsv3_jax.client.completions import CompletionClient
 from dsv3_jax.client.load import closed_loop
 from dsv3_jax.client.results import results
@@ -82,7 +83,7 @@ def measure(streams: int, new_tokens: int, rounds: int, step_seconds: float) -> 
     spawn = multiprocessing.get_context("spawn")
     with (
         concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as clients,
-        serving(engine, tokenizer, streams, max_len) as url,
+        serving(engine, tokenizer, "demo", max_requests=streams, max_len=max_len) as url,
     ):
         clients.submit(read_streams, url, streams, 2).result()  # imports and opens connections
         for _ in range(rounds):

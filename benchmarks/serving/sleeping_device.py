@@ -1,16 +1,12 @@
-"""A server whose device sleeps in every step, and so leaves all cores to the host's work."""
+"""An engine whose device sleeps in every step, and so leaves all cores to the host's work."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import uvicorn
 
 import dsv3_jax
 from benchmarks.serving.host_time import InstantPrograms
@@ -19,10 +15,6 @@ from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepShape
-from dsv3_jax.server.app import create_app
-from dsv3_jax.server.run import bind
-from dsv3_jax.server.service import Service
-from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -59,21 +51,3 @@ def sleeping_engine(
     with mock.patch("dsv3_jax.engine.engine.Programs", SleepingPrograms):
         engine = Engine(model, tokenizer, max_len, max_running=max_running, buckets=buckets)
     return engine, tokenizer
-
-
-@contextlib.contextmanager
-def serving(engine: Engine, tokenizer: Tokenizer, max_requests: int, max_len: int) -> Iterator[str]:
-    """Serves an engine from a thread of this process, as ``dsv3 serve`` does. Yields the URL."""
-    app = create_app(engine, tokenizer, ServerSettings("demo", max_len, max_requests))
-    service: Service = app.state.service
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    with bind("127.0.0.1", 0) as bound:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            while not service.is_ready:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
