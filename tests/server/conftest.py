@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -24,6 +24,9 @@ from dsv3_jax.server.run import bind
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tests.server.scripted import ScriptedEngine
 
 MAX_LEN = 256
 MAX_RUNNING = 4
@@ -142,6 +145,24 @@ def server() -> Iterator[RunningServer]:
     """A server with one engine for all tests."""
     with running(*demo_engine()) as it:
         yield it
+
+
+@pytest.fixture(scope="session")
+def scripted_server(tmp_path_factory) -> Iterator[tuple[RunningServer, ScriptedEngine]]:
+    """A server whose engine writes given texts, and this engine."""
+    from tests.server.scripted import scripted  # which uses this module
+
+    with scripted(tmp_path_factory.mktemp("tokenizer"), "deepseek-v3.1") as it:
+        yield it
+
+
+@pytest.fixture
+def engine(scripted_server) -> ScriptedEngine:
+    """The engine of ``scripted_server``, as new."""
+    engine = scripted_server[1]
+    engine.requests.clear()
+    engine.finish_reason, engine.piece_tokens = "stop", 1
+    return engine
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import anthropic
 import pytest
 
 from tests.server.conftest import RunningServer
-from tests.server.scripted import ScriptedEngine, scripted
 from tests.server.test_tool_parsers import v31
 
 USER = {"role": "user", "content": "def f(x):"}
@@ -39,23 +38,9 @@ def client(server) -> Iterator[Any]:
         yield it
 
 
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory) -> Iterator[tuple[RunningServer, ScriptedEngine]]:
-    with scripted(tmp_path_factory.mktemp("tokenizer"), "deepseek-v3.1") as it:
-        yield it
-
-
 @pytest.fixture
-def engine(running_server) -> ScriptedEngine:
-    engine = running_server[1]
-    engine.requests.clear()
-    engine.finish_reason, engine.piece_tokens = "stop", 1
-    return engine
-
-
-@pytest.fixture
-def scripted_client(running_server, engine) -> Iterator[Any]:
-    with client_of(running_server[0]) as it:
+def scripted_client(scripted_server, engine) -> Iterator[Any]:
+    with client_of(scripted_server[0]) as it:
         yield it
 
 

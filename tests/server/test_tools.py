@@ -13,7 +13,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from dsv3_jax import chat_formats
 from tests.server.conftest import RunningServer
-from tests.server.scripted import ScriptedEngine, scripted
+from tests.server.scripted import ScriptedEngine
 from tests.server.test_tool_parsers import dsml, kimi, v3, v31
 
 MESSAGES = [{"role": "user", "content": "Weather in Rome?"}]
@@ -29,23 +29,9 @@ CALLS = [("get_weather", arguments) for arguments in ARGUMENTS]
 FORMATS = {"deepseek-v3": v3, "deepseek-v3.1": v31, "deepseek-v3.2": dsml, "kimi-k2": kimi}
 
 
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory) -> Iterator[tuple[RunningServer, ScriptedEngine]]:
-    with scripted(tmp_path_factory.mktemp("tokenizer"), "deepseek-v3.1") as it:
-        yield it
-
-
 @pytest.fixture
-def engine(running_server) -> ScriptedEngine:
-    engine = running_server[1]
-    engine.requests.clear()
-    engine.finish_reason, engine.piece_tokens = "stop", 1
-    return engine
-
-
-@pytest.fixture
-def client(running_server) -> Iterator[openai.OpenAI]:
-    url = f"{running_server[0].url}/v1"
+def client(scripted_server) -> Iterator[openai.OpenAI]:
+    url = f"{scripted_server[0].url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as it:
         yield it
 
@@ -78,11 +64,11 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("piece_tokens", [1, 7, 10**6])
 @pytest.mark.parametrize(("name", "write"), FORMATS.items())
-def test_calls(running_server, client, engine, name, write, piece_tokens):
+def test_calls(scripted_server, client, engine, name, write, piece_tokens):
     eos = engine.tokenizer.eos_token
     engine.text = f"Let me look.{write(*CALLS)}{eos}"
     engine.piece_tokens = piece_tokens
-    with speaking(running_server, name):
+    with speaking(scripted_server, name):
         whole = client.chat.completions.create(**body())
         stream, chunks = streamed(client)
     assert [request["skip_special_tokens"] for request in engine.requests] == [False, False]
@@ -168,9 +154,9 @@ def test_several_answers(client, engine):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_history_with_calls(running_server, client, engine, name):
+def test_a_history_with_calls(scripted_server, client, engine, name):
     engine.text = FORMATS[name](*CALLS)
-    with speaking(running_server, name):
+    with speaking(scripted_server, name):
         first = client.chat.completions.create(**body()).choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": f"<result {i}｜DSML｜>"}
@@ -178,7 +164,7 @@ def test_a_history_with_calls(running_server, client, engine, name):
         ]
         history = [*MESSAGES, first.model_dump(exclude_none=True), *results]
         client.chat.completions.create(**body(messages=history))
-        tokens = running_server[0].post("/tokenize", {"messages": history, "tools": TOOLS})
+        tokens = scripted_server[0].post("/tokenize", {"messages": history, "tools": TOOLS})
     prompt = engine.requests[-1]["prompts"][0]
     assert tokens["tokens"] == prompt
     text = engine.tokenizer.decode(prompt, skip_special_tokens=False)
@@ -226,15 +212,15 @@ def test_nulls_of_a_schema_reach_the_template(client, engine):
         ),
     ],
 )
-def test_errors_name_the_field(running_server, fields, param, message):
-    status, error = running_server[0].refused("/v1/chat/completions", body(**fields))
+def test_errors_name_the_field(scripted_server, fields, param, message):
+    status, error = scripted_server[0].refused("/v1/chat/completions", body(**fields))
     assert (status, error["param"]) == (400, param)
     assert message in error["message"]
 
 
-def test_templates_without_tools_refuse_them(running_server):
-    server = running_server[0]
-    with speaking(running_server, "moonlight"):
+def test_templates_without_tools_refuse_them(scripted_server):
+    server = scripted_server[0]
+    with speaking(scripted_server, "moonlight"):
         status, error = server.refused("/v1/chat/completions", body())
     assert (status, error["param"]) == (400, "tools")
     assert "--chat-template selects another one" in error["message"]

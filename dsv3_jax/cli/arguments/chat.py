@@ -52,28 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest number of tokens of a conversation (default: 4096, or the model's last"
         " position)",
     )
-    add(
-        "--draft",
-        default="none",
-        metavar="DRAFTER",
-        help="speculative decoding with mtp or ngram drafts (default: none)",
-    )
-    add(
-        "--draft-depth",
-        default="1",
-        metavar="N",
-        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
-    )
-    add(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
-    )
-    add(
-        "--quantization",
-        choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored (default: dequantize them to --dtype)",
-    )
+    shared.add_drafts(parser)
+    shared.add_weights(parser)
     shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)

@@ -135,30 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --json: report the N most probable tokens at each position (default: 0)",
     )
-    add(
-        "--draft",
-        default="none",
-        metavar="DRAFTER",
-        help="speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only"
-        " and changes the text (default: none)",
-    )
-    add(
-        "--draft-depth",
-        default="1",
-        metavar="N",
-        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
-    )
-    add(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
-    )
-    add(
-        "--quantization",
-        choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
-        " a store (default: dequantize them to --dtype)",
-    )
+    shared.add_drafts(parser)
+    shared.add_weights(parser)
     add(
         "--activations",
         choices=["float8"],

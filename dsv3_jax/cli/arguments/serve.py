@@ -67,28 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of the cache in tokens (default: what fits on the devices)",
     )
-    add(
-        "--draft",
-        default="none",
-        metavar="DRAFTER",
-        help="speculative decoding with mtp or ngram drafts (default: none)",
-    )
-    add(
-        "--draft-depth",
-        default="1",
-        metavar="N",
-        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
-    )
-    add(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
-    )
-    add(
-        "--quantization",
-        choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored (default: dequantize them to --dtype)",
-    )
+    shared.add_drafts(parser)
+    shared.add_weights(parser)
     add(
         "--api-key-file",
         type=Path,

@@ -35,6 +35,38 @@ def add_exchange(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drafts(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--draft`` and ``--draft-depth``."""
+    parser.add_argument(
+        "--draft",
+        default="none",
+        metavar="DRAFTER",
+        help="speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only"
+        " and changes the text (default: none)",
+    )
+    parser.add_argument(
+        "--draft-depth",
+        default="1",
+        metavar="N",
+        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
+    )
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--dtype`` and ``--quantization``."""
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=["fp8", "int8", "int4"],
+        help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
+        " a store (default: dequantize them to --dtype)",
+    )
+
+
 def add_workers(parser: argparse.ArgumentParser, items: str) -> None:
     """Adds ``--workers``, for passes over files.
 
