@@ -1,10 +1,9 @@
 """Structured output: answers that match a JSON schema, a regular expression, or a grammar.
 
 llguidance compiles a grammar for the model's vocabulary and computes the tokens that may come next.
-Compiling takes place in threads of its own, before a request enters the engine. Masks take 0.01 to
-1 ms with a vocabulary of 129,280 tokens. The engine computes them in several threads, in which
-llguidance releases Python's lock, while the device runs the step of other requests. Both have
-limits, so that a hostile grammar is refused or ends its own request.
+Compiling takes place in threads of its own, before a request enters the engine. The engine computes
+masks in several threads, in which llguidance releases Python's lock, while the device runs the step
+of other requests. Both have limits, so that a hostile grammar is refused or ends its own request.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile
 
-# Within these limits, the slowest grammars that we know of compile in 1.2 s and need 30 ms for a
-# mask.
+# They bound the time of compiling a grammar and of computing a mask, however hostile it is.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,

@@ -16,7 +16,8 @@ from dsv3_jax.server.parsers.tool_formats import find_tool_parser
 from dsv3_jax.server.schema_limits import schema_text
 from dsv3_jax.tokenizer import Tokenizer
 
-# What precedes and follows a function's name in a call. Kimi-K2 numbers its calls.
+# The text before and after a function's name in a call is a part of the format. Kimi-K2 numbers its
+# calls.
 _HEADERS: dict[type[SectionParser], tuple[str, str]] = {
     DeepSeekV3Parser: ('"function" {separator}', ""),
     DeepSeekV31Parser: ("", ""),

@@ -85,7 +85,6 @@ def test_the_pareto_front():
 
     points = [point("1", 50, 10), point("2", 90, 15), point("3", 80, 20), point("4", 120, 40)]
     assert [p.label for p in pareto(points)] == ["1", "2", "4"]
-    pytest.importorskip("matplotlib")
     left, right = sweep(points, "title").axes
     assert [text.get_text() for text in left.texts] == ["1", "2", "3", "4"]
     assert [len(line.get_xdata()) for line in left.lines] == [3, 1]

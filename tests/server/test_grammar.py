@@ -10,6 +10,7 @@ import time
 import jsonschema
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from dsv3_jax.server.grammar import AnswerGrammar, GrammarError, Grammars, GrammarSource
@@ -48,7 +49,6 @@ def test_json_schema(client):
 
 def test_the_clients_own_types(client):
     """openai sends the schema of a pydantic class, with strict, and parses the answer."""
-    pydantic = pytest.importorskip("pydantic")
 
     class Point(pydantic.BaseModel):
         x: int = pydantic.Field(ge=0, le=9)

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the extra clients")
-checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+checks = pytest.importorskip("schemathesis.specs.openapi.checks", reason="needs the extra clients")
 GenerationMode = schemathesis.GenerationMode
 
 _FEW_TOKENS = {"max_tokens": 2, "n": 1, "min_tokens": 0}

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, JsonValue, model_validato
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.body import Body, without_refused
 from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
 from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
@@ -120,12 +120,7 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _check_refused(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            for name, reason in _REFUSED.items():
-                if body.get(name):
-                    raise ValueError(f"{name}: expected none: {reason}")
-            return {name: value for name, value in body.items() if name not in _REFUSED}
-        return body
+        return without_refused(body, _REFUSED)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:

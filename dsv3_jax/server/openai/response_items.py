@@ -74,7 +74,7 @@ class ResponseEvent(NamedEvent):
 
 
 class ItemStream:
-    """Builds items of an answer's parts, and the events that tell clients of it."""
+    """Builds the items of an answer, and the events that announce them."""
 
     def __init__(self) -> None:
         self.items: list[AnyItem] = []

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.openai.body import without_refused
 from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
@@ -104,12 +105,7 @@ class ResponsesRequest(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_refused(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            for name, reason in _REFUSED.items():
-                if body.get(name):
-                    raise ValueError(f"{name}: expected none: {reason}")
-            return {name: value for name, value in body.items() if name not in _REFUSED}
-        return body
+        return without_refused(body, _REFUSED)
 
     _grammar: GrammarSource | None = PrivateAttr(None)
 
