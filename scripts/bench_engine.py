@@ -60,7 +60,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="requests of a replay at a rate; default all")
     parser.add_argument("--offline-count", type=int, help="requests offline; default all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
-    parser.add_argument("--max-running", type=int, help="slots; default 256, or the concurrency")
+    parser.add_argument("--max-running", type=int, help="slots; default 512, or the concurrency")
     parser.add_argument("--max-len", type=int, help="default 5120, or 256 against sequential")
     parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
@@ -80,7 +80,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
     compared = arguments.against_sequential
-    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 256)
+    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 512)
     arguments.max_len = arguments.max_len or (256 if compared else 5120)
     if arguments.picture:
         check_picture("--picture", arguments.picture)
