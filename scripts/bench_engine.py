@@ -71,6 +71,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-depth", type=_depth, default=1, help="a number, or auto")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
+    parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
@@ -216,7 +217,7 @@ def main(words: Sequence[str]) -> int:
                 buckets=buckets(arguments),
             )
         )
-        result["warm_up_s"] = round(engine.warm_up(), 2)
+        result["warm_up_s"] = round(engine.warm_up(arguments.store), 2)
         print(
             f"loaded in {result['load_s']} s, compiled in {result['warm_up_s']} s", file=sys.stderr
         )

@@ -219,7 +219,7 @@ class TestDispatchTimes:
         assert times.seconds_left("b") == 0.0
         now += 1.0
         times.launches()
-        assert times.seconds_left("a") == 0.0  # the one behind it has been launched
+        assert times.seconds_left("a") == 0.0  # another one waits after it
         now += 1.0
         times.finished("a")
         assert times.seconds_left("a") == 2.0  # the second one runs since then
