@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +27,7 @@ from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 4  # for calls, some of which encode long prompts
+_THREADS = 4  # for calls; encoding a long prompt takes a while
 _LOOK_SECONDS = 0.2  # between two looks at the engine's failure
 
 
@@ -139,7 +140,7 @@ class _Outbox:
         self._marked: dict[int, None] = {}  # in the order of their first gain
         self._is_closed = False
 
-    def add(self, ids: list[int], handles: list[EngineRequest]) -> None:
+    def add(self, ids: Sequence[int], handles: Sequence[EngineRequest]) -> None:
         """Follows new requests."""
         with self._changed:
             self._open |= {i: _OpenRequest(i, h) for i, h in zip(ids, handles, strict=True)}

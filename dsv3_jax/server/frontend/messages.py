@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What one request has gained since the last message."""
+    """The text and tokens of one request since the last message."""
 
     id: int
     text: str
@@ -72,7 +72,7 @@ class Gain(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """What all requests have gained."""
+    """The gains of all requests since the last message."""
 
     gains: list[Gain]
 

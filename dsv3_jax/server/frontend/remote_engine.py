@@ -1,4 +1,4 @@
-"""HTTP's side of the connection: an object that stands where the engine stood."""
+"""HTTP's side of the connection: an object with the methods of an engine."""
 
 from __future__ import annotations
 
@@ -183,13 +183,14 @@ class RemoteEngine:
         handle.accepted_drafts += gain.accepted_drafts
         if gain.prompt_record is not None:
             handle.prompt_record = gain.prompt_record
+        if gain.completion is not None or gain.error is not None:
+            del self._open[gain.id]
+        if gain.text or gain.tokens or gain.completion is not None:
+            handle.deliver(
+                gain.text, gain.tokens, gain.logprobs, gain.top_logprobs, gain.completion
+            )
         if gain.error is not None:
-            del self._open[gain.id]
             handle.fail(gain.error.exception())
-            return
-        if gain.completion is not None:
-            del self._open[gain.id]
-        handle.deliver(gain.text, gain.tokens, gain.logprobs, gain.top_logprobs, gain.completion)
 
     def _fail_all(self, failure: EngineError) -> None:
         self._failure = self._failure or failure
@@ -202,7 +203,7 @@ class RemoteEngine:
 
 
 class RemoteGrammars:
-    """What :class:`dsv3_jax.server.grammar.Grammars` does, in the engine's process."""
+    """Does the same as :class:`dsv3_jax.server.grammar.Grammars`, in the engine's process."""
 
     def __init__(self, engine: RemoteEngine):
         self._engine = engine
