@@ -1,0 +1,1 @@
+"""Scores of the lightning indexer, which selects the tokens that sparse attention reads."""

@@ -1,0 +1,49 @@
+"""Multi-head latent attention to selected tokens of a paged cache (absorbed form)."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.sparse_mla_decode import reference
+
+BACKENDS = {"reference": reference.sparse_mla_decode}
+
+
+def sparse_mla_decode(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page 656"],
+    block_tables: Int[Array, "B max_pages"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Softmax attention of each query to its own K tokens, see :func:`pallas_kernels.mla_decode`.
+
+    Args:
+      indices: positions of the tokens that all heads of a query attend to, without repetitions. An
+        index of -1 stands for no token: neither its score nor its data has an effect. Where a query
+        stands in the sequence does not matter; the indices alone say what it sees.
+      q_latent, q_rope, pages, block_tables, scale, implementation: as for ``mla_decode``.
+
+    Returns:
+      ``out`` in q_latent's dtype and the log-sum-exp of the scores (natural logarithm, float32):
+      zeros and -inf for a query without tokens. Scores and softmax are float32.
+
+    Raises:
+      ValueError: ``implementation`` names no back-end.
+      NotImplementedError: no selected back-end takes these arguments.
+    """
+    return dispatch(
+        "sparse_mla_decode",
+        BACKENDS,
+        implementation,
+        q_latent,
+        q_rope,
+        pages,
+        block_tables,
+        indices,
+        scale=scale,
+    )

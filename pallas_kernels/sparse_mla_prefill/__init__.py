@@ -1,0 +1,1 @@
+"""Absorbed latent attention to selected tokens of whole sequences."""

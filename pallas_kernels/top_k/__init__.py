@@ -1,0 +1,1 @@
+"""Exact selection of the tokens with the largest scores."""

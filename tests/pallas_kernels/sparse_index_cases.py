@@ -1,0 +1,139 @@
+"""Test cases that every back-end of sparse_index must pass; see SparseIndexCases."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from pallas_kernels import sparse_index
+from pallas_kernels.dispatch import Implementation
+from tests.pallas_kernels.numerics import TOLERANCES, Array, check, device, random_e4m3, rounded
+
+_STRAY_ENTRIES = (10**6, -1, 0, -(10**6), 2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Random queries, and keys in pages in random order. What no sequence wrote is NaN."""
+
+    q: Array
+    weights: Array
+    pages: Array
+    block_tables: npt.NDArray[np.int32]
+    lengths: tuple[int, ...]
+    dtype: str
+    scales: Array | None = None
+
+    @classmethod
+    def random(
+        cls,
+        lengths: tuple[int, ...],
+        *,
+        T: int = 1,
+        J: int = 3,
+        D: int = 12,
+        page: int = 8,
+        max_pages: int = 4,
+        dtype: str = "float32",
+    ) -> "Inputs":
+        rng, B = np.random.default_rng(0), len(lengths)
+        float8 = dtype == "float8_e4m3fn"
+        pages = np.full((B * max_pages + 3, page, D), np.nan)
+        scales = np.full((*pages.shape[:2], 1), np.nan)
+        free = iter(rng.permutation(np.arange(1, len(pages) - 1)))
+        tables = np.resize(_STRAY_ENTRIES, (B, max_pages)).astype(np.int32)
+        for b, length in enumerate(lengths):
+            for i in range(-(-min(length, max_pages * page) // page)):
+                tables[b, i] = number = next(free)
+                slots = min(length - i * page, page)
+                keys = random_e4m3(rng, (slots, D)) if float8 else rng.standard_normal((slots, D))
+                pages[number, :slots] = keys
+                scales[number, :slots] = rng.uniform(0.5, 2, (slots, 1))
+        q = random_e4m3(rng, (B, T, J, D)) if float8 else rng.standard_normal((B, T, J, D))
+        return cls(
+            q=rounded(q, dtype),
+            weights=rounded(rng.standard_normal((B, T, J)), "float32"),
+            pages=rounded(pages, dtype),
+            block_tables=tables,
+            lengths=lengths,
+            dtype=dtype,
+            scales=rounded(scales, "float32") if float8 else None,
+        )
+
+    def run(self, implementation: Implementation) -> Array:
+        arrays = (
+            device(self.q, self.dtype),
+            device(self.weights, "float32"),
+            device(self.pages, self.dtype),
+            jax.device_put(self.block_tables),
+            device(self.lengths, "int32"),
+        )
+        scales = None if self.scales is None else device(self.scales, "float32")
+        return np.asarray(compiled(implementation)(*arrays, scales=scales))
+
+    def expected(self) -> Array:
+        """Returns scores [B, T, S], computed key by key in float64."""
+        (B, T, _, D), page = self.q.shape, self.pages.shape[1]
+        S = self.block_tables.shape[1] * page
+        scores = np.full((B, T, S), -np.inf)
+        for b, t in np.ndindex(B, T):
+            for s in range(min(S, self.lengths[b] - T + 1 + t)):
+                number, slot = self.block_tables[b, s // page], s % page
+                products = self.q[b, t] @ self.pages[number, slot, :D]
+                scores[b, t, s] = self.weights[b, t] @ np.maximum(products, 0)
+                if self.scales is not None:
+                    scores[b, t, s] *= self.scales[number, slot, 0]
+        return scores
+
+
+@functools.cache
+def compiled(implementation: Implementation):
+    return jax.jit(functools.partial(sparse_index, implementation=implementation))
+
+
+class SparseIndexCases:
+    """Each back-end subclasses this and sets ``implementation``."""
+
+    implementation: ClassVar[Implementation]
+
+    def check(self, x: Inputs) -> None:
+        got, want = x.run(self.implementation), x.expected()
+        assert got.dtype == np.float32
+        # A row at a time: products of bfloat16 and float8 are exact in float32.
+        check(got, want, TOLERANCES["float32"])
+
+    def test_queries_and_ragged_lengths(self):
+        """Query t sees one token more than the query before, and none past a sequence's end."""
+        self.check(Inputs.random((21, 4, 8, 24, 9, 0), T=4))
+
+    def test_heads_and_long_table(self):
+        self.check(Inputs.random((40, 130), J=16, page=8, max_pages=90))
+
+    def test_padding_past_the_table(self):
+        x = Inputs.random((34, 7), T=4)
+        got, want = x.run(self.implementation), x.expected()
+        check(got[0, :2], want[0, :2], TOLERANCES["float32"])
+        check(got[1], want[1], TOLERANCES["float32"])
+
+    def test_bfloat16(self):
+        self.check(Inputs.random((21, 2), T=2, dtype="bfloat16"))
+
+    def test_float8_keys_with_scales(self):
+        self.check(Inputs.random((21, 2), T=2, dtype="float8_e4m3fn"))
+
+    def test_wider_pages(self):
+        x = Inputs.random((21, 2), T=2)
+        pages = np.pad(x.pages, ((0, 0), (0, 0), (0, 20)), constant_values=np.nan)
+        self.check(dataclasses.replace(x, pages=pages))
+
+    def test_heads_below_zero_count_nothing(self):
+        """A key opposite to every query scores 0, also where the weights are negative."""
+        x = Inputs.random((8,), T=1)
+        opposite = dataclasses.replace(
+            x, q=np.abs(x.q), pages=-np.abs(x.pages), weights=-np.abs(x.weights)
+        )
+        assert (jnp.asarray(opposite.run(self.implementation))[0, 0, :8] == 0).all()

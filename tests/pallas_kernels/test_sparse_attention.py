@@ -1,0 +1,112 @@
+"""Back-ends of sparse_index, top_k, sparse_mla_decode and sparse_mla_prefill."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    dequantize_latent,
+    quantize_latent,
+    sparse_mla_decode,
+    sparse_mla_prefill,
+    top_k,
+)
+from pallas_kernels.sparse_index import blocked
+from tests.pallas_kernels.numerics import central_difference, check_slope, device
+from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
+from tests.pallas_kernels.sparse_mla_cases import (
+    Inputs,
+    SparseMlaDecodeCases,
+    SparseMlaPrefillCases,
+)
+from tests.pallas_kernels.top_k_cases import TopKCases
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_blocks():
+    """Sets blocks to three pages, so that tables span several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_BLOCK_TOKENS", 24)
+        yield
+
+
+class TestIndexReference(SparseIndexCases):
+    implementation = "reference"
+
+
+class TestIndexBlocked(SparseIndexCases):
+    implementation = "blocked"
+
+
+class TestTopKReference(TopKCases):
+    implementation = "reference"
+
+
+def test_top_k_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="k: expected 1 or more, got 0"):
+        top_k(jnp.zeros((1, 4)), 0)
+
+
+class TestDecodeReference(SparseMlaDecodeCases):
+    implementation = "reference"
+
+
+class TestPrefillReference(SparseMlaPrefillCases):
+    implementation = "reference"
+
+    def test_gradient_of_queries_and_latents(self):
+        """Compares with central differences of the float64 computation."""
+        x = Inputs.random((20,), K=7, T=20, page=20, max_pages=1, widths=(24, 8))
+        latents = x.dense.pages[x.dense.block_tables[0, :1]]
+        rng = np.random.default_rng(2)
+        indices = jax.device_put(x.indices)
+        weights, direction = rng.standard_normal((2, *x.dense.q_latent.shape))
+
+        def loss(q_latent, latents):
+            out, _ = sparse_mla_prefill(
+                q_latent, device(x.dense.q_rope, "float32"), latents, indices, scale=0.3
+            )
+            return jnp.sum(out * weights)
+
+        def expected_loss_of(dense):
+            return np.sum(Inputs(dense, x.indices).expected()[0] * weights)
+
+        def expected_loss(moved):
+            return expected_loss_of(dataclasses.replace(x.dense, q_latent=moved))
+
+        def expected_loss_of_latents(moved):
+            pages = x.dense.pages.copy()
+            pages[x.dense.block_tables[0, 0]] = moved[0]
+            return expected_loss_of(dataclasses.replace(x.dense, pages=pages))
+
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(
+            device(x.dense.q_latent, "float32"), device(latents, "float32")
+        )
+        slope = central_difference(expected_loss, x.dense.q_latent, direction)
+        check_slope(gradients[0], direction, slope)
+        moved = rng.standard_normal(latents.shape)
+        slope = central_difference(expected_loss_of_latents, latents, moved)
+        check_slope(gradients[1], moved, slope)
+
+
+def test_float8_cache():
+    """Tokens of 656 bytes are read as dequantize_latent returns them."""
+    rng = np.random.default_rng(0)
+    f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+    tokens = quantize_latent(f32(rng.normal(size=(2, 8, 512))), f32(rng.normal(size=(2, 8, 64))))
+    q_latent, q_rope = f32(rng.normal(size=(1, 2, 4, 512))), f32(rng.normal(size=(1, 2, 4, 64)))
+    tables = jnp.array([[1, 0]], jnp.int32)
+    indices = jnp.array([[[0, 9, 3, -1], [15, 2, -1, -1]]], jnp.int32)
+    plain = jnp.concatenate(dequantize_latent(tokens), axis=-1)
+    got, want = (
+        sparse_mla_decode(q_latent, q_rope, pages, tables, indices, scale=0.05)
+        for pages in (tokens, plain)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(NotImplementedError, match="takes float8 caches of 512 latent"):
+        sparse_mla_decode(q_latent[..., :8], q_rope, tokens, tables, indices, scale=0.05)
