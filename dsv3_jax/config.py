@@ -92,6 +92,8 @@ class ModelConfig:
     """Head dimension of the indexer."""
     index_topk: int | None = None
     """Number of keys that the indexer selects per query."""
+    indexer_rope_interleave: bool = False
+    """Whether the indexer's rope pairs are interleaved, like those of attention."""
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
 
@@ -209,6 +211,11 @@ class ModelConfig:
             not self.has_indexer or self.q_lora_rank is not None,
             "the indexer reads the query latent, which needs a rank",
             "q_lora_rank index_topk",
+        )
+        self._check(
+            self.index_head_dim is None or self.index_head_dim >= self.qk_rope_head_dim,
+            "the indexer rotates qk_rope_head_dim dimensions of each head",
+            "index_head_dim qk_rope_head_dim",
         )
 
     def _check(self, is_valid: bool, rule: str, names: str) -> None:

@@ -168,7 +168,7 @@ def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
     out = {
         name: value
         for name, value in values.items()
-        if name not in nested and not (name.startswith("index_") and value is None)
+        if name not in nested and not (name.startswith("index") and value in (None, False))
     }
     eos, rope_scaling = values["eos_token_id"], values["rope_scaling"]
     out["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)

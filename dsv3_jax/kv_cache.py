@@ -7,9 +7,10 @@ Token s of sequence b is cached in page ``block_tables[b, s // page_size]`` at s
 ``s % page_size``; a contiguous cache is a table that counts up. Rejected tokens are removed by
 lowering ``lengths``.
 
-DeepSeek's attention caches one array per layer, "latent": the normalised latent followed by the
+DeepSeek's attention caches an array "latent" per layer: the normalised latent followed by the
 rotated rope key, ``kv_lora_rank + qk_rope_head_dim`` numbers per token (576 in DeepSeek-V3, 1,152
-bytes in bfloat16) whatever the number of heads.
+bytes in bfloat16) whatever the number of heads. Sparse attention also caches the keys of its
+indexer, see :mod:`dsv3_jax.layers.indexer`.
 
 On a mesh, a sequence's pages are on the devices that run the sequence. Where n devices share its
 tokens, page p is on device ``p % n`` of them.
@@ -27,7 +28,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import Form, latent_cache_spec
+from dsv3_jax.layers.attention import latent_cache_spec
+from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.indexer import index_cache_spec
 from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
 from pallas_kernels import page_width, target
 from sharding import Layout
@@ -49,7 +52,7 @@ class CacheSpec:
     @classmethod
     def of_config(cls, config: ModelConfig, dtype: DTypeLike, *, mtp: bool = False) -> CacheSpec:
         """Returns the spec of every model of this config and dtype, without building one."""
-        layer = latent_cache_spec(config, dtype)
+        layer = latent_cache_spec(config, dtype) | index_cache_spec(config, dtype)
         return cls((layer,) * config.num_hidden_layers, (layer,) if mtp else ())
 
 

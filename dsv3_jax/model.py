@@ -17,14 +17,15 @@ from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
-from dsv3_jax.layers.attention import Form, MultiHeadLatentAttention
+from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.attention_variants import check_variant, set_variant
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas
-from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import batch_sharded
 from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
@@ -40,7 +41,7 @@ class DeepSeekV3(nnx.Module):
     Modules have the checkpoint's names; ``mtp[k]`` is its layer ``num_hidden_layers + k``.
 
     Args:
-      config: the shape. Models with a sparse-attention indexer (V3.2) are refused.
+      config: the shape. With ``index_topk``, attention is sparse (V3.2).
       rngs: source of the random initial weights, normal with ``initializer_range``.
       dtype: dtype of weights and activations. Router, norms, softmax, residual sums and expert sums
         are always float32. Other matmuls of float32 arrays run at JAX's default precision, which is
@@ -58,11 +59,6 @@ class DeepSeekV3(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         quantization: Quantization | None = None,
     ):
-        if config.has_indexer:
-            raise ValueError(
-                f"model_type {config.model_type} attends through a sparse indexer, which this "
-                "model does not build; expected a model without index_topk"
-            )
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.layout: Layout | None = None
@@ -74,7 +70,7 @@ class DeepSeekV3(nnx.Module):
             DecoderLayer(config, dense=i < config.first_k_dense_replace, **kwargs)
             for i in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(D, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(D, eps=config.rms_norm_eps, dtype=norm_dtype(config, dtype))
         self.lm_head = Linear(D, W, std=std, rngs=rngs, dtype=dtype)
         self.mtp = nnx.List(
             MTPLayer(config, **kwargs) for _ in range(config.num_nextn_predict_layers)

@@ -50,8 +50,7 @@ DEEPSEEK_V3_1 = replace(DEEPSEEK_V3, quantization=BlockQuantization(scale_fmt="u
 DEEPSEEK_V3_2 = replace(
     DEEPSEEK_V3_1, model_type="deepseek_v32", index_n_heads=64, index_head_dim=128, index_topk=2048
 )
-"""DeepSeek-V3.2, for names, sizes and accounting. The model does not implement its sparse-attention
-indexer."""
+"""DeepSeek-V3.2 and V3.2-Exp: V3.1 with sparse attention."""
 
 KIMI_K2 = replace(
     DEEPSEEK_V3,

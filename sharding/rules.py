@@ -115,6 +115,7 @@ DEFAULT_RULES = Rules(
         "joined_hidden": None,
         "q_rank": None,
         "latent": None,
+        "indexer": None,  # every device selects the same tokens for its own heads
     }
 )
 """Rules for the axes of :func:`~sharding.mesh.make_mesh`: expert parallelism, and tensor

@@ -21,7 +21,7 @@ from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.inspection import What, capture
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
-from dsv3_jax.layers.attention import Form
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.quantization import INT4, BlockQuantization

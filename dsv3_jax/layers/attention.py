@@ -13,7 +13,7 @@ are computed in two orders:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,19 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import query_groups
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
 from dsv3_jax.layers.linear import Linear, per_head_matmul
-from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
+    AppendedTokens,
     CachedArray,
     LayerCache,
     LayerCacheSpec,
     LayerPages,
     PageShard,
-    append,
+    append_batches,
     join_tokens,
     split_tokens,
 )
@@ -48,8 +50,6 @@ from pallas_kernels import (
 )
 from sharding import Layout
 
-Form = Literal["expanded", "absorbed"]
-
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
 _LATENT_NORM_EPS = 1e-6
@@ -57,43 +57,6 @@ _LATENT_NORM_EPS = 1e-6
 # Cached tokens, of all sequences together, that a prefill chunk expands at a time: 335 MB of keys
 # and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
 _CONTEXT_TOKENS = 4096
-
-
-class Attention(Protocol):
-    """Interface between a decoder layer and its attention."""
-
-    def __call__(
-        self, x: Float[Array, "B T D"], rotation: Rotation
-    ) -> tuple[Float[Array, "B T D"], Array]:
-        """Returns causal self-attention of whole sequences, and what a cache would store."""
-        ...
-
-    def extend(
-        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], LayerPages]:
-        """Returns attention of T new tokens per sequence to the cached ones and themselves.
-
-        The second result is the page arrays with the new tokens.
-        """
-        ...
-
-    def extend_batches(
-        self,
-        x: Float[Array, "_ _ D"],
-        rotation: Rotation,
-        caches: Sequence[LayerCache],
-        forms: Sequence[Form],
-    ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
-        """Like ``extend`` for the joined tokens of several batches."""
-        ...
-
-    def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
-        """Returns the page arrays that the layer caches, for activations of ``dtype``."""
-        ...
-
-    def precompute_for_decode(self, dtype: DTypeLike) -> None:
-        """Computes once what every decode step needs from the weights."""
-        ...
 
 
 class UpProjections(NamedTuple):
@@ -140,10 +103,10 @@ class MultiHeadLatentAttention(nnx.Module):
             self.q_proj = linear(D, H * config.qk_head_dim)
         else:
             self.q_a_proj = linear(D, Q)
-            self.q_a_layernorm = RMSNorm(Q, eps=_LATENT_NORM_EPS, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(Q, eps=_LATENT_NORM_EPS, dtype=norm_dtype(config, dtype))
             self.q_b_proj = linear(Q, H * config.qk_head_dim)
         self.kv_a_proj_with_mqa = linear(D, config.latent_dim)
-        self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=norm_dtype(config, dtype))
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
@@ -192,15 +155,10 @@ class MultiHeadLatentAttention(nnx.Module):
           caches: one for each batch, with the same page arrays.
           forms: the form of each batch.
         """
-        latents = split_tokens(self.latents(x, rotation), caches)
-        queries = self.queries(self.query_latent(x), rotation)
-        # A sequence may have tokens in several batches or entries of one: all of them are written
-        # before any is read.
-        pages, appended = caches[0].pages, []
-        for latent, cache in zip(latents, caches, strict=True):
-            cache, shard = append({"latent": latent}, cache._replace(pages=pages), self.layout)
-            pages = cache.pages
-            appended.append((latent, cache, shard))
+        query_latent = self.query_latent(x)
+        queries = self.queries(query_latent, rotation)
+        appended = self._append(x, query_latent, rotation, caches)
+        pages = appended[0].cache.pages
         if "expanded" not in forms:
             # One matmul for the tokens of all batches on each side of attention.
             q_nope, q_rope = queries
@@ -208,10 +166,8 @@ class MultiHeadLatentAttention(nnx.Module):
             q_ropes = split_tokens(q_rope, caches)
             outs, lses = zip(
                 *(
-                    self._attend_absorbed(q, q_rope, latent, pages["latent"], cache, shard)
-                    for q, q_rope, (latent, cache, shard) in zip(
-                        q_latents, q_ropes, appended, strict=True
-                    )
+                    self._attend_absorbed(q, q_rope, batch)
+                    for q, q_rope, batch in zip(q_latents, q_ropes, appended, strict=True)
                 ),
                 strict=True,
             )
@@ -219,23 +175,18 @@ class MultiHeadLatentAttention(nnx.Module):
             out = merge_devices(out, join_tokens(lses), self.layout)
             return self.output(out.astype(x.dtype)), pages
         outputs = []
-        for i, (latent, cache, shard) in enumerate(appended):
+        for i, batch in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
             if forms[i] == "absorbed":
-                out, lse = self._attend_absorbed(
-                    self._fold(q_nope), q_rope, latent, pages["latent"], cache, shard
-                )
+                out, lse = self._attend_absorbed(self._fold(q_nope), q_rope, batch)
                 out = self._unfold(out, x.dtype)
             else:
-                q = jnp.concatenate([q_nope, q_rope], axis=-1)
-                out, lse = self.attend_by_heads(
-                    q, latent, pages["latent"], cache, shard, self.expand
-                )
+                out, lse = self._attend_expanded(q_nope, q_rope, batch)
             outputs.append(merge_devices(out, lse, self.layout).astype(x.dtype))
         return self.output(join_tokens(outputs)), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
-        """Returns the one array that the layer caches, see :func:`latent_cache_spec`."""
+        """Returns the array that the layer caches, see :func:`latent_cache_spec`."""
         return latent_cache_spec(self.config, dtype)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
@@ -318,21 +269,37 @@ class MultiHeadLatentAttention(nnx.Module):
         merged = self.layout is not None and self.layout.num_shards("cached_tokens") > 1
         return per_head_matmul(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
 
+    def _append(
+        self,
+        x: Float[Array, "_ _ D"],
+        query_latent: Float[Array, "_ _ Q"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+    ) -> list[AppendedTokens]:
+        """Writes to the cache what it stores of the new tokens. Returns those of each batch."""
+        return append_batches({"latent": self.latents(x, rotation)}, caches, self.layout)
+
+    def _attend_expanded(
+        self,
+        q_nope: Float[Array, "B T H N"],
+        q_rope: Float[Array, "B T H R"],
+        batch: AppendedTokens,
+    ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
+        """Returns attention in the expanded form on this device, and its log-sum-exp."""
+        q = jnp.concatenate([q_nope, q_rope], axis=-1)
+        latent, pages = batch.entries["latent"], batch.cache.pages["latent"]
+        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, self.expand)
+
     def _attend_absorbed(
         self,
         q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
-        latent: Float[Array, "B T CR"],
-        pages: Float[Array, "P page width"],
-        cache: LayerCache,
-        shard: PageShard,
+        batch: AppendedTokens,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        """Returns attention to the latents on this device, and its log-sum-exp.
-
-        Args:
-          latent: latents of the new tokens, which ``pages`` already contain.
-        """
+        """Returns attention to the latents on this device, and its log-sum-exp."""
         scale = self.config.softmax_scale
+        cache, shard = batch.cache, batch.shard
+        latent, pages = batch.entries["latent"], cache.pages["latent"]
         tables, starts = cache.block_tables, cache.starts
         if shard.num_shards == 1:
             tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)

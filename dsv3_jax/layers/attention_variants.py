@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
-from dsv3_jax.layers.attention import Form, MultiHeadLatentAttention
+from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.paged_cache import (
     CachedArray,
     LayerCache,

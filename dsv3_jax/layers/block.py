@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import Attention, Form, MultiHeadLatentAttention
+from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention_interface import Attention, Form
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
-from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import batch_sharded, on_mesh
 from dsv3_jax.layers.paged_cache import (
     PAGE_AXES,
@@ -28,6 +29,7 @@ from dsv3_jax.layers.paged_cache import (
     split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation
+from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
@@ -49,11 +51,11 @@ class DecoderLayer(nnx.Module):
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.input_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.self_attn = MultiHeadLatentAttention(
-            config, rngs=rngs, dtype=dtype, quantization=quantization
-        )
-        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=dtype)
+        norms = norm_dtype(config, dtype)
+        self.input_layernorm = RMSNorm(D, eps=eps, dtype=norms)
+        attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
+        self.self_attn = attention(config, rngs=rngs, dtype=dtype, quantization=quantization)
+        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         if dense:
             self.mlp = MLP(
                 D,
@@ -222,7 +224,8 @@ class SharedHead(nnx.Module):
     """The norm before the LM head, which an MTP layer does not share with the model."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        norms = norm_dtype(config, dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=norms)
 
 
 class MTPLayer(DecoderLayer):
@@ -242,8 +245,8 @@ class MTPLayer(DecoderLayer):
     ):
         super().__init__(config, dense=False, rngs=rngs, dtype=dtype, quantization=quantization)
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.hnorm = RMSNorm(D, eps=eps, dtype=dtype)
+        self.enorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
+        self.hnorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
         self.eh_proj = Linear(2 * D, D, std=config.initializer_range, rngs=rngs, dtype=dtype)
         self.shared_head = SharedHead(config, dtype=dtype)
 

@@ -37,6 +37,10 @@ _AXES: dict[str, tuple[str, ...]] = {
     "kv_a_layernorm": ("latent",),
     "kv_b_proj": ("heads", "latent"),
     "o_proj": ("hidden", "heads"),
+    "wq_b": ("indexer", "q_rank"),
+    "wk": ("indexer", "hidden"),
+    "k_norm": ("indexer",),
+    "weights_proj": ("indexer", "hidden"),
     "gate": ("expert_score", "hidden"),
     "gate_proj": ("ffn", "hidden"),
     "up_proj": ("ffn", "hidden"),
@@ -50,8 +54,9 @@ def logical_axes(path: ParameterPath) -> tuple[str, ...]:
     """Returns one logical axis per dimension of the parameter at ``path`` in the tree of a model.
 
     The ``heads`` axis has N + R or N + V entries per head in rows of a projection, and V in the
-    columns of ``o_proj``. The ``latent`` axis has C entries, or C + R with the rope key. A scale
-    has the axes of its weight.
+    columns of ``o_proj``. The ``latent`` axis has C entries, or C + R with the rope key. The
+    ``indexer`` axis is the output of any projection of an indexer. A scale has the axes of its
+    weight.
     """
     owner, module, leaf = (str(key) for key in ("", *path)[-3:])
     if module == "_absorbed":  # attention's copy of kv_b_proj, split by head
@@ -146,7 +151,8 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
                 f" both over {shared[0]}: devices that share the tokens of a sequence run the same"
                 " queries"
             )
-    for axis in ("hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score"):
+    whole = "hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score", "indexer"
+    for axis in whole:
         if layout.num_shards(axis) > 1:
             raise ValueError(
                 f"rules: expected axis {axis!r} on every device whole, got it over mesh axis"

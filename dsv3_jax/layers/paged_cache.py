@@ -7,7 +7,7 @@ All arrays of a layer, and all layers, use the same page numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -136,6 +136,48 @@ def append(
         for name, values in new.items()
     }
     return cache._replace(pages=pages), shard
+
+
+class AppendedTokens(NamedTuple):
+    """New tokens of one batch, after those of all batches were written to the cache."""
+
+    entries: Mapping[str, Float[Array, "B T _"]]
+    """What each page array stores for them."""
+    cache: LayerCache
+    """With the page arrays of this device."""
+    shard: PageShard
+    """This device's part of each sequence."""
+    index_queries: Any = None
+    """Queries of the attention's indexer, if it has one."""
+
+
+def append_batches(
+    entries: Mapping[str, Float[Array, "_ _ _"]],
+    caches: Sequence[LayerCache],
+    layout: Layout | None,
+) -> list[AppendedTokens]:
+    """Writes the new tokens of several batches, see :func:`append`.
+
+    A sequence may have tokens in several batches or entries of one: all of them are written before
+    any is read.
+
+    Args:
+      entries: what each page array stores for the tokens of all batches, joined.
+      caches: one for each batch, with the same page arrays.
+    """
+    by_batch = [
+        dict(zip(entries, values, strict=True))
+        for values in zip(*(split_tokens(each, caches) for each in entries.values()), strict=True)
+    ]
+    pages, shards = caches[0].pages, []
+    for new, cache in zip(by_batch, caches, strict=True):
+        cache, shard = append(new, cache._replace(pages=pages), layout)
+        pages = cache.pages
+        shards.append(shard)
+    return [
+        AppendedTokens(new, cache._replace(pages=pages), shard)
+        for new, cache, shard in zip(by_batch, caches, shards, strict=True)
+    ]
 
 
 def write(

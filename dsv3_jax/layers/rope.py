@@ -80,16 +80,23 @@ def rotation_at(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
     return Rotation(cos_i * cos_j - sin_i * sin_j, sin_i * cos_j + cos_i * sin_j)
 
 
-def rotate(x: Float[Array, "B T *heads R"], rotation: Rotation) -> Float[Array, "B T *heads R"]:
-    """Rotates the interleaved pairs (x0, x1), (x2, x3), ... of the checkpoint's layout.
+def rotate(
+    x: Float[Array, "B T *heads R"], rotation: Rotation, *, interleaved: bool = True
+) -> Float[Array, "B T *heads R"]:
+    """Rotates the pairs of the checkpoint's layout.
 
     The result holds the first elements of all pairs, then the second ones. Queries and keys share
-    this order, so their dot products equal those of the interleaved layout, and no weight has to be
-    permuted.
+    this order, so their dot products equal those of the checkpoint's layout, and no weight has to
+    be permuted.
+
+    Args:
+      interleaved: whether pairs are (x0, x1), (x2, x3), ..., as in attention. In the indexer of
+        DeepSeek-V3.2 they are (x0, x_{R/2}), (x1, x_{R/2 + 1}), ...
     """
     cos, sin = rotation
     if x.ndim == 4:
         cos, sin = cos[:, :, None], sin[:, :, None]
-    first, second = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    pairs = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    first, second = (each.astype(jnp.float32) for each in pairs)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

@@ -7,7 +7,7 @@ import dataclasses
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
-from dsv3_jax.layers.attention import Form
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import QUANTIZATIONS
 from sharding import PRESETS, Exchange, Layout, abstract_layout

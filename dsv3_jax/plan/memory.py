@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dsv3_jax.generation.state import DecodeState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
-from dsv3_jax.layers.attention import Form
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard

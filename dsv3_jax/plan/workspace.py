@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.layers.attention import Form
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens

@@ -23,7 +23,7 @@ def sparse_mla_prefill(
 
     It is :func:`pallas_kernels.sparse_mla_decode` without pages, for many queries::
 
-        score[t, h, i] = scale * (q_latent[t, h] . c[s] + q_rope[t, h] . k[s])      s = indices[t, i]
+        score[t, h, i] = scale * (q_latent[t, h] . c[s] + q_rope[t, h] . k[s])    s = indices[t, i]
         out[t, h]      = sum_i softmax(score)[t, h, i] c[s]
 
     Each query reads its own tokens, so that a multi-head form would have to expand K keys and

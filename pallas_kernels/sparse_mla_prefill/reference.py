@@ -17,6 +17,4 @@ def sparse_mla_prefill(
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
-    return decode.sparse_mla_decode(
-        q_latent, q_rope, latents, one_page_each, indices, scale=scale
-    )
+    return decode.sparse_mla_decode(q_latent, q_rope, latents, one_page_each, indices, scale=scale)

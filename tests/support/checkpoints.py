@@ -83,6 +83,23 @@ def tiny_config(**overrides: Any) -> Config:
     return {**config, **overrides}
 
 
+def sparse_config(**overrides: Any) -> Config:
+    """Returns the config.json of a tiny DeepSeek-V3.2, whose queries attend to 16 tokens.
+
+    With 8 heads in the indexer, hardly any score is exactly 0, and ties are rare.
+    """
+    return tiny_config(
+        **{
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 16,
+            **overrides,
+        }
+    )
+
+
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor of the published checkpoint, without scales."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -130,6 +147,13 @@ def _attention_shapes(prefix: str, config: Config) -> dict[str, tuple[int, ...]]
     shapes[f"{prefix}.kv_a_layernorm.weight"] = (rank,)
     shapes[f"{prefix}.kv_b_proj.weight"] = (heads * (nope + value), rank)
     shapes[f"{prefix}.o_proj.weight"] = (hidden, heads * value)
+    if "index_topk" in config:
+        width, index_heads = config["index_head_dim"], config["index_n_heads"]
+        shapes[f"{prefix}.indexer.wq_b.weight"] = (index_heads * width, config["q_lora_rank"])
+        shapes[f"{prefix}.indexer.wk.weight"] = (width, hidden)
+        shapes[f"{prefix}.indexer.k_norm.weight"] = (width,)
+        shapes[f"{prefix}.indexer.k_norm.bias"] = (width,)
+        shapes[f"{prefix}.indexer.weights_proj.weight"] = (index_heads, hidden)
     return shapes
 
 
@@ -155,9 +179,17 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
 
 
 def is_fp8(name: str) -> bool:
-    """Returns whether a float8 checkpoint stores a tensor in float8: projections except eh_proj."""
-    projection = name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
-    return projection and not name.endswith("eh_proj.weight")
+    """Returns whether a float8 checkpoint stores a tensor in float8: projections except eh_proj and
+    the indexer's head weights."""
+    ends = ("_proj.weight", "kv_a_proj_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
+    return name.endswith(ends) and not name.endswith(("eh_proj.weight", "weights_proj.weight"))
+
+
+def is_float32(name: str, config: Config) -> bool:
+    """Returns whether a bfloat16 or float8 checkpoint stores a tensor in float32: router biases,
+    and the norms of DeepSeek-V3.2."""
+    norm = name.endswith(("norm.weight", "norm.bias"))
+    return name.endswith(BIAS) or ("index_topk" in config and norm)
 
 
 def random_tensors(config: Config, seed: int = 0) -> Tensors:
@@ -174,6 +206,8 @@ def random_tensors(config: Config, seed: int = 0) -> Tensors:
         normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
         if name.endswith(BIAS):
             value = -0.4 + 0.3 * (normal - normal.mean())
+        elif name.endswith("k_norm.bias"):
+            value = 0.3 * normal
         elif len(shape) == 1:
             value = 1 + 0.1 * normal
         elif name.endswith("embed_tokens.weight"):
@@ -256,8 +290,8 @@ def write_checkpoint(
             files[other][f"{name}_scale_inv"] = scale
             expected[name] = dequantize(stored, scale, block)
         else:
-            is_float32 = dtype == "float32" or name.endswith(BIAS)
-            stored = np.asarray(value).astype(np.float32 if is_float32 else ml_dtypes.bfloat16)
+            wide = dtype == "float32" or is_float32(name, config)
+            stored = np.asarray(value).astype(np.float32 if wide else ml_dtypes.bfloat16)
             expected[name] = stored.astype(np.float64)
         files[shard][name] = np.ascontiguousarray(stored)
 

@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from .checkpoints import BIAS, Config, is_fp8, tensor_shapes
+from .checkpoints import Config, is_float32, is_fp8, tensor_shapes
 
 ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 BLOCK = 128
@@ -25,7 +25,7 @@ def entries(config: Config) -> dict[str, Entry]:
             scales = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
             out[f"{name}_scale_inv"] = ("F32", scales)
         else:
-            out[name] = ("F32" if name.endswith(BIAS) else "BF16", shape)
+            out[name] = ("F32" if is_float32(name, config) else "BF16", shape)
     return out
 
 

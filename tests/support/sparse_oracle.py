@@ -1,0 +1,88 @@
+"""DeepSeek-V3.2 in float64 NumPy: the oracle's model with attention to selected tokens only.
+
+It follows the V3.2 report and DeepSeek's inference code, and shares no code with the package. Every
+query is treated by itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .oracle import Array, Oracle, rotate, softmax
+
+
+class SparseOracle(Oracle):
+    """`Oracle` of a config with `index_topk`. `selected` has the tokens that each query attended
+    to, and `margins` how far its worst selected score was above the best other one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.selected: dict[str, dict[tuple[int, int], set[int]]] = {}
+        self.margins: dict[str, Array] = {}
+
+    def index_scores(self, prefix: str, x: Array, q_latent: Array) -> Array:
+        """Returns I[b, t, s] = sum_j w_tj relu(q_tj . k_s) J^-1/2 D^-1/2, without a mask."""
+        heads, rope = self.config["index_n_heads"], self.config["qk_rope_head_dim"]
+        batch, length, _ = x.shape
+        cos, sin = self._angles(length)
+        interleaved = self.config.get("indexer_rope_interleave", False)
+
+        def rotate_first(y: Array, cos: Array, sin: Array) -> Array:
+            turned = y[..., :rope]
+            if interleaved:
+                return np.concatenate([rotate(turned, cos, sin), y[..., rope:]], axis=-1)
+            first, second = turned[..., : rope // 2], turned[..., rope // 2 :]
+            parts = [first * cos - second * sin, second * cos + first * sin, y[..., rope:]]
+            return np.concatenate(parts, axis=-1)
+
+        q = self._linear(f"{prefix}.wq_b", q_latent).reshape(batch, length, heads, -1)
+        q = rotate_first(q, cos[:, None], sin[:, None])
+        k = self._linear(f"{prefix}.wk", x)
+        centred = k - k.mean(axis=-1, keepdims=True)
+        k = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6)
+        k = self.tensors[f"{prefix}.k_norm.weight"] * k + self.tensors[f"{prefix}.k_norm.bias"]
+        k = rotate_first(k, cos, sin)
+        weights = self._linear(f"{prefix}.weights_proj", x) * (heads * q.shape[-1]) ** -0.5
+        scores = np.zeros((batch, length, length))
+        for j in range(heads):
+            products = np.einsum("btd,bsd->bts", q[:, :, j], k)
+            scores += weights[..., j, None] * np.maximum(products, 0)
+        return scores
+
+    def _attention(self, prefix: str, x: Array, absorbed: bool) -> tuple[Array, Array]:
+        del absorbed  # each query reads its own latents
+        config = self.config
+        heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+        nope, rope, value = (
+            config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        batch, length, _ = x.shape
+        q_latent = self._linear(f"{prefix}.q_a_proj", x)
+        q_latent = self._norm(f"{prefix}.q_a_layernorm", q_latent, self.latent_eps)
+        q = self._linear(f"{prefix}.q_b_proj", q_latent).reshape(batch, length, heads, -1)
+        cos, sin = self._angles(length)
+        q_rope = rotate(q[..., nope:], cos[:, None], sin[:, None])
+        down = self._linear(f"{prefix}.kv_a_proj_with_mqa", x)
+        c = self._norm(f"{prefix}.kv_a_layernorm", down[..., :rank], self.latent_eps)
+        latent = np.concatenate([c, rotate(down[..., rank:], cos, sin)], axis=-1)
+        up = self.tensors[f"{prefix}.kv_b_proj.weight"].reshape(heads, nope + value, rank)
+        folded = np.einsum("bthn,hnc->bthc", q[..., :nope], up[:, :nope])
+        queries = np.concatenate([folded, q_rope], axis=-1)
+
+        index, topk = self.index_scores(f"{prefix}.indexer", x, q_latent), config["index_topk"]
+        out = np.zeros((batch, length, heads, rank))
+        selected: dict[tuple[int, int], set[int]] = {}
+        margins = np.full((batch, length), np.inf)
+        for b, t in np.ndindex(batch, length):
+            visible = index[b, t, : t + 1]
+            order = np.argsort(-visible, kind="stable")  # ties go to the earlier token
+            chosen = np.sort(order[:topk])
+            if len(order) > topk:
+                margins[b, t] = visible[order[topk - 1]] - visible[order[topk]]
+            selected[b, t] = set(chosen.tolist())
+            probabilities = softmax(self.scale * queries[b, t] @ latent[b, chosen].T)
+            out[b, t] = probabilities @ c[b, chosen]
+        self.selected[prefix], self.margins[prefix] = selected, margins
+        values = np.einsum("bthc,hvc->bthv", out, up[:, nope:])
+        return self._linear(f"{prefix}.o_proj", values.reshape(batch, length, -1)), latent
