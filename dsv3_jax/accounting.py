@@ -157,7 +157,7 @@ def cache_bytes_per_token(
 
     ``bfloat16`` takes ``2 (C + R)`` bytes per layer. ``fp8`` is the layout of DeepSeek's FlashMLA:
     C values of one byte, a float32 scale per 128 of them, and R rope values in bfloat16, which are
-    656 bytes for V3. An indexer adds its key in fp8 with one float32 scale in either case.
+    656 bytes for V3. An indexer adds its key, in fp8 with one float32 scale.
 
     Args:
       mtp: whether to add the MTP layers.
@@ -178,7 +178,7 @@ def cache_bytes_per_token(
     if dtype == "fp8":
         entry = C + 4 * math.ceil(C / 128) + 2 * R
     if config.index_head_dim is not None:
-        entry += config.index_head_dim + 4
+        entry += config.index_head_dim + 4 if dtype == "fp8" else 2 * config.index_head_dim
     return entry * (config.num_hidden_layers + mtp * config.num_nextn_predict_layers)
 
 

@@ -50,9 +50,21 @@ class CacheSpec:
     """One entry for the MTP layer that drafts, or none."""
 
     @classmethod
-    def of_config(cls, config: ModelConfig, dtype: DTypeLike, *, mtp: bool = False) -> CacheSpec:
-        """Returns the spec of every model of this config and dtype, without building one."""
-        layer = latent_cache_spec(config, dtype) | index_cache_spec(config, dtype)
+    def of_config(
+        cls,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        *,
+        mtp: bool = False,
+        float8_activations: bool = False,
+    ) -> CacheSpec:
+        """Returns the spec of every model of this config and dtype, without building one.
+
+        Args:
+          float8_activations: see :meth:`DeepSeekV3.use_float8_activations`.
+        """
+        index = index_cache_spec(config, dtype, float8=float8_activations)
+        layer = latent_cache_spec(config, dtype) | index
         return cls((layer,) * config.num_hidden_layers, (layer,) if mtp else ())
 
 

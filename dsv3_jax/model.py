@@ -21,6 +21,7 @@ from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.attention_variants import check_variant, set_variant
 from dsv3_jax.layers.block import DecoderLayer, MTPLayer
+from dsv3_jax.layers.indexer import Indexer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.mlp import MLP
@@ -142,14 +143,20 @@ class DeepSeekV3(nnx.Module):
         return logits, Aux(stacked, tuple(mtp_logits), tuple(stats))
 
     def use_float8_activations(self) -> None:
-        """Makes matmuls with float8 weights take large inputs in float8 too.
+        """Makes matmuls with float8 weights take large inputs in float8 too, and indexers cache
+        float8 keys, as in DeepSeek's inference code.
 
-        Inputs of more than ``FEW_TOKENS`` rows per matrix are rounded in blocks of 128 columns, as
-        in DeepSeek's inference code. On a mesh these are the rows on one device.
+        Inputs of more than ``FEW_TOKENS`` rows per matrix are rounded in blocks of 128 columns. On
+        a mesh these are the rows on one device. Make caches and Generators afterwards.
+
+        Raises:
+          ValueError: see :meth:`dsv3_jax.layers.indexer.Indexer.use_float8_keys`.
         """
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Weight):
                 module.float8_activations = isinstance(module.quantization, BlockQuantization)
+            elif isinstance(module, Indexer):
+                module.use_float8_keys()
 
     def use_attn_impl(self, attn_impl: AttnImpl | None) -> None:
         """Makes decode use one of the five attention variants of :mod:`dsv3_jax.attn_impl`.
@@ -158,9 +165,10 @@ class DeepSeekV3(nnx.Module):
         default. Make caches and Generators afterwards.
 
         Raises:
-          ValueError: an unknown name, or a variant that does not run on a mesh.
+          ValueError: an unknown name, a variant that does not run on a mesh, or a model with
+            sparse attention, which has no variants.
         """
-        check_variant(attn_impl, self.layout)
+        check_variant(self.config, attn_impl, self.layout)
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):
             set_variant(layer.self_attn, attn_impl)
@@ -173,7 +181,7 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: see :func:`dsv3_jax.layers.logical_axes.check_layout`.
         """
-        check_variant(self.attn_impl, layout)
+        check_variant(self.config, self.attn_impl, layout)
         moe_layers = self.moe_layers()
         check_layout(self.config, layout, moe_layers[0].num_slots if moe_layers else None)
         self.layout = layout

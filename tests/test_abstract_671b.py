@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import presets
+from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
 from dsv3_jax.config import ModelConfig
@@ -19,6 +20,7 @@ from dsv3_jax.parameter_count import parameter_count
 MODELS = (
     "deepseek-v3",
     "deepseek-v3.1",
+    "deepseek-v3.2",
     "kimi-k2",
     "deepseek-v2",
     "deepseek-v2-lite",
@@ -95,7 +97,13 @@ def test_count_does_not_depend_on_storage(quantization):
     assert parameter_count(model, mtp=True) == 0
 
 
-def test_v3_2_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"deepseek_v32 .* sparse indexer") as caught:
-        abstract_model(presets.DEEPSEEK_V3_2)
-    assert "\n" not in str(caught.value)
+@pytest.mark.slow
+def test_tensors_of_deepseek_v3_2():
+    """The count of published tensors, and of parameters: V3 and 62 indexers of 13,959,424."""
+    model = as_published(presets.DEEPSEEK_V3_2)
+    tensors, duplicates = represented_tensors(model), copies(presets.DEEPSEEK_V3_2)
+    assert len(tensors) + len(duplicates) == 92_425
+    size = sum(spec.nbytes for spec in tensors.values()) + 2 * 129280 * 7168 * 2
+    assert size == checkpoint_bytes(presets.DEEPSEEK_V3_2) == 689_471_107_200
+    assert parameter_count(model) == 671_026_419_200 + 61 * 13_959_424 == 671_877_944_064
+    assert parameter_count(model, mtp=True) == 11_610_068_224 + 13_959_424

@@ -176,11 +176,12 @@ def test_checkpoints_that_fit_one_gpu(config, gigabytes):
         (V3, "fp8", True, 62 * 656),
         (V3_2, "fp8", False, 48_068),
         (V3_2, "fp8", True, 62 * 788),
-        (V3_2, "bfloat16", False, 70_272 + 8_052),
+        (V3_2, "bfloat16", False, 70_272 + 61 * 256),
         (presets.KIMI_K2, "bfloat16", False, 70_272),
         (presets.KIMI_K2, "bfloat16", True, 70_272),
         (presets.DEEPSEEK_V2_LITE, "bfloat16", False, 31_104),
-        (GLM_5, "bfloat16", False, 89_856 + 10_296),
+        (GLM_5, "bfloat16", False, 89_856 + 78 * 256),
+        (GLM_5, "fp8", False, 78 * 656 + 10_296),
     ],
 )
 def test_cache_bytes(config, dtype, mtp, expected):

@@ -11,7 +11,6 @@ from typing import get_args
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.cli import plan_report
-from dsv3_jax.cli.arguments.plan import MODELS
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
@@ -121,8 +120,8 @@ def _config(name: str) -> ModelConfig:
         return presets.get(name)
     if name == "demo" or Path(name).is_dir():
         return ModelConfig.from_hf(find_config_directory(name))
-    near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    near = difflib.get_close_matches(name.lower(), presets.PRESETS, n=1)
     raise ValueError(
-        f"model: expected demo, a directory or one of {', '.join(MODELS)}; got {name!r}"
+        f"model: expected demo, a directory or one of {', '.join(presets.PRESETS)}; got {name!r}"
         + (f"; did you mean {near[0]}?" if near else "")
     )

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.paged_cache import (
@@ -196,16 +197,24 @@ def set_variant(attention: MultiHeadLatentAttention, attn_impl: AttnImpl | None)
     """Makes an attention compute as ``attn_impl`` does. None stands for the default.
 
     The subclasses add neither parameters nor settings, so the object changes its class only.
+    Sparse attention has no variants and stays as it is.
     """
+    if attention.config.has_indexer:
+        return
     # Not an ordinary assignment, which nnx would record as an attribute of the module.
     object.__setattr__(attention, "__class__", _CLASSES[attn_impl])
 
 
-def check_variant(attn_impl: AttnImpl | None, layout: Layout | None) -> None:
-    """Raises ValueError unless ``attn_impl`` is a variant that runs on ``layout``."""
+def check_variant(config: ModelConfig, attn_impl: AttnImpl | None, layout: Layout | None) -> None:
+    """Raises ValueError unless ``attn_impl`` is a variant of this model that runs on ``layout``."""
     if attn_impl is None:
         return
     check_attn_impl(attn_impl)
+    if config.has_indexer:
+        raise ValueError(
+            f"attn_impl: expected None for {config.model_type}, whose attention is sparse, got"
+            f" {attn_impl}"
+        )
     if layout is not None and attn_impl != "A_CC_ME":
         raise ValueError(
             f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {attn_impl}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import QUANTIZATIONS
@@ -105,6 +107,16 @@ class Deployment:
             self.target.devices,
             exchange=self.exchange,
             float8_dispatch=self.float8_dispatch,
+        )
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """The page arrays of the layers."""
+        return CacheSpec.of_config(
+            self.config,
+            jnp.bfloat16,
+            mtp=self.mtp,
+            float8_activations=self.activations is not None,
         )
 
     @property

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
 from dsv3_jax.engine.cache_size import default_pages, page_bytes
 from dsv3_jax.engine.state import SlotState
-from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, PagePool
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.target import Target
@@ -35,8 +35,7 @@ def default_buckets(target: Target, layout_name: str, decodes: int) -> Buckets:
 
 def bytes_per_page(deployment: Deployment) -> int:
     """Returns the bytes of a page in all layers."""
-    spec = CacheSpec.of_config(deployment.config, jnp.bfloat16, mtp=deployment.mtp)
-    return page_bytes(spec, DEFAULT_PAGE_SIZE, deployment.target.platform)
+    return page_bytes(deployment.cache_spec, DEFAULT_PAGE_SIZE, deployment.target.platform)
 
 
 def local_pages(shard: ModelShard, deployment: Deployment) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec, LatentKVCache
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, LatentKVCache
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
@@ -168,9 +168,8 @@ def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
     local_pages = -(-pages // shard.layout.num_shards("cached_tokens"))
 
     def empty_state() -> tuple[list[jax.Array], list[jax.Array]]:
-        spec = CacheSpec.of_config(config, jnp.bfloat16, mtp=deployment.mtp)
         cache = LatentKVCache.init(
-            spec, batch, max_len + depth, platform=deployment.target.platform
+            deployment.cache_spec, batch, max_len + depth, platform=deployment.target.platform
         )
         state = DecodeState.empty(
             cache,

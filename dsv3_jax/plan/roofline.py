@@ -19,7 +19,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dsv3_jax.accounting import cache_bytes_per_token, flops_per_token
+from dsv3_jax.accounting import flops_per_token
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import traffic
 from dsv3_jax.plan.weights import ModelShard
@@ -90,17 +90,18 @@ def decode(
     tokens = shard.expert_group_batch(deployment.batch) * queries
     # Devices that share a sequence's cached tokens run the same queries, each over its own part.
     sharers = shard.layout.num_shards("cached_tokens")
-    attention = flops_per_token(c, deployment.context, "decode").attention / sharers
+    flops = flops_per_token(c, deployment.context, "decode")
     return _roofline(
         shard,
         deployment,
         passes=1,
         weight_bytes=shard.read_bytes(tokens, local_tokens, decoding=True),
-        cache_bytes=local_batch * deployment.context / sharers * _token_bytes(deployment),
+        cache_bytes=local_batch * _read_by_decode(deployment) / sharers,
         matmul_flop=shard.matmul_flop(
             tokens, local_tokens, decoding=True, float8=deployment.activations is not None
         ),
-        attention_flop=local_tokens * attention,
+        attention_flop=local_tokens * flops.attention / sharers,
+        indexer_flop=local_tokens * flops.indexer / sharers,
         local_tokens=local_tokens,
         all_tokens=deployment.batch * queries,
         result_dtype=result_dtype,
@@ -113,7 +114,8 @@ def prefill(
     """Returns the bound of the prefill of whole prompts of ``context`` tokens, in chunks.
 
     Each chunk expands the keys and values of all tokens cached before it. That applies kv_b_proj
-    once more to each of these tokens.
+    once more to each of these tokens. Sparse attention expands none of them, and each chunk reads
+    the indexer keys of all, and at least once the latents.
 
     Args:
       result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
@@ -129,17 +131,20 @@ def prefill(
         tokens, local_tokens, decoding=False, float8=float8
     )
     kv_b_proj = sum(p.elements for p in shard.parameters if p.is_matrix and "kv_b_proj" in p.path)
-    attention = flops_per_token(c, deployment.context, "prefill").attention
+    flops = flops_per_token(c, deployment.context, "prefill")
     # Devices that share a sequence's cached tokens divide the earlier chunks among them. Each of
     # them attends to the whole new chunk, which is 1 / passes of the context.
     sharers = shard.layout.num_shards("cached_tokens")
-    attention *= 1 / passes + (1 - 1 / passes) / sharers
-    expanded_again = local_batch * chunk * passes * (passes - 1) // 2
-    expanded_again /= sharers
+    shared = 1 / passes + (1 - 1 / passes) / sharers
+    read_again = local_batch * chunk * passes * (passes - 1) // 2
+    read_again /= sharers
+    is_sparse = c.index_topk is not None and deployment.context > c.index_topk
+    if is_sparse:
+        kv_b_proj = 0
     if float8:
-        float8_flop += 2 * kv_b_proj * expanded_again
+        float8_flop += 2 * kv_b_proj * read_again
     else:
-        bfloat16_flop += 2 * kv_b_proj * expanded_again
+        bfloat16_flop += 2 * kv_b_proj * read_again
     bytes_per_pass = shard.read_bytes(
         -(-tokens // passes), -(-local_tokens // passes), decoding=False
     )
@@ -148,20 +153,41 @@ def prefill(
         deployment,
         passes=passes,
         weight_bytes=bytes_per_pass,
-        cache_bytes=(local_tokens + expanded_again) * _token_bytes(deployment),
+        cache_bytes=local_tokens * _token_bytes(deployment)
+        + read_again * _token_bytes(deployment, selected=0 if is_sparse else 1),
         matmul_flop=(bfloat16_flop, float8_flop),
-        attention_flop=local_tokens * attention,
+        attention_flop=local_tokens * flops.attention * shared,
+        indexer_flop=local_tokens * flops.indexer * shared,
         local_tokens=local_tokens,
         all_tokens=deployment.batch * deployment.context,
         result_dtype=result_dtype,
     )
 
 
-def _token_bytes(deployment: Deployment) -> float:
-    """Returns the bytes of a cached token in all layers, padded as the target's kernels read it."""
-    width = deployment.config.latent_dim
-    padding = page_width(width, deployment.target.platform) / width
-    return padding * cache_bytes_per_token(deployment.config, mtp=deployment.mtp)
+def _read_by_decode(deployment: Deployment) -> float:
+    """Returns the bytes that a decode step reads of one sequence's cache.
+
+    Sparse attention reads the latents of ``index_topk`` tokens and the indexer keys of all.
+    """
+    topk, context = deployment.config.index_topk, deployment.context
+    selected = 1.0 if topk is None else min(1.0, topk / context)
+    return context * _token_bytes(deployment, selected=selected)
+
+
+def _token_bytes(deployment: Deployment, *, selected: float = 1.0) -> float:
+    """Returns the bytes of a cached token in all layers, padded as the target's kernels read it.
+
+    Args:
+      selected: share of the tokens whose latents count; indexer keys always do.
+    """
+    spec, platform = deployment.cache_spec, deployment.target.platform
+    return sum(
+        page_width(array.width, platform)
+        * jnp.dtype(array.dtype).itemsize
+        * (selected if name == "latent" else 1)
+        for layer in (*spec.layers, *spec.mtp)
+        for name, array in layer.items()
+    )
 
 
 def _roofline(
@@ -173,6 +199,7 @@ def _roofline(
     cache_bytes: float,
     matmul_flop: tuple[float, float],
     attention_flop: float,
+    indexer_flop: float,
     local_tokens: int,
     all_tokens: int,
     result_dtype: DTypeLike,
@@ -185,12 +212,17 @@ def _roofline(
       cache_bytes: bytes of cache that all passes read.
       matmul_flop: bfloat16 and float8 FLOP of matmuls with weights, in all passes.
       attention_flop: FLOP of attention with all heads, in all passes.
+      indexer_flop: FLOP of indexer scores, in all passes. Every device computes those of all heads.
       local_tokens: tokens on this device, in all passes.
       all_tokens: tokens on all devices, in all passes.
     """
     chip = deployment.target.chip
     bfloat16_flop, float8_flop = matmul_flop
     bfloat16_flop += attention_flop / shard.layout.num_shards("heads")
+    if deployment.activations is None:
+        bfloat16_flop += indexer_flop
+    else:
+        float8_flop += indexer_flop
     sent = traffic(shard, deployment, local_tokens, result_dtype)
     return Roofline(
         weights=passes * weight_bytes / chip.memory_bandwidth,

@@ -7,7 +7,6 @@ query is treated by itself.
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .oracle import Array, Oracle, rotate, softmax
 
@@ -54,9 +53,7 @@ class SparseOracle(Oracle):
         del absorbed  # each query reads its own latents
         config = self.config
         heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
-        nope, rope, value = (
-            config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        )
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
         batch, length, _ = x.shape
         q_latent = self._linear(f"{prefix}.q_a_proj", x)
         q_latent = self._norm(f"{prefix}.q_a_layernorm", q_latent, self.latent_eps)

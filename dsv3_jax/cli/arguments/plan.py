@@ -14,9 +14,6 @@ from sharding.names import Exchange, LayoutName
 SUMMARY = "Calculate memory use and the best possible speed of a model, without having the devices."
 
 
-MODELS = tuple(name for name, config in presets.PRESETS.items() if config.index_topk is None)
-"""Presets that the model can be built for. It has no sparse attention, as DeepSeek-V3.2 needs."""
-
 _LAYOUTS = tuple(name for name in get_args(LayoutName) if name != "train")
 
 
@@ -26,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         required=True,
-        help=f"demo, a Hugging Face directory, a store, or one of {', '.join(MODELS)}",
+        help=f"demo, a Hugging Face directory, a store, or one of {', '.join(presets.PRESETS)}",
     )
     add(
         "--target",

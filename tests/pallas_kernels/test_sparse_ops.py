@@ -93,6 +93,7 @@ class TestPrefillReference(SparseMlaPrefillCases):
         check_slope(gradients[1], moved, slope)
 
 
+@pytest.mark.slow
 def test_float8_cache():
     """Tokens of 656 bytes are read as dequantize_latent returns them."""
     rng = np.random.default_rng(0)
