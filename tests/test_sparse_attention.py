@@ -17,7 +17,6 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
 from dsv3_jax.layers import indexer as indexer_module
 from dsv3_jax.layers.indexer import hadamard
-from dsv3_jax.layers.paged_cache import PageShard
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels.sparse_index import blocked
@@ -29,6 +28,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.oracle import OracleOutput, relative_error
 from tests.support.running import extend, forward
+from tests.support.selection import selected_tokens
 from tests.support.sparse_oracle import SparseOracle
 
 BOUND = 1e-5
@@ -174,30 +174,12 @@ def inputs(model):
     return x, jnp.asarray(x, jnp.float32), rotation
 
 
-def selections(attention, x, rotation) -> list[set[int]]:
-    """Returns the tokens that each query of one sequence selects."""
-
-    @jax.jit
-    def select(attention, x, rotation):
-        index, T = attention.indexer, x.shape[1]
-        queries = index.queries(x, attention.query_latent(x), rotation)
-        entries = index.entries(x, rotation)
-        table = jnp.zeros((1, 1), jnp.int32)
-        return index.select(queries, entries, table, jnp.zeros(1, jnp.int32), PageShard(T))
-
-    graph, state = nnx.split(attention)
-    chosen = jax.jit(lambda state, *rest: select(nnx.merge(graph, state), *rest))(
-        state, x, rotation
-    )
-    return [set(row[row >= 0].tolist()) for row in np.asarray(chosen)[0]]
-
-
 def test_selected_tokens(model, oracle, inputs):
     x, x32, rotation = inputs
     prefix = "model.layers.0.self_attn"
     oracle._attention(prefix, x, False)
     want, margins = oracle.selected[prefix], oracle.margins[prefix][0]
-    got = selections(model.layers[0].self_attn, x32, rotation)
+    got = selected_tokens(model.layers[0].self_attn, x32, rotation)
     assert np.sort(margins)[2] > 1e-6, "expected hardly any ties"
     assert [got[t] == want[0, t] or margins[t] < 1e-6 for t in range(len(got))] == [True] * len(got)
     assert got[:TOPK] == [set(range(t + 1)) for t in range(TOPK)]
@@ -208,7 +190,7 @@ def test_float8_keys_select_nearly_the_same(model, inputs):
     """Hadamard-rotated float8 keys agree with exact ones in most selected tokens."""
     _, x, rotation = inputs
     attention = nnx.clone(model.layers[0].self_attn)
-    exact = selections(attention, x, rotation)
+    exact = selected_tokens(attention, x, rotation)
     attention.indexer.use_float8_keys()
     spec = attention.cache_spec(jnp.float32)
     assert [(name, array.width) for name, array in spec.items()] == [
@@ -216,7 +198,7 @@ def test_float8_keys_select_nearly_the_same(model, inputs):
         ("index_key", 16),
         ("index_scale", 1),
     ]
-    rounded = selections(attention, x, rotation)
+    rounded = selected_tokens(attention, x, rotation)
     common = np.mean([len(a & b) / len(a) for a, b in zip(exact, rounded, strict=True)])
     assert 0.9 < common < 1
 
