@@ -141,6 +141,57 @@ BREAKS: dict[str, Break] = {
         "read = tiles / _MULTIPROCESSORS * width",
         (_KERNELS + "test_grouped_matmul_hopper.py", _KERNELS + "test_few_tokens.py"),
     ),
+    # ---- sparse attention ------------------------------------------------------------------------
+    "the indexer rotates interleaved pairs": Break(
+        "dsv3_jax/layers/indexer.py",
+        "rotated = rotate(x[..., :R], rotation, interleaved=interleaved)",
+        "rotated = rotate(x[..., :R], rotation, interleaved=True)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "the indexer scores the token after a query": Break(
+        "pallas_kernels/sparse_index/reference.py",
+        "visible = lengths[:, None] - T + 1 + jnp.arange(T)",
+        "visible = lengths[:, None] - T + 2 + jnp.arange(T)",
+        (_KERNELS + "test_sparse_ops.py",),
+    ),
+    "an indexer key stays after a rewind": Break(
+        "dsv3_jax/layers/paged_cache.py",
+        "for name, values in new.items()\n    }\n    return cache",
+        'for name, values in new.items()\n    }\n    key = "index_key"\n    if key in pages:\n'
+        "        old = cache.pages[key]\n"
+        "        pages[key] = old + (old == 0) * pages[key]\n    return cache",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "the indexer takes later queries for the first ones": Break(
+        "dsv3_jax/layers/indexer.py",
+        "starts + first, shard, layout)",
+        "starts, shard, layout)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "an indexer key has no bias": Break(
+        "dsv3_jax/layers/norm.py",
+        "(y * self.weight[...] + self.bias[...])",
+        "(y * self.weight[...])",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "an indexer selects -0 before 0": Break(
+        "pallas_kernels/top_k/reference.py",
+        "jnp.where(scores == 0.0, 0.0, scores)",
+        "jnp.where(scores == 0.0, scores, scores)",
+        (_KERNELS + "test_sparse_ops.py",),
+    ),
+    "attention reads a token where the indexer selected none": Break(
+        "pallas_kernels/sparse_mla_decode/reference.py",
+        "gathered = jnp.where(is_token[:, None], gathered[:, : q.shape[-1]], 0)",
+        "gathered = gathered[:, : q.shape[-1]]",
+        (_KERNELS + "test_sparse_ops.py",),
+    ),
+    "indexer scores of devices are joined in the wrong order": Break(
+        "dsv3_jax/layers/indexer.py",
+        "by_page.transpose(1, 2, 3, 0, 4)",
+        "by_page.transpose(1, 2, 0, 3, 4)",
+        (_ENGINE + "test_sparse_attention.py",),
+    ),
     # ---- sharding --------------------------------------------------------------------------------
     "EPLB gives replicas to the lightest expert": Break(
         "sharding/eplb.py",
