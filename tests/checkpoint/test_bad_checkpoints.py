@@ -547,13 +547,14 @@ def test_an_unknown_model_type(checkpoint, model_type):
     assert_refused(directory, expected)
 
 
-def test_an_architecture_that_is_not_built(checkpoint):
+def test_an_indexer_without_its_tensors(checkpoint):
     directory, _ = checkpoint()
     sizes = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
     files.edit_json(
         directory / CONFIG, lambda config: config.update(model_type="deepseek_v32", **sizes)
     )
-    assert_refused(directory, "model_type deepseek_v32 attends through a sparse indexer, .*")
+    missing = r"model\.layers\.0\.self_attn\.indexer\.wq_b\.weight"
+    assert_refused(directory, rf"checkpoint: missing tensor {missing} and 14 more")
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_store_loads_as_its_source_does(checkpoint, tmp_path, storage, quantiz
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_model_with_an_indexer(tmp_path, to):
-    """V3.2 is converted although it cannot run here. Its norms stay float32."""
+    """V3.2's norms stay float32, in the store and in a bfloat16 model."""
     source = write_table(tmp_path / "source", small_v3_2())
     convert(tmp_path / "source", tmp_path / "store", to)
     store = StoreReader(tmp_path / "store")
@@ -210,8 +210,11 @@ def test_a_model_with_an_indexer(tmp_path, to):
     for name, tensor in source.items():
         if "norm" in name:
             assert store[name][...].tobytes() == tensor.data
-    with pytest.raises(ValueError, match="sparse indexer"):
-        dsv3_jax.load(tmp_path / "store")
+    model, _ = dsv3_jax.load(tmp_path / "store", dtype="bfloat16")
+    attention = model.mtp[0].self_attn
+    assert attention.kv_a_layernorm.weight.dtype == attention.indexer.k_norm.bias.dtype == "float32"
+    if to in ("bf16", "fp8"):
+        assert same_bytes(*(loaded(tmp_path / x, dtype="bfloat16") for x in ("store", "source")))
 
 
 def test_mtp_layers_that_are_promised_and_absent(checkpoint, tmp_path):
