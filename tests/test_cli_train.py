@@ -235,7 +235,9 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(files, tmp_path, capsys, 
         for _ in range(next(interrupts)):
             signal.raise_signal(signal.SIGINT)
         one = jnp.float32(1)
-        metrics = Metrics(Losses(one, one, one, one), one, one, one, one, jnp.ones((2, 8), int))
+        metrics = Metrics(
+            Losses(*[one] * len(Losses._fields)), one, one, one, one, jnp.ones((2, 8), int)
+        )
         return state._replace(step=state.step + 1), metrics
 
     monkeypatch.setattr(Trainer, "step", step)

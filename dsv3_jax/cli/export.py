@@ -110,8 +110,8 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
         raise ValueError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
     training = TrainingConfig(**flags.recorded_values(recorded["training"], TrainingConfig))
     config = ModelConfig.from_hf(recorded["model"])
-    # A checkpoint of low-rank updates lacks the frozen weights.
-    if training.lora_rank:
+    # A checkpoint lacks the frozen weights.
+    if training.freezes_weights:
         model = _load_frozen(run, recorded, config)
     else:
         model = abstract_model(config, dtype=jnp.float32)

@@ -46,13 +46,14 @@ class SparseAttention(MultiHeadLatentAttention):
     ):
         super().__init__(config, rngs=rngs, dtype=dtype, quantization=quantization)
         self.indexer = Indexer(config, rngs=rngs, dtype=dtype, quantization=quantization)
+        self.is_dense = False  # whole sequences attend to all tokens: see training.indexer
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
-        if self.indexer.topk >= T:
+        if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
         latent, query_latent = self.latents(x, rotation), self.query_latent(x)
         q_nope, q_rope = self.queries(query_latent, rotation)

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 
 from dsv3_jax.config import MTPHidden
+from dsv3_jax.training.indexer import IndexerStage
 
 # The V3 report's schedule over 14.8 trillion tokens (section 4.2), as fractions of the run.
 _PRETRAINING = 14.8e12
@@ -72,6 +73,8 @@ class TrainingConfig:
     It is off by default, because stacking the weights and splitting their gradients costs a copy of
     both, and about as much compile time as it saves. It is useful with ``remat`` where the compiler
     would merge the recomputation of an unrolled layer with the original, as XLA does on CPUs."""
+    indexer_stage: IndexerStage = "none"
+    """Stage of the training of a sparse model's indexers (:mod:`dsv3_jax.training.indexer`)."""
     lora_rank: int = 0
     """Rank of the low-rank updates of frozen weights (:mod:`dsv3_jax.training.lora`). 0 trains all
     weights instead."""
@@ -120,8 +123,15 @@ class TrainingConfig:
         )
         hidden = typing.get_args(MTPHidden)
         expect("mtp_hidden", self.mtp_hidden in hidden, " or ".join(hidden))
+        stages = typing.get_args(IndexerStage)
+        expect("indexer_stage", self.indexer_stage in stages, " or ".join(stages))
         dtypes = ("bfloat16", "float32")
         expect("compute_dtype", self.compute_dtype in dtypes, " or ".join(dtypes))
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether the trained parameters are not the weights of the whole model."""
+        return self.lora_rank > 0 or self.indexer_stage == "dense"
 
     def step_at(self, fraction: float) -> int:
         """Returns the step at a fraction of the run."""

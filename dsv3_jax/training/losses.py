@@ -29,6 +29,9 @@ class Losses(NamedTuple):
     mtp_agreement: Float32[Array, ""]
     """Fraction of targets for which the first MTP layer and the main model predict the same most
     probable token."""
+    indexer: Float32[Array, ""]
+    """Mean over layers of :func:`dsv3_jax.training.indexer.divergence`, in nats. Zero without
+    indexers."""
 
 
 class TargetCounts(NamedTuple):
@@ -96,6 +99,8 @@ def losses(
     Args:
       counts: target counts of the whole batch if ``tokens`` is one of its microbatches. By default
         ``tokens`` is the whole batch.
+
+    The loss of indexers is zero here: the forward pass computes it layer by layer.
     """
     mtp_layers = len(aux.mtp_logits)
     if counts is None:
@@ -113,4 +118,5 @@ def losses(
             agreement = jnp.sum(same & mask) / jnp.maximum(counts.mtp[0], 1)
     B = tokens.shape[0]
     balance = sum((sequence_balance(stats, B) for stats in aux.routing), jnp.float32(0))
-    return Losses(main, mtp / max(mtp_layers, 1), balance * (B / counts.sequences), agreement)
+    balance *= B / counts.sequences
+    return Losses(main, mtp / max(mtp_layers, 1), balance, agreement, jnp.float32(0))

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.training import lora
+from dsv3_jax.training import indexer, lora
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
@@ -20,12 +20,12 @@ from dsv3_jax.training.tree import Tree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss ``main + mtp_weight * mtp + balance_weight * balance`` of a model, as pure functions
-    of its parameters. :class:`Losses` documents the three terms.
+    """The loss ``main + mtp_weight * mtp + balance_weight * balance + indexer`` of a model, as pure
+    functions of its parameters. :class:`Losses` documents the terms.
 
-    ``params`` are the trained parameters in float32: all weights of the model, or low-rank updates
-    of ``frozen`` weights. ``frozen`` is None if all weights are trained. It is an argument because
-    jit would compile the weights of a closure into the program as constants.
+    ``params`` are the trained parameters in float32: all weights of the model, its indexers, or
+    low-rank updates of ``frozen`` weights. ``frozen`` is None if all weights are trained. It is an
+    argument because jit would compile the weights of a closure into the program as constants.
     """
 
     graph: Any
@@ -34,10 +34,12 @@ class Objective:
     config: TrainingConfig
 
     def weights(self, params: Tree, frozen: Tree | None) -> Tree:
-        """Returns all weights of the model: the parameters themselves, or the frozen weights plus
-        their low-rank updates."""
+        """Returns all weights of the model: the parameters themselves, the frozen weights with
+        other indexers, or the frozen weights plus their low-rank updates."""
         if frozen is None:
             return params
+        if not self.config.lora_rank:
+            return indexer.merge(frozen, params)
         return lora.merge(frozen, params, self.config.lora_alpha / self.config.lora_rank)
 
     def losses(
@@ -57,14 +59,22 @@ class Objective:
         """
         dtype = jnp.dtype(self.config.compute_dtype)
         weights = jax.tree.map(lambda w: w.astype(dtype), self.weights(params, frozen))
+        stage, divergences = self.config.indexer_stage, [jnp.float32(0)]
+        run_layers = layer_runner(remat=self.config.remat, scan=self.config.scan_layers)
+        if stage != "none":
+            run_layers, divergences = indexer.run_with_divergences(run_layers, stage)
         model = nnx.merge(self.graph, weights, biases)
         logits, aux = model(
             tokens,
             return_aux=True,
             mtp_hidden=self.config.mtp_hidden,
-            run_layers=layer_runner(remat=self.config.remat, scan=self.config.scan_layers),
+            run_layers=run_layers,
         )
         batch_losses = losses(logits, aux, tokens, self.model_config.bos_token_id, counts)
+        divergence = jnp.mean(jnp.stack(divergences))
+        if counts is not None:
+            divergence *= len(tokens) / counts.sequences
+        batch_losses = batch_losses._replace(indexer=divergence)
         loads = [stats.counts for stats in aux.routing]
         no_layers = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
         return batch_losses, jnp.stack(loads) if loads else no_layers
@@ -86,6 +96,8 @@ class Objective:
         def loss(params: Tree, microbatch: Int[Array, "B T"]):
             terms, load = self.losses(params, frozen, biases, microbatch, counts)
             total = terms.main + mtp_weight * terms.mtp + balance_weight * terms.balance
+            # In the dense stage, the other terms are constants to the indexers.
+            total = terms.indexer if self.config.indexer_stage == "dense" else total + terms.indexer
             return total, (terms, load)
 
         def gradient(microbatch: Int[Array, "B T"]):

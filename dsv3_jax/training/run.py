@@ -92,7 +92,7 @@ def train(
         record.compare(out, identity)
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep)
         # A checkpoint has the trained weights, but not the frozen ones.
-        uses_model = config.lora_rank or not store.steps()
+        uses_model = config.freezes_weights or not store.steps()
         record.resume(out, identity, fingerprint(model) if uses_model else None, tokenizer)
     else:
         identity["weights"] = {"fingerprint": fingerprint(model)}

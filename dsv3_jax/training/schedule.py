@@ -38,11 +38,11 @@ def bias_update_speed(config: TrainingConfig) -> optax.Schedule:
     """Returns the speed of the router bias updates, gamma in section 2.1.2 of the V3 report, which
     drops to 0 towards the end of the run.
 
-    It is 0 throughout when training low-rank updates. Router biases balance the load while experts
-    train, but low-rank updates leave the experts frozen: moving a bias would only send tokens away
-    from the experts that were trained for them.
+    It is 0 throughout when experts are frozen, as by low-rank updates. Router biases balance the
+    load while experts train: moving a bias would only send tokens away from the experts that were
+    trained for them.
     """
-    speed = 0.0 if config.lora_rank else config.bias_update_speed
+    speed = 0.0 if config.freezes_weights else config.bias_update_speed
     return _switch(speed, 0.0, config.step_at(config.bias_update_end))
 
 

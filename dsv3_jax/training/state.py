@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from dsv3_jax.training import lora
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.indexer import indexer_weights
 from dsv3_jax.training.tree import Tree
 
 
@@ -20,7 +21,8 @@ class TrainingState(NamedTuple):
 
     params: optax.Params
     """Trained parameters, float32: the master weights, or with ``lora_rank`` the low-rank updates
-    of the frozen weights, which the Trainer keeps."""
+    of the frozen weights, which the Trainer keeps. In the dense stage of an indexer's training they
+    are the indexers' weights."""
     biases: nnx.State
     """``e_score_correction_bias`` of every router, float32 [E] each. The load of the experts
     updates them; they have no gradient."""
@@ -34,11 +36,13 @@ def init_params(weights: Tree, biases: Tree, config: TrainingConfig) -> tuple[Tr
     """Returns the trained parameters and a copy of the router biases.
 
     The parameters are a float32 copy of the model's weights, or with ``lora_rank`` low-rank updates
-    that are zero.
+    that are zero. In the dense stage of an indexer's training they are the indexers' weights.
     """
     if config.lora_rank:
         params = lora.init(weights, config.lora_rank, config.lora_seed)
     else:
+        if config.indexer_stage == "dense":
+            weights = indexer_weights(weights)
         params = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
     return params, jax.tree.map(jnp.copy, biases)
 

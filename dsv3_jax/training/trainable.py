@@ -7,6 +7,7 @@ from flax import nnx
 
 from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.training.config import TrainingConfig
 
 
 def check_trainable(model: DeepSeekV3) -> None:
@@ -46,3 +47,26 @@ def check_trainable(model: DeepSeekV3) -> None:
                 f"{'.'.join(map(str, path))}: expected the sharding of the model's layout,"
                 f" {shardings[path].spec}, got {value.sharding}; see dsv3_jax.load"
             )
+
+
+def check_indexers(model: DeepSeekV3, config: TrainingConfig) -> None:
+    """Checks that the indexers of a model are trained, and that there are any to train.
+
+    Raises:
+      ValueError: ``indexer_stage`` does not fit the model or the other settings.
+    """
+    stage, has_indexer = config.indexer_stage, model.config.has_indexer
+    if stage == "none":
+        # Without a loss of their own, only weight decay would change them.
+        if has_indexer and not config.lora_rank:
+            raise ValueError(
+                f"indexer_stage: expected dense or sparse for {model.config.model_type}, got none"
+            )
+        return
+    for is_valid, expected, got in (
+        (has_indexer, "a model with indexers", model.config.model_type),
+        (not config.lora_rank, "lora_rank 0", config.lora_rank),
+        (model.layout is None, "a model on one device", "a layout"),
+    ):
+        if not is_valid:
+            raise ValueError(f"indexer_stage {stage}: expected {expected}, got {got}")

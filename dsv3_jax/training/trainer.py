@@ -22,7 +22,7 @@ from dsv3_jax.training.programs import make_programs
 from dsv3_jax.training.shardings import state_shardings, weight_shardings
 from dsv3_jax.training.state import TrainingState, init_params, init_state
 from dsv3_jax.training.step import Metrics
-from dsv3_jax.training.trainable import check_trainable
+from dsv3_jax.training.trainable import check_indexers, check_trainable
 
 
 class Trainer:
@@ -34,7 +34,7 @@ class Trainer:
     Args:
       model: initial model. Its arrays are not modified. The trainer keeps it alive until the first
         :meth:`init` or until :meth:`release_model`. Afterwards the trainer keeps only the weights
-        that ``lora_rank`` freezes. An abstract model is enough for ``abstract_state``.
+        that the configuration freezes. An abstract model is enough for ``abstract_state``.
 
     Attributes:
       config: the training configuration.
@@ -44,19 +44,20 @@ class Trainer:
       programs: the jitted functions.
 
     Raises:
-      ValueError: ``lora_rank`` exceeds the rank of a weight, or :func:`check_trainable` refuses the
-        model.
+      ValueError: ``lora_rank`` exceeds the rank of a weight, or :func:`check_trainable` or
+        :func:`check_indexers` refuses the model.
     """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
         check_trainable(model)
+        check_indexers(model, config)
         self.config = config
         self.model_config = model.config
         self.layout = model.layout
         graph, weights, biases = nnx.split(model, nnx.Param, RouterBias)
         lora.check_rank(weights, config.lora_rank)
         self._objective = Objective(graph, model.config, config)
-        self._frozen = weights if config.lora_rank else None
+        self._frozen = weights if config.freezes_weights else None
         self._model: DeepSeekV3 | None = model
         self._model_reference = weakref.ref(model)
 
@@ -69,7 +70,7 @@ class Trainer:
             self.programs = make_programs(self._objective, optimizer)
             return
         params, frozen = weight_shardings(model, self.layout, weights), None
-        if config.lora_rank:
+        if config.freezes_weights:
             params, frozen = None, params
         shardings = state_shardings(shapes, optimizer, self.layout, params)
         self.abstract_state = jax.tree.map(
@@ -150,15 +151,15 @@ class Trainer:
         return self.programs.evaluate(state, self._frozen, tokens, counts)
 
     def model(self, state: TrainingState, *, copy: bool = True) -> DeepSeekV3:
-        """Returns the model with the weights of a state. They are float32, or with ``lora_rank``
-        the initial weights plus their updates in the dtype of the initial model.
+        """Returns the model with the weights of a state. They are float32, or if weights are frozen
+        the initial weights with the trained ones or their updates, in the initial model's dtype.
 
         Args:
           copy: whether to copy the arrays of the state. Without copies the model needs no memory of
             its own, but the next step donates its arrays, and the model is then unusable.
         """
         weights, biases = self._objective.weights(state.params, self._frozen), state.biases
-        if self.config.lora_rank:
+        if self.config.freezes_weights:
             weights = jax.tree.map(lambda w, frozen: w.astype(frozen.dtype), weights, self._frozen)
         elif copy:
             weights = jax.tree.map(jnp.copy, weights)

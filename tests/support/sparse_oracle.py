@@ -49,8 +49,8 @@ class SparseOracle(Oracle):
             scores += weights[..., j, None] * np.maximum(products, 0)
         return scores
 
-    def _attention(self, prefix: str, x: Array, absorbed: bool) -> tuple[Array, Array]:
-        del absorbed  # each query reads its own latents
+    def _queries_and_latents(self, prefix: str, x: Array) -> tuple[Array, Array, Array]:
+        """Returns absorbed queries [B, T, H, C + R], latents [B, T, C + R], and query latents."""
         config = self.config
         heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -65,9 +65,20 @@ class SparseOracle(Oracle):
         latent = np.concatenate([c, rotate(down[..., rank:], cos, sin)], axis=-1)
         up = self.tensors[f"{prefix}.kv_b_proj.weight"].reshape(heads, nope + value, rank)
         folded = np.einsum("bthn,hnc->bthc", q[..., :nope], up[:, :nope])
-        queries = np.concatenate([folded, q_rope], axis=-1)
+        return np.concatenate([folded, q_rope], axis=-1), latent, q_latent
 
-        index, topk = self.index_scores(f"{prefix}.indexer", x, q_latent), config["index_topk"]
+    def attention_scores(self, prefix: str, x: Array) -> tuple[Array, Array]:
+        """Returns the scores of attention [B, T, H, S] and of its indexer [B, T, S], unmasked."""
+        queries, latent, q_latent = self._queries_and_latents(prefix, x)
+        scores = self.scale * np.einsum("bthc,bsc->bths", queries, latent)
+        return scores, self.index_scores(f"{prefix}.indexer", x, q_latent)
+
+    def _attention(self, prefix: str, x: Array, absorbed: bool) -> tuple[Array, Array]:
+        del absorbed  # each query reads its own latents
+        heads, rank = self.config["num_attention_heads"], self.config["kv_lora_rank"]
+        batch, length, _ = x.shape
+        queries, latent, q_latent = self._queries_and_latents(prefix, x)
+        index, topk = self.index_scores(f"{prefix}.indexer", x, q_latent), self.config["index_topk"]
         out = np.zeros((batch, length, heads, rank))
         selected: dict[tuple[int, int], set[int]] = {}
         margins = np.full((batch, length), np.inf)
@@ -79,7 +90,9 @@ class SparseOracle(Oracle):
                 margins[b, t] = visible[order[topk - 1]] - visible[order[topk]]
             selected[b, t] = set(chosen.tolist())
             probabilities = softmax(self.scale * queries[b, t] @ latent[b, chosen].T)
-            out[b, t] = probabilities @ c[b, chosen]
+            out[b, t] = probabilities @ latent[b, chosen, :rank]
         self.selected[prefix], self.margins[prefix] = selected, margins
-        values = np.einsum("bthc,hvc->bthv", out, up[:, nope:])
+        up = self.tensors[f"{prefix}.kv_b_proj.weight"].reshape(heads, -1, rank)
+        w_uv = up[:, self.config["qk_nope_head_dim"] :]
+        values = np.einsum("bthc,hvc->bthv", out, w_uv)
         return self._linear(f"{prefix}.o_proj", values.reshape(batch, length, -1)), latent

@@ -209,7 +209,9 @@ def fake_step(nan_step: int | None = None):
         number = int(state.step) + 1
         one = jnp.float32(1)
         norm = jnp.float32(np.nan if number == nan_step else 1)
-        metrics = Metrics(Losses(one, one, one, one), norm, one, one, one, jnp.ones((2, 8), int))
+        metrics = Metrics(
+            Losses(*[one] * len(Losses._fields)), norm, one, one, one, jnp.ones((2, 8), int)
+        )
         return state._replace(step=jnp.int32(number)), metrics
 
     return step
