@@ -223,7 +223,7 @@ class _Tensors:
     def nbytes(self, config: ModelConfig) -> int:
         """Returns the bytes in a checkpoint of ``config``."""
         width = 4 if config.dtype == "float32" else 2
-        norm = 4 if config.has_indexer else width
+        norm = 4 if config.has_float32_norms else width
         total = width * self.plain + norm * self.norms + 4 * self.float32
         if config.quantization is None:
             return total + width * sum(a * b for a, b in self.matrices)

@@ -22,6 +22,9 @@ SCORING = {"noaux_tc": "sigmoid", "greedy": "softmax", "group_limited_greedy": "
 
 DTYPES = ("bfloat16", "float16", "float32")
 
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Values of ``model_type`` whose attention is sparse."""
+
 # Limits several times above any published model. Tables of names and of rotary angles have these
 # sizes, so that a damaged config.json cannot ask for more memory than there is.
 MAX_MATRICES = 500_000
@@ -125,6 +128,11 @@ class ModelConfig:
         return self.index_topk is not None
 
     @property
+    def has_float32_norms(self) -> bool:
+        """Whether the published norms are float32 whatever ``dtype`` is, as in V3.2."""
+        return self.model_type == "deepseek_v32"
+
+    @property
     def softmax_scale(self) -> float:
         """``(N + R)^-0.5``, times ``m(mscale_all_dim)^2`` under YaRN (model.py, class MLA)."""
         scale = self.qk_head_dim**-0.5
@@ -201,10 +209,10 @@ class ModelConfig:
         )
         indexer = (self.index_n_heads, self.index_head_dim, self.index_topk)
         self._check(
-            all(i is None for i in indexer) == (self.model_type != "deepseek_v32")
+            all(i is None for i in indexer) == (self.model_type not in SPARSE)
             and (None not in indexer or not any(indexer)),
-            "the indexer's three sizes are required for model_type deepseek_v32 and refused for"
-            " others",
+            f"the indexer's three sizes are required for model_type {' and '.join(SPARSE)} and"
+            " refused for others",
             "model_type index_n_heads index_head_dim index_topk",
         )
         self._check(
@@ -256,6 +264,8 @@ class ModelConfig:
         """Returns the accepted values of each key in :data:`dsv3_jax.hf_config.REDUNDANT`.
 
         transformers calls the rope dimension alone "head_dim", and lists the kind of every layer.
+        Later models of the GLM family share the selection of an indexer among layers, which is not
+        implemented.
         """
         attention = "indexed_attention" if self.has_indexer else "full_attention"
         mlps = ["dense"] * self.first_k_dense_replace + ["sparse"] * self.num_moe_layers
@@ -266,4 +276,6 @@ class ModelConfig:
             "scoring_func": (self.scoring_func,),
             "layer_types": ([attention] * self.num_hidden_layers,),
             "mlp_layer_types": (mlps,),
+            "indexer_types": (["full"] * self.num_hidden_layers,),
+            "index_topk_freq": (1,),
         }

@@ -65,6 +65,8 @@ REDUNDANT = (
     "scoring_func",
     "layer_types",
     "mlp_layer_types",
+    "indexer_types",
+    "index_topk_freq",
 )
 """Keys that restate others."""
 
@@ -72,6 +74,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
 }
 """Class name in transformers of each ``model_type``."""
@@ -128,6 +131,8 @@ def parse(
     values["eos_token_id"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     dtype = _agreed({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
     values["dtype"] = "bfloat16" if dtype is None else dtype
+    if values["model_type"] == "glm_moe_dsa":  # transformers writes no key for it
+        keys.setdefault("indexer_rope_interleave", True)
     for name, default in _DEFAULTS.items():
         value = keys.pop(name, None)
         values[name] = default if value is None else value

@@ -83,8 +83,8 @@ def capture(
     computed twice for latents and entropy.
 
     Raises:
-      ValueError: an unknown name, or none; routing of a model without MoE layers; tokens that the
-        model refuses.
+      ValueError: an unknown name, or none; routing of a model without MoE layers; entropy of sparse
+        attention, of more than ``index_topk`` tokens; tokens that the model refuses.
     """
     names = _check_names(model.config, tokens, what)
     per_layer: dict[str, list[Any]] = {"hidden": [], "latents": [], "attention_entropy": []}
@@ -156,6 +156,11 @@ def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) ->
     if "routing" in names and not config.num_moe_layers:
         raise ValueError("routing: expected a model with MoE layers, got one without")
     check_tokens(config, tokens, mtp=False)
+    if "attention_entropy" in names and config.index_topk and tokens.shape[1] > config.index_topk:
+        raise ValueError(
+            f"attention_entropy: expected at most index_topk={config.index_topk} tokens, for which"
+            f" the attention of {config.model_type} is dense, got {tokens.shape[1]}"
+        )
     return tuple(dict.fromkeys(names))
 
 

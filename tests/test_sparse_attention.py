@@ -14,6 +14,7 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.inspection import capture
 from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
 from dsv3_jax.layers import indexer as indexer_module
 from dsv3_jax.layers.indexer import hadamard
@@ -105,7 +106,7 @@ def check(logits, want, starts=(0, 0, 0), lengths=LENGTHS):
 
 
 def test_logits_of_whole_sequences(model, oracle, whole):
-    """Those of the MTP layer too, which has an indexer of its own."""
+    """The MTP layer, which has an indexer of its own, is compared too."""
     logits, aux = forward(model, TOKENS)
     assert relative_error(logits, whole.logits) < BOUND
     assert relative_error(aux.mtp_logits[0], whole.mtp_logits[0]) < BOUND
@@ -129,15 +130,15 @@ def test_logits_in_chunks(chunk, form, model, whole, empty):
 
 def test_rewind_leaves_no_stale_key(model, oracle, whole, empty):
     """Other tokens after a rewind get the logits of a fresh run."""
-    kept, targets = np.array([40, 30, 0]), np.array([64, 37, 9])
+    remaining, targets = np.array([40, 30, 0]), np.array([64, 37, 9])
     other = TOKENS.copy()
-    for b, count in enumerate(kept):
+    for b, count in enumerate(remaining):
         other[b, count:] = (other[b, count:] + 1) % VOCAB
     _, cache = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, "expanded")
-    rewound = cache.with_lengths(jnp.asarray(kept, jnp.int32))
+    rewound = cache.with_lengths(jnp.asarray(remaining, jnp.int32))
     again, _ = run_in_chunks(model, other, targets, rewound, 7, "expanded")
     fresh = SparseOracle(CONFIG, random_tensors(CONFIG), latent_norm_eps=1e-6)
-    check(again, fresh.forward(other[:, : targets.max()]).logits, kept, targets)
+    check(again, fresh.forward(other[:, : targets.max()]).logits, remaining, targets)
 
 
 @pytest.mark.slow
@@ -233,6 +234,11 @@ def test_sparse_attention_has_no_variants(model):
     assert type(model.layers[0].self_attn).__name__ == "SparseAttention"
 
 
+def test_the_entropy_of_sparse_attention_is_refused(model):
+    with pytest.raises(ValueError, match="attention_entropy: expected at most index_topk=16"):
+        capture(model, TOKENS[:, :17], what="attention_entropy")
+
+
 def test_float8_keys_need_a_hadamard_matrix():
     config = ModelConfig.from_hf(sparse_config(index_head_dim=24, num_hidden_layers=1))
     odd = dsv3_jax.initialization.abstract_model(config)
@@ -243,6 +249,16 @@ def test_float8_keys_need_a_hadamard_matrix():
 def test_heads_narrower_than_the_rotation_are_refused():
     with pytest.raises(ValueError, match=r"rotates qk_rope_head_dim .* index_head_dim=4"):
         ModelConfig.from_hf(sparse_config(index_head_dim=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("indexer_types", ["full", "shared"]), ("index_topk_freq", 2)]
+)
+def test_selections_shared_by_layers_are_refused(name, value):
+    config = sparse_config(model_type="glm_moe_dsa", num_hidden_layers=2)
+    assert ModelConfig.from_hf(config).indexer_rope_interleave
+    with pytest.raises(ValueError, match=f"{name} contradicts the other keys: expected"):
+        ModelConfig.from_hf({**config, name: value})
 
 
 def test_config_round_trip():

@@ -202,7 +202,7 @@ def _plain(config: ModelConfig, name: str, *shape: int) -> Table:
 
 def _norm(config: ModelConfig, name: str, width: int) -> Table:
     """Returns a norm. V3.2 stores norms in float32, earlier models in the dtype of the config."""
-    dtype = "F32" if config.has_indexer else STORED_AS[config.dtype]
+    dtype = "F32" if config.has_float32_norms else STORED_AS[config.dtype]
     return {f"{name}.weight": TensorSpec((width,), dtype)}
 
 

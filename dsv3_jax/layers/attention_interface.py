@@ -16,7 +16,7 @@ Form = Literal["expanded", "absorbed"]
 
 
 class Attention(Protocol):
-    """What a decoder layer requires of its attention."""
+    """The methods that a decoder layer calls."""
 
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation

@@ -15,7 +15,7 @@ Keys are cached in the dtype of the activations. DeepSeek's own inference caches
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -186,8 +186,12 @@ class Indexer(nnx.Module):
     ) -> tuple[Float[Array, "B T *heads D"], Float32[Array, "B T *heads 1"]]:
         """Returns Hadamard-rotated vectors in float8, and their scales."""
         D, quantization = x.shape[-1], self.config.quantization
-        rotated = x.astype(jnp.float32) @ jnp.asarray(hadamard(D) * D**-0.5, jnp.float32)
-        scale_fmt = "float32"
+        rotated = jnp.matmul(
+            x.astype(jnp.float32),
+            jnp.asarray(hadamard(D) * D**-0.5, jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        scale_fmt: Any = "float32"
         if isinstance(quantization, BlockQuantization):
             scale_fmt = quantization.scale_fmt
         rows = rotated.reshape(-1, D)

@@ -52,4 +52,4 @@ class LayerNorm(nnx.Module):
 def norm_dtype(config: ModelConfig, dtype: DTypeLike) -> DTypeLike:
     """Returns the dtype of the norms' weights. V3.2 publishes them in float32, and rounding them to
     bfloat16 would change the model; earlier models have that of the other weights."""
-    return jnp.float32 if config.has_indexer else dtype
+    return jnp.float32 if config.has_float32_norms else dtype

@@ -142,7 +142,7 @@ class AppendedTokens(NamedTuple):
     """New tokens of one batch, after those of all batches were written to the cache."""
 
     entries: Mapping[str, Float[Array, "B T _"]]
-    """What each page array stores for them."""
+    """The values that each page array stores for them."""
     cache: LayerCache
     """With the page arrays of this device."""
     shard: PageShard

@@ -34,7 +34,7 @@ _Result = tuple[Float[Array, "B T H _"], Float32[Array, "B T H"]]
 
 
 class SparseAttention(MultiHeadLatentAttention):
-    """Latent attention with an indexer, whose keys are cached beside the latents."""
+    """Latent attention with an indexer, whose keys are cached in addition to the latents."""
 
     def __init__(
         self,

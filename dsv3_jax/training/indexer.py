@@ -164,11 +164,12 @@ def _by_block(
 
     @jax.checkpoint
     def block(inputs: tuple[jax.Array, ...]) -> jax.Array:
-        first, q, *queries = inputs
+        first, q, index_q, weights = inputs
         heads = jnp.einsum("bthk,bshk->bhts", q, keys, preferred_element_type=jnp.float32)
         lengths = jnp.full((B,), first + step, jnp.int32)
         scores = sparse_index(
-            *queries,
+            index_q,
+            weights,
             entries["index_key"],
             one_page_each,
             lengths,

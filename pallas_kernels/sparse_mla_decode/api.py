@@ -24,8 +24,8 @@ def sparse_mla_decode(
 
     Args:
       indices: positions of the tokens that all heads of a query attend to, without repetitions. An
-        index of -1 stands for no token: neither its score nor its data has an effect. Where a query
-        stands in the sequence does not matter; the indices alone say what it sees.
+        index of -1 stands for no token: neither its score nor its data has an effect. A query's own
+        position is not an argument; its indices determine which tokens it sees.
       q_latent, q_rope, pages, block_tables, scale, implementation: as for ``mla_decode``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The engine serves DeepSeek-V3.2: its pages have indexer keys beside latents.
+"""The engine serves DeepSeek-V3.2: its pages have indexer keys and latents.
 
 Requests attend to 16 of up to 120 tokens. Their tokens are the most probable ones of a pass over
 the whole text on one device, whether pages come from the prefix cache, return from the host after a

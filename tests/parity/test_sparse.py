@@ -1,5 +1,5 @@
 """Compares DeepSeek-V3.2 in float32 with transformers' ``deepseek_v32``, on files that it saved,
-and with the float64 oracle on the same files.
+and with the float64 oracle on the same files. GLM-5's ``glm_moe_dsa`` rotates other pairs.
 
 transformers masks the scores of all tokens; we attend to the selected ones in the absorbed form.
 """
@@ -28,9 +28,10 @@ def random_model(**settings: Any):
     """Returns transformers' model with random weights. Scores of tokens differ by more than
     rounding: with 16 heads hardly any is 0."""
     import torch
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    import transformers
 
-    config = DeepseekV32Config(
+    name = settings.pop("family", "DeepseekV32")
+    config = getattr(transformers, f"{name}Config")(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 60,
@@ -60,7 +61,7 @@ def random_model(**settings: Any):
             **settings,
         }
     )
-    model = DeepseekV32ForCausalLM(config).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -116,6 +117,11 @@ def their_logits_and_selections(model, tokens: np.ndarray) -> tuple[np.ndarray, 
             id="other sizes",
         ),
         pytest.param(
+            120,
+            {"family": "GlmMoeDsa", "n_group": 1, "topk_group": 1, "rope_parameters": PLAIN},
+            id="GLM",
+        ),
+        pytest.param(
             2100,
             {
                 "index_topk": 2048,
@@ -135,6 +141,7 @@ def test_logits(length, settings, tmp_path):
     got = forward(ours, tokens)[0]
     assert relative_error(got, want) < BOUND
     config = json.loads((tmp_path / "config.json").read_text())
+    config["indexer_rope_interleave"] = ours.config.indexer_rope_interleave
     config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     tensors = load_file(tmp_path / "model.safetensors")
     oracle = SparseOracle(config, tensors, latent_norm_eps=1e-6)

@@ -13,7 +13,7 @@ from .oracle import Array, Oracle, rotate, softmax
 
 class SparseOracle(Oracle):
     """`Oracle` of a config with `index_topk`. `selected` has the tokens that each query attended
-    to, and `margins` how far its worst selected score was above the best other one."""
+    to, and `margins` the difference between its worst selected score and the best other one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,10 +28,10 @@ class SparseOracle(Oracle):
         interleaved = self.config.get("indexer_rope_interleave", False)
 
         def rotate_first(y: Array, cos: Array, sin: Array) -> Array:
-            turned = y[..., :rope]
+            first_dims = y[..., :rope]
             if interleaved:
-                return np.concatenate([rotate(turned, cos, sin), y[..., rope:]], axis=-1)
-            first, second = turned[..., : rope // 2], turned[..., rope // 2 :]
+                return np.concatenate([rotate(first_dims, cos, sin), y[..., rope:]], axis=-1)
+            first, second = np.split(first_dims, 2, axis=-1)
             parts = [first * cos - second * sin, second * cos + first * sin, y[..., rope:]]
             return np.concatenate(parts, axis=-1)
 
