@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.checkpoints import sparse_config
 from tests.support.command import run
 
 SETTINGS = {
@@ -140,6 +141,13 @@ def test_gpus_without_our_kernels_are_noted(capsys):
     assert finite(capsys.readouterr().out)["kernels"] is False
     assert plan(target="a100-80gb", batch="4") == 0
     assert "note: this project has no kernels for a100-80gb" in capsys.readouterr().out
+
+
+def test_sparse_attention_without_kernels_is_noted(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(sparse_config()))
+    assert plan(model=str(tmp_path), context="64") == 0
+    out = capsys.readouterr().out
+    assert "note: this project has no kernels for sparse attention" in out
 
 
 def test_help_offers_models_that_can_be_planned(capsys):

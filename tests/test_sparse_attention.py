@@ -120,7 +120,7 @@ def slow(*values):
 
 @pytest.mark.parametrize(
     ("chunk", "form"),
-    [(7, "expanded"), *(slow(n, "absorbed") for n in (1, 3, 40)), slow(100, "expanded")],
+    [(7, "expanded"), slow(1, "absorbed"), slow(3, "absorbed")],
 )
 def test_logits_in_chunks(chunk, form, model, whole, empty):
     """Chunks of three tokens are those of a decode step with two drafts."""
@@ -217,9 +217,9 @@ def test_cached_float8_keys(model, empty):
     rounded.use_float8_activations()
     cache = LatentKVCache.init(rounded.cache_spec(), BATCH, PAGE * PAGES, page_size=PAGE)
     assert cache.pool.layers[0]["index_key"].dtype == jnp.float8_e4m3fn
-    got, _ = run_in_chunks(rounded, TOKENS, LENGTHS, cache, 7, "absorbed")
+    got, _ = run_in_chunks(rounded, TOKENS, LENGTHS, cache, 7, "expanded")
     check(got, np.asarray(forward(rounded, TOKENS)[0]))
-    exact, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, "absorbed")
+    exact, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, 7, "expanded")
     assert relative_error(got, exact) > 1e-3, "expected another selection somewhere"
 
 

@@ -192,9 +192,15 @@ def _memory(deployment: Deployment, memory: dict[str, MemoryUse]) -> list[str]:
 
 
 def _note(deployment: Deployment) -> list[str]:
-    """Returns the limits of the figures for chips that this project has no kernels for."""
+    """Returns the limits of the figures for chips or attention that this project has no kernels
+    for."""
     if deployment.target.chip.has_kernels:
-        return []
+        if not deployment.config.has_indexer:
+            return []
+        return [
+            "note: this project has no kernels for sparse attention and uses plain XLA for it. No"
+            " program comes near these bounds"
+        ]
     return [
         f"note: this project has no kernels for {deployment.target.kind} and uses plain XLA there."
         " The workspace is an estimate, and no program comes near these bounds"

@@ -56,15 +56,12 @@ def check_tokens(model: DeepSeekV3, handles: list[EngineRequest]) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "draft"),
-    [(None, "mtp"), ("dp_attention_ep", "mtp"), ("context_parallel", None)],
+    [("dp_attention_ep", "mtp"), ("context_parallel", None)],
 )
 def test_tokens_are_those_of_the_whole_text(directory, on_one_device, layout, draft):
-    model = on_one_device
-    if layout is not None:
-        model, _ = dsv3_jax.load(directory, layout=make_layout(layout, devices=jax.devices()))
-    of = (lambda axis: 1) if model.layout is None else model.layout.num_shards
-    shards, parts = of("batch"), of("cached_tokens")
-    assert (shards, parts) == {None: (1, 1), "dp_attention_ep": (8, 1)}.get(layout, (1, 8))
+    model, _ = dsv3_jax.load(directory, layout=make_layout(layout, devices=jax.devices()))
+    shards, parts = (model.layout.num_shards(axis) for axis in ("batch", "cached_tokens"))
+    assert (shards, parts) == {"dp_attention_ep": (8, 1), "context_parallel": (1, 8)}[layout]
     engine = Engine(
         model,
         None,
