@@ -37,7 +37,7 @@ from benchmarks.profile.trace import SERIAL, kernels, summed, table, traced
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
-from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.paged_cache import LayerCache
 from dsv3_jax.layers.rope import rotation_at
@@ -81,11 +81,11 @@ def run_of(
     B, T = step.rows, step.tokens
     per_row = -(-(step.cached + T) // DEFAULT_PAGE_SIZE)
 
-    def run(state, x, rotation, tables, starts, valid, latents):
+    def run(state, x, rotation, tables, starts, valid, pages):
         layer = nnx.merge(graph, state)
-        cache = LayerCache({"latent": latents}, tables, starts, valid)
+        cache = LayerCache(pages, tables, starts, valid)
         out, pages, _ = layer.extend(x, rotation, cache, form)
-        return out, pages["latent"]
+        return out, pages
 
     shape = jax.ShapeDtypeStruct
     positions = shape((B, T), jnp.int32)
@@ -95,7 +95,10 @@ def run_of(
         shape((B, per_row), jnp.int32),
         shape((B,), jnp.int32),
         shape((B, T), jnp.bool_),
-        shape((B * per_row, DEFAULT_PAGE_SIZE, config.latent_dim), dtype),
+        {
+            name: shape((B * per_row, DEFAULT_PAGE_SIZE, array.width), array.dtype)
+            for name, array in CacheSpec.of_config(config, dtype).layers[0].items()
+        },
     ]
     return run, arguments
 
@@ -105,14 +108,17 @@ def values_of(config: ModelConfig, step: Step, arguments: list[Any]) -> list[Any
     x, _, tables, starts, valid, pages = arguments
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     positions = jnp.broadcast_to(step.cached + jnp.arange(step.tokens), valid.shape)
-    order = jax.random.permutation(keys[2], pages.shape[0])
+    order = jax.random.permutation(keys[2], tables.size)
     return [
         jax.random.normal(keys[0], x.shape, x.dtype),
         jax.jit(functools.partial(rotation_at, config))(positions),
         order.reshape(tables.shape).astype(tables.dtype),
         jnp.full(starts.shape, step.cached, starts.dtype),
         jnp.ones(valid.shape, valid.dtype),
-        jax.random.normal(keys[1], pages.shape, pages.dtype),
+        {
+            name: jax.random.normal(jax.random.fold_in(keys[1], i), array.shape, array.dtype)
+            for i, (name, array) in enumerate(pages.items())
+        },
     ]
 
 
