@@ -1,0 +1,29 @@
+"""Cache pages away from the device: their addresses, their records, and where records are kept.
+
+=============== =======================================================================
+format.py       the arrays of a page, and their positions in its payload
+address.py      what the contents of a page depend on, and the digest of that
+weights.py      a checksum of a model's arrays
+record.py       a page with its header, checked when it arrives as bytes
+source.py       what gives and takes records: host memory, a disk, another process
+=============== =======================================================================
+
+Nothing here runs on the device, except for the checksum of the weights: records are NumPy arrays and
+bytes. :mod:`dsv3_jax.engine` copies pages between its pool and records.
+"""
+
+from dsv3_jax.pages.address import CacheIdentity, PageAddress
+from dsv3_jax.pages.format import PageArray, PageFormat
+from dsv3_jax.pages.record import PageError, PageRecord
+from dsv3_jax.pages.source import PageSink, PageSource
+
+__all__ = [
+    "CacheIdentity",
+    "PageAddress",
+    "PageArray",
+    "PageError",
+    "PageFormat",
+    "PageRecord",
+    "PageSink",
+    "PageSource",
+]
