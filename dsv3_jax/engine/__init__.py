@@ -19,6 +19,7 @@ slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 page_swap.py        copies of pages and slots between the device and the host
+page_packing.py     copies of pages between the pool and records that leave the engine
 executor.py         dispatch of plans, and their results
 grammar.py          which tokens of a request may come next, decided on the host
 prompt_logprobs.py  log-probabilities of prompt tokens

@@ -2,14 +2,14 @@
 
 =============== =======================================================================
 format.py       the arrays of a page, and their positions in its payload
-address.py      what the contents of a page depend on, and the digest of that
+address.py      digests of everything that the contents of a page depend on
 weights.py      a checksum of a model's arrays
 record.py       a page with its header, checked when it arrives as bytes
-source.py       what gives and takes records: host memory, a disk, another process
+source.py       protocols of stores: host memory, a disk, another process
 =============== =======================================================================
 
-Nothing here runs on the device, except for the checksum of the weights: records are NumPy arrays and
-bytes. :mod:`dsv3_jax.engine` copies pages between its pool and records.
+Records are NumPy arrays and bytes: nothing here runs on the device, except for the checksum of the
+weights. :mod:`dsv3_jax.engine` copies pages between its pool and records.
 """
 
 from dsv3_jax.pages.address import CacheIdentity, PageAddress

@@ -1,8 +1,9 @@
 """Addresses of pages by what their contents depend on.
 
-A page depends on the model, on what is cached in which format, and on all tokens up to its end. With
-an MTP layer, its entry at position i also depends on token i + 1, so that a page depends on the first
-token after it (``lookahead``). An address is a chain of SHA-256 digests over all of these:
+The contents of a page depend on the model, on the arrays that are cached, and on all tokens up to
+the end of the page. The MTP layer's entry at position i also depends on token i + 1, so that with
+an MTP layer a page depends on the first token after it too (``lookahead``). An address is a chain
+of SHA-256 digests over all of these:
 
     root      = SHA-256(identity of the cache)
     digest[0] = SHA-256(root      + tokens of page 0 and its lookahead)

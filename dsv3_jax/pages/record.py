@@ -1,4 +1,4 @@
-"""A page with the header that says what it is, and its form in a file or a message.
+"""A page with a header that identifies it, and its form in a file or a message.
 
     magic         16 bytes, with the version of this form
     length        8 bytes, little endian: bytes of the header
@@ -6,8 +6,8 @@
     payload       the contents, see :class:`~dsv3_jax.pages.format.PageFormat`
     checksum      SHA-256 of everything before it, 32 bytes
 
-Nothing of a record is believed before its checksum is right, and no page is used before its
-identity, its arrays, its address and its tokens are compared with what was asked for.
+A record is parsed only if its checksum is right. A page is used only if its identity, arrays,
+address and tokens are those that were asked for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PageRecord:
             }
         ).encode()
         begin = _MAGIC + _LENGTH.pack(len(header)) + header
-        payload = memoryview(self.payload)
+        payload = self.payload.data
         checksum = hashlib.sha256(begin)
         checksum.update(payload)
         return begin, payload, checksum.digest()

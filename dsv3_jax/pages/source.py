@@ -1,4 +1,4 @@
-"""What gives and takes page records: host memory, a disk, another process."""
+"""Protocols of the stores of page records: host memory, a disk, another process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PageSource(Protocol):
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """Returns the records of leading pages that it has, in order; perhaps none.
 
-        The records have passed :meth:`PageRecord.check` for these addresses. A damaged page ends the
-        list: it is a miss. The future can be cancelled.
+        The records have passed :meth:`PageRecord.check` for these addresses. A damaged page is a
+        miss and ends the list. The future can be cancelled.
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 
@@ -30,9 +29,9 @@ def model_digest(model: DeepSeekV3) -> str:
         ".".join(map(str, path)): variable[...]
         for path, variable in nnx.to_flat_state(nnx.state(model))
     }
-    sums = jax.device_get({name: _checksum(array) for name, array in arrays.items()})
     weights = {
-        name: [str(array.dtype), list(array.shape), sums[name].tolist()]
+        # One at a time: simulated devices deadlock on collectives of programs that overlap.
+        name: [str(array.dtype), list(array.shape), np.asarray(_checksum(array)).tolist()]
         for name, array in sorted(arrays.items())
     }
     float8 = any(
@@ -42,8 +41,8 @@ def model_digest(model: DeepSeekV3) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-@functools.partial(jax.jit)
-def _checksum(array: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
+@jax.jit
+def _checksum(array: Shaped[Array, "*_"]) -> UInt32[Array, " 2"]:
     """Returns the sum of an array's bits as 32-bit integers, and one weighted by position."""
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
         bits = array.astype(jnp.uint32)
