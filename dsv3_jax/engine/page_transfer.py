@@ -142,6 +142,10 @@ class PageTransfer:
     def forget(self) -> None:
         """Makes all pages that were stored so far unreachable for this engine."""
         self.use(dataclasses.replace(self.identity, salt=secrets.token_hex(8)))
+        self.clear_memory()
+
+    def clear_memory(self) -> None:
+        """Drops all pages in host memory."""
         self._tiers.clear_memory()
 
     # What the scheduler calls.
