@@ -51,7 +51,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--suffix", type=int, default=32, help="new tokens of the prompt")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--draft", choices=("mtp", "ngram"))
-    parser.add_argument("--directory", type=Path, help="where to put files; default a new one")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for files; default a temporary one"
+    )
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")
     parser.add_argument("--flips", type=int, default=100, help="bits to flip")
     parser.add_argument("--exchange-seconds", type=float, default=10.0)
@@ -60,7 +62,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def damage(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what was tried, and how many pages were right."""
+    """Returns the number of attempts of each kind, and how many pages were right."""
     done: dict[str, Any] = {}
     if arguments.kills:
         done["kills"] = page_damage.kill_writers(directory / "kills", arguments.kills)

@@ -53,7 +53,7 @@ def record_of(address: PageAddress) -> PageRecord:
 
 
 def capacity(prompts: float) -> int:
-    """Returns the bytes of so many prompts on the disk."""
+    """Returns the bytes that a number of prompts occupy on the disk."""
     return int(prompts * _PAGES * len(record_of(addresses(0)[0]).encode()))
 
 

@@ -16,7 +16,7 @@ from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.status_line import StatusLine
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import CacheTiers, Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.run import bind, run
@@ -57,6 +57,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
                 cache_tokens=arguments.cache_tokens,
                 draft=draft,
                 draft_depth=depth,
+                tiers=_tiers(arguments),
             )
         settings = ServerSettings(
             model_name=arguments.served_name or arguments.model,
@@ -71,6 +72,15 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
         )
         with engine:
             run(engine, tokenizer, settings, bound)
+
+
+def _tiers(arguments: argparse.Namespace) -> CacheTiers | None:
+    """Returns the tiers of the cache, or None if there are none."""
+    host_bytes = int(arguments.host_cache_gib * 2**30)
+    if not host_bytes and arguments.disk_cache is None:
+        return None
+    disk_bytes = int(arguments.disk_cache_gib * 2**30)
+    return CacheTiers(host_bytes, arguments.disk_cache, disk_bytes)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:

@@ -205,7 +205,7 @@ class PageTransfer:
     # What others call.
 
     def release(self, load: StagedLoad) -> None:
-        """Gives back a load's share of the memory for staging."""
+        """Frees a load's share of the memory for staging."""
         with self._lock:
             self._staging_bytes += load.staged_bytes
             load.staged_bytes = 0

@@ -68,7 +68,7 @@ class EngineStats:
     loading: int = 0
     """Waiting requests whose pages are being loaded from the tiers."""
     loaded_tokens: int = 0
-    """Those of ``prefix_hit_tokens`` whose pages were loaded from the tiers."""
+    """Prompt tokens that were loaded from the tiers, among ``prefix_hit_tokens``."""
     tiers: tuple[TierStats, ...] = ()
     """Figures of host memory and of the disk, as far as the engine has them."""
 

@@ -12,6 +12,7 @@ from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.server.metrics import Metrics
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -59,32 +60,42 @@ def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path
         assert engine.stats().loaded_tokens == 0
         engine.clear_prefix_cache(tiers=False)
         assert run(engine) == (expected, WHOLE)
+        loaded = sum(WHOLE) // PAGE_SIZE - 12  # two prompts hit the first one's pages
         host, disk = engine.stats().tiers
-        assert host.hit_pages == sum(WHOLE) / PAGE_SIZE - 12  # two prompts hit the first one's
-        assert (host.damaged_pages, disk.hit_pages) == (0, 0)
-        assert disk.stored_pages == host.stored_pages > host.hit_pages
+        assert (host.hit_pages, disk.hit_pages) == (loaded, 0)
+        assert disk.stored_pages == host.stored_pages > loaded
+        engine.clear_prefix_cache(tiers=False)
+        assert engine._transfer is not None
+        engine._transfer.clear_memory()
+        assert run(engine) == (expected, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (loaded, loaded)
+        assert engine.stats().loaded_tokens == 2 * loaded * PAGE_SIZE
+        text = Metrics(engine, "tiny", PAGE_SIZE).text().decode()
+        for tier in ("host", "disk"):
+            line = f'dsv3:tier_hit_pages_total{{model_name="tiny",tier="{tier}"}} {loaded}'
+            assert line in text
         # With everything given up, prompts are computed.
         engine.clear_prefix_cache()
         assert run(engine) == (expected, [0, 48, 48])
-        assert engine.stats().tiers[0].hit_pages == host.hit_pages
-    again = make(tiny_mtp, tiers, draft="mtp", draft_depth=2)
-    assert run(again) == (expected, WHOLE)
-    host, disk = again.stats().tiers
-    assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) / PAGE_SIZE - 12)
-    again.shutdown()
 
 
-def test_another_model_loads_no_page(tiny_mtp, expected, tmp_path):
-    tiers = CacheTiers(host_bytes=2**24)
-    with make(tiny_mtp, tiers, cache_tokens=40 * PAGE_SIZE) as engine:
+@pytest.mark.slow
+def test_another_model_loads_no_page_and_a_restart_keeps_the_disk(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path / "pages")
+    with make(tiny_mtp, tiers) as engine:
         run(engine)
-        other = dsv3_jax.load(_checkpoint(tmp_path, seed=1))[0]
+        other = dsv3_jax.load(_checkpoint(tmp_path / "other", seed=1))[0]
         engine.use(other)
         changed, cached = run(engine)
         assert changed != expected
         assert cached == [0, 48, 48]
         engine.use(tiny_mtp)  # whose pages are still there
         assert run(engine) == (expected, WHOLE)
+    with make(other, tiers) as engine:
+        assert run(engine) == (changed, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) // PAGE_SIZE - 12)
 
 
 @pytest.mark.parametrize(
