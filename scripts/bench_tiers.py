@@ -41,7 +41,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 
 _NEW_TOKENS = 8
-_SECONDS = 120.0
+_SECONDS = 900.0
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -12,6 +12,7 @@ from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import PageFormat
 from dsv3_jax.server.metrics import Metrics
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
@@ -131,8 +132,8 @@ class TestUnderLoad:
         ]
         done = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
         # Host memory for nine pages, so that the disk is read as well.
-        page_bytes = 2 * (3 if draft else 2) * PAGE_SIZE * 64 * 4
-        tiers = CacheTiers(host_bytes=9 * page_bytes, disk=tmp_path)
+        page = PageFormat.of(tiny_mtp.cache_spec(mtp=draft == "mtp"), PAGE_SIZE)
+        tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path)
         options = {"draft": draft, "cache_tokens": 2 * MAX_LEN, "background": True}
         with make(tiny_mtp, tiers, **options) as engine:
             for begin in range(0, self.COUNT, 12):
