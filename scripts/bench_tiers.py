@@ -1,6 +1,6 @@
 """Measures the tiers of an engine's cache, and tries to make the one on disk return a wrong page.
 
-    python -m scripts.bench_tiers --out benchmarks/results/tiers_demo_cpu.json
+    python -m scripts.bench_tiers --rounds 5 --out benchmarks/results/tiers_demo_cpu.json
     python -m scripts.bench_tiers --model moonlight-16b --prefix 8000 --kills 0 --flips 0 \\
         --exchange-seconds 0 --out benchmarks/results/tiers_moonlight_h200.json
 
