@@ -11,10 +11,11 @@ were stored.
 Then the time to the first token of one request, with ``--prefix`` tokens that were there before and
 ``--suffix`` new ones. The prefix comes from the device, from host memory, from files that the
 operating system has in memory, from files that it has not, or is computed. Every round does all of
-these in turn, and the results are medians. With a prefix hit, the tokens must be the same wherever
-the prefix comes from. Whether they are those of the computed prompt is reported: in bfloat16, chunks
-that begin elsewhere round otherwise. The first round compiles what the others run. A model has published widths and random weights; ``demo`` is the trained
-checkpoint of this package.
+these in turn, and the results are medians. The first round compiles what the others run. With a
+prefix hit, the tokens must be the same wherever the prefix comes from. Whether they are those of
+the computed prompt is reported: in bfloat16, chunks that begin elsewhere round otherwise.
+
+A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
 """
 
 from __future__ import annotations
