@@ -16,7 +16,7 @@ from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.status_line import StatusLine
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import CacheTiers, Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.frontend.process import run_with_http_process
@@ -58,6 +58,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
                 cache_tokens=arguments.cache_tokens,
                 draft=draft,
                 draft_depth=depth,
+                tiers=_tiers(arguments),
             )
         settings = ServerSettings(
             model_name=arguments.served_name or arguments.model,
@@ -75,6 +76,15 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
                 run(engine, tokenizer, settings, bound)
             else:
                 run_with_http_process(engine, tokenizer, settings, bound)
+
+
+def _tiers(arguments: argparse.Namespace) -> CacheTiers | None:
+    """Returns the tiers of the cache, or None if there are none."""
+    host_bytes = int(arguments.host_cache_gib * 2**30)
+    if not host_bytes and arguments.disk_cache is None:
+        return None
+    disk_bytes = int(arguments.disk_cache_gib * 2**30)
+    return CacheTiers(host_bytes, arguments.disk_cache, disk_bytes)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:

@@ -7,6 +7,8 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import numbers
 import os
 import threading
@@ -16,16 +18,21 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
-
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
+from dsv3_jax.engine.checks import (
+    check_deterministic,
+    check_model,
+    check_swap_tokens,
+    check_tiers,
+)
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.executor import Executor
 from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.intake import Intake, SubmitOptions
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.page_swap import RequestCopier
+from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
@@ -40,6 +47,7 @@ from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -66,11 +74,14 @@ class Engine:
       max_waiting: most requests in the waiting queue.
       deterministic: whether a request's tokens and log-probabilities are the same to the last bit,
         whatever else runs. Every step then runs one program, padded to all slots.
+      tiers: host memory, a disk and other sources of cache pages that are no longer on the device.
+        Engines with the same weights can share a disk.
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
+      OSError: the directory of the tier on disk cannot be used.
     """
 
     def __init__(
@@ -91,8 +102,9 @@ class Engine:
         max_waiting: int = 4096,
         deterministic: bool = False,
         swap_tokens: int | None = None,
+        tiers: CacheTiers | None = None,
     ):
-        _check_model(model)
+        check_model(model)
         config = model.config
         longest = config.max_position_embeddings
         expected = f"2 to {longest} (max_position_embeddings)"
@@ -101,7 +113,7 @@ class Engine:
         check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
         if deterministic:
-            _check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
+            check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
         mtp = plan.drafter is not None and plan.drafter.mtp_hidden is not None
         layout = model.layout
         shards, micro_batches = 1, 1
@@ -116,7 +128,8 @@ class Engine:
         buckets.check(max_running // shards, micro_batches)
         if deterministic:
             buckets = buckets.single()
-        _check_swap_tokens(swap_tokens, deterministic=deterministic)
+        check_swap_tokens(swap_tokens, deterministic=deterministic)
+        check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
@@ -135,6 +148,10 @@ class Engine:
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
         pool = PoolLayout.of(layout, pages, page_size)
+        state = programs.empty_state(pool.num_pages)
+        self._transfer = (
+            None if tiers is None else PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
+        )
         scheduler = Scheduler(
             SchedulerConfig(
                 max_running=max_running // shards,
@@ -148,19 +165,23 @@ class Engine:
             [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
             if deterministic
             else None,
+            store=self._transfer,
+            load_seconds=math.inf if tiers is None else tiers.load_seconds,
         )
         requests: dict[ScheduledRequest, Request] = {}
-        state = programs.empty_state(pool.num_pages)
         self._executor = Executor(
             programs,
             state,
             pool,
             requests.get,
             copier=RequestCopier(state) if deterministic else None,
+            transfer=self._transfer,
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
         )
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
+        if self._transfer is not None:
+            self._transfer.on_load = self._loop.notify
         self._intake = Intake(
             config,
             tokenizer,
@@ -287,7 +308,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
-        return self._loop.stats()
+        stats = self._loop.stats()
+        if self._transfer is None:
+            return stats
+        return dataclasses.replace(
+            stats, tiers=self._transfer.stats(), unsaved_pages=self._transfer.dropped_pages
+        )
 
     @property
     def failure(self) -> EngineError | None:
@@ -323,11 +349,32 @@ class Engine:
         """
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
-        self._loop.between_steps(lambda: self._programs.use(arrays))
+        transfer = self._transfer
+        identity = None if transfer is None else transfer.identity_of(model)
 
-    def clear_prefix_cache(self) -> None:
-        """Makes later requests compute their whole prompts again."""
-        self._loop.clear_prefix_cache()
+        def change() -> None:
+            self._programs.use(arrays)
+            if transfer is not None and identity is not None:
+                transfer.use(identity)
+
+        self._loop.between_steps(change)
+
+    def clear_prefix_cache(self, *, tiers: bool = True) -> None:
+        """Makes later requests compute their whole prompts again.
+
+        Args:
+          tiers: whether they also load no page that was stored in the tiers before. Otherwise only
+            the device loses its pages.
+        """
+        if tiers and self._transfer is not None:
+            self._loop.clear_prefix_cache(self._transfer.forget)
+        else:
+            self._loop.clear_prefix_cache()
+
+    def flush_tiers(self, timeout: float | None = None) -> bool:
+        """Waits until the pages of requests that have ended are in the tiers, on the disk too.
+        Returns False after ``timeout`` seconds."""
+        return self._transfer is None or self._transfer.flush(timeout)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots or queues contradict each other."""
@@ -359,46 +406,3 @@ class Engine:
 def _close_in_a_thread(loop: EngineLoop) -> None:
     """Closes a loop from a finalizer, which must not wait for a lock."""
     threading.Thread(target=loop.close, name="dsv3-engine-close", daemon=True).start()
-
-
-def _check_model(model: DeepSeekV3) -> None:
-    """Raises ValueError for a model that the engine cannot run."""
-    if not isinstance(model, DeepSeekV3):
-        raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
-    if model.attn_impl is not None:
-        raise ValueError(
-            f"model: expected attn_impl None, got {model.attn_impl!r}; the variants are for"
-            " comparison in a Generator"
-        )
-    mesh = None if model.layout is None else model.layout.mesh
-    if isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process:
-        raise ValueError(
-            "model: expected a mesh of this process's devices, got one that spans processes; their"
-            " schedulers would make different plans"
-        )
-
-
-def _check_deterministic(model: DeepSeekV3, *, is_depth_adaptive: bool) -> None:
-    """Raises ValueError for what does not give the same bits in any company, as far as we know."""
-    if is_depth_adaptive:
-        raise ValueError(
-            "draft_depth: expected a number with deterministic=True, got 'auto'; the depth depends"
-            " on when results are read, and rounding on the depth"
-        )
-    if model.layout is not None:
-        raise ValueError(
-            "deterministic: expected a model on one device, got one with a layout; the exchange"
-            " of tokens between devices has not been proved to keep every bit"
-        )
-
-
-def _check_swap_tokens(swap_tokens: int | None, *, deterministic: bool) -> None:
-    """Raises ValueError for a size of host memory that is out of range or would not be used."""
-    if swap_tokens is None:
-        return
-    check("swap_tokens", swap_tokens, "an integer of at least 0", numbers.Integral, 0)
-    if not deterministic:
-        raise ValueError(
-            f"swap_tokens: expected None without deterministic=True, got {swap_tokens};"
-            " other engines prefill preempted requests again"
-        )

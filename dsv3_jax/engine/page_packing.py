@@ -1,0 +1,191 @@
+"""Copies pages between the engine's pool and records.
+
+A page is in one array for each array of each layer, and the pool may be wider than what is cached
+and divided over devices. On the device, a page is packed into one vector of its logical contents in
+the order of a record's payload, so that the host copies one contiguous piece of memory. Bits are
+copied as integers of the same size: no NaN and no sign of a zero changes.
+
+Each device packs the pages that it has, and the host reads a page from the device that has it:
+nothing is exchanged between devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3_jax.kv_cache import PagePool
+from dsv3_jax.layers.paged_cache import PAGE_AXES
+from dsv3_jax.pages import PageFormat
+from sharding import Layout
+
+PAGES_PER_COPY = 8
+"""Pages that one call of a compiled program copies."""
+
+_Parts = tuple[jax.Array, ...]
+
+
+class PackedPage(NamedTuple):
+    """The contents of one page on its way from the device."""
+
+    parts: _Parts
+    """Vectors of unsigned integers, one for each item size of the format, on one device."""
+
+    def payload(self) -> np.ndarray:
+        """Returns the payload of the page's record. Waits for the device."""
+        parts = [np.asarray(part).reshape(-1).view(np.uint8) for part in self.parts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class PagePacker:
+    """Compiled copies of any pages of a pool, for all its layers and arrays.
+
+    It compiles both directions when it is made.
+
+    Args:
+      pool: a pool of the shapes and shardings to compile for.
+      format: the format of its pages.
+      layout: the layout of the pool.
+    """
+
+    def __init__(self, pool: PagePool, format: PageFormat, layout: Layout | None):
+        self._structure = jax.tree.structure(pool)
+        self._sizes = [
+            (size, list(arrays))
+            for size, arrays in itertools.groupby(format.arrays, lambda array: array.itemsize)
+        ]
+        self._page_size = format.page_size
+        arrays = arrays_by_name(pool)
+        self._num_pages = len(next(iter(arrays.values())))
+        self._shards = 1 if layout is None else layout.num_shards(PAGE_AXES[0])
+        self._layout = layout if self._shards > 1 else None
+        everywhere = None if layout is None else layout.sharding(())
+        self._everywhere = everywhere
+        numbers = jax.ShapeDtypeStruct((PAGES_PER_COPY,), np.int32, sharding=everywhere)
+        page = tuple(
+            jax.ShapeDtypeStruct(
+                (sum(array.width for array in of_size) * format.page_size,),
+                f"u{size}",
+                sharding=everywhere,
+            )
+            for size, of_size in self._sizes
+        )
+        gather, scatter = self._gather_local, self._scatter_local
+        if self._layout is not None:
+            rows, copies = self._layout.partition_spec(PAGE_AXES), jax.sharding.PartitionSpec()
+            gather = self._layout.shard_map(gather, (rows, copies), rows)
+            scatter = self._layout.shard_map(scatter, (rows, copies, copies), rows)
+        self._gather = jax.jit(gather).lower(arrays, numbers).compile()
+        self._scatter = (
+            jax.jit(
+                scatter,
+                donate_argnums=0,
+                out_shardings={name: array.sharding for name, array in arrays.items()},
+            )
+            .lower(arrays, numbers, [page] * PAGES_PER_COPY)
+            .compile()
+        )
+
+    def gather(self, pool: PagePool, pages: Sequence[int]) -> list[PackedPage]:
+        """Returns copies of pages, still on the device, and starts their transfer to the host."""
+        arrays = arrays_by_name(pool)
+        packed = []
+        for batch, numbers in self._batches(pages):
+            # Each program returns PAGES_PER_COPY pages; the last of them may be padding.
+            for page, parts in zip(batch, self._gather(arrays, numbers), strict=False):
+                packed.append(PackedPage(tuple(self._on_owner(page, part) for part in parts)))
+        for part in itertools.chain.from_iterable(page.parts for page in packed):
+            part.copy_to_host_async()
+        return packed
+
+    def stage(self, payload: np.ndarray) -> _Parts:
+        """Copies the payload of a record to the device, or starts to."""
+        parts, begin = [], 0
+        for size, arrays in self._sizes:
+            end = begin + sum(array.width for array in arrays) * self._page_size * size
+            parts.append(payload[begin:end].view(f"u{size}"))
+            begin = end
+        return tuple(jax.device_put(parts, self._everywhere))
+
+    def scatter(self, pool: PagePool, pages: Sequence[int], contents: Sequence[_Parts]) -> PagePool:
+        """Returns the pool, which is donated, with new contents in some pages.
+
+        Args:
+          contents: of each page, from :meth:`stage`.
+        """
+        arrays = arrays_by_name(pool)
+        names = list(arrays)
+        for number, (batch, numbers) in enumerate(self._batches(pages)):
+            first = number * PAGES_PER_COPY
+            padded = [*contents[first : first + len(batch)]]
+            padded += [padded[0]] * (PAGES_PER_COPY - len(padded))
+            arrays = self._scatter(arrays, numbers, padded)
+        return jax.tree.unflatten(self._structure, [arrays[name] for name in names])
+
+    def _batches(self, pages: Sequence[int]) -> Iterator[tuple[Sequence[int], jax.Array]]:
+        """Yields pages, at most ``PAGES_PER_COPY``, and their padded numbers on the device."""
+        for begin in range(0, len(pages), PAGES_PER_COPY):
+            batch = pages[begin : begin + PAGES_PER_COPY]
+            numbers = np.full(PAGES_PER_COPY, self._num_pages, np.int32)
+            numbers[: len(batch)] = batch
+            yield batch, jax.device_put(numbers, self._everywhere)
+
+    def _on_owner(self, page: int, part: jax.Array) -> jax.Array:
+        """Returns a page's part on a device that has the page."""
+        owner = page // (self._num_pages // self._shards)
+        return next(
+            shard.data for shard in part.addressable_shards if (shard.index[0].start or 0) == owner
+        )
+
+    def _local(self, pages: jax.Array, pages_here: int) -> jax.Array:
+        """Returns page numbers among those of this device, or out of bounds."""
+        if self._layout is None:
+            return pages
+        local = pages - self._layout.shard_index(PAGE_AXES[0]) * pages_here
+        # A negative number would count from the end.
+        return jnp.where(local < 0, pages_here, local)
+
+    def _gather_local(self, arrays: dict[str, jax.Array], pages: jax.Array) -> list[_Parts]:
+        """Packs pages. Those of other devices, and numbers out of bounds, give any contents."""
+        packed: list[jax.Array] = []
+        for size, of_size in self._sizes:
+            columns = []
+            for array in of_size:
+                bits = jax.lax.bitcast_convert_type(arrays[array.name], f"u{size}")
+                rows = bits.at[self._local(pages, len(bits))].get(mode="clip")
+                columns.append(rows[..., : array.width].reshape(len(pages), -1))
+            packed.append(jnp.concatenate(columns, axis=1))
+        return [tuple(part[i : i + 1] for part in packed) for i in range(len(pages))]
+
+    def _scatter_local(
+        self, arrays: dict[str, jax.Array], pages: jax.Array, contents: list[_Parts]
+    ) -> dict[str, jax.Array]:
+        """Unpacks pages into the arrays. Those of other devices are dropped."""
+        written = dict(arrays)
+        for (size, of_size), *parts in zip(self._sizes, *contents, strict=True):
+            packed, begin = jnp.stack(parts), 0
+            for array in of_size:
+                end = begin + array.width * self._page_size
+                rows = packed[:, begin:end].reshape(len(pages), self._page_size, array.width)
+                old = arrays[array.name]
+                # A CPU would scatter bfloat16 as float32.
+                bits = jax.lax.bitcast_convert_type(old, f"u{size}")
+                rows = jnp.pad(rows, ((0, 0), (0, 0), (0, old.shape[-1] - array.width)))
+                bits = bits.at[self._local(pages, len(old))].set(rows, mode="drop")
+                written[array.name] = jax.lax.bitcast_convert_type(bits, old.dtype)
+                begin = end
+        return written
+
+
+def arrays_by_name(pool: PagePool) -> dict[str, jax.Array]:
+    """Returns the arrays of a pool, in flattening order, by their names in a PageFormat."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(pool)
+    return {
+        f"{group.name}.{layer.idx}.{name.key}": array  # pyright: ignore[reportAttributeAccessIssue]
+        for (group, layer, name), array in leaves
+    }

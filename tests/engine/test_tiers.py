@@ -1,0 +1,186 @@
+"""The engine with tiers: tokens are the same wherever a prefix comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import PageFormat
+from dsv3_jax.server.metrics import Metrics
+from sharding import make_layout
+from tests.engine.conftest import BUCKETS, MAX_LEN
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+PAGE_SIZE = 8
+NEW = 6
+SECONDS = 60
+
+_RANDOM = np.random.default_rng(0)
+SHARED = _RANDOM.integers(0, 64, 50).tolist()  # six pages
+PROMPTS = [[*SHARED, *_RANDOM.integers(0, 64, n).tolist()] for n in (5, 20, 40)]
+
+
+def make(model: DeepSeekV3, tiers: CacheTiers | None, **options) -> Engine:
+    settings = {"max_running": 4, "buckets": BUCKETS, "background": False, "page_size": PAGE_SIZE}
+    return Engine(model, None, MAX_LEN, tiers=tiers, **(settings | options))
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], list[int]]:
+    """Returns the tokens of each prompt, and how many of its tokens were cached."""
+    handles: list[EngineRequest] = []
+    for prompt in prompts:  # one after the other
+        handles.append(engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True))
+        while engine.step():
+            engine.check_integrity()
+    done = [handle.result(SECONDS) for handle in handles]
+    assert engine.flush_tiers(SECONDS)
+    return [c.tokens for c in done], [c.cached_tokens for c in done]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Generator) -> list[list[int]]:
+    done = alone.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    return [completion.tokens for completion in done]
+
+
+WHOLE = [(len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE for prompt in PROMPTS]
+"""Tokens that are cached if a prompt has been there before."""
+
+
+def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path)
+    with make(tiny_mtp, tiers, draft="mtp", draft_depth=2) as engine:
+        assert run(engine) == (expected, [0, 48, 48])
+        assert engine.stats().loaded_tokens == 0
+        engine.clear_prefix_cache(tiers=False)
+        assert run(engine) == (expected, WHOLE)
+        loaded = sum(WHOLE) // PAGE_SIZE - 12  # two prompts hit the first one's pages
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (loaded, 0)
+        assert disk.stored_pages == host.stored_pages > loaded
+        engine.clear_prefix_cache(tiers=False)
+        assert engine._transfer is not None
+        engine._transfer.clear_memory()
+        assert run(engine) == (expected, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (loaded, loaded)
+        assert engine.stats().loaded_tokens == 2 * loaded * PAGE_SIZE
+        text = Metrics(engine, "tiny", PAGE_SIZE).text().decode()
+        for tier in ("host", "disk"):
+            line = f'dsv3:tier_hit_pages_total{{model_name="tiny",tier="{tier}"}} {loaded}'
+            assert line in text
+        # With everything given up, prompts are computed.
+        engine.clear_prefix_cache()
+        assert run(engine) == (expected, [0, 48, 48])
+
+
+@pytest.mark.slow
+def test_another_model_loads_no_page_and_a_restart_keeps_the_disk(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path / "pages")
+    with make(tiny_mtp, tiers) as engine:
+        run(engine)
+        other = dsv3_jax.load(_checkpoint(tmp_path / "other", seed=1))[0]
+        engine.use(other)
+        changed, cached = run(engine)
+        assert changed != expected
+        assert cached == [0, 48, 48]
+        engine.use(tiny_mtp)  # whose pages are still there
+        assert run(engine) == (expected, WHOLE)
+    with make(other, tiers) as engine:
+        assert run(engine) == (changed, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) // PAGE_SIZE - 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deterministic": True}, "tiers: expected None with deterministic=True"),
+        ({"prefix_cache": False}, "tiers: expected None with prefix_cache=False"),
+    ],
+)
+def test_settings_that_contradict_tiers(tiny_mtp, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(tiny_mtp, CacheTiers(host_bytes=1), **options)
+
+
+def _checkpoint(directory: Path, *, seed: int = 0, **changes) -> Path:
+    config = tiny_config(num_hidden_layers=2, **changes)
+    write_checkpoint(directory, config, random_tensors(config, seed=seed))
+    return directory
+
+
+@pytest.mark.slow
+class TestUnderLoad:
+    """A cache that is too small for what runs, threads, and every tier."""
+
+    COUNT = 60
+
+    def test_tokens_are_those_of_a_lone_request(self, tiny_mtp, alone, tmp_path):
+        random = np.random.default_rng(1)
+        prompts = [
+            [*PROMPTS[i % 3][: int(random.integers(20, 80))], *random.integers(0, 64, 3).tolist()]
+            for i in range(self.COUNT)
+        ]
+        done = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+        # Host memory for nine pages, so that the disk is read as well.
+        page = PageFormat.of(tiny_mtp.cache_spec(mtp=True), PAGE_SIZE)
+        tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path)
+        options = {"draft": "mtp", "cache_tokens": 2 * MAX_LEN, "background": True}
+        with make(tiny_mtp, tiers, **options) as engine:
+            for begin in range(0, self.COUNT, 12):
+                handles = [
+                    engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True)
+                    for prompt in prompts[begin : begin + 12]
+                ]
+                handles[3].cancel()
+                for handle, reference in zip(handles, done[begin : begin + 12], strict=True):
+                    tokens = handle.result(SECONDS).tokens
+                    assert tokens == reference.tokens[: len(tokens)]
+                engine.check_integrity()
+                engine.clear_prefix_cache(tiers=False)
+            stats = engine.stats()
+        assert stats.loaded_tokens > 0
+        assert all(tier.hit_pages > 0 and tier.damaged_pages == 0 for tier in stats.tiers)
+
+
+@pytest.mark.slow
+def test_across_layouts(tmp_path):
+    """Devices that share a sequence's tokens write pages for one device, and one device writes
+    pages for data-parallel attention with experts on all devices and drafts."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    directory = _checkpoint(tmp_path / "model", **heads)
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path / "pages")
+    tokens: list[list[int]] = []
+    for draft, names in ((None, ["context_parallel", None]), ("mtp", [None, "dp_attention_ep"])):
+        for number, name in enumerate(names):
+            layout = None if name is None else make_layout(name)
+            shards = 1 if layout is None else layout.num_shards("batch")
+            options = {
+                "draft": draft,
+                "max_running": 2 * shards,
+                "cache_tokens": 2 * MAX_LEN * 8,
+                "buckets": Buckets((2,), (2,), 16, 3),
+                "page_size": 4,
+            }
+            engine = make(dsv3_jax.load(directory, layout=layout)[0], tiers, **options)
+            got, cached = run(engine)
+            tokens = tokens or got
+            assert got == tokens, name
+            if number:
+                # A page of 8 devices that share a sequence has 32 tokens.
+                whole = [(len(p) - 1) // 4 * 4 for p in PROMPTS]
+                full = [(len(p) - 1) // 32 * 32 for p in PROMPTS]
+                assert all(f <= c <= w for f, c, w in zip(full, cached, whole, strict=True))
+                assert engine.stats().tiers[1].hit_pages > 0
+                engine.clear_prefix_cache(tiers=False)
+                assert run(engine) == (tokens, whole)
+                assert engine.stats().tiers[0].hit_pages > 0
+            engine.shutdown()
