@@ -247,6 +247,13 @@ class Scheduler:
                 shard.swap.drop(request)
             shard.retire()
 
+    def cached_pages(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the cached pages of one shard that hold the longest prefix of ``tokens``, all of
+        them if all are cached. Nothing changes."""
+        # No page is left out for a token that a request would compute.
+        prefixes = [shard.pages.cached_prefix([*tokens, 0]) for shard in self.shards]
+        return max(prefixes, key=len)
+
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard."""
         for shard in self.shards:

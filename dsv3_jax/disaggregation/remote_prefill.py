@@ -1,0 +1,259 @@
+"""Prefill servers as a source of cached pages.
+
+The engine asks this source for the pages of a prompt like any other source. It sends the prompt to a
+prefill server, which computes what it does not have, and returns the pages that arrived in time.
+The engine's steps go on meanwhile. Cancelling the future closes the connection, which ends the work
+of the prefill server too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import aiohttp
+
+from dsv3_jax.disaggregation.figures import Reason, RemoteCounts, RemoteFigures
+from dsv3_jax.disaggregation.peers import Peer, Peers
+from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, frames
+from dsv3_jax.disaggregation.transfer import Receiver
+from dsv3_jax.pages import CacheIdentity, PageAddress, PageError, PageRecord
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 5.0
+_SHOWN_BYTES = 2000  # of a peer's error
+
+
+class RemotePrefill:
+    """Asks peers for pages. It has a thread of its own.
+
+    Args:
+      identity: the identity of the engine's cache. Peers with another one refuse.
+      peers: the prefill servers.
+      receiver: how the pages travel.
+      seconds: longest time for the pages of a prompt; after it the engine computes the rest.
+      min_pages: fewer pages are left to the engine.
+      api_key: key that the peers expect, or None.
+      max_open: most prompts under way. Others wait, within their time.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        identity: CacheIdentity,
+        peers: Peers,
+        receiver: Receiver,
+        *,
+        seconds: float = 30.0,
+        min_pages: int = 1,
+        api_key: str | None = None,
+        max_open: int = 64,
+    ):
+        self._identity = identity
+        self._peers = peers
+        self._receiver = receiver
+        self._seconds = seconds
+        self._min_pages = min_pages
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._room = asyncio.Semaphore(max_open)
+        self._counts = RemoteCounts()
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="dsv3-remote-prefill", daemon=True)
+        self._thread.start()
+
+    @property
+    def figures(self) -> RemoteFigures:
+        """What was pulled so far, and what failed."""
+        return self._counts.figures(self._peers.up)
+
+    def lookup(self, addresses: Sequence[PageAddress]) -> int:
+        """Returns the number of these pages if a peer can be asked for them, else 0."""
+        is_wanted = len(addresses) >= self._min_pages and self._peers.has_ready
+        return len(addresses) if is_wanted else 0
+
+    def fetch(
+        self, addresses: Sequence[PageAddress], first_page: int = 0
+    ) -> concurrent.futures.Future[list[PageRecord]]:
+        """Returns the records of leading pages that peers gave, in order; perhaps none.
+
+        Args:
+          addresses: those of all pages of a prompt.
+          first_page: number of pages at the beginning that are not needed.
+        """
+        return asyncio.run_coroutine_threadsafe(self._fetch(addresses, first_page), self._loop)
+
+    def close(self) -> None:
+        """Gives up what is under way, and ends the thread."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        """The body of the thread."""
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        await self._loop.shutdown_default_executor()
+        self._loop.stop()
+
+    async def _fetch(self, addresses: Sequence[PageAddress], first_page: int) -> list[PageRecord]:
+        """Asks one peer after the other for what is still missing, until the time is over."""
+        began = time.monotonic()
+        records: list[PageRecord] = []
+        reason: Reason = "cancelled"
+        self._counts.began()
+        try:
+            async with asyncio.timeout(self._seconds), self._room:
+                reason = await self._ask_peers(addresses, first_page, records, began)
+        except TimeoutError:
+            reason = "deadline"
+        finally:
+            missing = len(addresses) - first_page - len(records)
+            self._counts.ended(time.monotonic() - began, missing, reason)
+        return records
+
+    async def _ask_peers(
+        self,
+        addresses: Sequence[PageAddress],
+        first_page: int,
+        records: list[PageRecord],
+        began: float,
+    ) -> Reason:
+        """Appends records until all are there or every peer that is ready has failed. Returns the
+        reason of the last failure."""
+        reason: Reason = "no_peer"
+        tried: set[Peer] = set()
+        while len(records) < len(addresses) - first_page:
+            tokens = (len(addresses) - first_page - len(records)) * self._identity.page_size
+            peer = self._peers.begin(tokens, tried)
+            if peer is None:
+                break
+            tried.add(peer)
+            succeeded: bool | None = None
+            try:
+                left = self._seconds - (time.monotonic() - began)
+                await self._ask(peer, addresses, first_page, records, left)
+                succeeded, reason = True, "evicted"
+            except (asyncio.CancelledError, TimeoutError):
+                # A deadline says something about the peer, a cancellation does not.
+                is_late = time.monotonic() - began >= self._seconds
+                if is_late:
+                    self._failed(peer, "deadline", f"no answer within {self._seconds:g} s")
+                    succeeded = False
+                raise
+            except Exception as error:
+                reason = _reason(error)
+                self._failed(peer, reason, str(error) or type(error).__name__)
+                # A busy peer is a good one, and a damaged page may be a single one.
+                succeeded = None if reason == "overloaded" else False
+            finally:
+                self._peers.end(peer, tokens, succeeded=succeeded)
+        return reason
+
+    async def _ask(
+        self,
+        peer: Peer,
+        addresses: Sequence[PageAddress],
+        first_page: int,
+        records: list[PageRecord],
+        seconds: float,
+    ) -> None:
+        """Appends the records that a peer sends, each checked.
+
+        Raises:
+          PageError: a record is damaged or another one.
+          Exception: the peer refused, or its answer ended early; see :func:`_reason`.
+        """
+        wanted = addresses[first_page + len(records) :]
+        format = self._identity.format
+        body = PrefillBody(
+            identity=self._identity.digest.hex(),
+            tokens=_tokens(addresses, self._identity.page_size),
+            first_page=first_page + len(records),
+            num_pages=len(wanted),
+            seconds=max(seconds, 1e-3),
+            transfer=self._receiver.name,
+        )
+        session = self._opened_session()
+        async with session.post(peer.url + PATH, json=body.model_dump()) as response:
+            if response.status != 200:
+                message = (await response.content.read(_SHOWN_BYTES)).decode("utf-8", "replace")
+                raise _RefusedError(response.status, message)
+            left = iter(wanted)
+            try:
+                async for content in frames(
+                    response.content, self._receiver.max_frame_bytes(format)
+                ):
+                    for data in await self._receiver.receive(content, peer.host, format):
+                        address = next(left, None)
+                        if address is None:
+                            raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")
+                        # In a thread, because a checksum takes a while and releases the lock.
+                        record = await asyncio.to_thread(self._checked, data, address)
+                        self._counts.pulled(len(data))
+                        records.append(record)
+            finally:
+                response.close()  # not only released: the peer holds pages until then
+
+    def _checked(self, data: bytes | memoryview, address: PageAddress) -> PageRecord:
+        record = PageRecord.decode(data)
+        record.check(self._identity, address)
+        return record
+
+    def _opened_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            )
+        return self._session
+
+    def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
+        self._counts.failed(reason)
+        line = " ".join(message.split())
+        logger.warning("prefill at %s failed (%s): %.300s", peer.url, reason, line)
+
+
+class _RefusedError(Exception):
+    """A peer answered with an error."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"status {status}: {message}")
+        self.status = status
+
+
+def _reason(error: Exception) -> Reason:
+    """Returns the reason that a failure is counted under."""
+    if isinstance(error, _RefusedError):
+        if error.status == 503:
+            return "overloaded"
+        return "deadline" if error.status == 504 else "refused"
+    if isinstance(error, PageError):
+        return "damaged"
+    if isinstance(error, ProtocolError):
+        return "protocol"
+    if isinstance(error, (aiohttp.ClientError, OSError, EOFError)):
+        return "connection"
+    raise error
+
+
+def _tokens(addresses: Sequence[PageAddress], page_size: int) -> list[int]:
+    """Returns the tokens that a prompt's pages depend on."""
+    tokens = [token for address in addresses for token in address.tokens[:page_size]]
+    return tokens + list(addresses[-1].tokens[page_size:])
