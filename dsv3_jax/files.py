@@ -39,7 +39,7 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a binary file that appears at ``path`` when the block ends without an exception.
 
     The content goes to a temporary file in the same directory, under a name that no other writer
@@ -51,6 +51,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     the permissions of the old one. A symbolic link stays, and the file it points to is replaced or
     created, as ``open(path, "w")`` would do. A device or a pipe, such as ``/dev/stdout``, is
     written to directly.
+
+    Args:
+      durable: whether the file is synced. Without that, other processes still see all or nothing,
+        but a power cut can leave a damaged file.
 
     Raises:
       OSError: as :func:`atomic_write` documents. If only the sync of the directory fails, the new
@@ -72,13 +76,15 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                     os.fchmod(file.fileno(), stat.S_IMODE(mode))
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
                 partial.replace(target)
             except BaseException:
                 with contextlib.suppress(OSError):  # the first failure is the one to report
                     partial.unlink()
                 raise
-        sync_directory(target.parent)
+        if durable:
+            sync_directory(target.parent)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from dsv3_jax.pages.format import PageFormat
 _MAGIC = b"dsv3-jax page 1\n"
 _KIND = _MAGIC[:14]  # the same in all versions
 _LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -63,7 +64,8 @@ class PageRecord:
         return self.payload.nbytes
 
     def check(self, identity: CacheIdentity, address: PageAddress) -> None:
-        """Raises PageError, naming the difference, unless this is the page of ``address``."""
+        """Raises PageError, naming the difference, unless this is the page of ``address`` in a
+        cache of this identity."""
         if self.format != identity.format:
             raise PageError(f"page: expected {identity.format}, got {self.format}")
         if self.identity != identity.digest:
@@ -95,6 +97,8 @@ class PageRecord:
                 "format": self.format.as_json(),
             }
         ).encode()
+        # Spaces align the payload.
+        header += b" " * (-(len(_MAGIC) + _LENGTH.size + len(header)) % _ALIGNMENT)
         begin = _MAGIC + _LENGTH.pack(len(header)) + header
         payload = self.payload.data
         checksum = hashlib.sha256(begin)

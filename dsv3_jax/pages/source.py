@@ -1,7 +1,8 @@
-"""Protocols of the stores of page records: host memory, a disk, another process."""
+"""Protocols of the stores of page records, such as host memory, a disk or another process."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -26,8 +27,8 @@ class PageSource(Protocol):
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """Returns the records of leading pages that it has, in order; perhaps none.
 
-        The records have passed :meth:`PageRecord.check` for these addresses. A damaged page is a
-        miss and ends the list. The future can be cancelled.
+        A page that is missing or damaged, or that the source could not get in time, ends the list.
+        The future has no error. The caller checks each record with :meth:`PageRecord.check`.
         """
         ...
 
@@ -38,3 +39,47 @@ class PageSink(Protocol):
     def store(self, records: Sequence[PageRecord]) -> None:
         """Keeps records, or drops them if it has no room. Returns at once."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStats:
+    """Figures of one source. Counts are totals since it was made."""
+
+    name: str
+    hit_pages: int = 0
+    """Pages that were fetched from it."""
+    hit_bytes: int = 0
+    stored_pages: int = 0
+    """Pages that it did not have before."""
+    stored_bytes: int = 0
+    dropped_pages: int = 0
+    """Pages that it could not keep, because it was too slow or its disk failed."""
+    damaged_pages: int = 0
+    """Pages that were refused and deleted. Requests computed them again."""
+    used_bytes: int = 0
+    """Bytes that it occupies now."""
+
+    def plus(
+        self,
+        *,
+        hits: Sequence[PageRecord] = (),
+        stored: Sequence[PageRecord] = (),
+        dropped: int = 0,
+        damaged: int = 0,
+        used: int = 0,
+    ) -> TierStats:
+        """Returns the figures after some events.
+
+        Args:
+          used: bytes that it occupies in addition.
+        """
+        return TierStats(
+            self.name,
+            hit_pages=self.hit_pages + len(hits),
+            hit_bytes=self.hit_bytes + sum(record.num_bytes for record in hits),
+            stored_pages=self.stored_pages + len(stored),
+            stored_bytes=self.stored_bytes + sum(record.num_bytes for record in stored),
+            dropped_pages=self.dropped_pages + dropped,
+            damaged_pages=self.damaged_pages + damaged,
+            used_bytes=self.used_bytes + used,
+        )

@@ -1,0 +1,304 @@
+"""Page records in a directory, which several processes share and which outlives them.
+
+Each record is a file named after its digest, and appears under that name only when it is complete:
+it is written under another name and renamed. Files are not synced, because a file that a power cut
+damaged is refused by its checksum when it is read. Readers need no lock. Writers hold a lock on the
+directory, and count in it how many bytes all files have.
+
+When the files exceed the capacity, the least recently used ones are deleted until nine tenths are
+left. The time of a file's last use is its modification time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from dsv3_jax.files import atomic_file, remove_partial_files
+from dsv3_jax.pages.address import PageAddress
+from dsv3_jax.pages.record import PageError, PageRecord
+from dsv3_jax.pages.source import TierStats
+
+logger = logging.getLogger(__name__)
+
+_FOLDERS = "[0-9a-f]" * 2
+_FILES = "[0-9a-f]" * 64 + ".page"
+_READERS = min(16, os.cpu_count() or 1)
+_PAGES_PER_LOCK = 64
+_LEFT_AFTER_EVICTION = 0.9
+
+
+class DiskPages:
+    """Reads and writes records in threads of its own.
+
+    Args:
+      directory: is created if it does not exist. It must be on a file system with locks and atomic
+        renames. Whoever can write to it can change what other users' requests see, within what the
+        checks of records leave.
+      capacity: most bytes of all files.
+      unwritten: most bytes of records that wait to be written. More are dropped.
+
+    Raises:
+      ValueError: the capacity is negative.
+      OSError: the directory cannot be created or locked.
+    """
+
+    name = "disk"
+
+    def __init__(self, directory: str | os.PathLike[str], capacity: int, unwritten: int = 2**30):
+        if capacity < 0:
+            raise ValueError(f"disk_bytes: expected 0 or more, got {capacity}")
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._capacity = capacity
+        self._most_unwritten = unwritten
+        self._parents: dict[bytes, bytes] = {}  # of pages that are on the disk, as far as we know
+        self._unwritten: dict[bytes, PageRecord] = {}
+        self._unwritten_bytes = 0
+        self._changed = threading.Condition()
+        self._stats = TierStats(self.name)
+        self._is_closed = False
+        with self._locked():
+            self._remove_unused()
+        self._queue: queue.SimpleQueue[PageRecord | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(_READERS, "dsv3-disk-reader")
+        self._writer = threading.Thread(
+            target=self._write_all, name="dsv3-disk-writer", daemon=True
+        )
+        self._writer.start()
+
+    def __contains__(self, address: PageAddress) -> bool:
+        """Whether this process has seen the page on the disk, or is about to write it."""
+        return address.digest in self._parents or address.digest in self._unwritten
+
+    def lookup(self, addresses: Sequence[PageAddress]) -> int:
+        """See :class:`~dsv3_jax.pages.source.PageSource`. It looks at the file system, for pages of
+        other processes."""
+        for number, address in enumerate(addresses):
+            if not self._path(address.digest).exists():
+                return number
+        return len(addresses)
+
+    def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
+        """See :class:`~dsv3_jax.pages.source.PageSource`. Several threads read."""
+        future: Future[list[PageRecord]] = Future()
+        pages: list[PageRecord | None] = [None] * len(addresses)
+        unread = len(addresses)
+
+        def read(number: int) -> None:
+            nonlocal unread
+            pages[number] = None if future.cancelled() else self._read(addresses[number])
+            with self._changed:
+                unread -= 1
+                if unread or not future.set_running_or_notify_cancel():
+                    return
+                records = list(_leading(pages))
+                self._stats = self._stats.plus(hits=records)
+            future.set_result(records)
+
+        if self._is_closed or not addresses:
+            future.set_result([])
+            return future
+        for number in range(len(addresses)):
+            self._readers.submit(read, number)
+        return future
+
+    def store(self, records: Sequence[PageRecord]) -> None:
+        """See :class:`~dsv3_jax.pages.source.PageSink`."""
+        with self._changed:
+            for record in records:
+                if self._is_closed or record.address in self:
+                    continue
+                if self._unwritten_bytes + record.num_bytes > self._most_unwritten:
+                    self._stats = self._stats.plus(dropped=1)
+                    continue
+                self._unwritten[record.address.digest] = record
+                self._unwritten_bytes += record.num_bytes
+                self._queue.put(record)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until everything that was stored is written. Returns False after ``timeout``
+        seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unwritten, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Writes what is stored, within ``timeout`` seconds, and ends the threads."""
+        with self._changed:
+            self._is_closed = True
+        self._queue.put(None)
+        self._writer.join(timeout)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def stats(self) -> TierStats:
+        """Returns its figures. ``used_bytes`` counts the files of all processes, as of this
+        process's last write."""
+        return self._stats
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._directory / name[:2] / f"{name}.page"
+
+    # Reading.
+
+    def _read(self, address: PageAddress) -> PageRecord | None:
+        path = self._path(address.digest)
+        try:
+            with path.open("rb") as file:
+                data = file.read()
+                try:
+                    record = PageRecord.decode(data)
+                    if record.address != address:
+                        raise PageError("page record: is under the name of another page")
+                except PageError as error:
+                    self._refuse(path, error)
+                    return None
+                now = time.time()
+                with contextlib.suppress(OSError):  # it may be another user's
+                    os.utime(file.fileno(), (now, now))
+        except FileNotFoundError:
+            self._parents.pop(address.digest, None)
+            return None
+        except OSError as error:
+            logger.warning("disk cache: %s cannot be read: %s", path, error.strerror)
+            return None
+        self._parents[address.digest] = address.parent
+        return record
+
+    def _refuse(self, path: Path, error: PageError) -> None:
+        """Deletes a damaged file. If another process has just replaced it, that one is lost too."""
+        logger.warning("disk cache: %s was deleted: %s", path, error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with self._changed:
+            self._parents.pop(bytes.fromhex(path.stem), None)
+            self._stats = self._stats.plus(damaged=1)
+
+    # Writing.
+
+    def _write_all(self) -> None:
+        """The body of the thread that writes."""
+        is_open = True
+        while is_open:
+            batch = [self._queue.get()]
+            while len(batch) < _PAGES_PER_LOCK and not self._queue.empty():
+                batch.append(self._queue.get())
+            is_open = None not in batch
+            records = [record for record in batch if record is not None]
+            count, written = self._write(records)
+            with self._changed:
+                for record in records:
+                    del self._unwritten[record.address.digest]
+                    self._unwritten_bytes -= record.num_bytes
+                self._stats = self._stats.plus(stored=written, dropped=len(records) - count)
+                self._changed.notify_all()
+
+    def _write(self, records: Sequence[PageRecord]) -> tuple[int, list[PageRecord]]:
+        """Writes records. Returns how many are on the disk now, and those that are new there."""
+        count, written = 0, []
+        if not records:
+            return count, written
+        try:
+            with self._locked():
+                for record in records:
+                    path = self._path(record.address.digest)
+                    if not path.exists():
+                        if not self._write_file(path, record):
+                            continue
+                        written.append(record)
+                    self._parents[record.address.digest] = record.address.parent
+                    count += 1
+                self._touch(records[-1].address.digest)
+        except OSError as error:
+            lost = len(records) - count
+            logger.warning("disk cache: %d pages were not written: %s", lost, error)
+        return count, written
+
+    def _write_file(self, path: Path, record: PageRecord) -> bool:
+        """Writes a file, and deletes others for it. Returns whether there was room."""
+        parts = record.parts()
+        size = sum(len(part) for part in parts)
+        if size > self._capacity:
+            return False
+        # Counted first: after a crash the sum is too large, until files are counted again.
+        if self._add_used(size) > self._capacity:
+            self._remove_unused(size)
+        path.parent.mkdir(exist_ok=True)
+        with atomic_file(path, durable=False) as file:
+            file.writelines(parts)
+        return True
+
+    def _touch(self, digest: bytes) -> None:
+        """Makes a page and all pages before it the most recently used, the first page last: the
+        end of a prefix is deleted before its beginning."""
+        now = time.time()
+        parent: bytes | None = digest
+        while parent is not None:
+            now += 1e-6
+            try:
+                os.utime(self._path(parent), (now, now))
+            except OSError:
+                self._parents.pop(parent, None)
+                return
+            parent = self._parents.get(parent)
+
+    # The directory's size.
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Runs the block while no other process writes."""
+        with (self._directory / "lock").open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _add_used(self, count: int) -> int:
+        """Adds to the number of bytes of all files, and returns it."""
+        path = self._directory / "used"
+        try:
+            used = int(path.read_text()) + count
+        except (OSError, ValueError):
+            used = self._capacity + 1  # unknown: count again
+        self._set_used(used)
+        return used
+
+    def _set_used(self, used: int) -> None:
+        (self._directory / "used").write_text(str(used))
+        with self._changed:
+            self._stats = self._stats.plus(used=used - self._stats.used_bytes)
+
+    def _remove_unused(self, needed: int = 0) -> None:
+        """Deletes what killed writers left behind, and the least recently used files if all files
+        and ``needed`` more bytes exceed the capacity. Counts the bytes of the others."""
+        files: list[tuple[float, int, Path]] = []
+        # Nothing else that is in the directory is touched.
+        for folder in self._directory.glob(_FOLDERS):
+            remove_partial_files(folder)
+            for path in folder.glob(_FILES):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    files.append((status.st_mtime, status.st_size, path))
+        used = sum(size for _, size, _ in files) + needed
+        if used > self._capacity:
+            for _, size, path in sorted(files):
+                if used <= self._capacity * _LEFT_AFTER_EVICTION:
+                    break
+                path.unlink(missing_ok=True)
+                self._parents.pop(bytes.fromhex(path.stem), None)
+                used -= size
+        self._set_used(used)
+
+
+def _leading(pages: Sequence[PageRecord | None]) -> Iterator[PageRecord]:
+    """Yields the pages before the first missing one."""
+    for page in pages:
+        if page is None:
+            return
+        yield page
