@@ -57,7 +57,9 @@ class _Ticket(BaseModel):
 
     port: Annotated[int, Field(ge=1, lt=2**16)]
     number: Annotated[int, Field(ge=0, lt=2**63)]
-    sizes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=_MAX_RECORDS)]
+    sizes: Annotated[
+        list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=_MAX_RECORDS)
+    ]
     """Bytes of each record."""
 
 
@@ -150,7 +152,7 @@ class JaxReceiver:
         try:
             while not _is_ready(arrays):
                 await asyncio.sleep(_POLL_SECONDS)
-            return [memoryview(np.asarray(array)) for array in arrays]
+            return [np.asarray(array).data for array in arrays]
         except jax.errors.JaxRuntimeError as error:
             raise ConnectionError(f"pull: {str(error).splitlines()[0]:.200}") from None
         finally:
@@ -180,7 +182,7 @@ def _start_server(host: str, port: int) -> transfer.TransferServer:
     )
 
 
-def _cpu() -> jax.Device:
+def _cpu() -> Any:
     """Returns the device whose arrays are host memory."""
     return jax.devices("cpu")[0]
 
@@ -192,7 +194,7 @@ def _pull(connection: Any, number: int, sizes: Sequence[int]) -> list[jax.Array]
     return connection.pull(number, specs)
 
 
-def _is_ready(arrays: Sequence[jax.Array]) -> bool:
+def _is_ready(arrays: Sequence[Any]) -> bool:
     """Returns whether a pull has ended, perhaps with an error."""
     return all(array.is_ready() for array in arrays)
 

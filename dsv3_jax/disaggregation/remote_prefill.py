@@ -79,15 +79,10 @@ class RemotePrefill:
         return len(addresses) if is_wanted else 0
 
     def fetch(
-        self, addresses: Sequence[PageAddress], first_page: int = 0
+        self, addresses: Sequence[PageAddress]
     ) -> concurrent.futures.Future[list[PageRecord]]:
-        """Returns the records of leading pages that peers gave, in order; perhaps none.
-
-        Args:
-          addresses: those of all pages of a prompt.
-          first_page: number of pages at the beginning that are not needed.
-        """
-        return asyncio.run_coroutine_threadsafe(self._fetch(addresses, first_page), self._loop)
+        """Returns the records of leading pages that peers gave, in order; perhaps none."""
+        return asyncio.run_coroutine_threadsafe(self._fetch(addresses), self._loop)
 
     def close(self) -> None:
         """Gives up what is under way, and ends the thread."""
@@ -110,7 +105,7 @@ class RemotePrefill:
         await self._loop.shutdown_default_executor()
         self._loop.stop()
 
-    async def _fetch(self, addresses: Sequence[PageAddress], first_page: int) -> list[PageRecord]:
+    async def _fetch(self, addresses: Sequence[PageAddress]) -> list[PageRecord]:
         """Asks one peer after the other for what is still missing, until the time is over."""
         began = time.monotonic()
         records: list[PageRecord] = []
@@ -118,18 +113,17 @@ class RemotePrefill:
         self._counts.began()
         try:
             async with asyncio.timeout(self._seconds), self._room:
-                reason = await self._ask_peers(addresses, first_page, records, began)
+                reason = await self._ask_peers(addresses, records, began)
         except TimeoutError:
             reason = "deadline"
         finally:
-            missing = len(addresses) - first_page - len(records)
+            missing = len(addresses) - len(records)
             self._counts.ended(time.monotonic() - began, missing, reason)
         return records
 
     async def _ask_peers(
         self,
         addresses: Sequence[PageAddress],
-        first_page: int,
         records: list[PageRecord],
         began: float,
     ) -> Reason:
@@ -137,8 +131,8 @@ class RemotePrefill:
         reason of the last failure."""
         reason: Reason = "no_peer"
         tried: set[Peer] = set()
-        while len(records) < len(addresses) - first_page:
-            tokens = (len(addresses) - first_page - len(records)) * self._identity.page_size
+        while wanted := addresses[len(records) :]:
+            tokens = len(wanted) * self._identity.page_size
             peer = self._peers.begin(tokens, tried)
             if peer is None:
                 break
@@ -146,7 +140,7 @@ class RemotePrefill:
             succeeded: bool | None = None
             try:
                 left = self._seconds - (time.monotonic() - began)
-                await self._ask(peer, addresses, first_page, records, left)
+                await self._ask(peer, wanted, records, left)
                 succeeded, reason = True, "evicted"
             except (asyncio.CancelledError, TimeoutError):
                 # A deadline says something about the peer, a cancellation does not.
@@ -167,8 +161,7 @@ class RemotePrefill:
     async def _ask(
         self,
         peer: Peer,
-        addresses: Sequence[PageAddress],
-        first_page: int,
+        wanted: Sequence[PageAddress],
         records: list[PageRecord],
         seconds: float,
     ) -> None:
@@ -178,12 +171,13 @@ class RemotePrefill:
           PageError: a record is damaged or another one.
           Exception: the peer refused, or its answer ended early; see :func:`_reason`.
         """
-        wanted = addresses[first_page + len(records) :]
         format = self._identity.format
+        all_pages = wanted[-1].chain()
+        assert all_pages[0].parent == self._identity.digest, "addresses of another cache"
         body = PrefillBody(
             identity=self._identity.digest.hex(),
-            tokens=_tokens(addresses, self._identity.page_size),
-            first_page=first_page + len(records),
+            tokens=_tokens(all_pages, self._identity.page_size),
+            first_page=len(all_pages) - len(wanted),
             num_pages=len(wanted),
             seconds=max(seconds, 1e-3),
             transfer=self._receiver.name,

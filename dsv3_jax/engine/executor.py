@@ -14,7 +14,7 @@ import numpy as np
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
-from dsv3_jax.engine.page_packing import PackedPage, PagePacker
+from dsv3_jax.engine.page_packing import PackedPage
 from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs

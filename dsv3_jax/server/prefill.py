@@ -102,8 +102,8 @@ class Prefills:
         if body.identity != identity.digest.hex():
             raise ApiError(
                 409,
-                f"identity: expected {identity.digest.hex()}, got {body.identity}; both servers need"
-                " the same model, weights, dtype, quantization, page size and drafts",
+                f"identity: expected {identity.digest.hex()}, got {body.identity}; both servers"
+                " need the same model, weights, dtype, quantization, page size and drafts",
                 param="identity",
                 code="other_cache",
             )
@@ -169,9 +169,7 @@ class _PagesResponse(Response):
         counts = self._prefills.counts
         counts.open_answers += 1
         try:
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            )
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             pages = self._prefills.send(self._body, self._job, self._deadline, send)
             await first_of(pages, disconnected(receive))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
