@@ -17,6 +17,7 @@ Reason = Literal[
     "damaged",
     "evicted",
     "cancelled",
+    "internal",
 ]
 """Reason for which pages did not arrive:
 
@@ -30,6 +31,7 @@ protocol   a peer's answer had another form
 damaged    a record was not the page that was asked for, or had a wrong checksum
 evicted    a peer no longer had the pages when it came to sending them
 cancelled  the request ended before
+internal   an error of this program, which is in the log
 ========== ===================================================================
 """
 

@@ -8,10 +8,10 @@ of bytes.
 What jax 0.10.2 and 0.12 do, as seen between processes of one machine, decides on the form of this
 module:
 
-* ``timeout`` of ``pull`` and ``await_pull`` has no effect. A pull from a peer that never answers, or
-  of a number that is not registered, never ends. But a pull does not block its caller, so that its
-  arrays can be polled, and a connection can be given up, which ends its pulls with an error. Every
-  pull therefore has a connection of its own.
+* ``timeout`` of ``pull`` and ``await_pull`` has no effect. A pull from a peer that never answers,
+  or of a number that is not registered, never ends. But a pull does not block its caller, so that
+  its arrays can be polled, and a connection can be given up, which ends its pulls with an error.
+  Every pull therefore has a connection of its own.
 * A peer that dies ends the pulls from it with an error. One that is only stopped does not.
 * What was registered and is not pulled stays in memory. :meth:`_JaxLease.close` pulls it itself and
   gives that pull up.
@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any

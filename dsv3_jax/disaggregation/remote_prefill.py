@@ -1,7 +1,7 @@
 """Prefill servers as a source of cached pages.
 
-The engine asks this source for the pages of a prompt like any other source. It sends the prompt to a
-prefill server, which computes what it does not have, and returns the pages that arrived in time.
+The engine asks this source for the pages of a prompt like any other source. It sends the prompt to
+a prefill server, which computes what it does not have, and returns the pages that arrived in time.
 The engine's steps go on meanwhile. Cancelling the future closes the connection, which ends the work
 of the prefill server too.
 """
@@ -116,6 +116,9 @@ class RemotePrefill:
                 reason = await self._ask_peers(addresses, records, began)
         except TimeoutError:
             reason = "deadline"
+        except Exception:
+            reason = "internal"
+            logger.exception("a remote prefill failed; its pages are computed here")
         finally:
             missing = len(addresses) - len(records)
             self._counts.ended(time.monotonic() - began, missing, reason)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv3_jax import chat_formats
 from dsv3_jax.cli.arguments import shared
+from dsv3_jax.cli.arguments.roles import add_roles
 
 SUMMARY = "Serve a model over HTTP with OpenAI's API."
 
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " devices loads in seconds; keep it from other users, because loading runs code (default:"
         " none)",
     )
+    add_roles(parser)
     shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)
