@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
-from dsv3_jax.engine.page_packing import PackedPage
 from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
@@ -161,17 +160,6 @@ class Executor:
         if swaps is not None:
             swaps.free_device()
         return plan, results
-
-    def gather(self, pages: Sequence[int]) -> Future[list[PackedPage]]:
-        """Launches a copy of pages, as they are after the steps that were dispatched before.
-
-        Args:
-          pages: numbers of an allocator.
-        """
-        packer = self._packer
-        assert packer is not None, "the engine was made without copies of pages"
-        numbers = self._pool.table(list(pages)).tolist()
-        return self._launcher.launch(lambda state: (state, packer.gather(state.pool, numbers)))
 
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool

@@ -11,15 +11,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.page_packing import PackedPage
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
@@ -52,8 +50,6 @@ class PlanExecutor(Protocol):
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
 
-    def gather(self, pages: Sequence[int]) -> Future[list[PackedPage]]: ...
-
     def forget(self, request: ScheduledRequest) -> None: ...
 
     def close(self) -> None: ...
@@ -83,7 +79,6 @@ class EngineLoop:
         self._overlap = overlap
         self._host_times = HostTimes()
         self._open = OpenRequests(settings, self._host_times)
-        self._reads: list[_PageRead] = []  # not begun
         self._error: EngineError | None = None
         self._step_began: float | None = None  # written by the thread that steps
         self._is_closed = False
@@ -182,30 +177,6 @@ class EngineLoop:
                 )
             )
 
-    def read_pages(self, tokens: Sequence[int], first: int, count: int) -> list[PackedPage]:
-        """Copies cached pages from the device, between two steps. Waits for that.
-
-        Args:
-          tokens: the tokens that the pages depend on.
-          first: number of the first page of the tokens to copy.
-          count: most pages to copy.
-
-        Returns:
-          The pages up to the first one that is not cached.
-
-        Raises:
-          EngineError: the engine failed or was shut down.
-        """
-        read = _PageRead(tokens, slice(first, first + count))
-        with self._changed:
-            self._check_open()
-            self._reads.append(read)
-            self._changed.notify_all()
-        if self._thread is None:
-            with self._stepping:
-                self._begin_reads()
-        return read.begun.result().result()
-
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""
         with self._changed:
@@ -284,35 +255,15 @@ class EngineLoop:
             self._close_parts()
             atexit.unregister(self._stop)
 
-    def _begin_reads(self) -> bool:
-        """Launches copies of pages. Returns whether there were any.
-
-        All earlier plans are dispatched here, and later ones are not: the indexed pages have their
-        contents when the copy runs, and are overwritten after it.
-        """
-        with self._changed:
-            reads, self._reads = self._reads, []
-            for read in reads:
-                pages = self._scheduler.cached_pages(read.tokens)[read.pages]
-                try:
-                    read.begun.set_result(self._executor.gather(pages))
-                except Exception as error:
-                    read.begun.set_exception(error)
-        return bool(reads)
-
     def _close_parts(self) -> None:
-        with self._changed:
-            reads, self._reads = self._reads, []
-        for read in reads:
-            read.begun.set_exception(EngineError("engine: it ended before pages were read"))
         self._executor.close()
         self._open.close()
 
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open or self._reads or self._is_closed)
-            return bool(self._open or self._reads)
+            self._changed.wait_for(lambda: self._open or self._is_closed)
+            return bool(self._open)
 
     def _guarded_step(self) -> bool:
         try:
@@ -345,7 +296,6 @@ class EngineLoop:
     def _step(self) -> bool:
         with self._changed:
             self._check_failed()
-            has_begun_reads = self._begin_reads()
             for request, end in self._open.start_grammars().items():
                 self._scheduler.end(request)
                 self._finish(request, end)
@@ -365,7 +315,7 @@ class EngineLoop:
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:
             self._read()
-        if plan is not None or has_read or ended or has_begun_reads:
+        if plan is not None or has_read or ended:
             return True
         with self._changed:
             if not self._open:
@@ -403,20 +353,6 @@ class EngineLoop:
     def _finish(self, request: ScheduledRequest, end: End) -> None:
         self._open.finish(request, end)
         self._executor.forget(request)
-
-
-class _PageRead:
-    """A copy of cached pages that somebody waits for.
-
-    Args:
-      pages: which pages of the tokens.
-    """
-
-    def __init__(self, tokens: Sequence[int], pages: slice):
-        self.tokens = tokens
-        self.pages = pages
-        self.begun: Future[Future[list[PackedPage]]] = Future()
-        """Has the result of the launch once it is launched."""
 
 
 def _step_failed(error: BaseException) -> EngineError:

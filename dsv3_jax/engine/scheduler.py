@@ -15,7 +15,8 @@ A step is planned in this order:
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves, except requests in host memory if it lacks room there:
-   only their return gives it room.
+   only their return gives it room. Requests whose pages are being loaded from a store are passed
+   over, see :class:`PrefixLoads`.
 
 Requests are ordered by ``arrival + priority * priority_seconds``: a request with priority 1 is
 treated as if it had arrived that many seconds later. The order of two requests never changes, so
@@ -37,8 +38,10 @@ from typing import Literal
 
 from dsv3_jax.engine.balancers import choose_shard, shard_load
 from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.page_saves import PageSaves
+from dsv3_jax.engine.prefix_loads import PageStore, PrefixLoads
 from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import Chunk, PageSave, Phase, ScheduledRequest, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
@@ -83,6 +86,9 @@ class Scheduler:
       pages: the pages of each shard. All shards have equally many.
       swaps: host memory of each shard for preempted requests, which come back to the same shard.
         Without it they are prefilled again.
+      store: pages outside of the device, from which prompts are loaded and to which indexed pages
+        are saved.
+      load_seconds: longest time that a request waits for pages of the store.
     """
 
     def __init__(
@@ -90,8 +96,13 @@ class Scheduler:
         config: SchedulerConfig,
         pages: Sequence[PageAllocator],
         swaps: Sequence[SwapSpace] | None = None,
+        *,
+        store: PageStore | None = None,
+        load_seconds: float = math.inf,
     ):
         self.config = config
+        self._loads = None if store is None else PrefixLoads(store, load_seconds)
+        self._saves = None if store is None else PageSaves(store)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
@@ -103,6 +114,8 @@ class Scheduler:
                 swap=swap,
                 order=self._order,
                 requeue=self._enqueue,
+                loads=self._loads,
+                saves=self._saves,
             )
             for number, (allocator, swap) in enumerate(
                 zip(pages, swaps or [None] * len(pages), strict=True)
@@ -112,6 +125,7 @@ class Scheduler:
         self._has_cancelled = False
         self.prefix_hit_tokens = 0
         self.prefix_queried_tokens = 0
+        self.loaded_tokens = 0
 
     @property
     def running(self) -> list[ScheduledRequest]:
@@ -157,6 +171,8 @@ class Scheduler:
         for request in requests:
             self._enqueue(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
+            if self._loads is not None:
+                self._loads.begin(request, [shard.pages for shard in self.shards])
 
     def _check_size(self, request: ScheduledRequest) -> None:
         pages = self.shards[0].pages
@@ -184,9 +200,11 @@ class Scheduler:
           The plan, or None if there is nothing to compute, and the requests that ended here.
         """
         ended = self._end_overdue(now)
+        # Pages that this plan's own chunks fill are saved by the next one.
+        unsaved = len(self._saves or ())
         decodes = [shard.plan_decodes() for shard in self.shards]
         chunks = [shard.plan_prefills(self.config.max_chunks) for shard in self.shards]
-        self._admit(decodes, chunks)
+        self._admit(decodes, chunks, now)
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
@@ -196,6 +214,8 @@ class Scheduler:
         plan = StepPlan(
             tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
             steps,
+            self._saves.take(unsaved) if self._saves else (),
+            tuple(load for shard in self.shards for load in shard.take_loads()),
         )
         for request in plan.decodes:
             request.decodes_in_flight += steps
@@ -242,22 +262,28 @@ class Scheduler:
         elif request.is_running:
             self._shard_of(request).end(request)
         request.phase = Phase.ENDED
+        if self._loads is not None:
+            self._loads.end(request)
         for shard in self.shards:
             if shard.swap:
                 shard.swap.drop(request)
             shard.retire()
 
-    def cached_pages(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the cached pages of one shard that hold the longest prefix of ``tokens``, all of
-        them if all are cached. Nothing changes."""
-        # No page is left out for a token that a request would compute.
-        prefixes = [shard.pages.cached_prefix([*tokens, 0]) for shard in self.shards]
-        return max(prefixes, key=len)
+    def take_saves(self) -> tuple[PageSave, ...]:
+        """Returns the pages to copy to the store if there is no plan to include them."""
+        return self._saves.take(len(self._saves)) if self._saves is not None else ()
+
+    def loading(self, now: float) -> int:
+        """Returns the number of waiting requests whose pages are being loaded from the store."""
+        return self._loads.loading(now) if self._loads is not None else 0
 
     def clear_prefix_cache(self) -> None:
-        """Empties the prefix index of every shard."""
+        """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
             shard.pages.clear()
+        if self._loads is not None and self._saves is not None:
+            self._loads.clear()
+            self._saves.clear()
 
     def end_all(self) -> None:
         """Ends every request and frees all slots and pages, for example because the device failed.
@@ -266,6 +292,8 @@ class Scheduler:
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
+        if self._saves is not None:
+            self._saves.clear()
 
     def check_idle(self) -> None:
         """Raises AssertionError if a slot or page is in use though no request is left. It counts
@@ -285,6 +313,9 @@ class Scheduler:
             assert request.phase is Phase.WAITING
             assert request.shard is request.slot is None, "a waiting request has a slot"
             assert not request.pages, "a waiting request has pages"
+        if self._loads is not None and self._saves is not None:
+            self._loads.check_integrity(self.waiting)
+            self._saves.check_integrity(shard.pages for shard in self.shards)
         orders = [self._order(request) for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
@@ -319,11 +350,13 @@ class Scheduler:
         return [request for request in retiring if request.phase is Phase.WAITING]
 
     def _admit(
-        self, decodes: Sequence[list[ScheduledRequest]], chunks: Sequence[list[Chunk]]
+        self,
+        decodes: Sequence[list[ScheduledRequest]],
+        chunks: Sequence[list[Chunk]],
+        now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
-        while self.waiting:
-            request = self._next_admission()
+        while (request := self._next_admission(now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
             rooms = [self.config.max_chunks - len(planned) for planned in chunks]
@@ -334,6 +367,7 @@ class Scheduler:
             self.waiting.remove(request)
             shard.admit(request, hit)
             if not request.preemptions:
+                self.loaded_tokens += request.computed - len(hit) * shard.pages.page_size
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)
@@ -344,10 +378,13 @@ class Scheduler:
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
 
-    def _next_admission(self) -> ScheduledRequest:
+    def _next_admission(self, now: float) -> ScheduledRequest | None:
         """Returns the first waiting request, or the first one in host memory if the first one lacks
         room there on every shard that has a slot for it."""
-        first = self.waiting[0]
+        loads = self._loads
+        first = next((r for r in self.waiting if not (loads and loads.is_loading(r, now))), None)
+        if first is None:
+            return None
         shards = [shard for shard in self.shards if shard.has_free_slot]
         if not shards or any(shard.can_be_swapped(first) for shard in shards):
             return first
