@@ -145,6 +145,10 @@ class PageAllocator:
             parent = self._identities[page]
         return pages
 
+    def is_indexed(self, page: int) -> bool:
+        """Returns whether other requests can reuse a page."""
+        return page in self._keys
+
     def reuse(self, pages: Iterable[int]) -> None:
         """Adds one reference to each of the pages that :meth:`cached_prefix` returned."""
         for page in pages:

@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, ShardPlan
+from dsv3_jax.engine.page_saves import PageSaves
+from dsv3_jax.engine.prefix_loads import PrefixLoads
+from dsv3_jax.engine.step_plan import Chunk, PageLoad, Phase, ScheduledRequest, ShardPlan
 from dsv3_jax.engine.swap_space import SwapSpace
 
 
@@ -27,6 +29,8 @@ class SchedulerShard:
       swap: host memory for preempted requests. Without it they are prefilled again.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
+      loads: loads of waiting requests, if there is a store of pages.
+      saves: takes indexed pages, if there is a store of pages.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class SchedulerShard:
         swap: SwapSpace | None = None,
         order: Callable[[ScheduledRequest], float],
         requeue: Callable[[ScheduledRequest], None],
+        loads: PrefixLoads | None = None,
+        saves: PageSaves | None = None,
     ):
         self.number = number
         self.pages = pages
@@ -54,6 +60,9 @@ class SchedulerShard:
         self._aligned_prefixes = aligned_prefixes
         self._order = order
         self._requeue = requeue
+        self._loads = loads
+        self._saves = saves
+        self._page_loads: list[PageLoad] = []  # of requests that this step admits
 
     @property
     def has_free_slot(self) -> bool:
@@ -94,7 +103,9 @@ class SchedulerShard:
             request.phase = Phase.PREFILL
             request.is_slot_ready = False
             request.rewind = 0  # the slot will have the known tokens alone
-            request.computed = len(hit) * self.pages.page_size
+            loaded = self._loads.take(request, len(hit)) if self._loads else []
+            self._page_loads += map(PageLoad, request.pages[len(hit) :], loaded)
+            request.computed = (len(hit) + len(loaded)) * self.pages.page_size
             request.published = len(hit)
             request.generation = self.pages.generation
         bisect.insort(self.running, request, key=self._order)
@@ -144,6 +155,11 @@ class SchedulerShard:
         if self.swap is None:
             return ShardPlan.of(decodes, chunks)
         return ShardPlan.of(decodes, chunks, *self.swap.planned())
+
+    def take_loads(self) -> list[PageLoad]:
+        """Returns the copies from the store for requests that were admitted in this step."""
+        loads, self._page_loads = self._page_loads, []
+        return loads
 
     def missing_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> list[int]:
         """Returns how many more pages each request needs for ``steps`` decode steps."""
@@ -202,6 +218,7 @@ class SchedulerShard:
         assert self.pages.used == 0, "an idle engine holds pages"
         assert len(self._free_slots) == self._num_slots, "an idle engine holds slots"
         assert not (self.swap and self.swap.requests), "an idle engine holds host memory"
+        assert not self._page_loads, "an idle engine loads pages"
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost or owned twice, or if a list contradicts
@@ -264,7 +281,10 @@ class SchedulerShard:
         if written < (request.published + 1) * self.pages.page_size:
             return  # most steps fill no page, and need no copy of all tokens
         known = request.tokens[: written + self.pages.lookahead]
-        request.published = self.pages.publish(known, request.pages, request.published)
+        first = request.published
+        request.published = self.pages.publish(known, request.pages, first)
+        if self._saves is not None:
+            self._saves.add(request, known, first, self.pages)
 
     def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
         most = request.greatest_length + steps * (1 + request.drafts) + request.drafts

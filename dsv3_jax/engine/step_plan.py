@@ -7,7 +7,7 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsv3_jax.engine.draft_depth import DraftDepth
 
@@ -61,6 +61,8 @@ class ScheduledRequest:
     """Decode steps in those plans. Each adds at least one token."""
     published: int = 0
     """Number of its pages that are in the prefix index."""
+    addresses: list[Any] = dataclasses.field(default_factory=list)
+    """Addresses of its first pages in a store outside of the device, as far as they are known."""
     generation: int = 0
     """Generation of the prefix index, see :class:`PageAllocator`, in which its prefill began."""
     preemptions: int = 0
@@ -127,6 +129,24 @@ class SwapIn(NamedTuple):
     the prefix cache."""
 
 
+class PageSave(NamedTuple):
+    """A copy of a page to a store outside of the device."""
+
+    page: int
+    addresses: tuple[Any, ...]
+    """Its address in the store, or one for each device that has a part of the page."""
+    identity: Any
+    """The store's identity at the time of the addresses."""
+
+
+class PageLoad(NamedTuple):
+    """A copy of a page from a store to the device."""
+
+    page: int
+    contents: tuple[Any, ...]
+    """As the store gave them, one for each device that has a part of the page."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
     """The work of one dispatch on one data-parallel shard."""
@@ -179,6 +199,10 @@ class StepPlan:
     shards: tuple[ShardPlan, ...]
     decode_steps: int
     """Decode steps in the dispatch: 1 if it prefills anything."""
+    saves: tuple[PageSave, ...] = ()
+    """Pages to copy to a store before anything else."""
+    loads: tuple[PageLoad, ...] = ()
+    """Pages to copy from a store, after that and before the step."""
 
     @functools.cached_property
     def decodes(self) -> tuple[ScheduledRequest, ...]:

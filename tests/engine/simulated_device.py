@@ -12,12 +12,14 @@ import dataclasses
 import itertools
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
-from dsv3_jax.engine.step_plan import ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace
+from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 
 Page = list[list[Any]]
 """Entries of a page, of each array."""
@@ -93,12 +95,23 @@ class SimulatedDevice:
         self.saved: dict[ScheduledRequest, tuple[Slot, list[Page]]] = {}
         self.slots: dict[tuple[int, int], Slot] = {}  # by shard and number
         self.tokens_computed = 0
+        self.store: SimulatedStore | None = None
+
+    def save(self, saves: Iterable[PageSave]) -> None:
+        """Copies pages to the store."""
+        for save in saves:
+            assert self.store is not None
+            (address,) = save.addresses
+            self.store.save(address, save.identity, self._read(save.page))
 
     def run(self, plan: StepPlan) -> tuple[dict, set]:
         """Returns the tokens that each request gained, step by step, and the requests that are
         finished."""
         gained: dict[ScheduledRequest, list[list[int]]] = {}
         finished: set[ScheduledRequest] = set()
+        self.save(plan.saves)
+        for load in plan.loads:
+            self._write(load.page, *load.contents)
         for number, shard in enumerate(plan.shards):
             self._run_shard(number, shard, plan.decode_steps, gained, finished)
         return gained, finished
@@ -237,6 +250,7 @@ class Simulation:
         shards: int = 1,
         swap_pages: int | None = None,
         aligned_prefixes: bool = False,
+        has_store: bool = False,
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
@@ -245,12 +259,16 @@ class Simulation:
         )
         swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
         limits = SchedulerConfig(**settings, aligned_prefixes=aligned_prefixes)
-        self.scheduler = Scheduler(limits, pages, swaps)
+        self.now = 0.0
+        self.store = SimulatedStore(page_size, lookahead, lambda: self.now) if has_store else None
+        self.scheduler = Scheduler(
+            limits, pages, swaps, store=self.store, load_seconds=LOAD_SECONDS
+        )
         aligned = settings["chunk_tokens"] if aligned_prefixes else None
         self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned)
+        self.device.store = self.store
         self.delay = delay
         self.max_decode_steps = max_decode_steps
-        self.now = 0.0
         self.unread: deque[tuple[StepPlan, dict, set]] = deque()
         self.ended: dict[ScheduledRequest, str] = {}
         self.plans: list[StepPlan] = []
@@ -264,6 +282,8 @@ class Simulation:
         if plan is not None:
             self.plans.append(plan)
             self.unread.append((plan, *self.device.run(plan)))
+        else:
+            self.device.save(self.scheduler.take_saves())
         self.scheduler.check_integrity()
         while self.unread and (plan is None or len(self.unread) > self.delay):
             self.read()
@@ -291,3 +311,5 @@ class Simulation:
         swapped = [shard.swap.used for shard in self.scheduler.shards if shard.swap]
         assert not any(swapped), "an idle engine holds host memory"
         assert not self.device.saved, "host memory is lost"
+        loads = [] if self.store is None else self.store.loads
+        assert all(load.is_closed for load in loads), "a load is lost"

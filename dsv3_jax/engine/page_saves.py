@@ -1,0 +1,60 @@
+"""Pages that are to be copied to a store outside of the device, because others may need them later.
+
+Every page that the prefix cache indexes is copied once. Its copy is launched before the first step
+that follows the one that wrote it, and so before any other request can get the page. Nothing waits
+for it, and an evicted page needs no copy any more. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.prefix_loads import PageStore
+from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest
+
+
+class PageSaves:
+    """Pages that were indexed since the last plan."""
+
+    def __init__(self, store: PageStore):
+        self._store = store
+        self._pending: list[PageSave] = []
+
+    def __len__(self) -> int:
+        """Number of pages that no plan has included yet."""
+        return len(self._pending)
+
+    def add(
+        self, request: ScheduledRequest, tokens: Sequence[int], first: int, pages: PageAllocator
+    ) -> None:
+        """Adds the pages of a request that have just been indexed.
+
+        Args:
+          tokens: its first tokens: all that its published pages depend on.
+          first: number of the first of these pages; ``request.published`` ends them.
+        """
+        request.addresses = self._store.addresses(tokens, request.addresses)
+        parts = self._store.parts
+        for number in range(first, request.published):
+            page = request.pages[number]
+            if pages.is_indexed(page):  # and not a copy of another request's page
+                addresses = request.addresses[number * parts : (number + 1) * parts]
+                save = PageSave(page, tuple(addresses), self._store.identity)
+                self._pending.append(save)
+
+    def take(self, count: int) -> tuple[PageSave, ...]:
+        """Returns the first ``count`` pages. The caller launches their copies."""
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return tuple(taken)
+
+    def clear(self) -> None:
+        """Gives up all copies that were not launched."""
+        self._pending.clear()
+
+    def check_integrity(self, shards: Iterable[PageAllocator]) -> None:
+        """Raises AssertionError if a page lost its contents before its copy was launched."""
+        shards = list(shards)
+        for save in self._pending:
+            assert any(pages.is_indexed(save.page) for pages in shards), "a page was evicted"
+            assert len(save.addresses) == self._store.parts, "a page lacks an address"

@@ -1,0 +1,185 @@
+"""Prompts whose pages come from a store: in simulated time, on the simulated device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import rule
+
+from dsv3_jax.engine.step_plan import ScheduledRequest
+from tests.engine.simulated_device import Simulation, completion
+from tests.engine.simulated_store import LOAD_SECONDS
+from tests.engine.test_scheduler import RandomOperations, request
+
+PROMPT = [i % 7 for i in range(20)]  # five pages; one token of the last stays uncovered
+
+
+def make(delays=(2.0,), lost=(0,), lookahead=0, **options) -> Simulation:
+    """Returns a simulation whose store has the pages of the prompt, and whose cache has none."""
+    simulation = Simulation(num_pages=24, has_store=True, lookahead=lookahead, **options)
+    filler = request([*PROMPT, 1], 4)
+    simulation.scheduler.add(filler)
+    simulation.run()
+    pages = simulation.store.pages
+    simulation.store.__init__(4, lookahead, lambda: simulation.now, delays, lost)
+    simulation.store.pages = pages
+    simulation.scheduler.clear_prefix_cache()
+    simulation.plans.clear()
+    return simulation
+
+
+def check(*requests: ScheduledRequest) -> None:
+    for each in requests:
+        prompt = each.tokens[: each.max_length - 6]
+        assert each.tokens[len(prompt) :] == completion(prompt, each.max_length)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_prompt_is_loaded_except_its_last_token(lookahead):
+    simulation = make(lookahead=lookahead)
+    one = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(one)
+    assert simulation.scheduler.loading(simulation.now) == 1
+    simulation.run()
+    check(one)
+    assert one.cached_tokens == simulation.scheduler.loaded_tokens == 16
+    assert sum(chunk.count for plan in simulation.plans for chunk in plan.chunks) == 4
+    # It was published like any other: the next one needs no store.
+    again = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(again)
+    assert not simulation.scheduler.loading(simulation.now)
+    simulation.run()
+    assert again.cached_tokens == 16
+    assert simulation.scheduler.loaded_tokens == 16
+
+
+def test_others_go_on_meanwhile():
+    simulation = make(delays=(3.0,))
+    first = request(PROMPT, 6, arrival=simulation.now)
+    second = request([3, 3, 3], 6, arrival=simulation.now)
+    simulation.scheduler.add(first, second)
+    simulation.step()
+    assert second.is_running
+    assert not first.is_running
+    simulation.run()
+    check(first, second)
+    assert first.cached_tokens == 16
+
+
+def test_after_the_deadline_the_prompt_is_computed():
+    simulation = make(delays=(1e9,))
+    one = request(PROMPT, 6, arrival=simulation.now)
+    began = simulation.now
+    simulation.scheduler.add(one)
+    while not simulation.step():
+        pass
+    assert simulation.now == began + LOAD_SECONDS + 1
+    simulation.run()
+    check(one)
+    assert one.cached_tokens == 0
+    assert simulation.store.loads[0].is_closed
+
+
+@pytest.mark.parametrize(("lost", "cached"), [(1, 12), (4, 0), (99, 0)])
+def test_missing_pages_are_computed(lost, cached):
+    simulation = make(lost=(lost,))
+    one = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(one)
+    simulation.run()
+    check(one)
+    assert one.cached_tokens == cached
+
+
+def test_requests_that_begin_alike_share_a_load():
+    simulation = make()
+    requests = [request([*PROMPT, i, i], 6, arrival=simulation.now) for i in range(3)]
+    simulation.scheduler.add(*requests)
+    simulation.scheduler.cancel(requests[0])
+    simulation.run()
+    assert len(simulation.store.loads) == 1
+    check(*requests[1:])
+    assert [each.cached_tokens for each in requests] == [0, 20, 20]
+    assert simulation.scheduler.loaded_tokens == 20, "the second one hits the cache"
+
+
+def test_only_what_the_cache_lacks_is_loaded():
+    simulation = make()
+    beginning = request(PROMPT[:9], 6, arrival=simulation.now)
+    simulation.scheduler.add(beginning)
+    simulation.run()
+    loaded = simulation.scheduler.loaded_tokens
+    one = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(one)
+    assert len(simulation.store.loads[-1]._contents) == 2
+    simulation.run()
+    check(one)
+    assert one.cached_tokens == 16
+    assert simulation.scheduler.loaded_tokens - loaded == 8
+
+
+def test_pages_after_an_evicted_beginning_are_of_no_use():
+    simulation = make(delays=(0.0, 5.0))
+    simulation.scheduler.add(request(PROMPT[:9], 6, arrival=simulation.now))
+    simulation.run()
+    one = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(one)
+    for shard in simulation.scheduler.shards:
+        shard.pages.clear()  # as other requests would evict them
+    simulation.run()
+    check(one)
+    assert one.cached_tokens == 0
+
+
+def test_another_model_uses_no_page_of_the_one_before():
+    simulation = make()
+    waiting = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(waiting)
+    simulation.store.identity = 1
+    simulation.scheduler.clear_prefix_cache()
+    assert simulation.store.loads[0].is_closed
+    simulation.run()
+    assert waiting.cached_tokens == 0
+    later = request([*PROMPT, 2], 6, arrival=simulation.now)
+    simulation.scheduler.clear_prefix_cache()
+    simulation.scheduler.add(later)
+    simulation.run()
+    assert later.cached_tokens == 20, "the new model's pages were saved under its own identity"
+    assert {identity for identity, _ in simulation.store.pages} == {0, 1}
+
+
+def test_integrity_notices_an_evicted_page_and_a_lost_load():
+    simulation = make()
+    one = request(PROMPT, 6, arrival=simulation.now)
+    simulation.scheduler.add(one)
+    simulation.scheduler.waiting.remove(one)
+    with pytest.raises(AssertionError, match="does not wait"):
+        simulation.scheduler.check_integrity()
+    simulation = make()
+    simulation.scheduler.add(request([5] * 9, 6))
+    simulation.scheduler.schedule(simulation.now)
+    simulation.scheduler.shards[0].pages.clear()
+    with pytest.raises(AssertionError, match="evicted"):
+        simulation.scheduler.check_integrity()
+
+
+class RandomLoads(RandomOperations):
+    """The operations of the scheduler's tests, with a store and few prompts."""
+
+    OPTIONS: ClassVar[dict] = {"has_store": True}
+
+    @rule()
+    def evict(self):
+        """The cache alone loses its pages, so that later requests load them."""
+        self.simulation.scheduler.clear_prefix_cache()
+
+    @rule()
+    def use(self):
+        """Replaces the model. The simulated entries stay right, but their addresses do not."""
+        self.simulation.store.identity += 1
+        self.simulation.scheduler.clear_prefix_cache()
+
+
+TestRandomLoads = RandomLoads.TestCase
+TestRandomLoads.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
