@@ -38,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dsv3_jax.disaggregation.protocol import ProtocolError, TransferName, frame
 from dsv3_jax.disaggregation.transfer import max_record_bytes
-from dsv3_jax.pages import PageFormat, PageRecord
+from dsv3_jax.pages import PageRecord
 
 _BUFFER_BYTES = 2**24
 """Bytes that JAX copies at a time."""
@@ -130,20 +130,19 @@ class JaxReceiver:
         # Only this process connects to it.
         self._server = _start_server("127.0.0.1", 0)
 
-    def max_frame_bytes(self, format: PageFormat) -> int:
+    def max_frame_bytes(self, max_page_bytes: int) -> int:
         """Returns the most bytes of a ticket."""
         return _MAX_TICKET_BYTES
 
-    async def receive(self, content: bytes, host: str, format: PageFormat) -> Sequence[memoryview]:
+    async def receive(self, content: bytes, host: str, max_page_bytes: int) -> Sequence[memoryview]:
         """Returns the records of a ticket. Cancelling it gives the pull up."""
         try:
             ticket = _Ticket.model_validate_json(content)
         except ValidationError as error:
             raise ProtocolError(f"ticket: {error.errors()[0]['msg']}") from None
-        if max(ticket.sizes) > max_record_bytes(format):
+        if max(ticket.sizes) > (most := max_record_bytes(max_page_bytes)):
             raise ProtocolError(
-                f"ticket: expected records of at most {max_record_bytes(format)} bytes, got"
-                f" {max(ticket.sizes)}"
+                f"ticket: expected records of at most {most} bytes, got {max(ticket.sizes)}"
             )
         address = f"[{host}]:{ticket.port}" if ":" in host else f"{host}:{ticket.port}"
         connection = self._server.connect(address)

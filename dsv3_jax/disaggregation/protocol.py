@@ -2,7 +2,7 @@
 
 A decode server sends the first tokens of a prompt as ``POST /prefill`` and keeps the connection
 open until it has the pages. The connection is a lease: when it closes, for whatever reason, the
-prefill server cancels the work and forgets the pages. The body of the answer is a sequence of frames:
+prefill server cancels the work and forgets the pages. The answer's body is a sequence of frames:
 
     length        8 bytes, little endian
     content       a page record, or a ticket for several of them

@@ -21,7 +21,7 @@ from dsv3_jax.disaggregation.figures import Reason, RemoteCounts, RemoteFigures
 from dsv3_jax.disaggregation.peers import Peer, Peers
 from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, frames
 from dsv3_jax.disaggregation.transfer import Receiver
-from dsv3_jax.pages import CacheIdentity, PageAddress, PageError, PageRecord
+from dsv3_jax.pages import PageAddress, PageError, PageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,10 @@ class RemotePrefill:
     """Asks peers for pages. It has a thread of its own.
 
     Args:
-      identity: the identity of the engine's cache. Peers with another one refuse.
-      peers: the prefill servers.
+      peers: the prefill servers. One whose cache has another identity refuses.
       receiver: how the pages travel.
+      page_size: tokens of a page.
+      max_page_bytes: most bytes of a page's contents. A larger one is refused before it is read.
       seconds: longest time for the pages of a prompt; after it the engine computes the rest.
       min_pages: fewer pages are left to the engine.
       api_key: key that the peers expect, or None.
@@ -46,18 +47,20 @@ class RemotePrefill:
 
     def __init__(
         self,
-        identity: CacheIdentity,
         peers: Peers,
         receiver: Receiver,
         *,
+        page_size: int,
+        max_page_bytes: int,
         seconds: float = 30.0,
         min_pages: int = 1,
         api_key: str | None = None,
         max_open: int = 64,
     ):
-        self._identity = identity
         self._peers = peers
         self._receiver = receiver
+        self._page_size = page_size
+        self._max_page_bytes = max_page_bytes
         self._seconds = seconds
         self._min_pages = min_pages
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -135,7 +138,7 @@ class RemotePrefill:
         reason: Reason = "no_peer"
         tried: set[Peer] = set()
         while wanted := addresses[len(records) :]:
-            tokens = len(wanted) * self._identity.page_size
+            tokens = len(wanted) * self._page_size
             peer = self._peers.begin(tokens, tried)
             if peer is None:
                 break
@@ -174,12 +177,12 @@ class RemotePrefill:
           PageError: a record is damaged or another one.
           Exception: the peer refused, or its answer ended early; see :func:`_reason`.
         """
-        format = self._identity.format
         all_pages = wanted[-1].chain()
-        assert all_pages[0].parent == self._identity.digest, "addresses of another cache"
+        identity = all_pages[0].parent
+        most = self._max_page_bytes
         body = PrefillBody(
-            identity=self._identity.digest.hex(),
-            tokens=_tokens(all_pages, self._identity.page_size),
+            identity=identity.hex(),
+            tokens=_tokens(all_pages, self._page_size),
             first_page=len(all_pages) - len(wanted),
             num_pages=len(wanted),
             seconds=max(seconds, 1e-3),
@@ -192,24 +195,18 @@ class RemotePrefill:
                 raise _RefusedError(response.status, message)
             left = iter(wanted)
             try:
-                async for content in frames(
-                    response.content, self._receiver.max_frame_bytes(format)
-                ):
-                    for data in await self._receiver.receive(content, peer.host, format):
+                max_bytes = self._receiver.max_frame_bytes(most)
+                async for content in frames(response.content, max_bytes):
+                    for data in await self._receiver.receive(content, peer.host, most):
                         address = next(left, None)
                         if address is None:
                             raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")
                         # In a thread, because a checksum takes a while and releases the lock.
-                        record = await asyncio.to_thread(self._checked, data, address)
+                        record = await asyncio.to_thread(_checked, data, identity, address)
                         self._counts.pulled(len(data))
                         records.append(record)
             finally:
                 response.close()  # not only released: the peer holds pages until then
-
-    def _checked(self, data: bytes | memoryview, address: PageAddress) -> PageRecord:
-        record = PageRecord.decode(data)
-        record.check(self._identity, address)
-        return record
 
     def _opened_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -233,6 +230,21 @@ class _RefusedError(Exception):
     def __init__(self, status: int, message: str):
         super().__init__(f"status {status}: {message}")
         self.status = status
+
+
+def _checked(data: bytes | memoryview, identity: bytes, address: PageAddress) -> PageRecord:
+    """Returns a record. The engine compares its format too when it uses it.
+
+    Raises:
+      PageError: it is damaged, or is not the page of ``address``.
+    """
+    record = PageRecord.decode(data)
+    if record.address != address or record.identity != identity:
+        raise PageError(
+            f"page: expected {address.digest.hex()[:16]} of the cache {identity.hex()[:16]}, got"
+            f" {record.address.digest.hex()[:16]} of {record.identity.hex()[:16]}"
+        )
+    return record
 
 
 def _reason(error: Exception) -> Reason:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dsv3_jax.disaggregation.protocol import TransferName, frame_of
-from dsv3_jax.pages import PageFormat, PageRecord
+from dsv3_jax.pages import PageRecord
 
 _HEADER_BYTES = 2**20
 """More than the header of a record takes: it names the arrays of all layers, and the tokens."""
@@ -56,18 +56,18 @@ class Receiver(Protocol):
         """Its name in requests."""
         ...
 
-    def max_frame_bytes(self, format: PageFormat) -> int:
+    def max_frame_bytes(self, max_page_bytes: int) -> int:
         """Returns the most bytes that a frame may have."""
         ...
 
     async def receive(
-        self, content: bytes, host: str, format: PageFormat
+        self, content: bytes, host: str, max_page_bytes: int
     ) -> Sequence[bytes | memoryview]:
         """Returns the encoded records that belong to a frame. Cancelling it ends the transfer.
 
         Args:
           host: of the peer that sent the frame. Nothing is pulled from another one.
-          format: of the pages; it bounds what is pulled.
+          max_page_bytes: most bytes of a page's contents.
 
         Raises:
           ProtocolError: the frame has another form.
@@ -76,9 +76,9 @@ class Receiver(Protocol):
         ...
 
 
-def max_record_bytes(format: PageFormat) -> int:
+def max_record_bytes(max_page_bytes: int) -> int:
     """Returns a bound for the bytes of an encoded record."""
-    return format.num_bytes + _HEADER_BYTES
+    return max_page_bytes + _HEADER_BYTES
 
 
 class HttpSender:
@@ -104,10 +104,10 @@ class HttpReceiver:
 
     name: TransferName = "http"
 
-    def max_frame_bytes(self, format: PageFormat) -> int:
+    def max_frame_bytes(self, max_page_bytes: int) -> int:
         """Returns the most bytes of a record."""
-        return max_record_bytes(format)
+        return max_record_bytes(max_page_bytes)
 
-    async def receive(self, content: bytes, host: str, format: PageFormat) -> Sequence[bytes]:
+    async def receive(self, content: bytes, host: str, max_page_bytes: int) -> Sequence[bytes]:
         """Returns the frame's content, which is a record."""
         return [content]

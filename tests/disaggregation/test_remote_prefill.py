@@ -39,7 +39,13 @@ def transfer(request: pytest.FixtureRequest) -> tuple[Sender, Callable[[], Recei
 @contextlib.contextmanager
 def remote(*urls: str, receiver: Receiver, seconds: float = 20) -> Iterator[RemotePrefill]:
     """A source of pages with these peers."""
-    source = RemotePrefill(IDENTITY, Peers(urls), receiver, seconds=seconds)
+    source = RemotePrefill(
+        Peers(urls),
+        receiver,
+        page_size=IDENTITY.page_size,
+        max_page_bytes=IDENTITY.format.num_bytes,
+        seconds=seconds,
+    )
     try:
         yield source
     finally:
