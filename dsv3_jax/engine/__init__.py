@@ -19,7 +19,10 @@ slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes
 page_swap.py        copies of pages and slots between the device and the host
+prefix_loads.py     prompts whose pages are loaded from a store; pure Python
+page_saves.py       pages that are to be saved to it; pure Python
 page_packing.py     copies of pages between the pool and records that leave the engine
+page_transfer.py    that store: the tiers of dsv3_jax.pages, and the threads that move pages
 executor.py         dispatch of plans, and their results
 grammar.py          which tokens of a request may come next, decided on the host
 prompt_logprobs.py  log-probabilities of prompt tokens
@@ -38,8 +41,10 @@ from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import QueueFullError
 from dsv3_jax.engine.stats import EngineStats
+from dsv3_jax.pages import CacheTiers
 
 __all__ = [
+    "CacheTiers",
     "Engine",
     "EngineError",
     "EngineRequest",

@@ -7,6 +7,8 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import numbers
 import os
 import threading
@@ -14,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 
@@ -26,6 +28,7 @@ from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.intake import Intake, SubmitOptions
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.page_swap import RequestCopier
+from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
@@ -40,6 +43,7 @@ from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -66,11 +70,14 @@ class Engine:
       max_waiting: most requests in the waiting queue.
       deterministic: whether a request's tokens and log-probabilities are the same to the last bit,
         whatever else runs. Every step then runs one program, padded to all slots.
+      tiers: host memory, a disk and other sources of cache pages that are no longer on the device.
+        Engines with the same weights can share a disk.
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
+      OSError: the directory of the tier on disk cannot be used.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Engine:
         max_waiting: int = 4096,
         deterministic: bool = False,
         swap_tokens: int | None = None,
+        tiers: CacheTiers | None = None,
     ):
         _check_model(model)
         config = model.config
@@ -117,6 +125,8 @@ class Engine:
         if deterministic:
             buckets = buckets.single()
         _check_swap_tokens(swap_tokens, deterministic=deterministic)
+        if tiers is not None and (deterministic or not prefix_cache):
+            _refuse_tiers(deterministic=deterministic)
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
@@ -135,6 +145,10 @@ class Engine:
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
         pool = PoolLayout.of(layout, pages, page_size)
+        state = programs.empty_state(pool.num_pages)
+        self._transfer = (
+            None if tiers is None else PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
+        )
         scheduler = Scheduler(
             SchedulerConfig(
                 max_running=max_running // shards,
@@ -148,19 +162,23 @@ class Engine:
             [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
             if deterministic
             else None,
+            store=self._transfer,
+            load_seconds=math.inf if tiers is None else tiers.load_seconds,
         )
         requests: dict[ScheduledRequest, Request] = {}
-        state = programs.empty_state(pool.num_pages)
         self._executor = Executor(
             programs,
             state,
             pool,
             requests.get,
             copier=RequestCopier(state) if deterministic else None,
+            transfer=self._transfer,
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
         )
         self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
+        if self._transfer is not None:
+            self._transfer.on_load = self._loop.notify
         self._intake = Intake(
             config,
             tokenizer,
@@ -287,7 +305,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
-        return self._loop.stats()
+        stats = self._loop.stats()
+        if self._transfer is None:
+            return stats
+        return dataclasses.replace(stats, tiers=self._transfer.stats())
 
     @property
     def failure(self) -> EngineError | None:
@@ -323,11 +344,32 @@ class Engine:
         """
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
-        self._loop.between_steps(lambda: self._programs.use(arrays))
+        transfer = self._transfer
+        identity = None if transfer is None else transfer.identity_of(model)
 
-    def clear_prefix_cache(self) -> None:
-        """Makes later requests compute their whole prompts again."""
-        self._loop.clear_prefix_cache()
+        def change() -> None:
+            self._programs.use(arrays)
+            if transfer is not None and identity is not None:
+                transfer.use(identity)
+
+        self._loop.between_steps(change)
+
+    def clear_prefix_cache(self, *, tiers: bool = True) -> None:
+        """Makes later requests compute their whole prompts again.
+
+        Args:
+          tiers: whether they also load no page that was stored in the tiers before. Otherwise only
+            the device loses its pages.
+        """
+        if tiers and self._transfer is not None:
+            self._loop.clear_prefix_cache(self._transfer.forget)
+        else:
+            self._loop.clear_prefix_cache()
+
+    def flush_tiers(self, timeout: float | None = None) -> bool:
+        """Waits until the pages of requests that have ended are in the tiers, on the disk too.
+        Returns False after ``timeout`` seconds."""
+        return self._transfer is None or self._transfer.flush(timeout)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots or queues contradict each other."""
@@ -390,6 +432,16 @@ def _check_deterministic(model: DeepSeekV3, *, is_depth_adaptive: bool) -> None:
             "deterministic: expected a model on one device, got one with a layout; the exchange"
             " of tokens between devices has not been proved to keep every bit"
         )
+
+
+def _refuse_tiers(*, deterministic: bool) -> NoReturn:
+    """Raises ValueError for the setting that contradicts tiers."""
+    if deterministic:
+        raise ValueError(
+            "tiers: expected None with deterministic=True; a page of another engine may be rounded"
+            " otherwise"
+        )
+    raise ValueError("tiers: expected None with prefix_cache=False, got tiers for prefixes")
 
 
 def _check_swap_tokens(swap_tokens: int | None, *, deterministic: bool) -> None:

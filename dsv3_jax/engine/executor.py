@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import functools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import numpy as np
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
+from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.state import REWIND_SEED, SlotState
@@ -22,6 +25,7 @@ from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.engine.step_plan import (
     Chunk,
+    PageSave,
     ScheduledRequest,
     ShardPlan,
     StepPlan,
@@ -32,6 +36,9 @@ from dsv3_jax.engine.step_results import RequestResult, StepResults
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.state import RUNNING
+
+_CLOSE_SECONDS = 30.0
+"""Longest time that pages are written to the tiers when the engine ends."""
 
 
 class _Swaps(NamedTuple):
@@ -72,6 +79,7 @@ class Executor:
     Args:
       settings_of: returns the settings of a scheduled request, or None if it has ended.
       copier: copies preempted requests, if the scheduler has a swap space.
+      transfer: copies pages from and to the tiers, if the scheduler has a store.
       background: whether a thread launches the programs, see :class:`Launcher`.
     """
 
@@ -83,6 +91,7 @@ class Executor:
         settings_of: Callable[[ScheduledRequest], Request | None],
         *,
         copier: RequestCopier | None = None,
+        transfer: PageTransfer | None = None,
         background: bool = False,
     ):
         self.programs = programs
@@ -92,6 +101,8 @@ class Executor:
         self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
         self._copier = copier
+        self._transfer = transfer
+        self._saving: Future[None] | None = None
         self._swapped: dict[ScheduledRequest, SwappedRequest] = {}
 
     @property
@@ -132,8 +143,18 @@ class Executor:
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
         swaps = self._swaps(plan)
-        output = self._launcher.launch(functools.partial(self._launch, buffer, shape, swaps))
+        launch = functools.partial(self._launch, plan, buffer, shape, swaps)
+        output = self._launcher.launch(launch)
         self._in_flight.append(_Dispatched(plan, shape, swaps, output))
+
+    def save(self, saves: Sequence[PageSave]) -> None:
+        """Launches copies of pages to the tiers without a step."""
+
+        def launch(state: SlotState) -> tuple[SlotState, None]:
+            assert self._transfer is not None
+            return state, self._transfer.save(state.pool, saves)
+
+        self._saving = self._launcher.launch(launch)
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request that
@@ -181,8 +202,12 @@ class Executor:
 
     def close(self) -> None:
         """Ends the thread that launches programs, and frees the engine's memory on the device.
-        Nothing can be dispatched after it."""
+        Nothing can be dispatched after it. Pages that were to be saved are written first."""
+        if self._saving is not None:
+            concurrent.futures.wait([self._saving], _CLOSE_SECONDS)
         self._launcher.close()
+        if self._transfer is not None:
+            self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
         self._swapped.clear()
 
@@ -196,11 +221,22 @@ class Executor:
         return _Swaps(self._copier, outs, ins)
 
     def _launch(
-        self, buffer: np.ndarray, shape: StepShape, swaps: _Swaps | None, state: SlotState
+        self,
+        plan: StepPlan,
+        buffer: np.ndarray,
+        shape: StepShape,
+        swaps: _Swaps | None,
+        state: SlotState,
     ) -> tuple[SlotState, StepOutput]:
         began = self.times.launches()
         if swaps is not None:
             state = swaps.run(state)
+        if self._transfer is not None:
+            if plan.saves:
+                self._transfer.save(state.pool, plan.saves)
+            if plan.loads:
+                pool = self._transfer.write(state.pool, plan.loads)
+                state = dataclasses.replace(state, pool=pool)
         state, output = self.programs(state, buffer, shape)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
@@ -21,7 +21,7 @@ from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
 
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for two."""
+
+_PAGES_SECONDS = 0.002
+"""Time after which the engine looks for pages and deadlines, if nobody wakes it up before."""
 
 
 class PlanExecutor(Protocol):
@@ -47,6 +50,8 @@ class PlanExecutor(Protocol):
     def times(self) -> DispatchTimes: ...
 
     def dispatch(self, plan: StepPlan) -> None: ...
+
+    def save(self, saves: Sequence[PageSave]) -> None: ...
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
 
@@ -125,7 +130,7 @@ class EngineLoop:
             raise ValueError(
                 "step: expected an engine with background=False, got one with a thread"
             )
-        return self._guarded_step()
+        return self._guarded_step() or self._wait_for_pages()
 
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
@@ -154,6 +159,8 @@ class EngineLoop:
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
+                loading=scheduler.loading(time.monotonic()),
+                loaded_tokens=scheduler.loaded_tokens,
             )
 
     @property
@@ -177,10 +184,17 @@ class EngineLoop:
                 )
             )
 
-    def clear_prefix_cache(self) -> None:
-        """Makes later requests compute their whole prompts again."""
+    def clear_prefix_cache(self, change: Callable[[], None] = lambda: None) -> None:
+        """Makes later requests compute their whole prompts again, or load them, after ``change``
+        was called."""
         with self._changed:
+            change()
             self._scheduler.clear_prefix_cache()
+
+    def notify(self) -> None:
+        """Wakes the engine's thread up, because pages have come."""
+        with self._changed:
+            self._changed.notify_all()
 
     def between_steps(self, change: Callable[[], None]) -> None:
         """Calls ``change`` while no step is being planned, and clears the prefix cache.
@@ -247,7 +261,7 @@ class EngineLoop:
     def _run(self) -> None:
         """The body of the engine's thread."""
         try:
-            while self._guarded_step() or self._wait_for_requests():
+            while self._guarded_step() or self._wait_for_pages() or self._wait_for_requests():
                 pass
         except Exception:
             logger.exception("the engine ends: a step failed")
@@ -258,6 +272,15 @@ class EngineLoop:
     def _close_parts(self) -> None:
         self._executor.close()
         self._open.close()
+
+    def _wait_for_pages(self) -> bool:
+        """Waits a moment if requests wait for pages. Returns False if none does."""
+        with self._changed:
+            if not self._scheduler.has_loads:
+                return False
+            if self._scheduler.loading(time.monotonic()):
+                self._changed.wait(_PAGES_SECONDS)
+            return True
 
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
@@ -309,8 +332,13 @@ class EngineLoop:
         if plan is not None:
             with self._host_times.dispatching():
                 self._executor.dispatch(plan)
-        elif not self._executor.steps_in_flight:
-            self._executor.times.rest()
+        else:
+            with self._changed:
+                saves = self._scheduler.take_saves()
+            if saves:
+                self._executor.save(saves)
+            if not self._executor.steps_in_flight:
+                self._executor.times.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:

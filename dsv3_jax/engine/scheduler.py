@@ -273,6 +273,11 @@ class Scheduler:
         """Returns the pages to copy to the store if there is no plan to include them."""
         return self._saves.take(len(self._saves)) if self._saves is not None else ()
 
+    @property
+    def has_loads(self) -> bool:
+        """Whether pages are or were loaded for a waiting request."""
+        return bool(self._loads)
+
     def loading(self, now: float) -> int:
         """Returns the number of waiting requests whose pages are being loaded from the store."""
         return self._loads.loading(now) if self._loads is not None else 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
+from dsv3_jax.pages import TierStats
 
 _SMOOTHING = 0.9  # weight of earlier measurements of a decode step
 
@@ -64,6 +65,12 @@ class EngineStats:
     """Its parts, and ``waiting`` for results."""
     dispatches: DispatchFigures
     """Times of the dispatches, by shape."""
+    loading: int = 0
+    """Waiting requests whose pages are being loaded from the tiers."""
+    loaded_tokens: int = 0
+    """Those of ``prefix_hit_tokens`` whose pages were loaded from the tiers."""
+    tiers: tuple[TierStats, ...] = ()
+    """Figures of host memory and of the disk, as far as the engine has them."""
 
     def since(self, before: EngineStats) -> EngineStats:
         """Returns the figures with totals counted from an earlier moment."""
@@ -77,6 +84,7 @@ class EngineStats:
             "preemptions",
             "compiled_after_warm_up",
             "steps",
+            "loaded_tokens",
         )
         totals = {name: getattr(self, name) - getattr(before, name) for name in names}
         host = self.host_us_per_step * self.steps - before.host_us_per_step * before.steps
@@ -91,6 +99,7 @@ class EngineStats:
             host_us_per_step=host_us,
             host_us=parts,
             dispatches=self.dispatches.since(before.dispatches),
+            tiers=tuple(map(TierStats.since, self.tiers, before.tiers)),
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class DiskPages:
 
     Args:
       directory: is created if it does not exist. It must be on a file system with locks and atomic
-        renames. Whoever can write to it can change what other users' requests see, within what the
-        checks of records leave.
+        renames. A user who can write to it can feed wrong contents to the requests of others:
+        checksums find damage, not intent.
       capacity: most bytes of all files.
       unwritten: most bytes of records that wait to be written. More are dropped.
 

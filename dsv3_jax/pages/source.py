@@ -83,3 +83,12 @@ class TierStats:
             damaged_pages=self.damaged_pages + damaged,
             used_bytes=self.used_bytes + used,
         )
+
+    def since(self, before: TierStats) -> TierStats:
+        """Returns the figures with totals counted from an earlier moment."""
+        totals = {
+            field.name: getattr(self, field.name) - getattr(before, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("name", "used_bytes")
+        }
+        return dataclasses.replace(self, **totals)

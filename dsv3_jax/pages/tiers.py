@@ -117,12 +117,16 @@ class PageTiers:
         seconds."""
         return self.disk is None or self.disk.flush(timeout)
 
+    def clear_memory(self) -> None:
+        """Drops all records in host memory."""
+        if self.host is not None:
+            self.host.clear()
+
     def close(self, timeout: float | None = None) -> None:
         """Writes what is stored to the disk, within ``timeout`` seconds, and frees the memory."""
         if self.disk is not None:
             self.disk.close(timeout)
-        if self.host is not None:
-            self.host.clear()
+        self.clear_memory()
 
     def stats(self) -> tuple[TierStats, ...]:
         """Returns the figures of the host memory and the disk."""

@@ -1,0 +1,291 @@
+"""Moves pages between the device and the tiers, in threads of its own.
+
+Copies of pages are launched in the order of the device's work, by the thread that launches steps;
+everything else happens elsewhere. To save pages, that thread gathers them into new arrays. Another
+thread waits for these on the host and stores them. To load pages, records come from the tiers and
+are copied to the device while their request waits. The launching thread only scatters them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dsv3_jax.engine.page_packing import PackedPage, PagePacker
+from dsv3_jax.engine.pool_layout import PoolLayout
+from dsv3_jax.engine.step_plan import PageLoad, PageSave
+from dsv3_jax.kv_cache import PagePool
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import (
+    CacheIdentity,
+    CacheTiers,
+    PageAddress,
+    PageError,
+    PageFormat,
+    PageRecord,
+    PageTiers,
+    TierStats,
+)
+from dsv3_jax.pages.weights import model_digest
+
+logger = logging.getLogger(__name__)
+
+_MOST_UNSAVED_BYTES = 2**30
+"""Bytes of gathered pages that wait for the host. More pages are not saved."""
+
+
+class StagedPage(NamedTuple):
+    """The contents of a page that is to be written to the pool."""
+
+    payload: np.ndarray
+    parts: tuple[jax.Array, ...] | None
+    """On the device, or None if there was no room."""
+
+
+class _Gathered(NamedTuple):
+    identity: CacheIdentity
+    addresses: list[PageAddress]
+    pages: list[PackedPage]
+
+
+class StagedLoad:
+    """Pages on their way from the tiers. See :class:`~dsv3_jax.engine.prefix_loads.Load`."""
+
+    def __init__(self, transfer: PageTransfer):
+        self._transfer = transfer
+        self.contents: list[StagedPage] | None = None
+        self.is_closed = False
+        self.staged_bytes = 0
+        self.future: Future[list[PageRecord]] | None = None
+
+    def close(self) -> None:
+        """Gives up the load, or its share of the memory for staging."""
+        self.is_closed = True
+        if self.future is not None:
+            self.future.cancel()
+        self._transfer.release(self)
+
+
+class PageTransfer:
+    """The store of pages that a scheduler loads from and saves to, and the copies for it.
+
+    Args:
+      identity: everything besides tokens that the pages depend on.
+      tiers: where records are stored.
+      packer: copies pages between a pool and records.
+      pool: division of the pool.
+      config: limits.
+    """
+
+    def __init__(
+        self,
+        identity: CacheIdentity,
+        tiers: PageTiers,
+        packer: PagePacker,
+        pool: PoolLayout,
+        config: CacheTiers,
+    ):
+        self.identity = identity
+        self.parts = pool.token_parts
+        self.on_load: Callable[[], None] = lambda: None
+        """Called in another thread whenever pages have come."""
+        self._tiers = tiers
+        self._packer = packer
+        self._pool = pool
+        self._staging_bytes = config.staging_bytes
+        self._lock = threading.Lock()
+        self._stager = ThreadPoolExecutor(1, "dsv3-page-stager")
+        self._unsaved_bytes = 0
+        self.dropped_pages = 0
+        """Pages that were not saved, because too many waited for the host."""
+        self._queue: queue.SimpleQueue[_Gathered | threading.Event | None] = queue.SimpleQueue()
+        self._saver = threading.Thread(target=self._save_all, name="dsv3-page-saver", daemon=True)
+        self._saver.start()
+
+    @classmethod
+    def of(
+        cls, model: DeepSeekV3, arrays: PagePool, pool: PoolLayout, config: CacheTiers, *, mtp: bool
+    ) -> PageTransfer:
+        """Returns the transfer for the pages of a model. It reads all weights once.
+
+        Args:
+          arrays: a pool of the shapes and shardings to compile for.
+          mtp: whether the MTP layer has a cache.
+
+        Raises:
+          OSError: the directory of the disk tier cannot be used.
+        """
+        format = PageFormat.of(model.cache_spec(mtp=mtp), pool.page_size)
+        identity = CacheIdentity(model_digest(model), format, int(mtp))
+        packer = PagePacker(arrays, format, model.layout)
+        return cls(identity, PageTiers(config), packer, pool, config)
+
+    def identity_of(self, model: DeepSeekV3) -> CacheIdentity:
+        """Returns the identity of the pages of another model of the same signature."""
+        return dataclasses.replace(self.identity, model=model_digest(model), salt="")
+
+    def use(self, identity: CacheIdentity) -> None:
+        """Replaces the identity. No page of the one before is loaded any more."""
+        self.identity = identity
+
+    def forget(self) -> None:
+        """Makes all pages that were stored so far unreachable for this engine."""
+        self.use(dataclasses.replace(self.identity, salt=secrets.token_hex(8)))
+        self._tiers.clear_memory()
+
+    # What the scheduler calls.
+
+    def addresses(
+        self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
+    ) -> list[PageAddress]:
+        """See :class:`~dsv3_jax.engine.prefix_loads.PageStore`."""
+        is_current = bool(known) and known[0].parent == self.identity.digest
+        return self.identity.addresses(tokens, known if is_current else ())
+
+    def lookup(self, addresses: Sequence[PageAddress]) -> int:
+        """See :class:`~dsv3_jax.engine.prefix_loads.PageStore`."""
+        return self._tiers.lookup(addresses)
+
+    def load(self, addresses: Sequence[PageAddress]) -> StagedLoad:
+        """See :class:`~dsv3_jax.engine.prefix_loads.PageStore`."""
+        load, identity = StagedLoad(self), self.identity
+        load.future = self._tiers.fetch(addresses)
+
+        def stage(future: Future[list[PageRecord]]) -> None:
+            if not future.cancelled():
+                with contextlib.suppress(RuntimeError):  # the engine has ended
+                    self._stager.submit(self._stage, load, identity, addresses, future.result())
+
+        load.future.add_done_callback(stage)
+        return load
+
+    # What the thread that launches steps calls.
+
+    def save(self, pool: PagePool, saves: Sequence[PageSave]) -> None:
+        """Launches copies of pages, and leaves the rest to another thread."""
+        if not self._tiers.takes_pages:
+            return
+        for identity, of_identity in itertools.groupby(saves, lambda save: save.identity):
+            pages = [
+                (number, address)
+                for save in of_identity
+                for number, address in zip(
+                    self._pool.table([save.page]).tolist(), save.addresses, strict=True
+                )
+                if address not in self._tiers
+            ]
+            count = self._reserve_unsaved(len(pages), identity.format.num_bytes)
+            if count:
+                numbers, addresses = map(list, zip(*pages[:count], strict=True))
+                gathered = self._packer.gather(pool, numbers)
+                self._queue.put(_Gathered(identity, addresses, gathered))
+
+    def write(self, pool: PagePool, loads: Sequence[PageLoad]) -> PagePool:
+        """Returns the pool, which is donated, with pages that were loaded."""
+        pages = self._pool.table([load.page for load in loads]).tolist()
+        staged: list[StagedPage] = [page for load in loads for page in load.contents]
+        parts = [self._packer.stage(p.payload) if p.parts is None else p.parts for p in staged]
+        return self._packer.scatter(pool, pages, parts)
+
+    # What others call.
+
+    def release(self, load: StagedLoad) -> None:
+        """Gives back a load's share of the memory for staging."""
+        with self._lock:
+            self._staging_bytes += load.staged_bytes
+            load.staged_bytes = 0
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until all pages that were launched are stored. Returns False after ``timeout``
+        seconds."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        return reached.wait(timeout) and self._tiers.flush(timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stores the pages that were launched, within ``timeout`` seconds, and ends the threads."""
+        self._stager.shutdown(wait=False, cancel_futures=True)
+        self._queue.put(None)
+        self._saver.join(timeout)
+        self._tiers.close(timeout)
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Returns the figures of each tier."""
+        return self._tiers.stats()
+
+    # Other threads.
+
+    def _stage(
+        self,
+        load: StagedLoad,
+        identity: CacheIdentity,
+        addresses: Sequence[PageAddress],
+        records: Sequence[PageRecord],
+    ) -> None:
+        """Copies records to the device, as far as the memory for staging goes."""
+        contents: list[StagedPage] = []
+        try:
+            for record, address in zip(records, addresses, strict=False):
+                if load.is_closed:
+                    break
+                record.check(identity, address)
+                parts = None
+                if self._reserve_staging(load, record.num_bytes):
+                    parts = self._packer.stage(record.payload)
+                contents.append(StagedPage(record.payload, parts))
+            jax.block_until_ready([page.parts for page in contents])
+        except PageError as error:
+            logger.warning("cache tiers: a page is not used: %s", error)
+        except Exception:
+            logger.exception("cache tiers: pages were not loaded")
+            contents = []
+        load.contents = contents
+        if load.is_closed:  # meanwhile
+            self.release(load)
+        self.on_load()
+
+    def _reserve_staging(self, load: StagedLoad, count: int) -> bool:
+        with self._lock:
+            if count > self._staging_bytes:
+                return False
+            self._staging_bytes -= count
+            load.staged_bytes += count
+            return True
+
+    def _reserve_unsaved(self, pages: int, page_bytes: int) -> int:
+        """Returns how many of some pages can wait for the host."""
+        with self._lock:
+            count = min(pages, max(_MOST_UNSAVED_BYTES - self._unsaved_bytes, 0) // page_bytes)
+            self._unsaved_bytes += count * page_bytes
+            self.dropped_pages += pages - count
+            return count
+
+    def _save_all(self) -> None:
+        """The body of the thread that stores pages."""
+        while (gathered := self._queue.get()) is not None:
+            if isinstance(gathered, threading.Event):
+                gathered.set()
+                continue
+            identity, addresses, pages = gathered
+            try:
+                self._tiers.store(
+                    [
+                        PageRecord(identity.digest, address, identity.format, page.payload())
+                        for address, page in zip(addresses, pages, strict=True)
+                    ]
+                )
+            except Exception as error:  # the device's; its steps fail too
+                logger.warning("cache tiers: %d pages were not saved: %s", len(pages), error)
+            with self._lock:
+                self._unsaved_bytes -= len(pages) * identity.format.num_bytes
