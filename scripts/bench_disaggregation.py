@@ -52,7 +52,7 @@ class Answer:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Compare servers of separate roles with one.")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--transfer", choices=("http", "jax"), default="http")

@@ -8,8 +8,13 @@ from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender, Sender
-from dsv3_jax.pages import CacheIdentity
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.server.api_keys import read_keys
+
+_PREFILL_HOST_BYTES = 4 * 2**30
+"""Size of the tier in host memory from which a prefill server sends pages."""
 
 
 def sender_of(arguments: argparse.Namespace) -> Sender | None:
@@ -25,7 +30,7 @@ def sender_of(arguments: argparse.Namespace) -> Sender | None:
     return JaxSender(arguments.host, arguments.transfer_port or 0)
 
 
-def remote_of(arguments: argparse.Namespace, identity: CacheIdentity) -> RemotePrefill | None:
+def remote_of(arguments: argparse.Namespace, model: DeepSeekV3) -> RemotePrefill | None:
     """Returns the source of pages on prefill servers; None if this is no decode server.
 
     Raises:
@@ -34,17 +39,27 @@ def remote_of(arguments: argparse.Namespace, identity: CacheIdentity) -> RemoteP
     if arguments.role != "decode":
         return None
     keys = arguments.prefill_api_key_file
-    tokens = arguments.prefill_min_tokens or 64
+    tokens = arguments.prefill_min_tokens or DEFAULT_PAGE_SIZE
+    has_mtp = model.config.num_nextn_predict_layers > 0
+    format = PageFormat.of(model.cache_spec(mtp=has_mtp), DEFAULT_PAGE_SIZE)
     return RemotePrefill(
-        identity,
         Peers(arguments.prefill_url),
         JaxReceiver() if arguments.transfer == "jax" else HttpReceiver(),
-        seconds=prefill_seconds(arguments),
-        min_pages=-(-tokens // identity.page_size),
+        page_size=format.page_size,
+        max_page_bytes=format.num_bytes,
+        seconds=_prefill_seconds(arguments),
+        min_pages=-(-tokens // format.page_size),
         api_key=None if keys is None else read_keys(keys)[0],
     )
 
 
-def prefill_seconds(arguments: argparse.Namespace) -> float:
-    """Returns the longest time for the pages of a prompt to arrive."""
+def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> CacheTiers | None:
+    """Returns the tiers of cache pages that the role needs."""
+    if remote is not None:
+        # The source itself ends at its time, and then has the pages that came so far.
+        return CacheTiers(sources=(remote,), load_seconds=_prefill_seconds(arguments) + 1)
+    return CacheTiers(host_bytes=_PREFILL_HOST_BYTES) if arguments.role == "prefill" else None
+
+
+def _prefill_seconds(arguments: argparse.Namespace) -> float:
     return 30.0 if arguments.prefill_seconds is None else arguments.prefill_seconds

@@ -65,7 +65,7 @@ class Prefills:
     def __init__(self, service: Service, sender: Sender):
         self.counts = PrefillCounts()
         self._service = service
-        self._engine = service.engine
+        self.store = service.engine.page_transfer
         self._sender = sender
 
     async def answer(self, body: PrefillBody) -> Response:
@@ -87,18 +87,18 @@ class Prefills:
             temperature=0.0,
             draft=False,
         )
-        lease = _Answer(self, job, addresses, self._sender, deadline)
+        answer = _Answer(self, job, addresses, self._sender, deadline)
         try:
             async with asyncio.timeout(body.seconds):
-                await lease.first_page()
+                await answer.first_page()
         except BaseException as error:
             self.counts.interrupted += 1
-            await lease.close()
+            await answer.close()
             if isinstance(error, TimeoutError):
                 message = f"prefill: expected the first page within {body.seconds:g} s"
                 raise ApiError(504, message, kind="timeout_error") from None
             raise
-        return lease
+        return answer
 
     def _addresses(self, body: PrefillBody) -> Sequence[PageAddress]:
         """Returns the addresses of the pages that are asked for.
@@ -106,7 +106,7 @@ class Prefills:
         Raises:
           ApiError: this server cannot have them.
         """
-        identity = self._engine.cache_identity
+        identity = self.store.identity
         if body.identity != identity.digest.hex():
             raise ApiError(
                 409,
@@ -154,7 +154,7 @@ class _Answer(Response):
         del self.headers["content-length"]
         self._counts = prefills.counts
         self._counts.open_answers += 1
-        self._engine = prefills._engine
+        self._store = prefills.store
         self._job = job
         self._computed = asyncio.ensure_future(job.completions())
         self._left = list(addresses)
@@ -229,18 +229,18 @@ class _Answer(Response):
         if not count:
             self._computed.result()
             return []
-        return await asyncio.wrap_future(self._engine.stored_pages(self._left[:count]))
+        return await asyncio.wrap_future(self._store.fetch(self._left[:count]))
 
     async def _pages_there(self) -> int:
-        """Waits until the next page is in the tiers, or the prompt is computed and all its pages are
-        stored. Returns how many pages can be read."""
+        """Waits until the next page is stored, or the prompt is computed and all its pages were.
+        Returns how many pages can be read."""
         are_stored = False
-        while not (count := self._engine.num_stored_pages(self._left[:_MAX_RECORDS])):
+        while not (count := self._store.lookup(self._left[:_MAX_RECORDS])):
             if are_stored:
                 return 0
             if self._computed.done():
                 left = max(self._deadline - time.monotonic(), 0.0)
-                await asyncio.to_thread(self._engine.flush_tiers, left)
+                await asyncio.to_thread(self._store.flush, left)
                 are_stored = True
             else:
                 await asyncio.wait([self._computed], timeout=_POLL_SECONDS)
