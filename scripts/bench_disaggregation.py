@@ -3,11 +3,12 @@
     python -m scripts.bench_disaggregation --out benchmarks/results/disaggregation_cpu.json
     python -m scripts.bench_disaggregation --requests 20 --rounds 1 --transfer jax
 
-A server on its own answers random requests first. Then two prefill and two decode servers get the
-same requests in every round, and in each round one server of each role is killed (SIGKILL) at a
-random moment and restarted. Some clients go away before their answer. Every answer has to have the
-same text and token texts as the single server's, or an error. After each round all servers must be
-idle, with no page in use, and their pages, slots and queues must agree.
+A server on its own answers random requests first. Then two prefill and two decode servers get all
+of them, and in every later round a random part of them, while one server of each role is killed
+(SIGKILL) at a random moment and restarted. Some clients go away before their answer. A client whose
+decode server is killed sends its request to the other one. Every answer has to have the same text
+and token texts as the single server's, or an error. After each round all servers must be idle, with
+no page in use, and their pages, slots and queues must agree.
 
 At the end the time to the first token of cold prompts is measured on both. On a CPU all processes
 share the cores: these times say nothing about GPUs.
@@ -47,14 +48,17 @@ class Answer:
     """What a client got."""
 
     outcome: str
-    """``right``, ``wrong``, ``gone`` (the client), ``lost`` (the server was killed) or an error."""
+    """``right``, ``wrong``, ``gone`` (the client), ``error``, or what should not happen."""
     detail: Any = None
+    retries: int = 0
+    """How often its server was killed or down, and it was sent to the other one."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare servers of separate roles with one.")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds with kills")
+    parser.add_argument("--part", type=float, default=0.2, help="share of the requests in a round")
     parser.add_argument("--transfer", choices=("http", "jax"), default="http")
     parser.add_argument("--draft", choices=("none", "mtp"), default="mtp")
     parser.add_argument("--dtype", default="float32")
@@ -122,44 +126,50 @@ async def reference(url: str, bodies: Sequence[dict[str, Any]]) -> list[Any]:
 async def play_round(
     bodies: Sequence[dict[str, Any]],
     expected: Sequence[Any],
+    numbers: Sequence[int],
     prefill: Sequence[RoleProcess],
     decode: Sequence[RoleProcess],
     rng: random.Random,
-    seconds: float,
+    seconds: float | None,
 ) -> list[Answer]:
-    """Sends all requests, and kills one server of each role meanwhile.
+    """Sends requests, and kills one server of each role meanwhile.
 
     Args:
-      seconds: time in which the kills happen.
+      numbers: of the requests, in order.
+      seconds: time in which the kills happen. None kills nothing.
     """
-    order = rng.sample(range(len(bodies)), len(bodies))
-    numbers = iter(order)
-    answers: dict[int, Answer] = {}
-    goes_away = {i: rng.uniform(0, 0.5) for i in order if rng.random() < _ABORTED}
-
-    async def client(session: aiohttp.ClientSession, number: int) -> None:
-        for i in numbers:
-            server = decode[(i + number) % len(decode)]
-            kills = server.kills
-            try:
-                async with asyncio.timeout(goes_away.get(i, 120)):
-                    got = await complete(session, server.url, bodies[i])
-                if got == expected[i]:
-                    answers[i] = Answer("right")
-                else:
-                    answers[i] = Answer("wrong", {"expected": expected[i], "got": got})
-            except TimeoutError:
-                answers[i] = Answer("gone" if i in goes_away else "no answer within 120 s")
-            except aiohttp.ClientError as error:
-                is_ready = kills == server.kills and server not in down
-                answers[i] = Answer(f"unexpected {error!r}" if is_ready else "lost")
-                await asyncio.sleep(0.2)
-            except RuntimeError as error:
-                answers[i] = Answer("error", str(error))
-
+    left = iter(numbers)
+    answers: list[Answer] = []
+    goes_away = {i: rng.uniform(0, 0.5) for i in numbers if rng.random() < _ABORTED}
     down: set[RoleProcess] = set()
 
+    async def answer_to(session: aiohttp.ClientSession, i: int, retries: int = 0) -> Answer:
+        server = decode[(i + retries) % len(decode)]
+        kills = server.kills
+        try:
+            async with asyncio.timeout(goes_away.get(i, 120)):
+                got = await complete(session, server.url, bodies[i])
+        except TimeoutError:
+            outcome = "gone" if i in goes_away else "no answer within 120 s"
+            return Answer(outcome, retries=retries)
+        except aiohttp.ClientError as error:
+            if kills == server.kills and server not in down:
+                return Answer("lost by a server that was not killed", repr(error))
+            await asyncio.sleep(0.1)
+            return await answer_to(session, i, retries + 1)
+        except RuntimeError as error:
+            return Answer("error", str(error), retries)
+        if got == expected[i]:
+            return Answer("right", retries=retries)
+        return Answer("wrong", {"request": i, "expected": expected[i], "got": got})
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for i in left:
+            answers.append(await answer_to(session, i))
+
     async def killer(servers: Sequence[RoleProcess]) -> None:
+        if seconds is None:
+            return
         await asyncio.sleep(rng.uniform(0, seconds))
         server = rng.choice(servers)
         down.add(server)
@@ -170,9 +180,9 @@ async def play_round(
         down.discard(server)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        clients = [client(session, number) for number in range(_CONCURRENCY)]
+        clients = [client(session) for _ in range(_CONCURRENCY)]
         await asyncio.gather(*clients, killer(prefill), killer(decode))
-    return [answers[i] for i in range(len(bodies))]
+    return answers
 
 
 async def first_token_seconds(url: str, prompt: list[int]) -> float:
@@ -244,23 +254,29 @@ def main(words: Sequence[str]) -> int:
             a != b for a, b in zip(expected, again, strict=True)
         )
     totals: collections.Counter[str] = collections.Counter()
-    figures: collections.Counter[str] = collections.Counter()
+    figures: collections.Counter[str] = collections.Counter()  # without those of killed processes
     failures: list[Any] = []
     with running([*prefill, *decode]):
-        for number in range(arguments.rounds):
+        for number in range(arguments.rounds + 1):
             began = time.monotonic()
-            answers = asyncio.run(play_round(bodies, expected, prefill, decode, rng, seconds))
+            part = 1.0 if number == 0 else arguments.part
+            sent = rng.sample(range(len(bodies)), round(part * len(bodies)))
+            kill_seconds = part * seconds if number else None
+            answers = asyncio.run(
+                play_round(bodies, expected, sent, prefill, decode, rng, kill_seconds)
+            )
             outcomes = collections.Counter(answer.outcome for answer in answers)
             totals += outcomes
             failures += [a.detail or a.outcome for a in answers if a.detail or " " in a.outcome]
             for process in (*prefill, *decode):
-                for name, value in process.wait_until_idle().items():
-                    if name.startswith("dsv3:") and "_total" in name:
-                        figures[f"{process.name.split()[0]} {name}"] = max(
-                            figures[f"{process.name.split()[0]} {name}"], int(value)
-                        )
+                figures += process.new_counts(process.wait_until_idle())
                 process.check_integrity()
-            row = {"seconds": round(time.monotonic() - began, 1), **outcomes}
+            row = {
+                "kills": 2 * (number > 0),
+                "seconds": round(time.monotonic() - began, 1),
+                "retries": sum(answer.retries for answer in answers),
+                **outcomes,
+            }
             result["rounds"].append(row)
             print(json.dumps({"round": number, **row}), file=sys.stderr)
             _write(arguments.out, result, totals, figures, failures)
@@ -283,7 +299,7 @@ def _write(
     failures: list[Any],
 ) -> None:
     result["outcomes"] = dict(totals)
-    result["largest_figures_of_a_server"] = dict(sorted(figures.items()))
+    result["counts_of_servers"] = {name: round(n, 1) for name, n in sorted(figures.items())}
     result["failures"] = failures[:20]
     if out is not None:
         atomic_write(out, json.dumps(result, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
@@ -55,6 +56,7 @@ class RoleProcess:
         self._words = ["serve", "--port", str(port), *flags]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
 
     def start(self) -> None:
         """Starts the process."""
@@ -62,6 +64,7 @@ class RoleProcess:
             command = [sys.executable, "-c", _CHILD, *self._words]
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
             self._process = subprocess.Popen(command, stderr=log, env=environment)
+        self._counts.clear()
 
     def kill(self) -> None:
         """Ends the process at once (SIGKILL)."""
@@ -101,6 +104,19 @@ class RoleProcess:
             "/metrics", lambda text: not any(map(_figures(text).get, names)), seconds
         )
         return _figures(text)
+
+    def new_counts(self, figures: dict[str, float]) -> collections.Counter[str]:
+        """Returns what its own counters have gained since the last call, or its start."""
+        counts = collections.Counter(
+            {
+                name.removeprefix("dsv3:").replace("_total", ""): value
+                for name, value in figures.items()
+                if name.startswith("dsv3:") and "_total" in name
+            }
+        )
+        new = counts - self._counts
+        self._counts = counts
+        return new
 
     def check_integrity(self, seconds: float = 30) -> None:
         """Raises RuntimeError unless its pages, slots and queues agree."""
