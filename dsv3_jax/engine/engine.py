@@ -16,12 +16,16 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
-
-import jax
+from typing import Any, Literal
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
+from dsv3_jax.engine.checks import (
+    check_deterministic,
+    check_model,
+    check_swap_tokens,
+    check_tiers,
+)
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.executor import Executor
 from dsv3_jax.engine.grammar import Grammar
@@ -100,7 +104,7 @@ class Engine:
         swap_tokens: int | None = None,
         tiers: CacheTiers | None = None,
     ):
-        _check_model(model)
+        check_model(model)
         config = model.config
         longest = config.max_position_embeddings
         expected = f"2 to {longest} (max_position_embeddings)"
@@ -109,7 +113,7 @@ class Engine:
         check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, config)
         if deterministic:
-            _check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
+            check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
         mtp = plan.drafter is not None and plan.drafter.mtp_hidden is not None
         layout = model.layout
         shards, micro_batches = 1, 1
@@ -124,9 +128,8 @@ class Engine:
         buckets.check(max_running // shards, micro_batches)
         if deterministic:
             buckets = buckets.single()
-        _check_swap_tokens(swap_tokens, deterministic=deterministic)
-        if tiers is not None and (deterministic or not prefix_cache):
-            _refuse_tiers(deterministic=deterministic)
+        check_swap_tokens(swap_tokens, deterministic=deterministic)
+        check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
@@ -408,56 +411,3 @@ class Engine:
 def _close_in_a_thread(loop: EngineLoop) -> None:
     """Closes a loop from a finalizer, which must not wait for a lock."""
     threading.Thread(target=loop.close, name="dsv3-engine-close", daemon=True).start()
-
-
-def _check_model(model: DeepSeekV3) -> None:
-    """Raises ValueError for a model that the engine cannot run."""
-    if not isinstance(model, DeepSeekV3):
-        raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
-    if model.attn_impl is not None:
-        raise ValueError(
-            f"model: expected attn_impl None, got {model.attn_impl!r}; the variants are for"
-            " comparison in a Generator"
-        )
-    mesh = None if model.layout is None else model.layout.mesh
-    if isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process:
-        raise ValueError(
-            "model: expected a mesh of this process's devices, got one that spans processes; their"
-            " schedulers would make different plans"
-        )
-
-
-def _check_deterministic(model: DeepSeekV3, *, is_depth_adaptive: bool) -> None:
-    """Raises ValueError for what does not give the same bits in any company, as far as we know."""
-    if is_depth_adaptive:
-        raise ValueError(
-            "draft_depth: expected a number with deterministic=True, got 'auto'; the depth depends"
-            " on when results are read, and rounding on the depth"
-        )
-    if model.layout is not None:
-        raise ValueError(
-            "deterministic: expected a model on one device, got one with a layout; the exchange"
-            " of tokens between devices has not been proved to keep every bit"
-        )
-
-
-def _refuse_tiers(*, deterministic: bool) -> NoReturn:
-    """Raises ValueError for the setting that contradicts tiers."""
-    if deterministic:
-        raise ValueError(
-            "tiers: expected None with deterministic=True; a page of another engine may be rounded"
-            " otherwise"
-        )
-    raise ValueError("tiers: expected None with prefix_cache=False, got tiers for prefixes")
-
-
-def _check_swap_tokens(swap_tokens: int | None, *, deterministic: bool) -> None:
-    """Raises ValueError for a size of host memory that is out of range or would not be used."""
-    if swap_tokens is None:
-        return
-    check("swap_tokens", swap_tokens, "an integer of at least 0", numbers.Integral, 0)
-    if not deterministic:
-        raise ValueError(
-            f"swap_tokens: expected None without deterministic=True, got {swap_tokens};"
-            " other engines prefill preempted requests again"
-        )

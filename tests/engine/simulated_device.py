@@ -260,10 +260,9 @@ class Simulation:
         swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
         limits = SchedulerConfig(**settings, aligned_prefixes=aligned_prefixes)
         self.now = 0.0
-        self.store = SimulatedStore(page_size, lookahead, lambda: self.now) if has_store else None
-        self.scheduler = Scheduler(
-            limits, pages, swaps, store=self.store, load_seconds=LOAD_SECONDS
-        )
+        self.store = SimulatedStore(page_size, lookahead, lambda: self.now)
+        store = self.store if has_store else None
+        self.scheduler = Scheduler(limits, pages, swaps, store=store, load_seconds=LOAD_SECONDS)
         aligned = settings["chunk_tokens"] if aligned_prefixes else None
         self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned)
         self.device.store = self.store
@@ -311,5 +310,4 @@ class Simulation:
         swapped = [shard.swap.used for shard in self.scheduler.shards if shard.swap]
         assert not any(swapped), "an idle engine holds host memory"
         assert not self.device.saved, "host memory is lost"
-        loads = [] if self.store is None else self.store.loads
-        assert all(load.is_closed for load in loads), "a load is lost"
+        assert all(load.is_closed for load in self.store.loads), "a load is lost"

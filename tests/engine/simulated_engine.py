@@ -13,7 +13,7 @@ from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import NewTokens, RequestResult
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.request import Request
@@ -76,6 +76,9 @@ class SimulatedExecutor:
         assert all(chunk.request in self._settings for chunk in plan.chunks if chunk.is_first)
         self._maybe_fail("dispatch")
         self._in_flight.append((plan, *self.device.run(plan)))
+
+    def save(self, saves: Sequence[PageSave]) -> None:
+        self.device.save(saves)
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         time.sleep(self._latency())

@@ -42,7 +42,6 @@ class SimulatedStore:
 
     Args:
       clock: the time of the simulation.
-      delays, lost: of loads, one after the other.
     """
 
     parts = 1
@@ -52,14 +51,17 @@ class SimulatedStore:
         page_size: int,
         lookahead: int,
         clock: Callable[[], float],
-        delays: Iterable[float] = _DELAYS,
-        lost: Iterable[int] = _LOST,
     ):
         self.identity = 0
         self.pages: dict[Any, Any] = {}
         self.loads: list[SimulatedLoad] = []
         self._page_size, self._lookahead = page_size, lookahead
         self._clock = clock
+        self.begin(_DELAYS, _LOST)
+
+    def begin(self, delays: Iterable[float], lost: Iterable[int]) -> None:
+        """Sets the seconds and the lost pages of the next loads, one after the other."""
+        self.loads.clear()
         self._delays, self._lost = itertools.cycle(delays), itertools.cycle(lost)
 
     def addresses(self, tokens: Sequence[int], known: Sequence[Any] = ()) -> list[Any]:

@@ -22,9 +22,7 @@ def make(delays=(2.0,), lost=(0,), lookahead=0, **options) -> Simulation:
     filler = request([*PROMPT, 1], 4)
     simulation.scheduler.add(filler)
     simulation.run()
-    pages = simulation.store.pages
-    simulation.store.__init__(4, lookahead, lambda: simulation.now, delays, lost)
-    simulation.store.pages = pages
+    simulation.store.begin(delays, lost)
     simulation.scheduler.clear_prefix_cache()
     simulation.plans.clear()
     return simulation
@@ -182,4 +180,4 @@ class RandomLoads(RandomOperations):
 
 
 TestRandomLoads = RandomLoads.TestCase
-TestRandomLoads.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRandomLoads.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
