@@ -1,93 +1,282 @@
-"""A prefill and a decode server: the tokens are those of one engine, whatever arrives."""
+"""A prefill server and the engine of a decode server: the tokens are those of one engine."""
 
 from __future__ import annotations
 
 import random
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
+import dsv3_jax
+from dsv3_jax.disaggregation.jax_transfer import JaxReceiver
 from dsv3_jax.disaggregation.peers import Peers
+from dsv3_jax.disaggregation.protocol import PATH, PrefillBody
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
-from tests.server.conftest import RunningServer, demo_engine, running
+from tests.server.conftest import RunningServer, running
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
-PAGE = 16
-MOST = dict.fromkeys(("vllm:num_requests_running", "vllm:kv_cache_usage_perc"), 0.0)
-
-
-def engine(**tiers: Any) -> tuple[Engine, Any]:
-    """Returns an engine with small pages and an MTP cache, and its tokenizer."""
-    return demo_engine(page_size=PAGE, draft="mtp", tiers=CacheTiers(**tiers))
-
-
-@pytest.fixture(scope="module", params=["http", "jax"])
-def transfer(request: pytest.FixtureRequest) -> str:
-    return request.param
+PAGE, MAX_LEN = 8, 120
+BUCKETS = Buckets(decodes=(4,), chunks=(1,), chunk_tokens=16, max_steps=1).single()
 
 
 @pytest.fixture(scope="module")
-def prefill(transfer) -> Iterator[RunningServer]:
+def checkpoint(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    config = tiny_config(num_hidden_layers=1)
+    write_checkpoint(directory, config, random_tensors(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> DeepSeekV3:
+    return dsv3_jax.load(checkpoint)[0]
+
+
+def engine(model: DeepSeekV3, **tiers: Any) -> Engine:
+    return Engine(
+        model,
+        None,
+        MAX_LEN,
+        max_running=4,
+        cache_tokens=60 * PAGE,
+        page_size=PAGE,
+        draft="mtp",
+        buckets=BUCKETS,
+        tiers=CacheTiers(**tiers),
+    )
+
+
+@pytest.fixture(scope="module")
+def prefill(model) -> Iterator[RunningServer]:
     """A prefill server."""
-    sender = HttpSender() if transfer == "http" else JaxSender("127.0.0.1")
-    with running(*engine(host_bytes=2**24), sender=sender) as it:
+    tokenizer = dsv3_jax.load("demo")[1]
+    assert tokenizer is not None
+    with running(engine(model, host_bytes=2**24), tokenizer, sender=HttpSender()) as it:
         yield it
 
 
 @pytest.fixture(scope="module")
-def decode(transfer, prefill) -> Iterator[tuple[Engine, RemotePrefill]]:
-    """The engine of a decode server."""
-    remote = RemotePrefill(
-        Peers([prefill.url]),
-        HttpReceiver() if transfer == "http" else JaxReceiver(),
-        page_size=PAGE,
-        max_page_bytes=2**20,
+def remote(prefill) -> Iterator[RemotePrefill]:
+    source = RemotePrefill(
+        Peers([prefill.url]), HttpReceiver(), page_size=PAGE, max_page_bytes=2**20
     )
-    with engine(sources=(remote,), load_seconds=20.0)[0] as it:
-        it.warm_up()
-        yield it, remote
-    remote.close()
-
-
-def prompts(count: int, rng: random.Random) -> list[list[int]]:
-    """Returns random prompts. Some begin alike, and some end with a page."""
-    begin = rng.choices(range(300, 2000), k=40)
-    lengths = [1, PAGE, PAGE + 1, 5 * PAGE, *(rng.randint(20, 150) for _ in range(count))]
-    return [
-        (begin if i % 3 == 0 else []) + rng.choices(range(300, 2000), k=n)
-        for i, n in enumerate(lengths[:count])
-    ]
-
-
-def settings(i: int) -> dict[str, Any]:
-    """Returns settings of a request: greedy or sampled, with and without drafts."""
-    return {
-        "max_new_tokens": 8,
-        "temperature": 0.0 if i % 2 else 0.9,
-        "seed": i,
-        "draft": i % 4 < 2,
-    }
-
-
-def tokens_of(engine: Engine, requests: list[list[int]]) -> list[list[int]]:
-    handles = [engine.submit(prompt, **settings(i)) for i, prompt in enumerate(requests)]
-    return [handle.result(60).tokens for handle in handles]
+    yield source
+    source.close()
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """Tokens of one engine."""
-    with demo_engine(page_size=PAGE, draft="mtp")[0] as alone:
-        return tokens_of(alone, prompts(12, random.Random(0)))
+def decode(model, remote) -> Iterator[Engine]:
+    """The engine of a decode server."""
+    with engine(model, sources=(remote,), load_seconds=20.0) as it:
+        it.warm_up()
+        yield it
 
 
-def test_tokens_are_those_of_one_engine(prefill, decode, expected):
-    engine, remote = decode
-    requests = prompts(12, random.Random(0))
-    assert tokens_of(engine, requests) == expected
-    print(remote.figures, engine.stats().loaded_tokens)
-    engine.check_integrity()
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    """A server that failed is tried again at once."""
+    monkeypatch.setattr("dsv3_jax.disaggregation.peers._FIRST_PAUSE", 0.0)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Returns random prompts. Some begin alike, and some end with a page."""
+    rng = random.Random(seed)
+    begin = rng.choices(range(2, 60), k=20)
+    lengths = (1, PAGE, PAGE + 1, 5 * PAGE, 5 * PAGE + 1, *(rng.randint(9, 80) for _ in range(5)))
+    return [
+        (begin if i % 3 == 0 else []) + rng.choices(range(2, 60), k=n)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def tokens_of(engine: Engine, requests: list[list[int]]) -> list[list[int]]:
+    """Returns the tokens of requests that are greedy or sampled, with and without drafts."""
+    return [handle.result(60).tokens for handle in submit_all(engine, requests)]
+
+
+def submit_all(engine: Engine, requests: list[list[int]]) -> list[EngineRequest]:
+    return [
+        engine.submit(
+            prompt,
+            max_new_tokens=6,
+            temperature=0.0 if i % 2 else 0.9,
+            seed=i,
+            draft=i % 4 < 2,
+            ignore_eos=True,
+        )
+        for i, prompt in enumerate(requests)
+    ]
+
+
+def wait_until_idle(prefill: RunningServer, decode: Engine, remote: RemotePrefill) -> None:
+    """Waits until nothing is open on either side, and compares pages, slots and queues."""
+    prefill.wait_until_idle()
+    end = time.monotonic() + 10
+    while remote.figures.open_requests or b"prefill_answers_open" not in idle_figures(prefill):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for each in (decode, prefill.engine):
+        each.check_integrity()
+        assert each.stats().cache_usage == 0
+
+
+def idle_figures(server: RunningServer) -> bytes:
+    """Returns the figures of a server that are zero."""
+    return b"".join(re.findall(rb"dsv3:.* 0\.0\n", server.request("GET", "/metrics")[2]))
+
+
+def test_tokens_are_those_of_one_engine(prefill, decode, remote):
+    requests = prompts(0)
+    got = tokens_of(decode, requests)
+    figures = remote.figures
+    assert figures.pages > 20
+    assert not figures.recomputed_pages
+    assert decode.stats().loaded_tokens > 20 * PAGE
+    assert got == tokens_of(prefill.engine, requests)
+    wait_until_idle(prefill, decode, remote)
+    metrics = prefill.request("GET", "/metrics")[2].decode()
+    assert f'dsv3:prefill_pages_total{{model_name="demo"}} {figures.pages}.0' in metrics
+
+
+def damaged(frames: list[bytes]) -> list[bytes]:
+    """Flips a bit in every second record."""
+    return [f[:-90] + bytes([f[-90] ^ 1]) + f[-89:] if i % 2 else f for i, f in enumerate(frames)]
+
+
+@pytest.mark.parametrize("change", [damaged, lambda frames: [], lambda frames: frames[::-1]])
+def test_damage_changes_no_token(prefill, decode, remote, monkeypatch, change):
+    offer = HttpSender.offer
+    monkeypatch.setattr(HttpSender, "offer", lambda *arguments: change(offer(*arguments)))
+    requests, before = prompts(1), remote.figures.recomputed_pages
+    decode.clear_prefix_cache(tiers=False)
+    assert tokens_of(decode, requests) == tokens_of(prefill.engine, requests)
+    assert remote.figures.recomputed_pages != before
+    wait_until_idle(prefill, decode, remote)
+
+
+def long_requests(engine: Engine) -> list[EngineRequest]:
+    """Fills all slots for a while."""
+    return [
+        engine.submit([i], max_new_tokens=MAX_LEN - 1, draft=False, ignore_eos=True)
+        for i in range(2, 6)
+    ]
+
+
+def test_a_cancelled_request_ends_on_both_sides(prefill, decode, remote):
+    busy = long_requests(prefill.engine)
+    request = decode.submit([7] * 50, max_new_tokens=4)
+    while not prefill.service.admission.open:
+        time.sleep(0.001)
+    request.cancel()
+    while prefill.service.admission.open:
+        time.sleep(0.001)
+    assert request.result(10).finish_reason == "cancelled"
+    assert not all(each.is_done for each in busy), "the test measured nothing"
+    for each in busy:
+        each.cancel()
+    wait_until_idle(prefill, decode, remote)
+
+
+def test_a_late_prefill_is_given_up(prefill, decode, remote, monkeypatch):
+    monkeypatch.setattr(remote, "_seconds", 0.05)
+    busy = long_requests(prefill.engine)
+    tokens = decode.submit([8] * 50, max_new_tokens=4).result(30).tokens
+    assert remote.figures.failures["deadline"] == 1
+    for each in busy:
+        each.cancel()
+    wait_until_idle(prefill, decode, remote)
+    assert prefill.engine.submit([8] * 50, max_new_tokens=4).result(30).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"identity": "0" * 64}, 409, "identity: expected"),
+        ({"transfer": "jax"}, 409, r"transfer: expected http \(--transfer\), got jax"),
+        ({"num_pages": 3}, 400, "num_pages: expected at most 2 full pages of 17 tokens, got 3"),
+        ({"first_page": 2}, 400, "num_pages: expected at most 2 full pages of 17 tokens, got 3"),
+        ({"tokens": [10**6] * 17}, 400, "tokens: expected"),
+        ({"seconds": 0}, 400, "seconds: "),
+        ({"host": "10.0.0.1"}, 400, "host"),
+    ],
+)
+def test_what_a_prefill_server_refuses(prefill, changes, status, message):
+    body = PrefillBody(
+        identity=prefill.engine.page_transfer.identity.digest.hex(),
+        tokens=[5] * 17,
+        first_page=0,
+        num_pages=1,
+        seconds=5.0,
+        transfer="http",
+    )
+    got, error = prefill.refused(PATH, body.model_dump() | changes)
+    assert got == status
+    assert re.match(message, error["message"]) or message == error["param"]
+
+
+def test_other_weights_are_refused(prefill, decode, remote):
+    """As after a change of the weights on one side."""
+    decode.clear_prefix_cache()  # gives its pages another identity
+    requests = prompts(2)[:4]
+    before = remote.figures
+    assert tokens_of(decode, requests) == tokens_of(prefill.engine, requests)
+    assert remote.figures.failures["refused"] > before.failures.get("refused", 0)
+    assert remote.figures.pages == before.pages
+
+
+PROCESS = """
+import sys
+import dsv3_jax
+from dsv3_jax.disaggregation.jax_transfer import JaxSender
+from dsv3_jax.server.run import bind, run
+from dsv3_jax.server.settings import ServerSettings
+from tests.disaggregation.test_servers import MAX_LEN, engine
+
+model, tokenizer = dsv3_jax.load(sys.argv[1])[0], dsv3_jax.load("demo")[1]
+with engine(model, host_bytes=2**24) as it:
+    settings = ServerSettings("demo", MAX_LEN, 64)
+    run(it, tokenizer, settings, bind("127.0.0.1", 0), sender=JaxSender("127.0.0.1"))
+"""
+
+
+@pytest.mark.slow
+def test_a_prefill_process_is_killed(checkpoint, model, prefill):
+    """Requests that are under way end with the right tokens, and so do later ones."""
+    command = [sys.executable, "-c", PROCESS, str(checkpoint)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr.readline, "")
+            url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+", line)))
+            next(line for line in lines if "ready: compiled" in line)
+            remote = RemotePrefill(
+                Peers([url]), JaxReceiver(), page_size=PAGE, max_page_bytes=2**20, seconds=10.0
+            )
+            with engine(model, sources=(remote,), load_seconds=20.0) as decode:
+                decode.warm_up()
+                requests = [prompt for seed in range(5, 9) for prompt in prompts(seed)]
+                handles = submit_all(decode, requests)
+                while remote.figures.pages < 20:
+                    time.sleep(0.001)
+                process.send_signal(signal.SIGKILL)
+                got = [handle.result(60).tokens for handle in handles]
+                assert remote.figures.failures["connection"] > 0
+                assert sum(remote.figures.recomputed_pages.values()) > 0
+                assert got == tokens_of(prefill.engine, requests)
+                decode.check_integrity()
+                assert remote.figures.open_requests == 0
+            remote.close()
+        finally:
+            process.kill()
