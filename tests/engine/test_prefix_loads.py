@@ -118,7 +118,7 @@ def test_only_what_the_cache_lacks_is_loaded():
 
 
 def test_pages_after_an_evicted_beginning_are_of_no_use():
-    simulation = make(delays=(0.0, 5.0))
+    simulation = make(delays=(0.0, 2.0))
     simulation.scheduler.add(request(PROMPT[:9], 6, arrival=simulation.now))
     simulation.run()
     one = request(PROMPT, 6, arrival=simulation.now)
@@ -127,6 +127,7 @@ def test_pages_after_an_evicted_beginning_are_of_no_use():
         shard.pages.clear()  # as other requests would evict them
     simulation.run()
     check(one)
+    assert simulation.store.loads[-1].is_closed
     assert one.cached_tokens == 0
 
 

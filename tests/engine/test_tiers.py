@@ -1,0 +1,173 @@
+"""The engine with tiers: tokens are the same wherever a prefix comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dsv3_jax
+from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.generation.generator import Generator
+from dsv3_jax.model import DeepSeekV3
+from sharding import make_layout
+from tests.engine.conftest import BUCKETS, MAX_LEN
+from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+PAGE_SIZE = 8
+NEW = 6
+SECONDS = 60
+
+_RANDOM = np.random.default_rng(0)
+SHARED = _RANDOM.integers(0, 64, 50).tolist()  # six pages
+PROMPTS = [[*SHARED, *_RANDOM.integers(0, 64, n).tolist()] for n in (5, 20, 40)]
+
+
+def make(model: DeepSeekV3, tiers: CacheTiers | None, **options) -> Engine:
+    settings = {"max_running": 4, "buckets": BUCKETS, "background": False, "page_size": PAGE_SIZE}
+    return Engine(model, None, MAX_LEN, tiers=tiers, **(settings | options))
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], list[int]]:
+    """Returns the tokens of each prompt, and how many of its tokens were cached."""
+    handles: list[EngineRequest] = []
+    for prompt in prompts:  # one after the other
+        handles.append(engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True))
+        while engine.step():
+            engine.check_integrity()
+    done = [handle.result(SECONDS) for handle in handles]
+    assert engine.flush_tiers(SECONDS)
+    return [c.tokens for c in done], [c.cached_tokens for c in done]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Generator) -> list[list[int]]:
+    done = alone.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    return [completion.tokens for completion in done]
+
+
+WHOLE = [(len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE for prompt in PROMPTS]
+"""Tokens that are cached if a prompt has been there before."""
+
+
+def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path)
+    with make(tiny_mtp, tiers, draft="mtp", draft_depth=2) as engine:
+        assert run(engine) == (expected, [0, 48, 48])
+        assert engine.stats().loaded_tokens == 0
+        engine.clear_prefix_cache(tiers=False)
+        assert run(engine) == (expected, WHOLE)
+        host, disk = engine.stats().tiers
+        assert host.hit_pages == sum(WHOLE) / PAGE_SIZE - 12  # two prompts hit the first one's
+        assert (host.damaged_pages, disk.hit_pages) == (0, 0)
+        assert disk.stored_pages == host.stored_pages > host.hit_pages
+        # With everything given up, prompts are computed.
+        engine.clear_prefix_cache()
+        assert run(engine) == (expected, [0, 48, 48])
+        assert engine.stats().tiers[0].hit_pages == host.hit_pages
+    again = make(tiny_mtp, tiers, draft="mtp", draft_depth=2)
+    assert run(again) == (expected, WHOLE)
+    host, disk = again.stats().tiers
+    assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) / PAGE_SIZE - 12)
+    again.shutdown()
+
+
+def test_another_model_loads_no_page(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24)
+    with make(tiny_mtp, tiers, cache_tokens=40 * PAGE_SIZE) as engine:
+        run(engine)
+        other = dsv3_jax.load(_checkpoint(tmp_path, seed=1))[0]
+        engine.use(other)
+        changed, cached = run(engine)
+        assert changed != expected
+        assert cached == [0, 48, 48]
+        engine.use(tiny_mtp)  # whose pages are still there
+        assert run(engine) == (expected, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deterministic": True}, "tiers: expected None with deterministic=True"),
+        ({"prefix_cache": False}, "tiers: expected None with prefix_cache=False"),
+    ],
+)
+def test_settings_that_contradict_tiers(tiny_mtp, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(tiny_mtp, CacheTiers(host_bytes=1), **options)
+
+
+def _checkpoint(directory: Path, *, seed: int = 0, **changes) -> Path:
+    config = tiny_config(num_hidden_layers=2, **changes)
+    write_checkpoint(directory, config, random_tensors(config, seed=seed))
+    return directory
+
+
+@pytest.mark.slow
+class TestUnderLoad:
+    """A cache that is too small for what runs, threads, and every tier."""
+
+    COUNT = 60
+
+    @pytest.mark.parametrize("draft", [None, "mtp"])
+    def test_tokens_are_those_of_a_lone_request(self, tiny_mtp, alone, tmp_path, draft):
+        random = np.random.default_rng(1)
+        prompts = [
+            [*PROMPTS[i % 3][: int(random.integers(20, 80))], *random.integers(0, 64, 3).tolist()]
+            for i in range(self.COUNT)
+        ]
+        done = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+        # Host memory for nine pages, so that the disk is read as well.
+        page_bytes = 2 * (3 if draft else 2) * PAGE_SIZE * 64 * 4
+        tiers = CacheTiers(host_bytes=9 * page_bytes, disk=tmp_path)
+        options = {"draft": draft, "cache_tokens": 2 * MAX_LEN, "background": True}
+        with make(tiny_mtp, tiers, **options) as engine:
+            for begin in range(0, self.COUNT, 12):
+                handles = [
+                    engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True)
+                    for prompt in prompts[begin : begin + 12]
+                ]
+                handles[3].cancel()
+                for handle, reference in zip(handles, done[begin : begin + 12], strict=True):
+                    tokens = handle.result(SECONDS).tokens
+                    assert tokens == reference.tokens[: len(tokens)]
+                engine.check_integrity()
+                engine.clear_prefix_cache(tiers=False)
+            stats = engine.stats()
+        assert stats.loaded_tokens > 0
+        assert all(tier.hit_pages > 0 and tier.damaged_pages == 0 for tier in stats.tiers)
+
+
+@pytest.mark.slow
+def test_across_layouts(tmp_path):
+    """One device writes the pages, and engines on meshes read them: data-parallel attention with
+    experts on all devices and drafts, and devices that share a sequence's tokens."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    directory = _checkpoint(tmp_path / "model", **heads)
+    tiers = CacheTiers(disk=tmp_path / "pages")
+    alone = Generator(
+        dsv3_jax.load(directory)[0], None, MAX_LEN, batch_sizes=(4,), prefill_chunk=16
+    )
+    done = alone.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    tokens = [completion.tokens for completion in done]
+    for draft, names in ((None, [None, "context_parallel"]), ("mtp", ["dp_attention_ep", None])):
+        for number, name in enumerate(names):
+            layout = None if name is None else make_layout(name)
+            shards = 1 if layout is None else layout.num_shards("batch")
+            options = {
+                "draft": draft,
+                "max_running": 2 * shards,
+                "cache_tokens": 2 * MAX_LEN * 8,
+                "buckets": Buckets((2,), (2,), 16, 3),
+                "page_size": 4,
+            }
+            engine = make(dsv3_jax.load(directory, layout=layout)[0], tiers, **options)
+            got, cached = run(engine)
+            assert got == tokens, name
+            if number:
+                # A page of 8 devices that share a sequence has 32 tokens.
+                unit = 32 if name == "context_parallel" else 4
+                assert cached == [(len(p) - 1) // unit * unit for p in PROMPTS]
+            engine.shutdown()
