@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import dsv3_jax
@@ -24,6 +25,7 @@ from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
+from sharding import make_layout
 from tests.server.conftest import RunningServer, running
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
@@ -44,13 +46,13 @@ def model(checkpoint) -> DeepSeekV3:
     return dsv3_jax.load(checkpoint)[0]
 
 
-def engine(model: DeepSeekV3, **tiers: Any) -> Engine:
+def engine(model: DeepSeekV3, *, shards: int = 1, **tiers: Any) -> Engine:
     return Engine(
         model,
         None,
         MAX_LEN,
-        max_running=4,
-        cache_tokens=60 * PAGE,
+        max_running=4 * shards,
+        cache_tokens=60 * PAGE * shards,
         page_size=PAGE,
         draft="mtp",
         buckets=BUCKETS,
@@ -234,6 +236,20 @@ def test_other_weights_are_refused(prefill, decode, remote):
     assert tokens_of(decode, requests) == tokens_of(prefill.engine, requests)
     assert remote.figures.failures["refused"] > before.failures.get("refused", 0)
     assert remote.figures.pages == before.pages
+
+
+@pytest.mark.slow
+def test_the_decode_server_has_data_parallel_attention(checkpoint, prefill, remote):
+    layout = make_layout("dp_attention_ep", devices=jax.devices()[:2])
+    sharded = dsv3_jax.load(checkpoint, layout=layout)[0]
+    before = remote.figures
+    with engine(sharded, shards=2, sources=(remote,), load_seconds=60.0) as decode:
+        requests = prompts(3)
+        assert tokens_of(decode, requests) == tokens_of(prefill.engine, requests)
+        decode.check_integrity()
+        assert decode.stats().loaded_tokens > 20 * PAGE
+    assert remote.figures.pages - before.pages > 20
+    assert remote.figures.failures == before.failures
 
 
 PROCESS = """
