@@ -25,6 +25,7 @@ class Peer:
     url: str
     """For example ``http://10.0.0.7:8000``."""
     host: str
+    port: int
     open_tokens: int = 0
     """Prompt tokens of the requests that it is working on for this server."""
     open_requests: int = 0
@@ -45,7 +46,8 @@ class Peer:
         if not is_right or parts.path not in ("", "/"):
             raise ValueError(f"prefill URL: expected http://HOST:PORT, got {url!r}")
         assert parts.hostname is not None
-        return cls(url.rstrip("/"), parts.hostname)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return cls(url.rstrip("/"), parts.hostname, port)
 
 
 class Peers:
@@ -76,19 +78,26 @@ class Peers:
         with self._lock:
             return {peer.url: not peer.failures for peer in self.all}
 
-    def begin(self, tokens: int, tried: Collection[Peer] = ()) -> Peer | None:
+    def at(self, host: str | None, port: int | None) -> Peer | None:
+        """Returns the peer at an address, or None."""
+        return next((p for p in self.all if (p.host, p.port) == (host, port)), None)
+
+    def begin(
+        self, tokens: int, tried: Collection[Peer] = (), preferred: Peer | None = None
+    ) -> Peer | None:
         """Returns the peer for a request, which counts as its work until :meth:`end`. None if no
         peer is ready.
 
         Args:
           tokens: tokens of the request.
           tried: peers that have failed for it.
+          preferred: the peer to choose if it is ready.
         """
         with self._lock:
             ready = [peer for peer in self.all if peer not in tried and self._is_ready(peer)]
             if not ready:
                 return None
-            peer = min(ready, key=lambda peer: peer.open_tokens)
+            peer = min(ready, key=lambda peer: (peer is not preferred, peer.open_tokens))
             peer.open_tokens += tokens
             peer.open_requests += 1
             return peer

@@ -13,6 +13,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import aiohttp
@@ -26,6 +27,7 @@ from dsv3_jax.pages import PageAddress, PageError, PageRecord
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
+_MAX_PREFERRED = 4096
 _SHOWN_BYTES = 2000  # of a peer's error
 
 
@@ -57,7 +59,8 @@ class RemotePrefill:
         api_key: str | None = None,
         max_open: int = 64,
     ):
-        self._peers = peers
+        self.peers = peers
+        self._preferred: OrderedDict[bytes, Peer] = OrderedDict()  # by digests of last pages
         self._receiver = receiver
         self._page_size = page_size
         self._max_page_bytes = max_page_bytes
@@ -74,11 +77,11 @@ class RemotePrefill:
     @property
     def figures(self) -> RemoteFigures:
         """What was pulled so far, and what failed."""
-        return self._counts.figures(self._peers.up)
+        return self._counts.figures(self.peers.up)
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
         """Returns the number of these pages if a peer can be asked for them, else 0."""
-        is_wanted = len(addresses) >= self._min_pages and self._peers.has_ready
+        is_wanted = len(addresses) >= self._min_pages and self.peers.has_ready
         return len(addresses) if is_wanted else 0
 
     def fetch(
@@ -86,6 +89,13 @@ class RemotePrefill:
     ) -> concurrent.futures.Future[list[PageRecord]]:
         """Returns the records of leading pages that peers gave, in order; perhaps none."""
         return asyncio.run_coroutine_threadsafe(self._fetch(addresses), self._loop)
+
+    def prefer(self, peer: Peer, addresses: Sequence[PageAddress]) -> None:
+        """Lets a peer be the first that is asked for these pages, because it has them."""
+        for address in addresses[-2:]:  # a prompt that ends with a page needs all but the last one
+            self._preferred[address.digest] = peer
+            if len(self._preferred) > _MAX_PREFERRED:
+                self._preferred.popitem(last=False)
 
     def close(self) -> None:
         """Gives up what is under way, and ends the thread."""
@@ -139,7 +149,8 @@ class RemotePrefill:
         tried: set[Peer] = set()
         while wanted := addresses[len(records) :]:
             tokens = len(wanted) * self._page_size
-            peer = self._peers.begin(tokens, tried)
+            preferred = self._preferred.get(wanted[-1].digest)
+            peer = self.peers.begin(tokens, tried, preferred)
             if peer is None:
                 break
             tried.add(peer)
@@ -161,7 +172,7 @@ class RemotePrefill:
                 # A busy peer is a good one, and a damaged page may be a single one.
                 succeeded = None if reason == "overloaded" else False
             finally:
-                self._peers.end(peer, tokens, succeeded=succeeded)
+                self.peers.end(peer, tokens, succeeded=succeeded)
         return reason
 
     async def _ask(

@@ -47,7 +47,9 @@ def create_app(
       sender: gives pages to decode servers; None if this is no prefill server.
       remote: the engine's source of pages on prefill servers, or None.
     """
-    service = Service(engine, tokenizer, settings)
+    service = Service(
+        engine, tokenizer, settings, remote=remote, is_prefill_server=sender is not None
+    )
     app = FastAPI(
         title="dsv3_jax",
         version=dsv3_jax.__version__,

@@ -195,6 +195,20 @@ def test_another_peer_continues_where_one_failed():
     assert [body.first_page for body in second.bodies] == [3]
 
 
+def test_the_peer_that_has_the_pages_is_asked_first():
+    peers = [ScriptedPeer(HttpSender()), ScriptedPeer(HttpSender())]
+    with (
+        running(peers[0]) as url,
+        running(peers[1]) as other,
+        remote(url, other, receiver=HttpReceiver()) as source,
+    ):
+        source.prefer(source.peers.all[1], ADDRESSES)
+        assert len(source.fetch(ADDRESSES[:-1]).result(20)) == 4
+        assert len(source.fetch(ADDRESSES).result(20)) == 5
+        assert len(source.fetch(ADDRESSES[:2]).result(20)) == 2
+    assert [len(peer.bodies) for peer in peers] == [1, 2]
+
+
 def test_a_lost_peer_is_tried_again_later():
     peer = ScriptedPeer(HttpSender())
     with running(peer) as url:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
+from dsv3_jax.tokenizer import Tokenizer
 from sharding import make_layout
 from tests.server.conftest import RunningServer, running
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 PAGE, MAX_LEN = 8, 120
 BUCKETS = Buckets(decodes=(4,), chunks=(1,), chunk_tokens=16, max_steps=1).single()
@@ -35,8 +38,12 @@ BUCKETS = Buckets(decodes=(4,), chunks=(1,), chunk_tokens=16, max_steps=1).singl
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    config = tiny_config(num_hidden_layers=1)
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny(directory: Path) -> Path:
+    """Writes a checkpoint of one layer and an MTP layer."""
+    config = tiny_config(num_hidden_layers=1, vocab_size=2048)  # that of the tokenizer
     write_checkpoint(directory, config, random_tensors(config))
     return directory
 
@@ -46,7 +53,9 @@ def model(checkpoint) -> DeepSeekV3:
     return dsv3_jax.load(checkpoint)[0]
 
 
-def engine(model: DeepSeekV3, *, shards: int = 1, **tiers: Any) -> Engine:
+def engine(
+    model: DeepSeekV3, *, shards: int = 1, draft: str | None = "mtp", **tiers: Any
+) -> Engine:
     return Engine(
         model,
         None,
@@ -54,18 +63,31 @@ def engine(model: DeepSeekV3, *, shards: int = 1, **tiers: Any) -> Engine:
         max_running=4 * shards,
         cache_tokens=60 * PAGE * shards,
         page_size=PAGE,
-        draft="mtp",
+        draft=draft,
         buckets=BUCKETS,
         tiers=CacheTiers(**tiers),
     )
 
 
 @pytest.fixture(scope="module")
-def prefill(model) -> Iterator[RunningServer]:
-    """A prefill server."""
+def tokenizer() -> Tokenizer:
+    """For what a server needs one for."""
     tokenizer = dsv3_jax.load("demo")[1]
     assert tokenizer is not None
-    with running(engine(model, host_bytes=2**24), tokenizer, sender=HttpSender()) as it:
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    """Compiled programs, the same on all servers."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def prefill(model, tokenizer, store) -> Iterator[RunningServer]:
+    """A prefill server."""
+    prefill = engine(model, host_bytes=2**24)
+    with running(prefill, tokenizer, sender=HttpSender(), program_store=store) as it:
         yield it
 
 
@@ -79,11 +101,17 @@ def remote(prefill) -> Iterator[RemotePrefill]:
 
 
 @pytest.fixture(scope="module")
-def decode(model, remote) -> Iterator[Engine]:
-    """The engine of a decode server."""
-    with engine(model, sources=(remote,), load_seconds=20.0) as it:
-        it.warm_up()
+def decode_server(model, tokenizer, remote, store) -> Iterator[RunningServer]:
+    """A decode server."""
+    decode = engine(model, sources=(remote,), load_seconds=20.0)
+    with running(decode, tokenizer, remote=remote, program_store=store) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def decode(decode_server) -> Engine:
+    """Its engine."""
+    return decode_server.engine
 
 
 @pytest.fixture(autouse=True)
@@ -122,16 +150,21 @@ def submit_all(engine: Engine, requests: list[list[int]]) -> list[EngineRequest]
     ]
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 def wait_until_idle(prefill: RunningServer, decode: Engine, remote: RemotePrefill) -> None:
     """Waits until nothing is open on either side, and compares pages, slots and queues."""
     prefill.wait_until_idle()
-    end = time.monotonic() + 10
-    while remote.figures.open_requests or b"prefill_answers_open" not in idle_figures(prefill):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: not remote.figures.open_requests)
+    wait_for(lambda: b"prefill_answers_open" in idle_figures(prefill))
     for each in (decode, prefill.engine):
+        wait_for(lambda each=each: not each.stats().cache_usage)  # steps may be in flight
         each.check_integrity()
-        assert each.stats().cache_usage == 0
 
 
 def idle_figures(server: RunningServer) -> bytes:
@@ -168,36 +201,22 @@ def test_damage_changes_no_token(prefill, decode, remote, monkeypatch, change):
     wait_until_idle(prefill, decode, remote)
 
 
-def long_requests(engine: Engine) -> list[EngineRequest]:
-    """Fills all slots for a while."""
-    return [
-        engine.submit([i], max_new_tokens=MAX_LEN - 1, draft=False, ignore_eos=True)
-        for i in range(2, 6)
-    ]
-
-
 def test_a_cancelled_request_ends_on_both_sides(prefill, decode, remote):
-    busy = long_requests(prefill.engine)
-    request = decode.submit([7] * 50, max_new_tokens=4)
-    while not prefill.service.admission.open:
-        time.sleep(0.001)
-    request.cancel()
-    while prefill.service.admission.open:
-        time.sleep(0.001)
+    with prefill.engine._loop._stepping:  # it runs no step
+        request = decode.submit([7] * 50, max_new_tokens=4)
+        wait_for(lambda: prefill.service.admission.open)
+        request.cancel()
+        wait_for(lambda: not prefill.service.admission.open)
     assert request.result(10).finish_reason == "cancelled"
-    assert not all(each.is_done for each in busy), "the test measured nothing"
-    for each in busy:
-        each.cancel()
     wait_until_idle(prefill, decode, remote)
 
 
 def test_a_late_prefill_is_given_up(prefill, decode, remote, monkeypatch):
-    monkeypatch.setattr(remote, "_seconds", 0.05)
-    busy = long_requests(prefill.engine)
-    tokens = decode.submit([8] * 50, max_new_tokens=4).result(30).tokens
+    monkeypatch.setattr(remote, "_seconds", 0.1)
+    with prefill.engine._loop._stepping:
+        tokens = decode.submit([8] * 50, max_new_tokens=4).result(30).tokens
+        wait_for(lambda: not prefill.service.admission.open)
     assert remote.figures.failures["deadline"] == 1
-    for each in busy:
-        each.cancel()
     wait_until_idle(prefill, decode, remote)
     assert prefill.engine.submit([8] * 50, max_new_tokens=4).result(30).tokens == tokens
 
@@ -228,6 +247,46 @@ def test_what_a_prefill_server_refuses(prefill, changes, status, message):
     assert re.match(message, error["message"]) or message == error["param"]
 
 
+VLLM = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None}
+"""Parameters that vLLM's proxies send with the first request."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_proxy_for_vllm(prefill, decode_server, remote, path):
+    body: dict[str, Any] = {"model": "demo", "temperature": 0, "ignore_eos": True}
+    if path == "/v1/completions":
+        body |= {"prompt": [9] * 50, "logprobs": 0}
+    else:
+        body |= {"messages": [{"role": "user", "content": "prefill " * 12}], "logprobs": True}
+    first = VLLM | {"do_remote_decode": True, "do_remote_prefill": False}
+    answer = prefill.post(path, body | {"max_tokens": 1, "kv_transfer_params": first})
+    params = answer["kv_transfer_params"]
+    assert params["remote_port"] == prefill.port
+    before = remote.figures.pages
+    got = decode_server.post(path, body | {"max_tokens": 5, "kv_transfer_params": params})
+    assert remote.figures.pages > before
+    alone = prefill.post(path, body | {"max_tokens": 5, "kv_transfer_params": None})
+    assert got["choices"][0]["logprobs"] == alone["choices"][0]["logprobs"]
+    assert "kv_transfer_params" not in got.keys() | alone.keys()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"do_remote_decode": True}, "do_remote_decode: expected a server with --role prefill"),
+        (
+            {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 80},
+            "remote_host: expected the host and port of a --prefill-url, got 10.0.0.1:80",
+        ),
+    ],
+)
+def test_what_a_decode_server_refuses_of_a_proxy(decode_server, params, message):
+    body = {"model": "demo", "prompt": [9] * 50, "kv_transfer_params": params}
+    status, error = decode_server.refused("/v1/completions", body)
+    assert (status, error["param"]) == (400, "kv_transfer_params")
+    assert error["message"] == f"kv_transfer_params.{message}"
+
+
 def test_other_weights_are_refused(prefill, decode, remote):
     """As after a change of the weights on one side."""
     decode.clear_prefix_cache()  # gives its pages another identity
@@ -238,7 +297,6 @@ def test_other_weights_are_refused(prefill, decode, remote):
     assert remote.figures.pages == before.pages
 
 
-@pytest.mark.slow
 def test_the_decode_server_has_data_parallel_attention(checkpoint, prefill, remote):
     layout = make_layout("dp_attention_ep", devices=jax.devices()[:2])
     sharded = dsv3_jax.load(checkpoint, layout=layout)[0]
@@ -254,6 +312,7 @@ def test_the_decode_server_has_data_parallel_attention(checkpoint, prefill, remo
 
 PROCESS = """
 import sys
+from pathlib import Path
 import dsv3_jax
 from dsv3_jax.disaggregation.jax_transfer import JaxSender
 from dsv3_jax.server.run import bind, run
@@ -262,15 +321,14 @@ from tests.disaggregation.test_servers import MAX_LEN, engine
 
 model, tokenizer = dsv3_jax.load(sys.argv[1])[0], dsv3_jax.load("demo")[1]
 with engine(model, host_bytes=2**24) as it:
-    settings = ServerSettings("demo", MAX_LEN, 64)
+    settings = ServerSettings("demo", MAX_LEN, 64, program_store=Path(sys.argv[2]))
     run(it, tokenizer, settings, bind("127.0.0.1", 0), sender=JaxSender("127.0.0.1"))
 """
 
 
-@pytest.mark.slow
-def test_a_prefill_process_is_killed(checkpoint, model, prefill):
+def test_a_prefill_process_is_killed(checkpoint, model, prefill, store):
     """Requests that are under way end with the right tokens, and so do later ones."""
-    command = [sys.executable, "-c", PROCESS, str(checkpoint)]
+    command = [sys.executable, "-c", PROCESS, str(checkpoint), str(store)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -281,7 +339,7 @@ def test_a_prefill_process_is_killed(checkpoint, model, prefill):
                 Peers([url]), JaxReceiver(), page_size=PAGE, max_page_bytes=2**20, seconds=10.0
             )
             with engine(model, sources=(remote,), load_seconds=20.0) as decode:
-                decode.warm_up()
+                decode.warm_up(store)
                 requests = [prompt for seed in range(5, 9) for prompt in prompts(seed)]
                 handles = submit_all(decode, requests)
                 while remote.figures.pages < 20:
