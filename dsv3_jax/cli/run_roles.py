@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
@@ -54,11 +55,18 @@ def remote_of(arguments: argparse.Namespace, model: DeepSeekV3) -> RemotePrefill
 
 
 def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> CacheTiers | None:
-    """Returns the tiers of cache pages that the role needs."""
-    if remote is not None:
-        # The source itself ends at its time, and then has the pages that came so far.
-        return CacheTiers(sources=(remote,), load_seconds=_prefill_seconds(arguments) + 1)
-    return CacheTiers(host_bytes=_PREFILL_HOST_BYTES) if arguments.role == "prefill" else None
+    """Returns the tiers of the cache that the flags ask for and the role needs, or None."""
+    host_bytes = int(arguments.host_cache_gib * 2**30)
+    if arguments.role == "prefill":
+        host_bytes = host_bytes or _PREFILL_HOST_BYTES
+    if not (host_bytes or arguments.disk_cache or remote):
+        return None
+    tiers = CacheTiers(host_bytes, arguments.disk_cache, int(arguments.disk_cache_gib * 2**30))
+    if remote is None:
+        return tiers
+    # The source itself ends at its time, and then has the pages that came so far.
+    seconds = max(_prefill_seconds(arguments) + 1, tiers.load_seconds)
+    return dataclasses.replace(tiers, sources=(remote,), load_seconds=seconds)
 
 
 def _prefill_seconds(arguments: argparse.Namespace) -> float:

@@ -35,6 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
         flag = "--" + name.replace("_", "-")
         check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)
     check("--max-waiting", arguments.max_waiting, "an integer of at least 0", Integral, 0)
+    for name in ("host_cache_gib", "disk_cache_gib"):
+        flag = "--" + name.replace("_", "-")
+        check(flag, getattr(arguments, name), "GiB from 0 to 1048576", Real, 0, 2**20)
     check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)
     check("--stuck-seconds", arguments.stuck_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
     if arguments.request_seconds is not None:

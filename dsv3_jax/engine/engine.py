@@ -311,7 +311,9 @@ class Engine:
         stats = self._loop.stats()
         if self._transfer is None:
             return stats
-        return dataclasses.replace(stats, tiers=self._transfer.stats())
+        return dataclasses.replace(
+            stats, tiers=self._transfer.stats(), unsaved_pages=self._transfer.dropped_pages
+        )
 
     @property
     def failure(self) -> EngineError | None:

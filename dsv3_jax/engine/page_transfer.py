@@ -41,8 +41,8 @@ from dsv3_jax.pages.weights import model_digest
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNSAVED_BYTES = 2**30
-"""Bytes of gathered pages that wait for the host. More pages are not saved."""
+_MOST_UNSAVED_BYTES = 2**28
+"""Bytes of gathered pages, on the device, that wait for the host. More pages are not saved."""
 
 
 class StagedPage(NamedTuple):
@@ -142,6 +142,10 @@ class PageTransfer:
     def forget(self) -> None:
         """Makes all pages that were stored so far unreachable for this engine."""
         self.use(dataclasses.replace(self.identity, salt=secrets.token_hex(8)))
+        self.clear_memory()
+
+    def clear_memory(self) -> None:
+        """Drops all pages in host memory."""
         self._tiers.clear_memory()
 
     # What the scheduler calls.
@@ -192,9 +196,21 @@ class PageTransfer:
             ]
             count = self._reserve_unsaved(len(pages), identity.format.num_bytes)
             if count:
-                numbers, addresses = map(list, zip(*pages[:count], strict=True))
-                gathered = self._packer.gather(pool, numbers)
-                self._queue.put(_Gathered(identity, addresses, gathered))
+                self._gather(pool, identity, pages[:count])
+
+    def _gather(
+        self, pool: PagePool, identity: CacheIdentity, pages: Sequence[tuple[int, PageAddress]]
+    ) -> None:
+        numbers, addresses = map(list, zip(*pages, strict=True))
+        try:
+            gathered = self._packer.gather(pool, numbers)
+        except jax.errors.JaxRuntimeError as error:  # such as a lack of memory for the copies
+            logger.warning("cache tiers: %d pages were not saved: %s", len(pages), error)
+            with self._lock:
+                self._unsaved_bytes -= len(pages) * identity.format.num_bytes
+                self.dropped_pages += len(pages)
+        else:
+            self._queue.put(_Gathered(identity, addresses, gathered))
 
     def write(self, pool: PagePool, loads: Sequence[PageLoad]) -> PagePool:
         """Returns the pool, which is donated, with pages that were loaded."""
@@ -206,7 +222,7 @@ class PageTransfer:
     # What others call.
 
     def release(self, load: StagedLoad) -> None:
-        """Gives back a load's share of the memory for staging."""
+        """Frees a load's share of the memory for staging."""
         with self._lock:
             self._staging_bytes += load.staged_bytes
             load.staged_bytes = 0

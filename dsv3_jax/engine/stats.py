@@ -68,7 +68,9 @@ class EngineStats:
     loading: int = 0
     """Waiting requests whose pages are being loaded from the tiers."""
     loaded_tokens: int = 0
-    """Those of ``prefix_hit_tokens`` whose pages were loaded from the tiers."""
+    """Prompt tokens that were loaded from the tiers, among ``prefix_hit_tokens``."""
+    unsaved_pages: int = 0
+    """Pages that were not copied to the tiers, because too many waited for the host."""
     tiers: tuple[TierStats, ...] = ()
     """Figures of host memory and of the disk, as far as the engine has them."""
 
@@ -85,6 +87,7 @@ class EngineStats:
             "compiled_after_warm_up",
             "steps",
             "loaded_tokens",
+            "unsaved_pages",
         )
         totals = {name: getattr(self, name) - getattr(before, name) for name in names}
         host = self.host_us_per_step * self.steps - before.host_us_per_step * before.steps

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  # gives NumPy the names of JAX's dtypes
 import numpy as np
 
-from dsv3_jax.kv_cache import CacheSpec
+if TYPE_CHECKING:
+    from dsv3_jax.kv_cache import CacheSpec  # imports JAX, which records do not need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class PageArray:
     @property
     def itemsize(self) -> int:
         """Bytes of a number."""
-        return jnp.dtype(self.dtype).itemsize
+        return np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PageFormat:
     def of(cls, spec: CacheSpec, page_size: int) -> PageFormat:
         """Returns the format of a model's pages."""
         arrays = [
-            PageArray(f"{group}.{number}.{name}", array.width, jnp.dtype(array.dtype).name)
+            PageArray(f"{group}.{number}.{name}", array.width, np.dtype(array.dtype).name)
             for group, layers in (("layers", spec.layers), ("mtp", spec.mtp))
             for number, layer in enumerate(layers)
             for name, array in layer.items()
@@ -64,7 +65,7 @@ class PageFormat:
           ValueError, TypeError, KeyError: the description has another structure.
         """
         arrays = tuple(
-            PageArray(str(name), int(width), jnp.dtype(dtype).name)
+            PageArray(str(name), int(width), np.dtype(dtype).name)
             for name, width, dtype in value["arrays"]
         )
         return cls(int(value["page_size"]), arrays)
@@ -89,7 +90,7 @@ class PageFormat:
         views, begin = {}, 0
         for array in self.arrays:
             end = begin + self.page_size * array.width * array.itemsize
-            values = payload[begin:end].view(jnp.dtype(array.dtype))
+            values = payload[begin:end].view(np.dtype(array.dtype))
             views[array.name] = values.reshape(self.page_size, array.width)
             begin = end
         return views

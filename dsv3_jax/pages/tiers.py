@@ -32,7 +32,7 @@ class CacheTiers:
     """Other sources of pages, which are asked last."""
     load_seconds: float = 5.0
     """Longest time that a request waits for pages. After it they are computed."""
-    staging_bytes: int = 2**30
+    staging_bytes: int = 2**29
     """Device memory for pages that are loaded before their request can be admitted. Beyond it, they
     wait in host memory."""
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.pages import TierStats
 
 _SECONDS = (
     0.001,
@@ -136,6 +137,12 @@ class _EngineFigures(Collector):
                 stats.accepted_tokens,
             ),
         }
+        if stats.tiers:
+            counters["external_prefix_cache_hits"] = (
+                "Prompt tokens that were loaded from the tiers, among prefix_cache_hits.",
+                stats.loaded_tokens,
+            )
+            yield from self._tiers(stats.tiers)
         for name, (description, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", description, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -152,6 +159,27 @@ class _EngineFigures(Collector):
         )
         info.add_metric([self._model_name, str(self._page_size), str(pages)], 1)
         yield info
+
+    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
+        """Yields the figures of each tier. vLLM has none of these."""
+        counters = {
+            "hit_pages": "Pages that were loaded from the tier.",
+            "hit_bytes": "Bytes of these pages.",
+            "stored_pages": "Pages that the tier did not have before.",
+            "stored_bytes": "Bytes of these pages.",
+            "dropped_pages": "Pages that the tier could not take.",
+            "damaged_pages": "Pages that were refused and deleted.",
+        }
+        labels = ["model_name", "tier"]
+        for name, description in counters.items():
+            counter = CounterMetricFamily(f"dsv3:tier_{name}", description, labels=labels)
+            for tier in tiers:
+                counter.add_metric([self._model_name, tier.name], getattr(tier, name))
+            yield counter
+        used = GaugeMetricFamily("dsv3:tier_used_bytes", "Size of the tier now.", labels=labels)
+        for tier in tiers:
+            used.add_metric([self._model_name, tier.name], tier.used_bytes)
+        yield used
 
 
 router = APIRouter()

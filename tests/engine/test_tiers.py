@@ -12,6 +12,8 @@ from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import PageFormat
+from dsv3_jax.server.metrics import Metrics
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -59,32 +61,42 @@ def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path
         assert engine.stats().loaded_tokens == 0
         engine.clear_prefix_cache(tiers=False)
         assert run(engine) == (expected, WHOLE)
+        loaded = sum(WHOLE) // PAGE_SIZE - 12  # two prompts hit the first one's pages
         host, disk = engine.stats().tiers
-        assert host.hit_pages == sum(WHOLE) / PAGE_SIZE - 12  # two prompts hit the first one's
-        assert (host.damaged_pages, disk.hit_pages) == (0, 0)
-        assert disk.stored_pages == host.stored_pages > host.hit_pages
+        assert (host.hit_pages, disk.hit_pages) == (loaded, 0)
+        assert disk.stored_pages == host.stored_pages > loaded
+        engine.clear_prefix_cache(tiers=False)
+        assert engine._transfer is not None
+        engine._transfer.clear_memory()
+        assert run(engine) == (expected, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (loaded, loaded)
+        assert engine.stats().loaded_tokens == 2 * loaded * PAGE_SIZE
+        text = Metrics(engine, "tiny", PAGE_SIZE).text().decode()
+        for tier in ("host", "disk"):
+            line = f'dsv3:tier_hit_pages_total{{model_name="tiny",tier="{tier}"}} {loaded}'
+            assert line in text
         # With everything given up, prompts are computed.
         engine.clear_prefix_cache()
         assert run(engine) == (expected, [0, 48, 48])
-        assert engine.stats().tiers[0].hit_pages == host.hit_pages
-    again = make(tiny_mtp, tiers, draft="mtp", draft_depth=2)
-    assert run(again) == (expected, WHOLE)
-    host, disk = again.stats().tiers
-    assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) / PAGE_SIZE - 12)
-    again.shutdown()
 
 
-def test_another_model_loads_no_page(tiny_mtp, expected, tmp_path):
-    tiers = CacheTiers(host_bytes=2**24)
-    with make(tiny_mtp, tiers, cache_tokens=40 * PAGE_SIZE) as engine:
+@pytest.mark.slow
+def test_another_model_loads_no_page_and_a_restart_keeps_the_disk(tiny_mtp, expected, tmp_path):
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path / "pages")
+    with make(tiny_mtp, tiers) as engine:
         run(engine)
-        other = dsv3_jax.load(_checkpoint(tmp_path, seed=1))[0]
+        other = dsv3_jax.load(_checkpoint(tmp_path / "other", seed=1))[0]
         engine.use(other)
         changed, cached = run(engine)
         assert changed != expected
         assert cached == [0, 48, 48]
         engine.use(tiny_mtp)  # whose pages are still there
         assert run(engine) == (expected, WHOLE)
+    with make(other, tiers) as engine:
+        assert run(engine) == (changed, WHOLE)
+        host, disk = engine.stats().tiers
+        assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) // PAGE_SIZE - 12)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +123,7 @@ class TestUnderLoad:
 
     COUNT = 60
 
-    @pytest.mark.parametrize("draft", [None, "mtp"])
-    def test_tokens_are_those_of_a_lone_request(self, tiny_mtp, alone, tmp_path, draft):
+    def test_tokens_are_those_of_a_lone_request(self, tiny_mtp, alone, tmp_path):
         random = np.random.default_rng(1)
         prompts = [
             [*PROMPTS[i % 3][: int(random.integers(20, 80))], *random.integers(0, 64, 3).tolist()]
@@ -120,9 +131,9 @@ class TestUnderLoad:
         ]
         done = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
         # Host memory for nine pages, so that the disk is read as well.
-        page_bytes = 2 * (3 if draft else 2) * PAGE_SIZE * 64 * 4
-        tiers = CacheTiers(host_bytes=9 * page_bytes, disk=tmp_path)
-        options = {"draft": draft, "cache_tokens": 2 * MAX_LEN, "background": True}
+        page = PageFormat.of(tiny_mtp.cache_spec(mtp=True), PAGE_SIZE)
+        tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path)
+        options = {"draft": "mtp", "cache_tokens": 2 * MAX_LEN, "background": True}
         with make(tiny_mtp, tiers, **options) as engine:
             for begin in range(0, self.COUNT, 12):
                 handles = [
@@ -147,11 +158,7 @@ def test_across_layouts(tmp_path):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     directory = _checkpoint(tmp_path / "model", **heads)
     tiers = CacheTiers(disk=tmp_path / "pages")
-    alone = Generator(
-        dsv3_jax.load(directory)[0], None, MAX_LEN, batch_sizes=(4,), prefill_chunk=16
-    )
-    done = alone.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
-    tokens = [completion.tokens for completion in done]
+    tokens: list[list[int]] = []
     for draft, names in ((None, [None, "context_parallel"]), ("mtp", ["dp_attention_ep", None])):
         for number, name in enumerate(names):
             layout = None if name is None else make_layout(name)
@@ -165,6 +172,7 @@ def test_across_layouts(tmp_path):
             }
             engine = make(dsv3_jax.load(directory, layout=layout)[0], tiers, **options)
             got, cached = run(engine)
+            tokens = tokens or got  # those of one device
             assert got == tokens, name
             if number:
                 # A page of 8 devices that share a sequence has 32 tokens.

@@ -151,7 +151,7 @@ class TestDisk:
         disk.store(prefix(PROMPT))
         assert disk.flush(SECONDS)
         assert fetch(disk, prefix(PROMPT)) == 0
-        assert "6 pages were not written" in caplog.text
+        assert "not written: [Errno 17] File exists" in caplog.text
         assert disk.stats().dropped_pages == 6
 
     def test_a_slow_disk_drops_pages(self, tmp_path):

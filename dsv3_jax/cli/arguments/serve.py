@@ -68,6 +68,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of the cache in tokens (default: what fits on the devices)",
     )
+    add(
+        "--host-cache-gib",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="host memory for cache pages that are no longer on the devices (default: 0)",
+    )
+    add(
+        "--disk-cache",
+        type=Path,
+        metavar="DIR",
+        help="directory of cache pages, which a restart keeps and several servers can share; keep"
+        " it from other users, because their pages would be used (default: none)",
+    )
+    add(
+        "--disk-cache-gib",
+        type=float,
+        default=64.0,
+        metavar="X",
+        help="largest size of the files in --disk-cache (default: 64)",
+    )
     shared.add_drafts(parser)
     shared.add_weights(parser)
     add(
