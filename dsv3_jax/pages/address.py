@@ -52,7 +52,7 @@ class PageAddress:
 
     def chain(self) -> list[PageAddress]:
         """Returns the addresses of all pages before it that are known, in order, and its own."""
-        addresses = [self]
+        addresses: list[PageAddress] = [self]
         while (previous := addresses[-1].previous) is not None:
             addresses.append(previous)
         return addresses[::-1]

@@ -19,6 +19,7 @@ from dsv3_jax.server.anthropic import messages
 from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
 from dsv3_jax.server.remote_metrics import DecodeFigures, PrefillFigures
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    engine: Engine,
+    engine: Engine | RemoteEngine,
     tokenizer: Tokenizer,
     settings: ServerSettings,
     *,
@@ -42,7 +43,7 @@ def create_app(
     It compiles the engine's programs when it starts, and shuts the engine down when it ends.
 
     Args:
-      engine: runs in a thread of its own.
+      engine: runs in a thread of its own, or in another process, but not with the last two.
       tokenizer: the model's.
       sender: gives pages to decode servers; None if this is no prefill server.
       remote: the engine's source of pages on prefill servers, or None.

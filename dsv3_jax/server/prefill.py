@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody
 from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.engine import Engine
 from dsv3_jax.pages import PageAddress, PageRecord
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.job import Job
@@ -65,6 +66,7 @@ class Prefills:
     def __init__(self, service: Service, sender: Sender):
         self.counts = PrefillCounts()
         self._service = service
+        assert isinstance(service.engine, Engine), "prefill servers have their engine here"
         self.store = service.engine.page_transfer
         self._sender = sender
 

@@ -18,6 +18,7 @@ from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine, RemoteGrammars
 from dsv3_jax.server.grammar import Grammars, GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.metrics import Metrics
@@ -36,7 +37,7 @@ class Service:
     """An engine with its tokenizer and limits.
 
     Args:
-      engine: runs in a thread of its own.
+      engine: runs in a thread of its own, or in another process.
       tokenizer: the model's.
       remote: the engine's source of pages on prefill servers, or None.
       is_prefill_server: whether it gives pages to decode servers.
@@ -44,7 +45,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RemoteEngine,
         tokenizer: Tokenizer,
         settings: ServerSettings,
         *,
@@ -57,7 +58,11 @@ class Service:
         self.remote = remote
         self.is_prefill_server = is_prefill_server
         self.admission = Admission(settings.max_requests)
-        self.grammars = Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
+        self.grammars = (
+            RemoteGrammars(engine)
+            if isinstance(engine, RemoteEngine)
+            else Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
+        )
         self.metrics = Metrics(engine, settings.model_name, settings.page_size)
         self.created = int(time.time())
         self.is_ready = False
@@ -157,7 +162,7 @@ class Service:
             if peer is not None:
                 self._prefer(peer, prompts)
             timeout = self.settings.request_seconds
-            grammars = []
+            grammars: list[Any] = []
             if grammar is not None:
                 first = prompts[0]
                 ids = None if prompt_field == "prompt" or isinstance(first, str) else first
@@ -188,6 +193,7 @@ class Service:
     def _prefer(self, peer: Peer, prompts: Sequence[Prompt]) -> None:
         """Lets a prefill server be the first that is asked for the pages of prompts."""
         assert self.remote is not None
+        assert isinstance(self.engine, Engine), "decode servers have their engine in this process"
         for prompt in prompts:
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             self.remote.prefer(peer, self.engine.page_transfer.addresses(tokens))
