@@ -45,13 +45,13 @@ _ABORTED = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client got."""
+    """The result of one request, as its client sees it."""
 
     outcome: str
     """``right``, ``wrong``, ``gone`` (the client), ``error``, or what should not happen."""
     detail: Any = None
     retries: int = 0
-    """How often its server was killed or down, and it was sent to the other one."""
+    """Number of times that its server was down and it was sent to the other one."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -2,11 +2,11 @@
 
 =================== ======================================================================
 protocol.py         the request to a prefill server, and the frames of its answer
-transfer.py         how records travel: in the answer itself
-jax_transfer.py     the same by jax.experimental.transfer
+transfer.py         transports of records; the one that is the answer itself
+jax_transfer.py     the transport by jax.experimental.transfer
 peers.py            the prefill servers that a decode server knows; chooses one by load
 remote_prefill.py   the source of pages on the decode side: it asks a peer
-figures.py          what was pulled, what failed and why
+figures.py          counts of pulled pages, and of failures by reason
 =================== ======================================================================
 
 For the engine of a decode server, prefill servers are one more source of cached pages, see

@@ -23,7 +23,7 @@ PATH = "/prefill"
 MEDIA_TYPE = "application/octet-stream"
 
 TransferName = Literal["http", "jax"]
-"""How records travel: in the answer, or by jax.experimental.transfer."""
+"""Transport of the records: the answer itself, or jax.experimental.transfer."""
 
 _LENGTH = struct.Struct("<Q")
 LAST_FRAME = _LENGTH.pack(0)
@@ -49,7 +49,7 @@ class PrefillBody(BaseModel):
     seconds: Annotated[float, Field(gt=0, le=3600)]
     """Time after which the decode server no longer waits."""
     transfer: TransferName
-    """How the records should travel."""
+    """Transport of the records."""
 
 
 class Reader(Protocol):

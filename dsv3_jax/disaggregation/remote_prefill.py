@@ -76,7 +76,7 @@ class RemotePrefill:
 
     @property
     def figures(self) -> RemoteFigures:
-        """What was pulled so far, and what failed."""
+        """Figures of the pages that were pulled so far, and of failures."""
         return self._counts.figures(self.peers.up)
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
@@ -92,7 +92,7 @@ class RemotePrefill:
 
     def prefer(self, peer: Peer, addresses: Sequence[PageAddress]) -> None:
         """Lets a peer be the first that is asked for these pages, because it has them."""
-        for address in addresses[-2:]:  # a prompt that ends with a page needs all but the last one
+        for address in addresses[-2:]:  # the last one is not needed if it ends the prompt
             self._preferred[address.digest] = peer
             if len(self._preferred) > _MAX_PREFERRED:
                 self._preferred.popitem(last=False)

@@ -1,6 +1,6 @@
-"""How page records travel from a prefill server to a decode server.
+"""Transports of page records from a prefill server to a decode server.
 
-Both sides name the same way. ``http`` puts the records into the frames of the answer: what applies
+Both sides name the same one. ``http`` puts the records into the frames of the answer: what applies
 to other answers of the server, such as API keys, proxies and TLS, applies to them. ``jax`` is in
 :mod:`dsv3_jax.disaggregation.jax_transfer`.
 """

@@ -46,7 +46,7 @@ def add_roles(parser: argparse.ArgumentParser) -> None:
     add(
         "--transfer",
         choices=("http", "jax"),
-        help="how pages travel, the same on both sides: in HTTP answers, or by"
+        help="transport of the pages, the same on both sides: HTTP answers, or"
         " jax.experimental.transfer, whose port must be reachable by decode servers alone"
         " (default: http)",
     )
