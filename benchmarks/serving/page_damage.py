@@ -26,9 +26,9 @@ import numpy as np
 from dsv3_jax.pages import CacheIdentity, PageAddress, PageArray, PageFormat, PageRecord
 from dsv3_jax.pages.disk import DiskPages
 
-_FORMAT = PageFormat(16, (PageArray("layers.0.latent", 4096, "float32"),))
+_FORMAT = PageFormat(16, (PageArray("layers.0.latent", 8192, "float32"),))
 _IDENTITY = CacheIdentity("a model", _FORMAT, lookahead=1)
-_PAGES = 24
+_PAGES = 16
 """Pages of a prompt."""
 _PROMPTS = 4
 """Prompts that each process writes, again and again."""
@@ -97,7 +97,7 @@ def kill_writers(directory: Path, rounds: int, seed: int = 0) -> dict[str, Any]:
         children = [_child("write", directory, str(each)) for each in seeds]
         try:
             _wait_for(lambda: any(_is_written(directory, each) for each in seeds))  # noqa: B023
-            time.sleep(random.uniform(0.0, 0.3))
+            time.sleep(random.uniform(0.0, 0.8))
             children[0].send_signal(signal.SIGKILL)
             children[0].wait()
             # The other one goes on, reads the same directory, and ends with it.
@@ -160,9 +160,14 @@ def two_processes(directory: Path, seconds: float) -> dict[str, Any]:
 
 def _write(directory: Path, seed: int) -> None:
     """Writes prompts until the process is killed."""
+    # Made before, so that most of the time is spent in writing.
+    prompts = [
+        [record_of(address) for address in addresses(prompt)]
+        for prompt in range(seed, seed + _PROMPTS)
+    ]
     with opened(directory, capacity(_PROMPTS)) as disk:
-        for prompt in itertools.cycle(range(seed, seed + _PROMPTS)):
-            disk.store([record_of(address) for address in addresses(prompt)])
+        for records in itertools.cycle(prompts):
+            disk.store(records)
             disk.flush(_SECONDS)
 
 
