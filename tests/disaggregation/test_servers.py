@@ -115,9 +115,11 @@ def decode(decode_server) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    """A server that failed is tried again at once."""
+def no_pause(remote, monkeypatch):
+    """A server that failed in an earlier test or in this one is tried again at once."""
     monkeypatch.setattr("dsv3_jax.disaggregation.peers._FIRST_PAUSE", 0.0)
+    for peer in remote.peers.all:
+        peer.failures = 0
 
 
 def prompts(seed: int) -> list[list[int]]:
