@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dsv3_jax.disaggregation import jax_transfer
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
 from dsv3_jax.disaggregation.protocol import frame
@@ -148,8 +149,15 @@ def test_an_answer_that_stalls_is_given_up(transfer):
         wait_until(lambda: not peer.open)
 
 
-def test_a_pull_that_never_ends_is_given_up():
+def test_a_pull_that_never_ends_is_given_up(monkeypatch):
     """The ticket names records that are not registered."""
+    pulled, pull = [], jax_transfer._pull
+
+    def spy(*arguments):
+        pulled.extend(pull(*arguments))
+        return pulled
+
+    monkeypatch.setattr(jax_transfer, "_pull", spy)
     sender = JaxSender("127.0.0.1")
     ticket = frame(b'{"port": %d, "number": 7, "sizes": [100]}' % sender.port)
     peer = ScriptedPeer(sender, change=lambda frames: [ticket])
@@ -160,6 +168,7 @@ def test_a_pull_that_never_ends_is_given_up():
         assert source.fetch(ADDRESSES).result(20) == []
         assert source.figures.failures == {"deadline": 1}
         wait_until(lambda: not peer.open)
+        wait_until(lambda: pulled[0].is_ready())  # with an error, which frees its memory
 
 
 @pytest.mark.parametrize(
