@@ -94,7 +94,7 @@ def kill_writers(directory: Path, rounds: int, seed: int = 0) -> dict[str, Any]:
     size = capacity(_PROMPTS)
     for number in range(rounds):
         seeds = [1000 * number, 1000 * number + 500]
-        children = [_child("write", directory, str(each)) for each in seeds]
+        children = [_child(subprocess.DEVNULL, "write", directory, each) for each in seeds]
         try:
             _wait_for(lambda: any(_is_written(directory, each) for each in seeds))  # noqa: B023
             time.sleep(random.uniform(0.0, 0.8))
@@ -144,7 +144,7 @@ def flip_bits(directory: Path, flips: int, seed: int = 0) -> dict[str, Any]:
 
 def two_processes(directory: Path, seconds: float) -> dict[str, Any]:
     """Two processes write, read and delete the same pages in one directory."""
-    children = [_child("exchange", directory, str(seed), str(seconds)) for seed in (1, 2)]
+    children = [_child(subprocess.PIPE, "exchange", directory, seed, seconds) for seed in (1, 2)]
     outputs = [child.communicate(timeout=seconds + _SECONDS)[0] for child in children]
     if any(child.returncode for child in children):
         raise WrongPageError(f"a process failed: {[child.returncode for child in children]}")
@@ -187,9 +187,9 @@ def _exchange(directory: Path, seed: int, seconds: float) -> dict[str, int]:
     return {"right": right, "refused": stats.damaged_pages, "written": stats.stored_pages}
 
 
-def _child(*words: str | Path) -> subprocess.Popen[str]:
+def _child(stdout: int, *words: str | Path | float) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.serving.page_damage", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=stdout, text=True)
 
 
 def _is_written(directory: Path, seed: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
-from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
@@ -309,7 +309,7 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
-        if self._end_all(_step_failed(error)):
+        if self._end_all(step_failed(error)):
             self._close_parts()
 
     def _end_all(self, failure: EngineError) -> bool:
@@ -318,7 +318,7 @@ class EngineLoop:
             if self._error is not None:
                 return False
             self._error = failure
-            self._open.fail_all(lambda: _copy(failure))
+            self._open.fail_all(lambda: copy_of(failure))
             self._scheduler.end_all()
         return True
 
@@ -401,15 +401,3 @@ class EngineLoop:
     def _finish(self, request: ScheduledRequest, end: End) -> None:
         self._open.finish(request, end)
         self._executor.forget(request)
-
-
-def _step_failed(error: BaseException) -> EngineError:
-    failed = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
-    failed.__cause__ = error
-    return failed
-
-
-def _copy(failure: EngineError) -> EngineError:
-    error = EngineError(str(failure))
-    error.__cause__ = failure.__cause__
-    return error
