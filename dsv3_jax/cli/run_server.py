@@ -15,8 +15,9 @@ from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
+from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
 from dsv3_jax.cli.status_line import StatusLine
-from dsv3_jax.engine import CacheTiers, Engine
+from dsv3_jax.engine import Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.frontend.process import run_with_http_process
@@ -42,12 +43,16 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    with bind(arguments.host, arguments.port) as bound:
+    with bind(arguments.host, arguments.port) as bound, contextlib.ExitStack() as stack:
+        sender = sender_of(arguments)
         model, tokenizer = _load(arguments)
         if template is not None:
             tokenizer = tokenizer.with_chat_template(template)
         max_requests = arguments.max_running + arguments.max_waiting
         max_len = min(arguments.max_len, model.config.max_position_embeddings)
+        remote = remote_of(arguments, model)
+        if remote is not None:
+            stack.callback(remote.close)  # after the engine
         with _refused_if_too_large(arguments.model):
             engine = Engine(
                 model,
@@ -58,7 +63,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
                 cache_tokens=arguments.cache_tokens,
                 draft=draft,
                 draft_depth=depth,
-                tiers=_tiers(arguments),
+                tiers=tiers_of(arguments, remote),
             )
         settings = ServerSettings(
             model_name=arguments.served_name or arguments.model,
@@ -72,19 +77,10 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
             program_store=arguments.program_store,
         )
         with engine:
-            if arguments.one_process:
-                run(engine, tokenizer, settings, bound)
+            if arguments.one_process or arguments.role != "both":
+                run(engine, tokenizer, settings, bound, sender=sender, remote=remote)
             else:
                 run_with_http_process(engine, tokenizer, settings, bound)
-
-
-def _tiers(arguments: argparse.Namespace) -> CacheTiers | None:
-    """Returns the tiers of the cache, or None if there are none."""
-    host_bytes = int(arguments.host_cache_gib * 2**30)
-    if not host_bytes and arguments.disk_cache is None:
-        return None
-    disk_bytes = int(arguments.disk_cache_gib * 2**30)
-    return CacheTiers(host_bytes, arguments.disk_cache, disk_bytes)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:

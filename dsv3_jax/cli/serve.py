@@ -10,9 +10,10 @@ import argparse
 import importlib.util
 from numbers import Integral, Real
 
+from dsv3_jax.cli.roles import check_role
 from dsv3_jax.generation.settings import check, check_draft
 
-_PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
+_PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         seconds = arguments.request_seconds
         check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)
     check_draft(draft_of(arguments), depth_of(arguments))
+    check_role(arguments)
 
     from dsv3_jax.cli.run_server import run_server
 

@@ -376,6 +376,13 @@ class Engine:
         Returns False after ``timeout`` seconds."""
         return self._transfer is None or self._transfer.flush(timeout)
 
+    @property
+    def page_transfer(self) -> PageTransfer:
+        """The stored pages, for other engines with the same identity. Needs tiers."""
+        if self._transfer is None:
+            raise ValueError("tiers: expected an engine that has some, got one without")
+        return self._transfer
+
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots or queues contradict each other."""
         self._loop.check_integrity()

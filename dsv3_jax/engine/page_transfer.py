@@ -174,6 +174,11 @@ class PageTransfer:
         load.future.add_done_callback(stage)
         return load
 
+    def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
+        """Returns the records of leading pages of the tiers, see
+        :class:`~dsv3_jax.pages.PageSource`."""
+        return self._tiers.fetch(addresses)
+
     # What the thread that launches steps calls.
 
     def save(self, pool: PagePool, saves: Sequence[PageSave]) -> None:

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +28,8 @@ _VERSION = 1
 """Increase it when a model's layers begin to cache other values for the same weights and tokens."""
 
 
-class PageAddress(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PageAddress:
     """The address of one page."""
 
     digest: bytes
@@ -38,12 +38,24 @@ class PageAddress(NamedTuple):
     """Digest of the page before it. That of the first page is the identity's."""
     tokens: tuple[int, ...]
     """The page's tokens, and the lookahead after them."""
+    previous: PageAddress | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The address of the page before it, if it is known: a source that computes pages needs all
+    tokens. ``parent`` identifies it."""
 
     @classmethod
-    def of(cls, parent: bytes, tokens: Sequence[int]) -> PageAddress:
+    def of(
+        cls, parent: bytes, tokens: Sequence[int], previous: PageAddress | None = None
+    ) -> PageAddress:
         """Returns the address of a page."""
         content = np.asarray(tokens, "<i4").tobytes()
-        return cls(hashlib.sha256(parent + content).digest(), parent, tuple(tokens))
+        return cls(hashlib.sha256(parent + content).digest(), parent, tuple(tokens), previous)
+
+    def chain(self) -> list[PageAddress]:
+        """Returns the addresses of all pages before it that are known, in order, and its own."""
+        addresses: list[PageAddress] = [self]
+        while (previous := addresses[-1].previous) is not None:
+            addresses.append(previous)
+        return addresses[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,7 @@ class CacheIdentity:
         for number in range(len(addresses), full):
             begin = number * self.page_size
             content = tokens[begin : begin + self.page_size + self.lookahead]
-            addresses.append(PageAddress.of(parent, content))
+            previous = addresses[-1] if addresses else None
+            addresses.append(PageAddress.of(parent, content, previous))
             parent = addresses[-1].digest
         return addresses

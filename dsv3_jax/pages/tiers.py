@@ -85,6 +85,11 @@ class PageTiers:
         joined: Future[list[PageRecord]] = Future()
         records: list[PageRecord] = []
 
+        def give_up() -> None:
+            """Cancels what is under way in the sources."""
+            for _, _, future in parts:
+                future.cancel()
+
         def take(number: int) -> None:
             """Takes the results of part after part, each when it is there."""
             if number == len(parts):
@@ -99,11 +104,13 @@ class PageTiers:
                     self.host.store(got)
                 if len(got) < len(asked):
                     self._finish(joined, records)
+                    give_up()  # later pages do not follow these
                 else:
                     take(number + 1)
 
             future.add_done_callback(done)
 
+        joined.add_done_callback(lambda joined: give_up() if joined.cancelled() else None)
         take(0)
         return joined
 

@@ -29,26 +29,31 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Reads a file with one key on each line. Empty lines and lines with ``#`` are skipped.
-
-        Raises:
-          ValueError: the file has no key, or is not UTF-8.
-          OSError: it cannot be read.
-        """
-        try:
-            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: expected UTF-8 text with one API key on each line") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ValueError(f"{path}: expected one API key on each line, got none")
-        return cls(keys)
+        """Reads keys from a file, see :func:`read_keys`."""
+        return cls(read_keys(path))
 
     def has(self, key: str) -> bool:
         """Returns whether ``key`` is one of the keys."""
         digest = _digest(key)
         # All keys are compared, so that the time does not depend on which one it is.
         return sum([hmac.compare_digest(digest, each) for each in self._digests]) > 0
+
+
+def read_keys(path: Path) -> list[str]:
+    """Reads a file with one key on each line. Empty lines and lines with ``#`` are skipped.
+
+    Raises:
+      ValueError: the file has no key, or is not UTF-8.
+      OSError: it cannot be read.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: expected UTF-8 text with one API key on each line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{path}: expected one API key on each line, got none")
+    return keys
 
 
 class ApiKeyCheck:

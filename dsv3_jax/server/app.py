@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 import dsv3_jax
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
+from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
-from dsv3_jax.server import health, metrics
+from dsv3_jax.server import health, metrics, prefill
 from dsv3_jax.server.access_log import AccessLog
 from dsv3_jax.server.anthropic import messages
 from dsv3_jax.server.api_keys import ApiKeyCheck
@@ -20,6 +22,7 @@ from dsv3_jax.server.errors import ErrorBody, add_handlers
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
+from dsv3_jax.server.remote_metrics import DecodeFigures, PrefillFigures
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -28,17 +31,26 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    engine: Engine | RemoteEngine, tokenizer: Tokenizer, settings: ServerSettings
+    engine: Engine | RemoteEngine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    *,
+    sender: Sender | None = None,
+    remote: RemotePrefill | None = None,
 ) -> FastAPI:
     """Returns the application of a server.
 
     It compiles the engine's programs when it starts, and shuts the engine down when it ends.
 
     Args:
-      engine: runs in a thread of its own, or in another process.
+      engine: runs in a thread of its own, or in another process, but not with the last two.
       tokenizer: the model's.
+      sender: gives pages to decode servers; None if this is no prefill server.
+      remote: the engine's source of pages on prefill servers, or None.
     """
-    service = Service(engine, tokenizer, settings)
+    service = Service(
+        engine, tokenizer, settings, remote=remote, is_prefill_server=sender is not None
+    )
     app = FastAPI(
         title="dsv3_jax",
         version=dsv3_jax.__version__,
@@ -57,6 +69,12 @@ def create_app(
     endpoints = (completions, chat, responses, messages, models, tokens)
     for module in (health, metrics, *endpoints, drafts, routes):
         app.include_router(module.router)
+    if sender is not None:
+        app.state.prefills = prefills = prefill.Prefills(service, sender)
+        app.include_router(prefill.router)
+        service.metrics.add(PrefillFigures(prefills.counts, settings.model_name))
+    if remote is not None:
+        service.metrics.add(DecodeFigures(remote, settings.model_name))
     return app
 
 

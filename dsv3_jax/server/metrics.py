@@ -92,6 +92,10 @@ class Metrics:
             if tokens > 1:
                 self._time_per_token.observe((times.end - times.first_token) / (tokens - 1))
 
+    def add(self, figures: Collector) -> None:
+        """Adds figures of another part of the server."""
+        self._registry.register(figures)
+
     def text(self) -> bytes:
         """Returns all figures in Prometheus' text format. It may wait for the engine's lock."""
         return prometheus_client.generate_latest(self._registry)

@@ -12,6 +12,8 @@ import sys
 
 import uvicorn
 
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
+from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.server import access_log
 from dsv3_jax.server.app import create_app
@@ -55,6 +57,9 @@ def run(
     tokenizer: Tokenizer,
     settings: ServerSettings,
     bound: socket.socket,
+    *,
+    sender: Sender | None = None,
+    remote: RemotePrefill | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
     at most ``settings.drain_seconds``, and returns. If the engine fails or its device is stuck, it
@@ -62,11 +67,13 @@ def run(
 
     Args:
       bound: the socket to listen on. It is closed at the end.
+      sender: gives pages to decode servers, or None, see :func:`create_app`.
+      remote: the engine's source of pages on prefill servers, or None.
     """
     _log_to_stderr()
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    app = create_app(engine, tokenizer, settings)
+    app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
     service: Service = app.state.service
     config = uvicorn.Config(
         app,

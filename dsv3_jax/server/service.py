@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from dsv3_jax.disaggregation.peers import Peer
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.admission import Admission
@@ -37,14 +39,24 @@ class Service:
     Args:
       engine: runs in a thread of its own, or in another process.
       tokenizer: the model's.
+      remote: the engine's source of pages on prefill servers, or None.
+      is_prefill_server: whether it gives pages to decode servers.
     """
 
     def __init__(
-        self, engine: Engine | RemoteEngine, tokenizer: Tokenizer, settings: ServerSettings
+        self,
+        engine: Engine | RemoteEngine,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        *,
+        remote: RemotePrefill | None = None,
+        is_prefill_server: bool = False,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
+        self.remote = remote
+        self.is_prefill_server = is_prefill_server
         self.admission = Admission(settings.max_requests)
         self.grammars = (
             RemoteGrammars(engine)
@@ -121,6 +133,7 @@ class Service:
         n: int,
         prompt_field: str,
         grammar: GrammarSource | None = None,
+        peer: Peer | None = None,
         **settings: Any,
     ) -> Job:
         """Puts requests into the engine's queue.
@@ -132,6 +145,7 @@ class Service:
           prompt_field: name of the prompts in the body, for errors.
           grammar: what the text of each completion has to match, after its reasoning if the prompts
             are conversations, or None.
+          peer: prefill server that has the prompts' pages, if a proxy says so.
           settings: of :meth:`dsv3_jax.Engine.submit_all`.
 
         Raises:
@@ -145,6 +159,8 @@ class Service:
 
         def submit() -> list[EngineRequest]:
             prompts = read_prompts()
+            if peer is not None:
+                self._prefer(peer, prompts)
             timeout = self.settings.request_seconds
             grammars: list[Any] = []
             if grammar is not None:
@@ -173,6 +189,14 @@ class Service:
         job = Job(handles, self._close)
         self._jobs.add(job)
         return job
+
+    def _prefer(self, peer: Peer, prompts: Sequence[Prompt]) -> None:
+        """Lets a prefill server be the first that is asked for the pages of prompts."""
+        assert self.remote is not None
+        assert isinstance(self.engine, Engine), "decode servers have their engine in this process"
+        for prompt in prompts:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self.remote.prefer(peer, self.engine.page_transfer.addresses(tokens))
 
     def _close(self, job: Job) -> None:
         """Counts a job's completions, and cancels those that are not at their end."""

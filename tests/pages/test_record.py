@@ -140,7 +140,9 @@ class TestKindsOfDamage:
         with pytest.raises(PageError, match="expected the parent"):
             record_of(first).check(IDENTITY, moved)
         # A collision of digests is noticed by its tokens.
-        forged = dataclasses.replace(record_of(second), address=second._replace(tokens=(9,) * 5))
+        forged = dataclasses.replace(
+            record_of(second), address=dataclasses.replace(second, tokens=(9,) * 5)
+        )
         with pytest.raises(PageError, match="expected the tokens"):
             forged.check(IDENTITY, second)
 

@@ -17,6 +17,8 @@ import pytest
 import uvicorn
 
 import dsv3_jax
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
+from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.server.app import create_app
@@ -109,10 +111,18 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, tokenizer: Tokenizer, **settings: Any) -> Iterator[RunningServer]:
+def running(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    sender: Sender | None = None,
+    remote: RemotePrefill | None = None,
+    **settings: Any,
+) -> Iterator[RunningServer]:
     """Runs a server in a thread, and waits until it is ready."""
     defaults: dict[str, Any] = {"max_len": MAX_LEN, "max_requests": MAX_REQUESTS}
-    app = create_app(engine, tokenizer, ServerSettings("demo", **{**defaults, **settings}))
+    all_settings = ServerSettings("demo", **{**defaults, **settings})
+    app = create_app(engine, tokenizer, all_settings, sender=sender, remote=remote)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     loop = asyncio.new_event_loop()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv3_jax import chat_formats
 from dsv3_jax.cli.arguments import shared
+from dsv3_jax.cli.arguments.roles import add_roles
 
 SUMMARY = "Serve a model over HTTP with OpenAI's API."
 
@@ -128,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-process",
         action="store_true",
         help="serve HTTP from the engine's process; by default it has a process of its own, so that"
-        " open streams do not slow the engine down",
+        " open streams do not slow the engine down, except with --role prefill or decode",
     )
     add(
         "--program-store",
@@ -138,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " devices loads in seconds; keep it from other users, because loading runs code (default:"
         " none)",
     )
+    add_roles(parser)
     shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)

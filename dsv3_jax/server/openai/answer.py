@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, Mapping, MutableMapping
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -59,19 +61,31 @@ class Answer(abc.ABC):
     def events(self) -> AsyncGenerator[BaseModel, None]:
         """Yields the events of a stream."""
 
-    async def respond(self, request: Request, *, stream: bool) -> Response:
-        """Returns the response. The job is closed at its end, also if the client goes away."""
+    async def respond(
+        self, request: Request, *, stream: bool, further: Mapping[str, Any] | None = None
+    ) -> Response:
+        """Returns the response. The job is closed at its end, also if the client goes away.
+
+        Args:
+          further: fields that the whole body has in addition.
+        """
         if stream:
             return EventStream(self.events(), self.job.close, self.event_format)
         try:
-            return await while_connected(request, self._whole())
+            return await while_connected(request, self._whole(further or {}))
         finally:
             self.job.close()
 
-    async def _whole(self) -> Response:
+    async def _whole(self, further: Mapping[str, Any]) -> Response:
         completions = await self.job.completions()
-        json = await self.service.in_thread(lambda: self.body(completions).model_dump_json())
-        return Response(json, media_type="application/json")
+
+        def dump() -> str:
+            body = self.body(completions)
+            if further:
+                return json.dumps({**body.model_dump(mode="json"), **further})
+            return body.model_dump_json()
+
+        return Response(await self.service.in_thread(dump), media_type="application/json")
 
     def usage(self, completions: list[Completion]) -> Usage:
         """Returns the usage of completions, and logs it."""

@@ -35,15 +35,18 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answers a conversation. With ``stream``, returns chunks as server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
+    transfer = body.kv_transfer_params
     submitted = await body.conversation().submit(
         service,
         n=body.n or 1,
         prompt_field="messages",
         grammar=body.grammar,
+        peer=transfer and transfer.peer(service),
         **body.engine_settings(),
     )
     answer = _Answer(body, submitted, service, request.state.log)
-    return await answer.respond(request, stream=bool(body.stream))
+    further = transfer and transfer.answer(request)
+    return await answer.respond(request, stream=bool(body.stream), further=further)
 
 
 class _Answer(Answer):

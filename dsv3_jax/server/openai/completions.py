@@ -33,16 +33,19 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service = service_of(request)
     service.check_model(body.model)
     prompts = body.prompts
+    transfer = body.kv_transfer_params
     job = await service.submit(
         lambda: prompts,
         len(prompts),
         n=body.n or 1,
         prompt_field="prompt",
         grammar=body.grammar,
+        peer=transfer and transfer.peer(service),
         **body.engine_settings(),
     )
     answer = _Answer(body, prompts, job, service, request.state.log)
-    return await answer.respond(request, stream=bool(body.stream))
+    further = transfer and transfer.answer(request)
+    return await answer.respond(request, stream=bool(body.stream), further=further)
 
 
 class _Answer(Answer):

@@ -11,6 +11,7 @@ import dsv3_jax
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.kv_transfer import KvTransferParams
 from dsv3_jax.server.openai.structure_types import StructuredOutputs, TextForm
 
 SYSTEM_FINGERPRINT = f"dsv3_jax-{dsv3_jax.__version__}"
@@ -54,6 +55,7 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=8)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
     # Accepted and ignored: they change nothing about the text.
     user: str | None = None

@@ -1,0 +1,279 @@
+"""Prefill servers as a source of cached pages.
+
+The engine asks this source for the pages of a prompt like any other source. It sends the prompt to
+a prefill server, which computes what it does not have, and returns the pages that arrived in time.
+The engine's steps go on meanwhile. Cancelling the future closes the connection, which ends the work
+of the prefill server too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import aiohttp
+
+from dsv3_jax.disaggregation.figures import Reason, RemoteCounts, RemoteFigures
+from dsv3_jax.disaggregation.peers import Peer, Peers
+from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, frames
+from dsv3_jax.disaggregation.transfer import Receiver
+from dsv3_jax.pages import PageAddress, PageError, PageRecord
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 5.0
+_MAX_PREFERRED = 4096
+_SHOWN_BYTES = 2000  # of a peer's error
+
+
+class RemotePrefill:
+    """Asks peers for pages. It has a thread of its own.
+
+    Args:
+      peers: the prefill servers. One whose cache has another identity refuses.
+      receiver: how the pages travel.
+      page_size: tokens of a page.
+      max_page_bytes: most bytes of a page's contents. A larger one is refused before it is read.
+      seconds: longest time for the pages of a prompt; after it the engine computes the rest.
+      min_pages: fewer pages are left to the engine.
+      api_key: key that the peers expect, or None.
+      max_open: most prompts under way. Others wait, within their time.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        peers: Peers,
+        receiver: Receiver,
+        *,
+        page_size: int,
+        max_page_bytes: int,
+        seconds: float = 30.0,
+        min_pages: int = 1,
+        api_key: str | None = None,
+        max_open: int = 64,
+    ):
+        self.peers = peers
+        self._preferred: OrderedDict[bytes, Peer] = OrderedDict()  # by digests of last pages
+        self._receiver = receiver
+        self._page_size = page_size
+        self._max_page_bytes = max_page_bytes
+        self._seconds = seconds
+        self._min_pages = min_pages
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._room = asyncio.Semaphore(max_open)
+        self._counts = RemoteCounts()
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="dsv3-remote-prefill", daemon=True)
+        self._thread.start()
+
+    @property
+    def figures(self) -> RemoteFigures:
+        """Figures of the pages that were pulled so far, and of failures."""
+        return self._counts.figures(self.peers.up)
+
+    def lookup(self, addresses: Sequence[PageAddress]) -> int:
+        """Returns the number of these pages if a peer can be asked for them, else 0."""
+        is_wanted = len(addresses) >= self._min_pages and self.peers.has_ready
+        return len(addresses) if is_wanted else 0
+
+    def fetch(
+        self, addresses: Sequence[PageAddress]
+    ) -> concurrent.futures.Future[list[PageRecord]]:
+        """Returns the records of leading pages that peers gave, in order; perhaps none."""
+        return asyncio.run_coroutine_threadsafe(self._fetch(addresses), self._loop)
+
+    def prefer(self, peer: Peer, addresses: Sequence[PageAddress]) -> None:
+        """Lets a peer be the first that is asked for these pages, because it has them."""
+        for address in addresses[-2:]:  # the last one is not needed if it ends the prompt
+            self._preferred[address.digest] = peer
+            if len(self._preferred) > _MAX_PREFERRED:
+                self._preferred.popitem(last=False)
+
+    def close(self) -> None:
+        """Gives up what is under way, and ends the thread."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        """The body of the thread."""
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        await self._loop.shutdown_default_executor()
+        self._loop.stop()
+
+    async def _fetch(self, addresses: Sequence[PageAddress]) -> list[PageRecord]:
+        """Asks one peer after the other for what is still missing, until the time is over."""
+        began = time.monotonic()
+        records: list[PageRecord] = []
+        reason: Reason = "cancelled"
+        self._counts.began()
+        try:
+            async with asyncio.timeout(self._seconds), self._room:
+                reason = await self._ask_peers(addresses, records, began)
+        except TimeoutError:
+            reason = "deadline"
+        except Exception:
+            reason = "internal"
+            logger.exception("a remote prefill failed; its pages are computed here")
+        finally:
+            missing = len(addresses) - len(records)
+            self._counts.ended(time.monotonic() - began, missing, reason)
+        return records
+
+    async def _ask_peers(
+        self,
+        addresses: Sequence[PageAddress],
+        records: list[PageRecord],
+        began: float,
+    ) -> Reason:
+        """Appends records until all are there or every peer that is ready has failed. Returns the
+        reason of the last failure."""
+        reason: Reason = "no_peer"
+        tried: set[Peer] = set()
+        while wanted := addresses[len(records) :]:
+            tokens = len(wanted) * self._page_size
+            preferred = self._preferred.get(wanted[-1].digest)
+            peer = self.peers.begin(tokens, tried, preferred)
+            if peer is None:
+                break
+            tried.add(peer)
+            succeeded: bool | None = None
+            try:
+                left = self._seconds - (time.monotonic() - began)
+                await self._ask(peer, wanted, records, left)
+                succeeded, reason = True, "evicted"
+            except (asyncio.CancelledError, TimeoutError):
+                # A deadline says something about the peer, a cancellation does not.
+                is_late = time.monotonic() - began >= self._seconds
+                if is_late:
+                    self._failed(peer, "deadline", f"no answer within {self._seconds:g} s")
+                    succeeded = False
+                raise
+            except Exception as error:
+                reason = _reason(error)
+                self._failed(peer, reason, str(error) or type(error).__name__)
+                # A busy peer is a good one, and a damaged page may be a single one.
+                succeeded = None if reason == "overloaded" else False
+            finally:
+                self.peers.end(peer, tokens, succeeded=succeeded)
+        return reason
+
+    async def _ask(
+        self,
+        peer: Peer,
+        wanted: Sequence[PageAddress],
+        records: list[PageRecord],
+        seconds: float,
+    ) -> None:
+        """Appends the records that a peer sends, each checked.
+
+        Raises:
+          PageError: a record is damaged or another one.
+          Exception: the peer refused, or its answer ended early; see :func:`_reason`.
+        """
+        all_pages = wanted[-1].chain()
+        identity = all_pages[0].parent
+        most = self._max_page_bytes
+        body = PrefillBody(
+            identity=identity.hex(),
+            tokens=_tokens(all_pages, self._page_size),
+            first_page=len(all_pages) - len(wanted),
+            num_pages=len(wanted),
+            seconds=max(seconds, 1e-3),
+            transfer=self._receiver.name,
+        )
+        session = self._opened_session()
+        async with session.post(peer.url + PATH, json=body.model_dump()) as response:
+            if response.status != 200:
+                message = (await response.content.read(_SHOWN_BYTES)).decode("utf-8", "replace")
+                raise _RefusedError(response.status, message)
+            left = iter(wanted)
+            try:
+                max_bytes = self._receiver.max_frame_bytes(most)
+                async for content in frames(response.content, max_bytes):
+                    for data in await self._receiver.receive(content, peer.host, most):
+                        address = next(left, None)
+                        if address is None:
+                            raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")
+                        # In a thread, because a checksum takes a while and releases the lock.
+                        record = await asyncio.to_thread(_checked, data, identity, address)
+                        self._counts.pulled(len(data))
+                        records.append(record)
+            finally:
+                response.close()  # not only released: the peer holds pages until then
+
+    def _opened_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            )
+        return self._session
+
+    def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
+        self._counts.failed(reason)
+        line = " ".join(message.split())
+        logger.warning("prefill at %s failed (%s): %.300s", peer.url, reason, line)
+
+
+class _RefusedError(Exception):
+    """A peer answered with an error."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"status {status}: {message}")
+        self.status = status
+
+
+def _checked(data: bytes | memoryview, identity: bytes, address: PageAddress) -> PageRecord:
+    """Returns a record. The engine compares its format too when it uses it.
+
+    Raises:
+      PageError: it is damaged, or is not the page of ``address``.
+    """
+    record = PageRecord.decode(data)
+    if record.address != address or record.identity != identity:
+        raise PageError(
+            f"page: expected {address.digest.hex()[:16]} of the cache {identity.hex()[:16]}, got"
+            f" {record.address.digest.hex()[:16]} of {record.identity.hex()[:16]}"
+        )
+    return record
+
+
+def _reason(error: Exception) -> Reason:
+    """Returns the reason that a failure is counted under."""
+    if isinstance(error, _RefusedError):
+        if error.status == 503:
+            return "overloaded"
+        return "deadline" if error.status == 504 else "refused"
+    if isinstance(error, PageError):
+        return "damaged"
+    if isinstance(error, ProtocolError):
+        return "protocol"
+    if isinstance(error, (aiohttp.ClientError, OSError, EOFError)):
+        return "connection"
+    raise error
+
+
+def _tokens(addresses: Sequence[PageAddress], page_size: int) -> list[int]:
+    """Returns the tokens that a prompt's pages depend on."""
+    tokens = [token for address in addresses for token in address.tokens[:page_size]]
+    return tokens + list(addresses[-1].tokens[page_size:])
