@@ -35,42 +35,54 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     Raises:
       ValueError: the model, the chat template, the layout, the keys or the address is refused.
     """
+    with bind(arguments.host, arguments.port) as bound:
+        engine, tokenizer, settings = make_engine(arguments, draft, depth)
+        with engine:
+            run(engine, tokenizer, settings, bound)
+
+
+def make_engine(
+    arguments: argparse.Namespace, draft: str | None, depth: int | str
+) -> tuple[Engine, Tokenizer, ServerSettings]:
+    """Loads the model. Returns its engine and tokenizer, and the settings of its server.
+
+    Raises:
+      ValueError: the model, the chat template, the layout or the keys are refused.
+    """
     template = None
     if arguments.chat_template is not None:
         template = chat_formats.read(arguments.chat_template)
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    with bind(arguments.host, arguments.port) as bound:
-        model, tokenizer = _load(arguments)
-        if template is not None:
-            tokenizer = tokenizer.with_chat_template(template)
-        max_requests = arguments.max_running + arguments.max_waiting
-        max_len = min(arguments.max_len, model.config.max_position_embeddings)
-        with _refused_if_too_large(arguments.model):
-            engine = Engine(
-                model,
-                tokenizer,
-                max_len,
-                max_running=arguments.max_running,
-                max_waiting=max_requests,  # the server itself counts
-                cache_tokens=arguments.cache_tokens,
-                draft=draft,
-                draft_depth=depth,
-            )
-        settings = ServerSettings(
-            model_name=arguments.served_name or arguments.model,
-            max_len=max_len,
-            max_requests=max_requests,
-            max_body_bytes=arguments.max_body_mib * 2**20,
-            request_seconds=arguments.request_seconds,
-            drain_seconds=arguments.drain_seconds,
-            stuck_seconds=arguments.stuck_seconds,
-            api_keys=keys,
-            program_store=arguments.program_store,
+    model, tokenizer = _load(arguments)
+    if template is not None:
+        tokenizer = tokenizer.with_chat_template(template)
+    max_requests = arguments.max_running + arguments.max_waiting
+    max_len = min(arguments.max_len, model.config.max_position_embeddings)
+    with _refused_if_too_large(arguments.model):
+        engine = Engine(
+            model,
+            tokenizer,
+            max_len,
+            max_running=arguments.max_running,
+            max_waiting=max_requests,  # the server itself counts
+            cache_tokens=arguments.cache_tokens,
+            draft=draft,
+            draft_depth=depth,
         )
-        with engine:
-            run(engine, tokenizer, settings, bound)
+    settings = ServerSettings(
+        model_name=arguments.served_name or arguments.model,
+        max_len=max_len,
+        max_requests=max_requests,
+        max_body_bytes=arguments.max_body_mib * 2**20,
+        request_seconds=arguments.request_seconds,
+        drain_seconds=arguments.drain_seconds,
+        stuck_seconds=arguments.stuck_seconds,
+        api_keys=keys,
+        program_store=arguments.program_store,
+    )
+    return engine, tokenizer, settings
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
