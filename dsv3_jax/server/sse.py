@@ -89,7 +89,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first(self._send(send), _disconnect(receive))
+            await first_of(self._send(send), until_disconnect(receive))
         finally:
             await self._events.aclose()
             self._close()
@@ -116,11 +116,11 @@ class EventStream(Response):
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Returns the result of ``work``. If the client goes away first, cancels it and returns a
     response that nobody will read."""
-    finished = await _first(work, _disconnect(request.receive))
+    finished = await first_of(work, until_disconnect(request.receive))
     return Response(status_code=CLIENT_GONE) if finished is None else finished
 
 
-async def _first(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, Any, None]) -> Any:
+async def first_of(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, Any, None]) -> Any:
     """Returns the result of ``work``, or None if ``interruption`` ends before it."""
     tasks = [asyncio.create_task(work), asyncio.create_task(interruption)]
     try:
@@ -133,6 +133,7 @@ async def _first(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, An
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
+    """Waits until the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
