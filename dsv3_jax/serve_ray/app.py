@@ -43,11 +43,17 @@ def app_from_config(values: Mapping[str, Any]) -> serve.Application:
     return build_app(**values)
 
 
-def application(settings: AppSettings) -> serve.Application:
-    """Returns the application with these settings."""
+def application(
+    settings: AppSettings, replica: type[EngineReplica] = EngineReplica
+) -> serve.Application:
+    """Returns the application with these settings.
+
+    Args:
+      replica: class of the replicas.
+    """
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
     engines = serve.deployment(
-        EngineReplica,
+        replica,
         name=ENGINE,
         ray_actor_options=_actor_options(settings.resources),
         max_ongoing_requests=settings.max_requests,

@@ -24,6 +24,9 @@ from dsv3_jax.server.sse import EventFormat, NamedEventFormat, first_of, until_d
 
 logger = logging.getLogger(__name__)
 
+ATTEMPTS_HEADER = b"x-attempts"
+"""Header of every answer with the number of replicas that its request was sent to."""
+
 _UNAVAILABLE = 503
 """Status of a replica that is full, not ready or at its end."""
 
@@ -90,7 +93,9 @@ class Front:
         except NoReplicaError as error:
             await send_error(overloaded(str(error)), scope, receive, send)
         except ReplicaLostError:
-            message = f"request: expected an answer, lost {self._attempts} replicas; try again later"
+            message = (
+                f"request: expected an answer, lost {self._attempts} replicas; try again later"
+            )
             await send_error(overloaded(message), scope, receive, send)
 
     async def _relay(self, call: Call, send: Send) -> None:
@@ -113,6 +118,8 @@ class Front:
                                 call = call.avoiding(_replica_of(batch[0]))
                                 break
                             started = batch[0]
+                            attempts = (ATTEMPTS_HEADER, str(attempt).encode())
+                            started["headers"] = [*started["headers"], attempts]
                         for message in batch:
                             await send(message)
                             events += message["type"] == "http.response.body"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -12,12 +13,15 @@ from starlette.types import Message
 
 from dsv3_jax.cli.run_server import make_engine
 from dsv3_jax.cli.serve import depth_of, draft_of
+from dsv3_jax.engine import Engine
 from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.service import Service
+from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.server.watchdog import Watchdog
+from dsv3_jax.tokenizer import Tokenizer
 
 _ENDING_SECONDS = 5
 """Time in which a failed engine's requests get their errors before the process ends."""
@@ -34,9 +38,7 @@ class EngineReplica:
     async def __init__(self, settings: AppSettings):
         arguments = settings.arguments
         self._id = serve.get_replica_context().replica_id.unique_id
-        engine, tokenizer, server_settings = await asyncio.to_thread(
-            make_engine, arguments, draft_of(arguments), depth_of(arguments)
-        )
+        engine, tokenizer, server_settings = await asyncio.to_thread(self.make_engine, arguments)
         self._app = create_app(engine, tokenizer, server_settings)
         self._service: Service = self._app.state.service
         self._closing = contextlib.AsyncExitStack()
@@ -47,6 +49,12 @@ class EngineReplica:
         while not self._service.is_ready:
             self._check()
             await asyncio.sleep(0.05)
+
+    def make_engine(
+        self, arguments: argparse.Namespace
+    ) -> tuple[Engine, Tokenizer, ServerSettings]:
+        """Returns the engine, its tokenizer, and the settings of its server."""
+        return make_engine(arguments, draft_of(arguments), depth_of(arguments))
 
     async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yields the messages of the response to a call.
