@@ -31,8 +31,10 @@ from typing import Any
 from benchmarks.decode import machine
 from benchmarks.serving import ray_cluster
 from benchmarks.serving.replica_clients import Clients, Outcome
+from benchmarks.serving.small_replica import SmallReplica
 from dsv3_jax.files import atomic_write
-from dsv3_jax.serve_ray import build_app
+from dsv3_jax.serve_ray.app import application
+from dsv3_jax.serve_ray.settings import AppSettings
 
 _APP = "bench"
 _MAX_TOKENS = 24
@@ -41,22 +43,27 @@ _MAX_REPLICAS = 4
 Sample = dict[str, float]
 
 
-def app(store: Path, min_replicas: int, **flags: int) -> Any:
-    """Returns the application: the demo, in engines that need little memory."""
-    engine = {"max_running": 8, "max_waiting": 64, "max_len": 256, "cache_tokens": 8192}
-    return build_app(
-        "demo",
-        serve={**engine, "program_store": store, "drain_seconds": 60, **flags},
-        autoscaling={
-            "min_replicas": min_replicas,
-            "max_replicas": _MAX_REPLICAS,
-            "target_ongoing_requests": 8,
-            "upscale_delay_s": 3,
-            "downscale_delay_s": 10,
-            "look_back_period_s": 12,
-        },
-        health_check_period_s=2,
+def app(store: Path, min_replicas: int, max_waiting: int = 64) -> Any:
+    """Returns the application.
+
+    Args:
+      store: compiled programs, so that only the first replica compiles.
+    """
+    settings = AppSettings.of(
+        {
+            "serve": {"max_running": 8, "max_waiting": max_waiting, "program_store": store},
+            "autoscaling": {
+                "min_replicas": min_replicas,
+                "max_replicas": _MAX_REPLICAS,
+                "target_ongoing_requests": 8,
+                "upscale_delay_s": 3,
+                "downscale_delay_s": 10,
+                "look_back_period_s": 12,
+            },
+            "health_check_period_s": 2,
+        }
     )
+    return application(settings, SmallReplica)
 
 
 async def sampled(clients: Clients, seconds: float, samples: list[Sample]) -> None:
@@ -119,9 +126,8 @@ def measure(url: str, script: Callable[[Clients, list[Sample]], Awaitable[dict[s
 
     began = time.monotonic()
     asyncio.run(clients.run(run))
-    for name in ("killed",):
-        if name in facts:
-            facts[name] = round(facts[name] - began, 2)
+    if "killed" in facts:
+        facts["killed"] = round(facts["killed"] - began, 2)
     for each in facts.get("changes", []):
         each["time"] = round(each["time"] - began, 2)
     timeline = [{**s, "time": round(s["time"] - began, 2)} for s in samples]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from benchmarks.serving import ray_cluster
 from benchmarks.serving.replica_clients import Clients
 from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
-from tests.serve_ray.small_replica import SmallReplica
+from benchmarks.serving.small_replica import SmallReplica
 from tests.server.conftest import RunningServer
 
 settings = AppSettings.of({
@@ -50,3 +52,39 @@ with ray_cluster.cluster(pathlib.Path(sys.argv[1]), 1) as url:
         "refused": server.request("POST", "/v1/completions", {"model": "demo"})[0],
     }))
 """
+
+
+@pytest.mark.slow
+def test_a_killed_replica_costs_only_streams_that_have_begun():
+    pytest.importorskip("ray.serve", reason="needs the extra ray: pip install '.[ray]'")
+    from benchmarks.serving.ray_cluster import ENVIRONMENT
+
+    # Paths of sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray") as directory:
+        run = subprocess.run(
+            [sys.executable, "-c", CODE, directory],
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                "PYTHONPATH": str(ROOT),
+                "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert run.returncode == 0, run.stderr[-4000:]
+    # Ray's own lines are around it.
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith('{"paths"')]
+    result = json.loads(line)
+    assert result["paths"] == {"/ready": 200, "/v1/models": 200, "/": 200}
+    assert result["refused"] == 400
+    replicas = set(re.findall(r'vllm:num_requests_running\{.*replica="(\w+)"\}', result["figures"]))
+    assert len(replicas) == 2
+    outcomes = result["outcomes"]
+    assert replicas <= {each["replica"] for each in outcomes}
+    assert sum(each["attempts"] > 1 and each["complete"] for each in outcomes) >= 1
+    for each in outcomes:
+        if not each["complete"]:
+            assert (each["status"], each["streamed"], each["has_begun"]) == (200, True, True)
+            assert each["error"] == "request: its replica was lost; try again"

@@ -1,4 +1,4 @@
-"""A replica whose engine has few programs, for tests."""
+"""A replica of the demo whose engine has one program, so that several start soon on few cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LEN = 256
 
 
 class SmallReplica(EngineReplica):
-    """The demo's engine with one program."""
+    """A replica of the demo with few programs."""
 
     def make_engine(
         self, arguments: argparse.Namespace
@@ -23,6 +23,13 @@ class SmallReplica(EngineReplica):
         """Returns the engine, its tokenizer, and the settings of its server."""
         model, tokenizer = dsv3_jax.load("demo")
         assert tokenizer is not None
-        buckets = Buckets(decodes=(4,), chunks=(1,), chunk_tokens=32, max_steps=1).single()
-        engine = Engine(model, tokenizer, MAX_LEN, max_running=4, buckets=buckets)
-        return engine, tokenizer, ServerSettings("demo", MAX_LEN, max_requests=32)
+        slots = arguments.max_running
+        buckets = Buckets(decodes=(slots,), chunks=(1,), chunk_tokens=32, max_steps=1).single()
+        engine = Engine(model, tokenizer, MAX_LEN, max_running=slots, buckets=buckets)
+        settings = ServerSettings(
+            "demo",
+            MAX_LEN,
+            max_requests=slots + arguments.max_waiting,
+            program_store=arguments.program_store,
+        )
+        return engine, tokenizer, settings
