@@ -19,6 +19,8 @@ ENVIRONMENT = {
     # Autoscaling then sees a load after two seconds instead of twenty.
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # Workers are 15 below other processes otherwise, and starve on a busy machine.
+    "RAY_worker_niceness": "0",
     # A machine with few cores is slow while engines compile.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",

@@ -1,4 +1,4 @@
-"""Clients of replicas: each sends its next request when it has an answer, until it is told to end."""
+"""Clients of replicas: each sends its next request when it has an answer, until told to end."""
 
 from __future__ import annotations
 
