@@ -46,14 +46,13 @@ class PrefixRouter(RequestRouter):
         order.sort(key=lambda name: name in call.avoid)
         return [[replicas[name]] for name in order]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
-    ) -> None:
-        """Counts a request that a replica has taken."""
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Counts a request that is sent to a replica, which may still refuse it."""
+        super().on_send_request(replica_id)
         self._open[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Counts the end of a request."""
+        """Counts the end of a request, or its refusal."""
         self._open[replica_id] -= 1
         if self._open[replica_id] <= 0:
             del self._open[replica_id]
