@@ -91,7 +91,17 @@ def test_siblings_do_not_know_each_other(sibling):
 
 def test_only_the_command_and_replicas_import_the_server():
     """And the server imports the engine and what is below it."""
-    above = ("cli", "serve_ray", "checkpoint", "training", "plan", "viz", "inspection", "traces", "__main__")
+    above = (
+        "cli",
+        "serve_ray",
+        "checkpoint",
+        "training",
+        "plan",
+        "viz",
+        "inspection",
+        "traces",
+        "__main__",
+    )
     for path in modules("dsv3_jax"):
         folder = path.relative_to(ROOT / "dsv3_jax").parts[0]
         for name in imports(path.read_text("utf-8")):

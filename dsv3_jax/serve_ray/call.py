@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope
@@ -22,9 +22,6 @@ _SENT_KEYS = (
     "http_version",
     "method",
     "scheme",
-    "path",
-    "raw_path",
-    "root_path",
     "query_string",
     "headers",
     "client",
@@ -50,20 +47,28 @@ class Call:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, prefix_key: bytes | None) -> Call:
-        """Returns a call for the request with an ASGI scope."""
+        """Returns a call for the request with an ASGI scope. Its path is that of the endpoint,
+        wherever the application is mounted."""
         sent = {name: scope[name] for name in _SENT_KEYS if name in scope}
-        return cls({**sent, "headers": list(scope["headers"])}, body, prefix_key)
+        headers = list(scope["headers"])
+        return cls({**sent, "path": endpoint_path(scope), "headers": headers}, body, prefix_key)
 
     def avoiding(self, replica: str) -> Call:
         """Returns the same call for another replica than this one."""
         return dataclasses.replace(self, avoid=self.avoid | {replica})
 
 
-async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncIterator[list[Message]]:
+def endpoint_path(scope: Scope) -> str:
+    """Returns the path of a request's endpoint, without the prefix of a mounted application."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path if path.startswith("/") else f"/{path}"
+
+
+async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[Message], None]:
     """Runs an application for one call, and yields the messages of its response.
 
-    Nothing is yielded before the response has something of the answer: its whole body, or the
-    first token of a stream. Until then the caller can send the call to another replica.
+    Nothing is yielded before the response has something of the answer: a part of its body, which of
+    generated text is its first token. Until then the caller can send the call to another replica.
 
     Closing the iterator tells the application that the client has gone away.
 
@@ -120,8 +125,10 @@ def _receive(body: list[Message]) -> Receive:
 
 
 def _has_answer(messages: list[Message], state: Mapping[str, Any]) -> bool:
-    """Returns whether a response has its whole body, or its request has a token."""
-    if any(m["type"] == "http.response.body" and not m.get("more_body") for m in messages):
-        return True
+    """Returns whether a response has a part of its body, and its request a token if it generates
+    text."""
+    bodies = [message for message in messages if message["type"] == "http.response.body"]
     job = state.get("job")
-    return job is not None and any(not math.isnan(h.times.first_token) for h in job.handles)
+    if job is None or any(not message.get("more_body") for message in bodies):
+        return bool(bodies)
+    return any(not math.isnan(h.times.first_token) for h in job.handles)

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
+from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call, endpoint_path
 from dsv3_jax.serve_ray.prefix_key import prefix_key
 from dsv3_jax.server.anthropic.answer_types import ErrorEvent
 from dsv3_jax.server.errors import ApiError, overloaded, send_error
@@ -79,7 +79,7 @@ class Front:
             await first_of(self._answer(scope, body, receive, send), until_disconnect(receive))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path = endpoint_path(scope)
         try:
             if path == "/metrics":
                 text = await self._replicas.metrics()

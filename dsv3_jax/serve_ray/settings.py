@@ -56,7 +56,8 @@ class AppSettings:
     model: str = "demo"
     """``--model`` of ``dsv3 serve``."""
     serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further flags of ``dsv3 serve`` for every replica, such as ``{"max_running": 8}``."""
+    """Further flags of ``dsv3 serve`` for every replica, such as ``{"max_running": 8}``. A list
+    repeats its flag."""
     autoscaling: Autoscaling = Autoscaling()
     """Number of replicas."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
@@ -110,7 +111,8 @@ class AppSettings:
             flag = name.replace("_", "-")
             if flag.replace("-", "_") in (*_OF_THE_PROCESS, "model"):
                 raise ValueError(f"serve: {name}: expected a flag of the engine or its API, got it")
-            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                words += [f"--{flag}"] if each is True else [f"--{flag}", str(each)]
         parser = _Parser(prog="serve", add_help=False, allow_abbrev=False)
         serve_arguments.add_arguments(parser)
         arguments = parser.parse_args(words)

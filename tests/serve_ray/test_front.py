@@ -57,7 +57,12 @@ def ask(script: Script, path: str = "/v1/chat/completions", **options) -> tuple[
 
 
 async def send(
-    script: Script, path: str, *, goes_away: bool = False, probe_seconds: float = 0.05
+    script: Script,
+    path: str,
+    *,
+    goes_away: bool = False,
+    probe_seconds: float = 0.05,
+    root_path: str = "",
 ) -> tuple[int, dict, str]:
     sent: list[dict] = []
     incoming = [{"type": "http.request", "body": b"{}", "more_body": False}]
@@ -73,6 +78,7 @@ async def send(
 
     front = Front(Replicas(script.open, script.metrics), attempts=3, probe_seconds=probe_seconds)
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    scope["root_path"] = root_path
     await front(scope, receive, collect)
     if not sent:
         return 0, {}, ""
@@ -88,6 +94,14 @@ def test_an_answer_passes_unchanged():
     status, headers, body = ask(script)
     assert (status, body, headers["x-attempts"]) == (200, "{}", "1")
     assert script.calls[0].body == b"{}"
+
+
+def test_a_front_can_be_mounted_anywhere():
+    script = Script(WHOLE)
+    assert ask(script, "/pool/v1/models", root_path="/pool")[0] == 200
+    assert script.calls[0].scope["path"] == "/v1/models"
+    assert "root_path" not in script.calls[0].scope
+    assert ask(Script(), "/pool/metrics", root_path="/pool")[2] == "figures"
 
 
 def test_a_request_is_sent_again_when_its_replica_is_lost():
@@ -188,7 +202,7 @@ def batches(endpoint: Callable, *, stop_after: int = 100) -> list[list[dict]]:
             found.append(batch)
             if len(found) == stop_after:
                 break
-        await answers.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        await answers.aclose()
         return found
 
     return asyncio.run(collect())
@@ -223,6 +237,16 @@ def test_a_stream_begins_with_its_first_token():
     first, *others = batches(streaming)
     assert [m.get("body") for m in first] == [None, b"opening", b"0"]
     assert [[m["body"] for m in each] for each in others] == [[b"1"], [b"2"], [b""]]
+
+
+def test_a_stream_without_tokens_passes_at_once():
+    async def parts():
+        for i in range(2):
+            yield str(i)
+            await asyncio.sleep(0.01)
+
+    found = batches(lambda request: StreamingResponse(parts()))
+    assert [[m.get("body") for m in each] for each in found] == [[None, b"0"], [b"1"], [b""]]
 
 
 def test_closing_an_answer_cancels_its_application():
