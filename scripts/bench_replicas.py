@@ -6,7 +6,7 @@
 Needs the extras ``ray``, ``serve`` and ``plot``. Everything runs on this machine with the demo:
 
 1. kill: 4 replicas serve 200 clients, and one of them is killed.
-2. restart: 4 replicas serve 40 clients while all of them are replaced, one after the other.
+2. restart: 4 replicas serve 12 clients while all of them are replaced, one after the other.
 3. step: the load goes from few clients to many and back; 1 to 4 replicas follow it.
 
 Half of the requests ask for a stream. Latencies and throughput are those of this machine's cores,
@@ -75,6 +75,13 @@ async def sampled(clients: Clients, seconds: float, samples: list[Sample]) -> No
         await asyncio.sleep(max(0.0, now + 1 - time.monotonic()))
 
 
+async def until_running(clients: Clients, replicas: int, samples: list[Sample]) -> None:
+    """Waits for a number of replicas, for four minutes at most."""
+    end = time.monotonic() + 240
+    while samples[-1]["replicas"] != replicas and time.monotonic() < end:
+        await sampled(clients, 1, samples)
+
+
 async def kill(clients: Clients, samples: list[Sample], seconds: float) -> dict[str, Any]:
     """Kills one of the replicas under load."""
     clients.set(200)
@@ -83,13 +90,14 @@ async def kill(clients: Clients, samples: list[Sample], seconds: float) -> dict[
     killed = time.monotonic()
     ray_cluster.kill(victim)
     await sampled(clients, seconds, samples)
+    await until_running(clients, _MAX_REPLICAS, samples)
     return {"clients": 200, "killed": killed}
 
 
 async def restart(clients: Clients, samples: list[Sample], store: Path) -> dict[str, Any]:
     """Replaces all replicas under load, by a change of their settings."""
     before = set(ray_cluster.replica_processes(_APP))
-    clients.set(40)
+    clients.set(12)
     await sampled(clients, 5, samples)
     began = time.monotonic()
     new = app(store, _MAX_REPLICAS, max_waiting=65)
@@ -97,7 +105,7 @@ async def restart(clients: Clients, samples: list[Sample], store: Path) -> dict[
     while not deployed.done() or before & set(ray_cluster.replica_processes(_APP)):
         await sampled(clients, 1, samples)
     await deployed
-    return {"clients": 40, "replaced": len(before), "seconds": time.monotonic() - began}
+    return {"clients": 12, "replaced": len(before), "seconds": time.monotonic() - began}
 
 
 async def step(clients: Clients, samples: list[Sample], seconds: float) -> dict[str, Any]:
@@ -107,10 +115,7 @@ async def step(clients: Clients, samples: list[Sample], seconds: float) -> dict[
         changes.append({"time": time.monotonic(), "clients": count})
         clients.set(count)
         await sampled(clients, seconds, samples)
-        goal = _MAX_REPLICAS if count > 2 else 1
-        end = time.monotonic() + 240
-        while samples[-1]["replicas"] != goal and time.monotonic() < end:
-            await sampled(clients, 1, samples)
+        await until_running(clients, _MAX_REPLICAS if count > 2 else 1, samples)
     await sampled(clients, 10, samples)
     return {"changes": changes}
 
@@ -143,6 +148,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "complete": len(outcomes) - len(failed),
         "sent_again_and_complete": sum(o.attempts > 1 and o.is_complete for o in outcomes),
         "streams_that_ended_with_an_error_event": len(begun),
+        "streams_sent_again_by_the_client_and_complete": sum(
+            each.is_repeat and each.is_complete for each in outcomes
+        ),
         "failed_before_any_text": len(failed) - len(begun),
         "errors": dict(collections.Counter(each.error[:200] for each in failed)),
         "requests_of_each_replica": dict(collections.Counter(o.replica for o in outcomes)),
@@ -222,9 +230,8 @@ def main(words: Sequence[str]) -> int:
                 if name == "step":
                     ray_cluster.deploy(app(store, 1), _APP)
                 result[name] = measure(url, scripts[name])
-                print(name, json.dumps(result[name]), file=sys.stderr, flush=True)
-    if arguments.out:
-        atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+                if arguments.out:
+                    atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     if arguments.picture:
         draw(result, arguments.picture)
     print(json.dumps({name: result[name] for name in arguments.parts}))

@@ -33,6 +33,8 @@ class Outcome:
     """Message of the error, or how the answer ended early."""
     has_begun: bool = False
     """Whether text had arrived before the error."""
+    is_repeat: bool = False
+    """Whether the client sent it again, because its stream ended with an error."""
 
     @property
     def is_complete(self) -> bool:
@@ -77,13 +79,15 @@ class Clients:
     async def _client(self, number: int) -> None:
         while number < self._wanted:
             self.open += 1
-            try:
-                self.outcomes.append(await self._ask(streamed=self._random.random() < 0.5))
-            finally:
-                self.open -= 1
+            streamed, topic = self._random.random() < 0.5, self._random.randrange(64)
+            outcome = await self._ask(streamed, topic)
+            self.outcomes.append(outcome)
+            if outcome.has_begun:
+                outcome = await self._ask(streamed, topic)
+                self.outcomes.append(dataclasses.replace(outcome, is_repeat=True))
+            self.open -= 1
 
-    async def _ask(self, *, streamed: bool) -> Outcome:
-        topic = self._random.randrange(64)
+    async def _ask(self, streamed: bool, topic: int) -> Outcome:
         messages = [
             {"role": "system", "content": "You write Python."},
             {"role": "user", "content": f"Write function number {topic}, which reads a file."},

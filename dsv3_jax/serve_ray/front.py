@@ -109,7 +109,7 @@ class Front:
         for attempt in range(1, self._attempts + 1):
             is_last = attempt == self._attempts
             started: Message | None = None
-            events = 0
+            events, ended = 0, False
             try:
                 async with contextlib.aclosing(self._replicas.open(call)) as batches:
                     async for batch in batches:
@@ -123,9 +123,12 @@ class Front:
                         for message in batch:
                             await send(message)
                             events += message["type"] == "http.response.body"
+                            ended = message is not started and not message.get("more_body")
                     else:
                         return
             except ReplicaLostError:
+                if ended:
+                    return
                 if started is not None:
                     await send(_last_event(path, started, events))
                     return

@@ -111,6 +111,10 @@ def test_a_request_is_sent_again_when_its_replica_is_lost():
     assert script.closed == 3
 
 
+def test_a_replica_that_is_lost_after_its_answer_is_of_no_interest():
+    assert ask(Script([*WHOLE, ReplicaLostError()]))[::2] == (200, "{}")
+
+
 def test_a_replica_that_is_full_is_avoided():
     script = Script([[FULL, part("busy", more=False)]], WHOLE)
     assert ask(script)[0] == 200
