@@ -68,12 +68,12 @@ def running_replicas(name: str) -> int:
 def replica_processes(name: str) -> list[int]:
     """Returns the process ids of an application's replicas."""
     title = f"ray::ServeReplica:{name}:engine".encode()
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             if path.read_bytes().startswith(title):
-                found.append(int(path.parent.name))
-    return sorted(found)
+                processes.append(int(path.parent.name))
+    return sorted(processes)
 
 
 def kill(process: int) -> None:

@@ -15,7 +15,7 @@ import aiohttp
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one request."""
+    """The end of one request."""
 
     start: float
     """Time of sending, in seconds of ``time.monotonic()``."""

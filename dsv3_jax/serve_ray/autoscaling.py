@@ -1,4 +1,4 @@
-"""How many replicas the queue and the caches want. Ray Serve adds bounds and delays."""
+"""The number of replicas that open requests and caches need. Ray Serve adds bounds and delays."""
 
 from __future__ import annotations
 

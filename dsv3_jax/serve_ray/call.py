@@ -41,7 +41,7 @@ class Call:
     """ASGI's description of the request, without what belongs to the front's process."""
     body: bytes
     prefix_key: bytes | None
-    """What it has in common with requests whose prefix it shares."""
+    """Key that it shares with requests that have the same prefix."""
     avoid: frozenset[str] = frozenset()
     """Replicas that could not serve it."""
 

@@ -46,7 +46,7 @@ Batches = AsyncGenerator[list[Message], None]
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """What a front needs of the replicas."""
+    """The replicas, as a front sees them."""
 
     open: Callable[[Call], Batches]
     """Sends a call to one replica. Its iterator raises ReplicaLostError and NoReplicaError."""

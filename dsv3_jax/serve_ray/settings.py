@@ -1,4 +1,4 @@
-"""What an application of replicas is made of, checked before anything starts."""
+"""Settings of an application of replicas. They are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_THE_PROCESS = ("host", "port", "distributed")
 
 @dataclasses.dataclass(frozen=True)
 class Autoscaling:
-    """When replicas are added and removed. The names are those of Ray Serve, where it has them."""
+    """Settings of the number of replicas. The names are those of Ray Serve, where it has them."""
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -30,9 +30,9 @@ class Autoscaling:
     target_cache_usage: float = 0.8
     """Share of a replica's cache in use at which their number stays, above 0 and up to 1."""
     upscale_delay_s: float = 10.0
-    """How long more replicas must be wanted before they are started."""
+    """Time for which more replicas must be wanted before they are started."""
     downscale_delay_s: float = 300.0
-    """How long fewer replicas must be wanted before some are stopped."""
+    """Time for which fewer replicas must be wanted before some are stopped."""
     look_back_period_s: float = 30.0
     """Time over which the figures are averaged."""
 
@@ -61,7 +61,7 @@ class AppSettings:
     autoscaling: Autoscaling = Autoscaling()
     """Number of replicas."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
-    """What Ray reserves for a replica, such as ``{"num_cpus": 4, "num_gpus": 8}``."""
+    """Resources that Ray reserves for a replica, such as ``{"num_cpus": 4, "num_gpus": 8}``."""
     hosts: int = 1
     """Hosts of a replica. The engine runs in one process, so that more than one is refused."""
     fronts: int = 1

@@ -201,13 +201,13 @@ def batches(endpoint: Callable, *, stop_after: int = 100) -> list[list[dict]]:
         app = Starlette()
         app.add_route("/", endpoint)
         call = Call.of({"type": "http", "method": "GET", "path": "/", "headers": []}, b"", None)
-        found = []
+        messages = []
         async for batch in (answers := answer(app, call, "r7")):
-            found.append(batch)
-            if len(found) == stop_after:
+            messages.append(batch)
+            if len(messages) == stop_after:
                 break
         await answers.aclose()
-        return found
+        return messages
 
     return asyncio.run(collect())
 
@@ -249,8 +249,12 @@ def test_a_stream_without_tokens_passes_at_once():
             yield str(i)
             await asyncio.sleep(0.01)
 
-    found = batches(lambda request: StreamingResponse(parts()))
-    assert [[m.get("body") for m in each] for each in found] == [[None, b"0"], [b"1"], [b""]]
+    parts_of_each = batches(lambda request: StreamingResponse(parts()))
+    assert [[m.get("body") for m in each] for each in parts_of_each] == [
+        [None, b"0"],
+        [b"1"],
+        [b""],
+    ]
 
 
 def test_closing_an_answer_cancels_its_application():

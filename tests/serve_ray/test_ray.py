@@ -1,4 +1,4 @@
-"""Two replicas on Ray Serve, of which one is killed."""
+"""Two replicas on Ray Serve. One of them is killed."""
 
 from __future__ import annotations
 

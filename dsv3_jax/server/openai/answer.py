@@ -61,7 +61,7 @@ class Answer(abc.ABC):
 
     async def respond(self, request: Request, *, stream: bool) -> Response:
         """Returns the response. The job is closed at its end, also if the client goes away."""
-        request.state.job = self.job  # whoever calls the application can see how far it is
+        request.state.job = self.job  # the application's caller can look at its progress
         if stream:
             return EventStream(self.events(), self.job.close, self.event_format)
         try:
