@@ -20,7 +20,7 @@ from dsv3_jax.serve_ray.prefix_key import prefix_key
 from dsv3_jax.server.anthropic.answer_types import ErrorEvent
 from dsv3_jax.server.errors import ApiError, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEventFormat, first_of, until_disconnect
+from dsv3_jax.server.sse import EventFormat, NamedEventFormat, first_of, disconnected
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Front:
             raise ValueError(f"expected a request over HTTP, got one of type {scope['type']}")
         body = await _read(receive)
         if body is not None:
-            await first_of(self._answer(scope, body, receive, send), until_disconnect(receive))
+            await first_of(self._answer(scope, body, receive, send), disconnected(receive))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         path = endpoint_path(scope)

@@ -89,7 +89,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await first_of(self._send(send), until_disconnect(receive))
+            await first_of(self._send(send), disconnected(receive))
         finally:
             await self._events.aclose()
             self._close()
@@ -116,7 +116,7 @@ class EventStream(Response):
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Returns the result of ``work``. If the client goes away first, cancels it and returns a
     response that nobody will read."""
-    finished = await first_of(work, until_disconnect(request.receive))
+    finished = await first_of(work, disconnected(request.receive))
     return Response(status_code=CLIENT_GONE) if finished is None else finished
 
 
@@ -133,7 +133,7 @@ async def first_of(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, 
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until_disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Waits until the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
