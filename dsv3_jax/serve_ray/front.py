@@ -20,7 +20,7 @@ from dsv3_jax.serve_ray.prefix_key import prefix_key
 from dsv3_jax.server.anthropic.answer_types import ErrorEvent
 from dsv3_jax.server.errors import ApiError, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEventFormat, first_of, disconnected
+from dsv3_jax.server.sse import EventFormat, NamedEventFormat, disconnected, first_of
 
 logger = logging.getLogger(__name__)
 
