@@ -1,7 +1,7 @@
 """Measures replicas on Ray Serve: a killed one, a rolling restart, and a step of the load.
 
-    python -m scripts.bench_replicas --out benchmarks/results/replicas_cpu.json \\
-        --picture benchmarks/results/replicas_cpu.png
+    python -m scripts.bench_replicas --seconds 20 --out benchmarks/results/replicas_cpu.json \\
+        --picture docs/deploy/replicas.png
 
 Needs the extras ``ray``, ``serve`` and ``plot``. Everything runs on this machine with the demo:
 
