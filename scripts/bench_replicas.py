@@ -135,8 +135,24 @@ def measure(url: str, script: Callable[[Clients, list[Sample]], Awaitable[dict[s
         facts["killed"] = round(facts["killed"] - began, 2)
     for each in facts.get("changes", []):
         each["time"] = round(each["time"] - began, 2)
-    timeline = [{**s, "time": round(s["time"] - began, 2)} for s in samples]
+    timeline = [{**s, "time": round(s["time"] - began, 2)} for s in changes(samples)]
     return {**facts, **summary(clients.outcomes), "timeline": timeline, **latencies(clients, began)}
+
+
+def changes(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples that differ from the one before or after them."""
+
+    def values(sample: Sample) -> dict[str, float]:
+        return {**sample, "time": 0}
+
+    last = len(samples) - 1
+    return [
+        sample
+        for i, sample in enumerate(samples)
+        if i in (0, last)
+        or values(sample) != values(samples[i - 1])
+        or values(sample) != values(samples[i + 1])
+    ]
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.engine import Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -38,7 +39,10 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     with bind(arguments.host, arguments.port) as bound:
         engine, tokenizer, settings = make_engine(arguments, draft, depth)
         with engine:
-            run(engine, tokenizer, settings, bound)
+            if arguments.one_process:
+                run(engine, tokenizer, settings, bound)
+            else:
+                run_with_http_process(engine, tokenizer, settings, bound)
 
 
 def make_engine(

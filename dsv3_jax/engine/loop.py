@@ -28,7 +28,10 @@ from dsv3_jax.generation.request import Request
 logger = logging.getLogger(__name__)
 
 DISPATCH_SECONDS = 0.02
-"""Aim for the length of a dispatch that decodes several times. A new request waits for two."""
+"""Aim for the length of a dispatch that decodes several times. A new request waits for one."""
+
+LEAD_SECONDS = 0.004
+"""Time from planning a step to its first kernel on the device, with a margin."""
 
 
 class PlanExecutor(Protocol):
@@ -36,6 +39,9 @@ class PlanExecutor(Protocol):
 
     @property
     def steps_in_flight(self) -> int: ...
+
+    @property
+    def seconds_left(self) -> float: ...
 
     @property
     def max_decode_steps(self) -> int: ...
@@ -293,7 +299,21 @@ class EngineLoop:
             self._scheduler.end_all()
         return True
 
+    def _wait_for_arrivals(self) -> None:
+        """Waits until the step in flight is about to end, if the next one can admit requests that
+        arrive meanwhile."""
+        if self._thread is None or not self._overlap:
+            return
+        with self._changed:
+            if not self._scheduler.has_room:
+                return
+        seconds = self._executor.seconds_left - LEAD_SECONDS - self._host_times.seconds_to_launch
+        if seconds > 0:
+            with self._host_times.waiting():
+                time.sleep(seconds)
+
     def _step(self) -> bool:
+        self._wait_for_arrivals()
         with self._changed:
             self._check_failed()
             for request, end in self._open.start_grammars().items():

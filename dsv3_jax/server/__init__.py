@@ -25,6 +25,7 @@ metrics.py       /metrics, with the names of vLLM
 page/            the page at /
 settings.py      limits and names
 run.py           the process: uvicorn, signals, draining
+frontend/        HTTP in another process than the engine, as in ``dsv3 serve``
 ================ =======================================================================
 
 The event loop does HTTP alone. Tokenization, chat templates and the compilation of grammars run in
