@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+import dsv3_jax
 from dsv3_jax.engine import EngineRequest
+from dsv3_jax.generation.completion import Completion
 from dsv3_jax.serve_ray.call import Call, answer
 from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, Replicas
+from dsv3_jax.server.app import create_app
+from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
+from tests.server.scripted import ScriptedEngine
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 STREAM = {**START, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
@@ -284,3 +293,40 @@ def test_an_error_of_the_application_is_an_answer():
 
     (batch,) = batches(endpoint)
     assert batch[0]["status"] == 500
+
+
+class LateEngine(ScriptedEngine):
+    """An engine whose first token is late."""
+
+    def submit_all(self, prompts: Any, *, n: int = 1, **settings: Any) -> list[EngineRequest]:
+        handle = EngineRequest(lambda request: None)
+
+        def deliver() -> None:
+            handle.deliver("ab", [1, 2], [0.0, 0.0], None)
+            completion = Completion("ab", [1, 2], [0.0, 0.0], "length", 3)
+            handle.deliver("", [], [], None, completion)
+
+        threading.Timer(0.05, deliver).start()
+        return [handle]
+
+
+def test_a_chat_can_be_sent_again_until_its_first_token():
+    tokenizer = Tokenizer(Path(dsv3_jax.__file__).parent / "demo")
+    engine: Any = LateEngine(tokenizer)
+    app = create_app(engine, tokenizer, ServerSettings("demo", 256, 12))
+    app.state.service.is_ready = True
+    messages = [{"role": "user", "content": "x"}]
+    body = json.dumps({"model": "demo", "messages": messages, "stream": True}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+
+    async def collect() -> list[list[dict]]:
+        call = Call.of({**scope, "query_string": b""}, body, None)
+        return [batch async for batch in answer(app, call, "r7")]
+
+    first = asyncio.run(collect())[0]
+    assert [message["type"] for message in first[:2]] == [START["type"], "http.response.body"]
+    # The chunk with the role comes at once, but travels with the first text.
+    text = b"".join(message.get("body", b"") for message in first).decode()
+    assert '"role":"assistant"' in text
+    assert '"content":"ab"' in text
