@@ -30,7 +30,7 @@ $(BIN)/python:
 	@touch $@
 
 .venv/.served: .venv/.tested
-	$(PIP) --editable '.[clients]'
+	$(PIP) --editable '.[clients,ray]'
 	@touch $@
 
 .venv/.documented: .venv/.installed

@@ -89,16 +89,34 @@ def test_siblings_do_not_know_each_other(sibling):
     assert not wrong
 
 
-def test_only_the_command_imports_the_server():
+def test_only_the_command_and_replicas_import_the_server():
     """And the server imports the engine and what is below it."""
-    above = ("cli", "checkpoint", "training", "plan", "viz", "inspection", "traces", "__main__")
+    above = (
+        "cli",
+        "serve_ray",
+        "checkpoint",
+        "training",
+        "plan",
+        "viz",
+        "inspection",
+        "traces",
+        "__main__",
+    )
     for path in modules("dsv3_jax"):
         folder = path.relative_to(ROOT / "dsv3_jax").parts[0]
         for name in imports(path.read_text("utf-8")):
             if folder == "server":
                 assert not name.startswith(tuple(f"dsv3_jax.{each}" for each in above)), path
-            elif folder != "cli":
-                assert not name.startswith("dsv3_jax.server"), path
+            elif folder not in ("cli", "serve_ray"):
+                assert not f"{name}.".startswith("dsv3_jax.server."), path
+
+
+def test_only_replicas_import_ray():
+    for path in modules("dsv3_jax"):
+        folder = path.relative_to(ROOT / "dsv3_jax").parts[0]
+        for name in imports(path.read_text("utf-8")):
+            if folder != "serve_ray":
+                assert not f"{name}.".startswith(("ray.", "dsv3_jax.serve_ray.")), path
 
 
 def test_layers_import_nothing_of_the_model_around_them():

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -17,6 +18,7 @@ from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
 from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
@@ -37,50 +39,70 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     Raises:
       ValueError: the model, the chat template, the layout, the keys or the address is refused.
     """
+    with bind(arguments.host, arguments.port) as bound, contextlib.ExitStack() as stack:
+        sender = sender_of(arguments)
+        engine, tokenizer, settings, remote = make_engine(arguments, draft, depth)
+        if remote is not None:
+            stack.callback(remote.close)  # after the engine
+        with engine:
+            if arguments.one_process or arguments.role != "both":
+                run(engine, tokenizer, settings, bound, sender=sender, remote=remote)
+            else:
+                run_with_http_process(engine, tokenizer, settings, bound)
+
+
+class MadeEngine(NamedTuple):
+    """An engine and what its server needs."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    settings: ServerSettings
+    remote: RemotePrefill | None
+    """Where a server of the role ``decode`` gets pages from."""
+
+
+def make_engine(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> MadeEngine:
+    """Loads the model, and returns its engine.
+
+    Raises:
+      ValueError: the model, the chat template, the layout or the keys are refused.
+    """
     template = None
     if arguments.chat_template is not None:
         template = chat_formats.read(arguments.chat_template)
     keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
     if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    with bind(arguments.host, arguments.port) as bound, contextlib.ExitStack() as stack:
-        sender = sender_of(arguments)
-        model, tokenizer = _load(arguments)
-        if template is not None:
-            tokenizer = tokenizer.with_chat_template(template)
-        max_requests = arguments.max_running + arguments.max_waiting
-        max_len = min(arguments.max_len, model.config.max_position_embeddings)
-        remote = remote_of(arguments, model)
-        if remote is not None:
-            stack.callback(remote.close)  # after the engine
-        with _refused_if_too_large(arguments.model):
-            engine = Engine(
-                model,
-                tokenizer,
-                max_len,
-                max_running=arguments.max_running,
-                max_waiting=max_requests,  # the server itself counts
-                cache_tokens=arguments.cache_tokens,
-                draft=draft,
-                draft_depth=depth,
-                tiers=tiers_of(arguments, remote),
-            )
-        settings = ServerSettings(
-            model_name=arguments.served_name or arguments.model,
-            max_len=max_len,
-            max_requests=max_requests,
-            max_body_bytes=arguments.max_body_mib * 2**20,
-            request_seconds=arguments.request_seconds,
-            drain_seconds=arguments.drain_seconds,
-            stuck_seconds=arguments.stuck_seconds,
-            api_keys=keys,
-            program_store=arguments.program_store,
+    model, tokenizer = _load(arguments)
+    if template is not None:
+        tokenizer = tokenizer.with_chat_template(template)
+    max_requests = arguments.max_running + arguments.max_waiting
+    max_len = min(arguments.max_len, model.config.max_position_embeddings)
+    remote = remote_of(arguments, model)
+    with _refused_if_too_large(arguments.model):
+        engine = Engine(
+            model,
+            tokenizer,
+            max_len,
+            max_running=arguments.max_running,
+            max_waiting=max_requests,  # the server itself counts
+            cache_tokens=arguments.cache_tokens,
+            draft=draft,
+            draft_depth=depth,
+            tiers=tiers_of(arguments, remote),
         )
-        with engine:
-            if arguments.one_process or arguments.role != "both":
-                run(engine, tokenizer, settings, bound, sender=sender, remote=remote)
-            else:
-                run_with_http_process(engine, tokenizer, settings, bound)
+    settings = ServerSettings(
+        model_name=arguments.served_name or arguments.model,
+        max_len=max_len,
+        max_requests=max_requests,
+        max_body_bytes=arguments.max_body_mib * 2**20,
+        request_seconds=arguments.request_seconds,
+        drain_seconds=arguments.drain_seconds,
+        stuck_seconds=arguments.stuck_seconds,
+        api_keys=keys,
+        program_store=arguments.program_store,
+    )
+    return MadeEngine(engine, tokenizer, settings, remote)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:

@@ -29,6 +29,15 @@ def run(arguments: argparse.Namespace) -> None:
             f"expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
             f" {', '.join(missing)}; found none"
         )
+    check_arguments(arguments)
+
+    from dsv3_jax.cli.run_server import run_server
+
+    run_server(arguments, draft_of(arguments), depth_of(arguments))
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a setting that is out of range."""
     check("--port", arguments.port, "a port from 0 to 65535", Integral, 0, 65535)
     check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
     for name in ("max_running", "max_body_mib"):
@@ -45,10 +54,6 @@ def run(arguments: argparse.Namespace) -> None:
         check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)
     check_draft(draft_of(arguments), depth_of(arguments))
     check_role(arguments)
-
-    from dsv3_jax.cli.run_server import run_server
-
-    run_server(arguments, draft_of(arguments), depth_of(arguments))
 
 
 def draft_of(arguments: argparse.Namespace) -> str | None:

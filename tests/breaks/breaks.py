@@ -30,6 +30,7 @@ _CHECKPOINT = "tests/checkpoint/"
 _TRAINING = "tests/training/"
 _SHARDING = "tests/sharding/"
 _ENGINE = "tests/engine/"
+_REPLICAS = "tests/serve_ray/"
 
 BREAKS: dict[str, Break] = {
     # ---- pallas_kernels --------------------------------------------------------------------------
@@ -583,5 +584,42 @@ BREAKS: dict[str, Break] = {
         "4 * math.ceil(a / N) * math.ceil(b / K)",
         "4 * (a // N) * (b // K)",
         ("tests/test_accounting.py",),
+    ),
+    # ---- dsv3_jax: replicas ----------------------------------------------------------------------
+    "replicas: the bound on the load is not kept": Break(
+        "dsv3_jax/serve_ray/placement.py",
+        "within = [replica for replica in order if loads[replica] < most]",
+        "within = [replica for replica in order if loads[replica] <= most]",
+        (_REPLICAS + "test_placement.py",),
+    ),
+    "replicas: keys depend on the order of the replicas": Break(
+        "dsv3_jax/serve_ray/placement.py",
+        "return sorted(replicas, key=lambda replica: _weight(key, replica), reverse=True)",
+        "return list(replicas)",
+        (_REPLICAS + "test_placement.py",),
+    ),
+    "replicas: later turns of a conversation change its key": Break(
+        "dsv3_jax/serve_ray/prefix_key.py",
+        "return [*begin, text[:_CHARACTERS]]",
+        "begin.append(text[:_CHARACTERS])\n            continue",
+        (_REPLICAS + "test_placement.py",),
+    ),
+    "replicas: a stream that has begun is sent again": Break(
+        "dsv3_jax/serve_ray/front.py",
+        "if started is not None:",
+        "if started is not None and is_last:",
+        (_REPLICAS + "test_front.py",),
+    ),
+    "replicas: a stream begins before its first token": Break(
+        "dsv3_jax/serve_ray/call.py",
+        "any(not math.isnan(h.times.first_token) for h in job.handles)",
+        "bool(messages)",
+        (_REPLICAS + "test_front.py",),
+    ),
+    "replicas: the cache does not count for scaling": Break(
+        "dsv3_jax/serve_ray/autoscaling.py",
+        "return max(open_requests / target_requests, sum(cache_usages) / target_cache_usage)",
+        "return open_requests / target_requests",
+        (_REPLICAS + "test_settings.py",),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv3_jax.cli.main import parser
+from dsv3_jax.serve_ray.settings import AppSettings
 
 FILES = Path(__file__).parents[2] / "docs" / "deploy"
 END_SECONDS = 10  # between the time to drain and the end of the process
@@ -102,3 +104,47 @@ def test_the_dashboard_finds_its_figures(server):
     )
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
+
+
+def ray_service() -> dict:
+    return yaml.safe_load((FILES / "kuberay.yaml").read_text("utf-8"))["spec"]
+
+
+def ray_configs() -> dict[str, dict]:
+    return {
+        "serve": yaml.safe_load((FILES / "serve.yaml").read_text("utf-8")),
+        "kuberay": yaml.safe_load(ray_service()["serveConfigV2"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["serve", "kuberay"])
+def test_an_application_of_replicas_can_be_built(name):
+    (application,) = ray_configs()[name]["applications"]
+    module, _, function = application["import_path"].partition(":")
+    assert function in importlib.import_module(module).__all__
+    settings = AppSettings.of(application["args"])
+    assert settings.autoscaling.target_ongoing_requests <= settings.arguments.max_running
+
+
+@pytest.mark.parametrize("name", ["serve", "kuberay"])
+def test_ray_serve_reads_the_configs(name):
+    schema = pytest.importorskip(
+        "ray.serve.schema", reason="needs the extra ray: pip install '.[ray]'"
+    )
+    schema.ServeDeploySchema.model_validate(ray_configs()[name])
+
+
+def test_workers_have_what_replicas_need():
+    (application,) = ray_configs()["kuberay"]["applications"]
+    settings = AppSettings.of(application["args"])
+    (workers,) = ray_service()["rayClusterConfig"]["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = container["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == settings.resources["num_gpus"]
+    assert int(limits["cpu"]) >= settings.resources["num_cpus"]
+    assert workers["maxReplicas"] >= settings.autoscaling.max_replicas
+    assert pod["terminationGracePeriodSeconds"] > settings.arguments.drain_seconds + END_SECONDS
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    for path in (settings.arguments.api_key_file, settings.arguments.program_store):
+        assert str(path.parent) in mounted

@@ -69,6 +69,7 @@ class Answer(abc.ABC):
         Args:
           further: fields that the whole body has in addition.
         """
+        request.state.job = self.job  # the application's caller can look at its progress
         if stream:
             return EventStream(self.events(), self.job.close, self.event_format)
         try:

@@ -8,11 +8,17 @@ from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import without_refused
+from dsv3_jax.server.openai.body import Body, without_refused
 from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
-from dsv3_jax.server.openai.sampling_fields import Body, Usage
+from dsv3_jax.server.openai.sampling_fields import (
+    MinP,
+    Priority,
+    RepetitionPenalty,
+    TopK,
+    Usage,
+)
 from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
 from dsv3_jax.server.openai.tool_types import (
     FunctionDefinition,
@@ -92,6 +98,12 @@ class ResponsesRequest(Body):
     truncation: Literal["disabled"] | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
+    # Settings that vLLM added. The gateway smg sends them with every request.
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    priority: Priority | None = None
+
     # Accepted and ignored: they change nothing about the text, and nothing is stored.
     store: bool | None = None
     include: list[str] | None = None
@@ -156,6 +168,10 @@ class ResponsesRequest(Body):
         settings = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "priority": self.priority,
         }
         present = {name: value for name, value in settings.items() if value is not None}
         return {**present, "max_new_tokens": self.max_output_tokens}

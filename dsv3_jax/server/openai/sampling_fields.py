@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
@@ -19,6 +19,10 @@ SYSTEM_FINGERPRINT = f"dsv3_jax-{dsv3_jax.__version__}"
 _MAX_INT = 2**63 - 1
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -47,15 +51,24 @@ class SamplingFields(Body):
     stream_options: StreamOptions | None = None
 
     # Settings that vLLM added.
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=8)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    priority: Priority | None = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: KvTransferParams | None = None
+
+    # vllm-router sends all of these with every request. Other values are refused.
+    no_stop_trim: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
+    include_reasoning: Literal[True] | None = None
+    return_hidden_states: Literal[False] | None = None
 
     # Accepted and ignored: they change nothing about the text.
     user: str | None = None

@@ -1,0 +1,81 @@
+"""Ray and Ray Serve on this machine alone, as small as they can be, for measurements and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
+
+_STORE_BYTES = 80 * 2**20  # of shared memory; Ray takes no less
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Autoscaling then sees a load after two seconds instead of twenty.
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # Workers are 15 below other processes otherwise, and starve on a busy machine.
+    "RAY_worker_niceness": "0",
+    # A machine with few cores is slow while engines compile.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+"""Environment of Ray's processes. It has to be set before Ray is imported."""
+
+
+@contextlib.contextmanager
+def cluster(directory: Path, cpus: int) -> Iterator[str]:
+    """Starts Ray, and yields the URL of its HTTP proxy on loopback.
+
+    Args:
+      directory: for Ray's logs and sockets; its path must be short.
+      cpus: cores that Ray believes in. Each replica reserves one.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=_STORE_BYTES,
+        log_to_driver=False,
+        _temp_dir=str(directory),
+    )
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def deploy(app: Any, name: str) -> None:
+    """Deploys an application, or a new version of it, and waits until it runs."""
+    serve.run(app, name=name, route_prefix="/")
+
+
+def running_replicas(name: str) -> int:
+    """Returns the number of an application's replicas that take requests."""
+    states = serve.status().applications[name].deployments["engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def replica_processes(name: str) -> list[int]:
+    """Returns the process ids of an application's replicas."""
+    title = f"ray::ServeReplica:{name}:engine".encode()
+    processes = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_bytes().startswith(title):
+                processes.append(int(path.parent.name))
+    return sorted(processes)
+
+
+def kill(process: int) -> None:
+    """Kills a process at once."""
+    os.kill(process, signal.SIGKILL)

@@ -1,0 +1,101 @@
+"""Applications of Ray Serve: fronts, and replicas with an engine each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.serve.config import (  # pyright: ignore[reportMissingImports]
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
+
+from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
+from dsv3_jax.serve_ray.front_process import ENGINE, front_builder
+from dsv3_jax.serve_ray.replica import EngineReplica
+from dsv3_jax.serve_ray.router import PrefixRouter
+from dsv3_jax.serve_ray.settings import AppSettings
+
+_ENDING_SECONDS = 10
+"""Time to end after open requests had theirs."""
+
+
+def build_app(model: str = "demo", **settings: Any) -> serve.Application:
+    """Returns an application of Ray Serve that serves one model with OpenAI's API.
+
+    ``serve.run(build_app("demo"))`` starts it.
+
+    Args:
+      model: as ``dsv3 serve --model``.
+      settings: fields of :class:`AppSettings` by name.
+
+    Raises:
+      ValueError: a setting is unknown or out of range.
+    """
+    return application(AppSettings.of({"model": model, **settings}))
+
+
+def app_from_config(values: Mapping[str, Any]) -> serve.Application:
+    """Returns the application for ``args`` of a config file, whose ``import_path`` is this function
+    (``dsv3_jax.serve_ray:app_from_config``)."""
+    return build_app(**values)
+
+
+def application(
+    settings: AppSettings, replica: type[EngineReplica] = EngineReplica
+) -> serve.Application:
+    """Returns the application with these settings.
+
+    Args:
+      replica: class of the replicas.
+    """
+    drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
+    engines = serve.deployment(
+        replica,
+        name=ENGINE,
+        ray_actor_options=_actor_options(settings.resources),
+        max_ongoing_requests=settings.max_requests,
+        max_queued_requests=settings.max_queued_requests,
+        autoscaling_config=_autoscaling(settings),
+        graceful_shutdown_timeout_s=drain_seconds,
+        health_check_period_s=settings.health_check_period_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"load_bound": settings.load_bound},
+        ),
+    )
+    most = settings.max_requests * settings.autoscaling.max_replicas
+    fronts = serve.deployment(
+        serve.ingress(front_builder(settings))(),
+        name="front",
+        num_replicas=settings.fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=most + settings.max_queued_requests,
+        graceful_shutdown_timeout_s=drain_seconds,
+    )
+    return fronts.bind(engines.bind(settings))
+
+
+def _autoscaling(settings: AppSettings) -> AutoscalingConfig:
+    scaling = settings.autoscaling
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=settings.target_ongoing_requests,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=scaling.look_back_period_s,
+        policy=AutoscalingPolicy(
+            policy_function=QueueAndCachePolicy,
+            policy_kwargs={"target_cache_usage": scaling.target_cache_usage},
+        ),
+    )
+
+
+def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Returns Ray's options of an actor with these resources."""
+    known = {name: resources[name] for name in resources if name in ("num_cpus", "num_gpus")}
+    others = {name: resources[name] for name in resources if name not in known}
+    return {**known, **({"resources": others} if others else {})}

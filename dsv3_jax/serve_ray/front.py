@@ -1,0 +1,191 @@
+"""The front: receives requests, sends them to replicas, and tries again when a replica is lost.
+
+It is an ASGI application without state: there can be several. It knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call, endpoint_path
+from dsv3_jax.serve_ray.prefix_key import prefix_key
+from dsv3_jax.server.anthropic.answer_types import ErrorEvent
+from dsv3_jax.server.errors import ApiError, overloaded, send_error
+from dsv3_jax.server.openai.response_items import ResponseEvent
+from dsv3_jax.server.sse import EventFormat, NamedEventFormat, disconnected, first_of
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS_HEADER = b"x-attempts"
+"""Header of every answer with the number of replicas that its request was sent to."""
+
+_UNAVAILABLE = 503
+"""Status of a replica that is full, not ready or at its end."""
+
+
+class ReplicaLostError(Exception):
+    """The replica that served a call does not exist any more, cannot be reached, or has an engine
+    that failed."""
+
+
+class NoReplicaError(Exception):
+    """No replica can take a call now."""
+
+
+Batches = AsyncGenerator[list[Message], None]
+"""Messages of a response, in the groups in which they arrived."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas, as a front sees them."""
+
+    open: Callable[[Call], Batches]
+    """Sends a call to one replica. Its iterator raises ReplicaLostError and NoReplicaError."""
+    metrics: Callable[[], Awaitable[bytes]]
+    """Returns the figures of all replicas in Prometheus' text format."""
+
+
+class Front:
+    """ASGI application that relays requests to replicas.
+
+    A request is sent to another replica if the first one answers with status 503, or is lost before
+    anything of its answer has reached the client. If it is lost afterwards, the stream ends with an
+    error event.
+
+    Args:
+      attempts: most replicas that one request is sent to.
+      probe_seconds: longest time in which a probe, such as /ready, is answered.
+    """
+
+    def __init__(self, replicas: Replicas, *, attempts: int, probe_seconds: float = 5.0):
+        self._replicas = replicas
+        self._attempts = attempts
+        self._probe_seconds = probe_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"expected a request over HTTP, got one of type {scope['type']}")
+        body = await _read(receive)
+        if body is not None:
+            await first_of(self._answer(scope, body, receive, send), disconnected(receive))
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        path = endpoint_path(scope)
+        try:
+            if path == "/metrics":
+                text = await self._replicas.metrics()
+                await PlainTextResponse(text, media_type="text/plain")(scope, receive, send)
+                return
+            call = Call.of(scope, body, prefix_key(path, body))
+            async with asyncio.timeout(self._probe_seconds if path in _PROBES else None):
+                await self._relay(call, send)
+        except TimeoutError:
+            await send_error(overloaded("replicas: none is ready"), scope, receive, send)
+        except NoReplicaError as error:
+            await send_error(overloaded(str(error)), scope, receive, send)
+        except ReplicaLostError:
+            message = (
+                f"request: expected an answer, lost {self._attempts} replicas; try again later"
+            )
+            await send_error(overloaded(message), scope, receive, send)
+
+    async def _relay(self, call: Call, send: Send) -> None:
+        """Sends a call to replicas until one answers.
+
+        Raises:
+          ReplicaLostError: all of them were lost before they answered.
+          NoReplicaError: there is none.
+        """
+        path = call.scope["path"]
+        for attempt in range(1, self._attempts + 1):
+            is_last = attempt == self._attempts
+            started: Message | None = None
+            events, ended = 0, False
+            try:
+                async with contextlib.aclosing(self._replicas.open(call)) as batches:
+                    async for batch in batches:
+                        if started is None:
+                            if batch[0]["status"] == _UNAVAILABLE and not is_last:
+                                call = call.avoiding(_replica_of(batch[0]))
+                                break
+                            started = batch[0]
+                            attempts = (ATTEMPTS_HEADER, str(attempt).encode())
+                            started["headers"] = [*started["headers"], attempts]
+                        for message in batch:
+                            await send(message)
+                            events += message["type"] == "http.response.body"
+                            ended = message is not started and not message.get("more_body")
+                    else:
+                        return
+            except ReplicaLostError:
+                if ended:
+                    return
+                if started is not None:
+                    await send(_last_event(path, started, events))
+                    return
+                if is_last:
+                    raise
+                logger.warning("lost a replica: its request for %s is sent again", path)
+
+
+_PROBES = ("/health", "/ready")
+
+
+def _last_event(path: str, start: Message, events: int) -> Message:
+    """Returns the end of a stream whose replica was lost: an event with the error.
+
+    Args:
+      start: the start of the response.
+      events: number of events that the client has.
+
+    Raises:
+      ConnectionError: the response is no stream of events. Its connection has to be closed.
+    """
+    kind = Headers(raw=start["headers"]).get("content-type", "")
+    if not kind.startswith("text/event-stream"):
+        raise ConnectionError(f"{path}: the replica was lost in the middle of an answer")
+    error = ApiError(
+        502, "request: its replica was lost; try again", kind="server_error", code="replica_lost"
+    )
+    if path == "/v1/messages":
+        form = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
+    elif path == "/v1/responses":
+        form = NamedEventFormat(lambda error: _response_error(error, events))
+    else:
+        form = EventFormat()
+    text = form.error(error) + form.end
+    return {"type": "http.response.body", "body": text.encode(), "more_body": False}
+
+
+def _response_error(error: ApiError, sequence_number: int) -> ResponseEvent:
+    detail = error.body.error
+    fields = {"message": detail.message, "code": detail.code, "param": None}
+    return ResponseEvent.model_validate(
+        {"type": "error", "sequence_number": sequence_number, **fields}
+    )
+
+
+def _replica_of(start: Message) -> str:
+    """Returns the id of the replica that sent the start of a response."""
+    return Headers(raw=start["headers"]).get(REPLICA_HEADER.decode(), "")
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Returns the body, or None if the client has gone away."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)

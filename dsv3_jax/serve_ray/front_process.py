@@ -1,0 +1,85 @@
+"""A front in a process of Ray Serve. It imports neither JAX nor the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    WorkerCrashedError,
+)
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+    BackPressureError,
+    DeploymentUnavailableError,
+)
+from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+
+from dsv3_jax.serve_ray.call import Call, EngineFailedError
+from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, Replicas
+from dsv3_jax.serve_ray.metrics import merged
+from dsv3_jax.serve_ray.settings import AppSettings
+from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
+from dsv3_jax.server.body_limit import BodyLimit
+
+ENGINE = "engine"
+"""Name of the deployment of replicas."""
+
+_LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, EngineFailedError)
+_METRICS_SECONDS = 5
+_BODY_SECONDS = 30.0
+
+
+def front_builder(settings: AppSettings) -> Callable[[], Starlette]:
+    """Returns a function that makes the front's application in its process."""
+
+    def build() -> Starlette:
+        app_name = serve.get_replica_context().app_name
+        return make_front(serve.get_deployment_handle(ENGINE, app_name), settings)
+
+    return build
+
+
+def make_front(handle: DeploymentHandle, settings: AppSettings) -> Starlette:
+    """Returns the application of a front.
+
+    Args:
+      handle: the replicas.
+    """
+    arguments = settings.arguments
+    streaming = handle.options(method_name="respond", stream=True)
+
+    async def open_call(call: Call) -> Batches:
+        response = streaming.remote(call)
+        try:
+            async for batch in response:
+                yield batch
+        except _LOST as error:
+            raise ReplicaLostError(str(error)) from error
+        except BackPressureError as error:
+            raise NoReplicaError(f"replicas: all are full ({error}); try again later") from error
+        except DeploymentUnavailableError as error:
+            raise NoReplicaError(f"replicas: none can be started ({error})") from error
+        finally:
+            response.cancel()
+
+    async def metrics() -> bytes:
+        answers = await handle.broadcast("metrics").results_async(
+            timeout_s=_METRICS_SECONDS, return_exceptions=True
+        )
+        return merged(dict(each for each in answers if not isinstance(each, BaseException)))
+
+    front = Front(Replicas(open_call, metrics), attempts=settings.attempts)
+    # The first one sees a request first.
+    middleware = [
+        Middleware(BodyLimit, max_bytes=arguments.max_body_mib * 2**20, seconds=_BODY_SECONDS)
+    ]
+    if arguments.api_key_file is not None:
+        keys = ApiKeys.read(arguments.api_key_file)
+        middleware.insert(0, Middleware(ApiKeyCheck, keys=keys))
+    return Starlette(routes=[Mount("/", app=front)], middleware=middleware)

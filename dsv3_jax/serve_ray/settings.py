@@ -1,0 +1,146 @@
+"""Settings of an application of replicas. They are checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+from dsv3_jax.cli.arguments import serve as serve_arguments
+from dsv3_jax.cli.arguments.parser import Parser
+from dsv3_jax.cli.serve import check_arguments
+from dsv3_jax.generation.settings import check
+
+_OF_THE_PROCESS = ("host", "port", "distributed", "one_process")
+"""Flags of ``dsv3 serve`` that a replica has no use for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoscaling:
+    """Settings of the number of replicas. The names are those of Ray Serve, where it has them."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: float | None = None
+    """Open requests of a replica, running and waiting, at which their number stays. None takes
+    three quarters of ``max_running``."""
+    target_cache_usage: float = 0.8
+    """Share of a replica's cache in use at which their number stays, above 0 and up to 1."""
+    upscale_delay_s: float = 10.0
+    """Time for which more replicas must be wanted before they are started."""
+    downscale_delay_s: float = 300.0
+    """Time for which fewer replicas must be wanted before some are stopped."""
+    look_back_period_s: float = 30.0
+    """Time over which the figures are averaged."""
+
+    def __post_init__(self) -> None:
+        check("min_replicas", self.min_replicas, "an integer of at least 1", Integral, 1)
+        expected = f"an integer of at least min_replicas={self.min_replicas}"
+        check("max_replicas", self.max_replicas, expected, Integral, self.min_replicas)
+        if self.target_ongoing_requests is not None:
+            value = self.target_ongoing_requests
+            check("target_ongoing_requests", value, "a number above 0", Real, 1e-3)
+        expected = "a share from 0.01 to 1"
+        check("target_cache_usage", self.target_cache_usage, expected, Real, 0.01, 1)
+        for name in ("upscale_delay_s", "downscale_delay_s", "look_back_period_s"):
+            check(name, getattr(self, name), "seconds from 0 to 86400", Real, 0, 86400)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppSettings:
+    """Settings of an application: one model, its replicas, and the fronts before them."""
+
+    model: str = "demo"
+    """``--model`` of ``dsv3 serve``."""
+    serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further flags of ``dsv3 serve`` for every replica, such as ``{"max_running": 8}``. A list
+    repeats its flag."""
+    autoscaling: Autoscaling = Autoscaling()
+    """Number of replicas."""
+    resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
+    """Resources that Ray reserves for a replica, such as ``{"num_cpus": 4, "num_gpus": 8}``."""
+    hosts: int = 1
+    """Hosts of a replica. The engine runs in one process, so that more than one is refused."""
+    fronts: int = 1
+    """Processes that receive requests and send them to replicas."""
+    attempts: int = 3
+    """Most replicas that one request is sent to, if replicas are lost."""
+    load_bound: float = 1.25
+    """Most load of a replica, in multiples of the mean load. Requests beyond it go to another
+    replica than the one that has their prefix."""
+    max_queued_requests: int = 1000
+    """Most requests that wait for a replica in one front. More get status 503."""
+    health_check_period_s: float = 5.0
+    """Time between two looks at a replica's engine."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> AppSettings:
+        """Returns the settings with these values. Those of ``autoscaling`` may be a mapping.
+
+        Raises:
+          ValueError: a value has no setting, or is out of range.
+        """
+        given = dict(values)
+        if isinstance(scaling := given.get("autoscaling"), Mapping):
+            given["autoscaling"] = _make(Autoscaling, scaling)
+        return _make(cls, given)
+
+    def __post_init__(self) -> None:
+        check("fronts", self.fronts, "an integer of at least 1", Integral, 1)
+        check("attempts", self.attempts, "an integer from 1 to 10", Integral, 1, 10)
+        check("load_bound", self.load_bound, "a number from 1 to 100", Real, 1, 100)
+        expected = "an integer of at least 1"
+        check("max_queued_requests", self.max_queued_requests, expected, Integral, 1)
+        expected = "seconds from 0.1 to 3600"
+        check("health_check_period_s", self.health_check_period_s, expected, Real, 0.1, 3600)
+        if self.hosts != 1:
+            raise ValueError(
+                f"hosts: expected 1, got {self.hosts}; the engine does not run on a mesh of several"
+                " processes, so that a replica is one process with the accelerators of one host"
+            )
+        _ = self.arguments  # which checks them
+
+    @property
+    def arguments(self) -> argparse.Namespace:
+        """The arguments of a replica, as ``dsv3 serve`` parses them."""
+        words = ["--model", self.model]
+        for name, value in self.serve.items():
+            flag = name.replace("_", "-")
+            if flag.replace("-", "_") in (*_OF_THE_PROCESS, "model"):
+                raise ValueError(f"serve: {name}: expected a flag of the engine or its API, got it")
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                words += [f"--{flag}"] if each is True else [f"--{flag}", str(each)]
+        parser = _Parser(prog="serve", add_help=False, allow_abbrev=False)
+        serve_arguments.add_arguments(parser)
+        arguments = parser.parse_args(words)
+        check_arguments(arguments)
+        return arguments
+
+    @property
+    def max_requests(self) -> int:
+        """Most completions that run and wait in a replica."""
+        return self.arguments.max_running + self.arguments.max_waiting
+
+    @property
+    def target_ongoing_requests(self) -> float:
+        """Open requests of a replica at which the number of replicas stays."""
+        given = self.autoscaling.target_ongoing_requests
+        return math.ceil(0.75 * self.arguments.max_running) if given is None else given
+
+
+class _Parser(Parser):
+    """A parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"serve: {message}")
+
+
+def _make(kind: type, values: Mapping[str, Any]) -> Any:
+    """Returns a dataclass, or raises ValueError for a name that it does not have."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    if unknown := [str(name) for name in values if name not in names]:
+        raise ValueError(f"{unknown[0]}: expected one of {', '.join(names)}")
+    return kind(**values)

@@ -1,0 +1,87 @@
+"""Settings of an application of replicas, their figures, and the policy of scaling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy, wanted_replicas
+from dsv3_jax.serve_ray.metrics import merged
+from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
+
+
+def test_flags_are_those_of_dsv3_serve():
+    settings = AppSettings.of(
+        {
+            "model": "demo",
+            "serve": {"max-running": 8, "max_waiting": 4, "draft": "mtp", "draft-depth": "auto"},
+            "autoscaling": {"max_replicas": 4},
+        }
+    )
+    arguments = settings.arguments
+    assert (arguments.max_running, arguments.draft, arguments.draft_depth) == (8, "mtp", "auto")
+    assert settings.max_requests == 12
+    assert settings.target_ongoing_requests == 6
+    assert settings.autoscaling == Autoscaling(max_replicas=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": "demo"}, "modle: expected one of model, serve"),
+        ({"hosts": 2}, "hosts: expected 1, got 2; the engine does not run on a mesh of several"),
+        ({"serve": {"max_runing": 8}}, "serve: unknown argument --max-runing; did you mean --max"),
+        ({"serve": {"max_running": 0}}, "--max-running: expected an integer of at least 1, got 0"),
+        ({"serve": {"max_running": "x"}}, "serve: argument --max-running: invalid int value"),
+        ({"serve": {"port": 80}}, "serve: port: expected a flag of the engine or its API"),
+        ({"serve": {"distributed": True}}, "serve: distributed: expected a flag of the engine"),
+        ({"autoscaling": {"max": 4}}, "max: expected one of min_replicas, max_replicas"),
+        ({"autoscaling": {"min_replicas": 2}}, "max_replicas: expected an integer of at least min"),
+        ({"autoscaling": {"target_cache_usage": 0}}, "target_cache_usage: expected a share"),
+        ({"attempts": 0}, "attempts: expected an integer from 1 to 10, got 0"),
+        ({"load_bound": 0.5}, "load_bound: expected a number from 1 to 100, got 0.5"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+        AppSettings.of(values)
+
+
+@pytest.mark.parametrize(
+    ("requests", "usages", "wanted"),
+    [(0, [0.0], 0), (24, [0.1, 0.1], 3), (8, [0.9, 0.9, 0.6], 3), (16, [], 2)],
+)
+def test_queue_and_cache_decide_on_the_number_of_replicas(requests, usages, wanted):
+    targets = {"target_requests": 8, "target_cache_usage": 0.8}
+    assert wanted_replicas(requests, usages, **targets) == pytest.approx(wanted)
+    context = SimpleNamespace(
+        running_replicas=[f"r{i}" for i in range(len(usages))],
+        aggregated_metrics={
+            "cache_usage": {**{f"r{i}": u for i, u in enumerate(usages)}, "ended": 1.0}
+        },
+        total_num_requests=requests,
+        config=SimpleNamespace(target_ongoing_requests=8),
+    )
+    assert QueueAndCachePolicy(0.8)(context) == (pytest.approx(wanted), {})
+
+
+def test_figures_of_replicas_have_their_names():
+    text = (
+        '# HELP vllm:running Running.\n# TYPE vllm:running gauge\nvllm:running{model_name="d"} %d\n'
+        "# HELP vllm:tokens_total T.\n# TYPE vllm:tokens_total counter\nvllm:tokens_total %d\n"
+    )
+    lines = merged({"a": text % (1, 2), "b": text % (3, 4)}).decode().splitlines()
+    assert lines.count("# TYPE vllm:running gauge") == 1
+    assert 'vllm:running{model_name="d",replica="a"} 1.0' in lines
+    assert 'vllm:tokens_total{replica="b"} 4.0' in lines
+
+
+def test_a_front_needs_no_jax():
+    code = (
+        "import sys; import dsv3_jax.serve_ray.front, dsv3_jax.serve_ray.settings;"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
