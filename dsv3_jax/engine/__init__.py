@@ -13,6 +13,7 @@ step_plan.py        requests and plans as the scheduler passes them on
 pool_layout.py      division of the pages over shards and devices
 swap_space.py       host memory for preempted requests in deterministic mode; pure Python
 draft_depth.py      drafts per step of one request; pure Python
+decode_pace.py      decode steps per dispatch, from their time; pure Python
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
 slot_rows.py        access to the slots on a mesh that shards the batch

@@ -27,10 +27,6 @@ from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
 
-DISPATCH_SECONDS = 0.02
-"""Aim for the length of a dispatch that decodes several times. A new request waits for two."""
-
-
 class PlanExecutor(Protocol):
     """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
 
@@ -301,7 +297,8 @@ class EngineLoop:
                 self._finish(request, end)
             with self._host_times.planning():
                 plan, ended = self._scheduler.schedule(
-                    time.monotonic(), max_decode_steps=self._max_decode_steps()
+                    time.monotonic(),
+                    max_decode_steps=self._host_times.pace.steps(self._executor.max_decode_steps),
                 )
                 for request, reason in ended:
                     self._open.end(request, reason)
@@ -331,12 +328,6 @@ class EngineLoop:
     def _check_failed(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
-
-    def _max_decode_steps(self) -> int:
-        seconds = self._host_times.seconds_per_decode_step
-        if seconds is None:
-            return 1
-        return max(1, min(int(DISPATCH_SECONDS / seconds), self._executor.max_decode_steps))
 
     def _read(self) -> None:
         """Waits for the results of the oldest step, and hands them to its requests."""

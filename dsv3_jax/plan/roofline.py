@@ -96,7 +96,7 @@ def decode(
         deployment,
         passes=1,
         weight_bytes=shard.read_bytes(tokens, local_tokens, decoding=True),
-        cache_bytes=local_batch * deployment.context / sharers * _token_bytes(deployment),
+        cache_bytes=local_batch * deployment.context / sharers * cached_token_bytes(deployment),
         matmul_flop=shard.matmul_flop(
             tokens, local_tokens, decoding=True, float8=deployment.activations is not None
         ),
@@ -148,7 +148,7 @@ def prefill(
         deployment,
         passes=passes,
         weight_bytes=bytes_per_pass,
-        cache_bytes=(local_tokens + expanded_again) * _token_bytes(deployment),
+        cache_bytes=(local_tokens + expanded_again) * cached_token_bytes(deployment),
         matmul_flop=(bfloat16_flop, float8_flop),
         attention_flop=local_tokens * attention,
         local_tokens=local_tokens,
@@ -157,7 +157,7 @@ def prefill(
     )
 
 
-def _token_bytes(deployment: Deployment) -> float:
+def cached_token_bytes(deployment: Deployment) -> float:
     """Returns the bytes of a cached token in all layers, padded as the target's kernels read it."""
     width = deployment.config.latent_dim
     padding = page_width(width, deployment.target.platform) / width

@@ -1,0 +1,214 @@
+"""One engine under simulated time: the engine's own scheduler, and a device that only takes time.
+
+A turn is that of :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, the step is
+dispatched while the one before it still runs, and then the results of that one are read. The host's
+own work takes time too, which the device's work hides if it is longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from dsv3_jax.engine.decode_pace import DecodePace
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.step_plan import Phase, StepPlan
+from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.workload import SimulatedRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCosts:
+    """Time of the host in a turn of the loop, in seconds."""
+
+    plan: float = 0.0
+    """Planning and dispatch, per turn."""
+    plan_request: float = 0.0
+    """The same, per request of the step."""
+    read: float = 0.0
+    """Processing of results, per step."""
+    read_request: float = 0.0
+    """The same, per request of the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaSettings:
+    """Settings of one engine."""
+
+    scheduler: SchedulerConfig
+    shards: int
+    """Data-parallel shards."""
+    pages: int
+    """Cache pages of each shard."""
+    page_size: int = 64
+    prefix_cache: bool = True
+    max_steps: int = 1
+    """Most decode steps in a dispatch."""
+    adaptive_steps: bool = True
+    """Whether the number of decode steps in a dispatch follows their time, as in the engine.
+    Otherwise every dispatch that can has ``max_steps``, which makes long simulations faster: a new
+    request then waits longer."""
+    drafts: int = 0
+    acceptance: float = 0.0
+    """Probability that a draft is accepted if those before it were."""
+    resumes: bool = False
+    """Whether requests arrive with their prompts cached elsewhere, as in a decode pool."""
+    host: HostCosts = HostCosts()
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    end: float
+    """Time at which the device has finished."""
+
+
+@dataclasses.dataclass
+class ReplicaFigures:
+    """Totals of a replica."""
+
+    steps: int = 0
+    dispatches: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens that were computed."""
+    output_tokens: int = 0
+    device_seconds: float = 0.0
+    """Time in which the device ran steps."""
+    bound_by: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Device time by the resource that took longest."""
+    waits_for: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Device time of steps that left requests waiting, by what these lacked: ``slots``, ``pages``
+    or ``budget`` of prompt tokens."""
+    running_seconds: float = 0.0
+    """Integral over time of the number of requests in the steps."""
+
+
+class Replica:
+    """One engine.
+
+    Args:
+      finished: called for each request at its end, after its times are written.
+      seed: of the accepted drafts.
+    """
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        times: StepTimes,
+        finished: Callable[[SimulatedRequest], None],
+        *,
+        seed: int = 0,
+    ):
+        self.settings = settings
+        self.times = times
+        self.figures = ReplicaFigures()
+        allocators = [
+            PageAllocator(settings.pages, settings.page_size, prefix_cache=settings.prefix_cache)
+            for _ in range(settings.shards)
+        ]
+        # Host memory that never runs full: requests of a decode pool come from there.
+        swaps = [SwapSpace(1000 * settings.pages) for _ in allocators] if settings.resumes else None
+        self.scheduler = Scheduler(settings.scheduler, allocators, swaps)
+        self._finished = finished
+        self._pace = DecodePace()
+        self._in_flight: deque[_InFlight] = deque()
+        self._device_free = 0.0
+        self._random = np.random.default_rng(seed)
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Puts a request into the waiting queue."""
+        self.scheduler.add(request)
+
+    @property
+    def load(self) -> int:
+        """Tokens that its requests have, or will have prefilled."""
+        requests = [*self.scheduler.waiting, *self.scheduler.running]
+        return sum(len(request.tokens) for request in requests)
+
+    def turn(self, now: float) -> float | None:
+        """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
+        is nothing to do before another request arrives."""
+        most = self.settings.max_steps
+        steps = self._pace.steps(most) if self.settings.adaptive_steps else most
+        plan, _ = self.scheduler.schedule(now, max_decode_steps=steps)
+        if plan is not None:
+            now = self._dispatch(plan, now)
+        in_flight = 0 if plan is None else 1
+        has_read = len(self._in_flight) > in_flight
+        while len(self._in_flight) > in_flight:
+            now = self._read(now)
+        return now if plan is not None or has_read else None
+
+    def _dispatch(self, plan: StepPlan, now: float) -> float:
+        host = self.settings.host
+        now += host.plan + host.plan_request * len(plan.requests)
+        step = self.times.of(StepWork.of(plan), plan.decode_steps)
+        self._device_free = max(now, self._device_free) + step.seconds
+        self._in_flight.append(_InFlight(plan, self._device_free))
+        figures = self.figures
+        figures.dispatches += 1
+        figures.steps += plan.decode_steps
+        figures.device_seconds += step.seconds
+        figures.bound_by[step.binding] += step.seconds
+        figures.running_seconds += step.seconds * len(plan.requests)
+        figures.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
+        if self.scheduler.waiting:
+            figures.waits_for[self._lack(plan)] += step.seconds
+        return now
+
+    def _lack(self, plan: StepPlan) -> str:
+        """Returns what keeps the first waiting request from being admitted."""
+        shards = self.scheduler.shards
+        if not any(shard.has_free_slot for shard in shards):
+            return "slots"
+        if all(len(each.chunks) >= self.scheduler.config.max_chunks for each in plan.shards):
+            return "budget"
+        return "pages"
+
+    def _read(self, now: float) -> float:
+        plan, end = self._in_flight.popleft()
+        now = max(now, end)
+        gained = self._gains(plan)
+        host = self.settings.host
+        now += host.read + host.read_request * len(plan.requests)
+        self._pace.read(plan, now)
+        finished = set()
+        for request, tokens in gained.items():
+            assert isinstance(request, SimulatedRequest)
+            if request.phase is Phase.ENDED:
+                continue
+            if request.first_token != request.first_token:  # NaN
+                request.first_token = now
+            self.figures.output_tokens += len(tokens)
+            if len(request.tokens) + len(tokens) >= request.max_length:
+                request.end = now
+                finished.add(request)
+        self.scheduler.report(plan, gained, finished)
+        for request in finished:
+            self._finished(request)
+        return now
+
+    def _gains(self, plan: StepPlan) -> dict[SimulatedRequest, list[int]]:
+        """Returns the tokens that each request of a plan has gained."""
+        gained: dict = {chunk.request: _ONE for chunk in plan.chunks if chunk.is_last}
+        if not self.settings.drafts:
+            steps = plan.decode_steps
+            for request in plan.decodes:
+                left = request.max_length - len(request.tokens)
+                gained[request] = _ONE if steps == 1 and left else [0] * min(steps, left)
+            return gained
+        chances = self._random.random((len(plan.decodes), plan.decode_steps, self.settings.drafts))
+        accepted = np.cumprod(chances < self.settings.acceptance, axis=2).sum(axis=(1, 2))
+        for request, more in zip(plan.decodes, accepted.tolist(), strict=True):
+            left = request.max_length - len(request.tokens)
+            gained[request] = [0] * min(plan.decode_steps + more, left)
+        return gained
+
+
+_ONE = [0]
