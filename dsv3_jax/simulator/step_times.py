@@ -8,7 +8,7 @@ experts, so that a step costs a few multiplications and no JAX.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -47,8 +47,7 @@ class Efficiency:
             raise ValueError(f"pass_seconds: expected 0 or more, got {self.pass_seconds}")
 
 
-@dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The time of a step, and what it consists of."""
 
     seconds: float

@@ -17,7 +17,8 @@ class StepWork:
     decode_queries: int
     """Tokens that decoding requests compute, their drafts included."""
     decode_keys: int
-    """Cached tokens of the decoding requests."""
+    """Distinct cached tokens of the decoding requests. A shared prefix counts once: its pages of a
+    layer fit into the device's second-level cache."""
     decode_pairs: int
     """Pairs of a decoding query and a key that it attends to."""
     chunks: int
@@ -46,10 +47,15 @@ class StepWork:
 
 def _amounts(plan: ShardPlan) -> tuple[int, ...]:
     queries = keys = pairs = 0
+    families: set[int] = set()
     for request, drafts in zip(plan.decodes, plan.drafts, strict=True):
         length = len(request.tokens)
         queries += 1 + drafts
         keys += length
+        if (family := getattr(request, "family", -1)) >= 0:
+            if family in families:
+                keys -= request.prefix  # type: ignore
+            families.add(family)
         pairs += (1 + drafts) * length
     prompt_tokens = prompt_keys = prompt_pairs = 0
     for chunk in plan.chunks:

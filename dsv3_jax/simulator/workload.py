@@ -41,6 +41,8 @@ class SimulatedRequest(ScheduledRequest):
     prompt_tokens: int
     submitted: float
     stored_tokens: int = 0
+    prefix: int = 0
+    family: int = -1
     first_token: float = math.nan
     end: float = math.nan
     wanted_length: int = 0
@@ -60,6 +62,8 @@ class SimulatedRequest(ScheduledRequest):
             prompt_tokens=arrival.prompt_tokens,
             submitted=arrival.seconds,
             stored_tokens=arrival.stored_tokens,
+            prefix=arrival.prefix,
+            family=arrival.family,
         )
 
     def resumed(self, *, drafts: int) -> SimulatedRequest:
