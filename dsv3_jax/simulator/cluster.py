@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from dsv3_jax.engine.step_plan import Phase
-from dsv3_jax.simulator.replica import Replica, ReplicaSettings
+from dsv3_jax.simulator.replica import Replica, ReplicaFigures, ReplicaSettings
 from dsv3_jax.simulator.step_times import StepTimes
-from dsv3_jax.simulator.workload import Arrival, SimulatedRequest
+from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest
 from sharding.balancers import UNASSIGNED, assign_decode
 
 
@@ -62,59 +62,64 @@ class ClusterSettings:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a simulation has measured."""
+    """What a simulation has measured after its warm-up."""
 
     settings: ClusterSettings
-    requests: list[SimulatedRequest]
-    """Finished requests, in the order of their ends."""
+    requests: list[Served]
+    """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
     submitted: int
+    """Requests that were submitted after the warm-up."""
     seconds: float
-    """Time of the last event."""
+    """Length of the measurement."""
     replicas: dict[str, list[Replica]]
-    stored_tokens: int
-    """Prompt tokens that came from disk."""
+    """Replicas of each pool, with their figures since the warm-up."""
 
 
 class Cluster:
-    """Runs a workload on a cluster, in simulated time.
-
-    Args:
-      keep: whether finished requests are kept; otherwise only ``finished`` sees them.
-    """
+    """Runs a workload on a cluster, in simulated time."""
 
     def __init__(self, settings: ClusterSettings):
         self._settings = settings
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
-        self._finished: list[SimulatedRequest] = []
-        self._submitted = 0
-        self._stored_tokens = 0
+        self._served: list[Served] = []
+        self._submitted = self._first_measured = 0
+        self._began = 0.0
         self._pools: dict[str, _Pool] = {}
         ends = {"unified": self._ends, "prefill": self._is_prefilled, "decode": self._ends}
         for name, pool in settings.pools.items():
             kind = _DecodePool if pool.engine.resumes else _Pool
             self._pools[name] = kind(pool, ends[name], self._at)
 
-    def run(self, arrivals: Iterable[Arrival], *, until: float | None = None) -> Outcome:
-        """Returns the outcome at time ``until``, or after the last request."""
+    def run(
+        self, arrivals: Iterable[Arrival], *, until: float | None = None, warm_up: float = 0.0
+    ) -> Outcome:
+        """Returns the outcome at time ``until``, or after the last request.
+
+        Args:
+          warm_up: time before which nothing is measured.
+        """
         stream = iter(arrivals)
+        self._at(warm_up, self._measure)
         self._next_arrival(stream)
-        now = 0.0
-        while self._events:
+        while self._events and (until is None or self._events[0][0] <= until):
             at, _, action = heapq.heappop(self._events)
-            if until is not None and at > until:
-                break
-            now = max(now, at)
             action(at)
-        ends = [request.end for request in self._finished]
+        end = max((each.end for each in self._served), default=0.0) if until is None else until
         return Outcome(
             self._settings,
-            self._finished,
-            self._submitted,
-            until if until is not None else max(ends, default=now),
+            self._served,
+            self._submitted - self._first_measured,
+            end - self._began,
             {name: pool.replicas for name, pool in self._pools.items()},
-            self._stored_tokens,
         )
+
+    def _measure(self, now: float) -> None:
+        """Begins the measurement."""
+        self._began, self._first_measured = now, self._submitted
+        for pool in self._pools.values():
+            for replica in pool.replicas:
+                replica.figures = ReplicaFigures()
 
     def _at(self, seconds: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (seconds, next(self._numbers), action))
@@ -139,11 +144,7 @@ class Cluster:
             request.wanted_length = request.max_length
             request.max_length = request.prompt_tokens + 1
         delay = self._settings.disk_seconds_per_token * request.stored_tokens
-        self._stored_tokens += request.stored_tokens
-        if delay:
-            self._at(now + delay, lambda at: pool.add(request, at))
-        else:
-            pool.add(request, now)
+        self._at(now + delay, lambda at: pool.add(request, at))
 
     def _is_prefilled(self, request: SimulatedRequest) -> None:
         """Sends a request that has its first token to the decode pool."""
@@ -155,7 +156,8 @@ class Cluster:
         return None
 
     def _ends(self, request: SimulatedRequest) -> None:
-        self._finished.append(request)
+        if request.submitted >= self._began:
+            self._served.append(request.served())
 
 
 class _Pool:
@@ -182,6 +184,7 @@ class _Pool:
         """Routes a request and puts it into a replica's queue."""
         number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
         self._own(request, number)
+        self.replicas[number].promote(request)
         self.replicas[number].add(request)
         self._wake(number, now)
 

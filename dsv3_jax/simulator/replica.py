@@ -77,6 +77,8 @@ class ReplicaFigures:
     dispatches: int = 0
     prompt_tokens: int = 0
     """Prompt tokens that were computed."""
+    hit_tokens: int = 0
+    """Prompt tokens that were in the cache, those from disk included."""
     output_tokens: int = 0
     device_seconds: float = 0.0
     """Time in which the device ran steps."""
@@ -125,11 +127,19 @@ class Replica:
         """Puts a request into the waiting queue."""
         self.scheduler.add(request)
 
-    @property
-    def load(self) -> int:
-        """Tokens that its requests have, or will have prefilled."""
-        requests = [*self.scheduler.waiting, *self.scheduler.running]
-        return sum(len(request.tokens) for request in requests)
+    def promote(self, request: SimulatedRequest) -> int:
+        """Puts the stored part of a prompt into the cache of the emptiest shard, as a read from
+        disk does. The scheduler finds it there like any other prefix.
+
+        Returns the tokens that it has put there: fewer than stored if there are no pages.
+        """
+        shard = min(self.scheduler.shards, key=lambda shard: shard.pages.used)
+        count = request.stored_tokens // shard.pages.page_size
+        if not count or (pages := shard.pages.allocate(count)) is None:
+            return 0
+        shard.pages.publish(request.tokens[: request.stored_tokens], pages)
+        shard.pages.release(pages)
+        return request.stored_tokens
 
     def turn(self, now: float) -> float | None:
         """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
@@ -157,7 +167,10 @@ class Replica:
         figures.device_seconds += step.seconds
         figures.bound_by[step.binding] += step.seconds
         figures.running_seconds += step.seconds * len(plan.requests)
-        figures.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            figures.prompt_tokens += chunk.count
+            if chunk.is_first:
+                figures.hit_tokens += chunk.start
         if self.scheduler.waiting:
             figures.waits_for[self._lack(plan)] += step.seconds
         return now

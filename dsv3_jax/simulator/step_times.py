@@ -7,7 +7,6 @@ experts, so that a step costs a few multiplications and no JAX.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -18,33 +17,10 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import traffic
 from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.weights import ModelShard, read_bytes
+from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.step_work import StepWork
 
 _MANY = 1000  # tokens from which the traffic of one is computed
-
-
-@dataclasses.dataclass(frozen=True)
-class Efficiency:
-    """Shares of a device's peak rates that its programs reach, and what they take besides.
-
-    The default is the roofline itself: a lower bound on time.
-    """
-
-    memory: float = 1.0
-    arithmetic: float = 1.0
-    network: float = 1.0
-    pass_seconds: float = 0.0
-    """Time of a pass over the layers in which nothing of the above happens: launches, latencies."""
-    hides_network: bool = True
-    """Whether sending overlaps with the rest, as with two micro-batches. Otherwise it adds to
-    it."""
-
-    def __post_init__(self) -> None:
-        for name in ("memory", "arithmetic", "network"):
-            if not 0 < (value := getattr(self, name)) <= 1:
-                raise ValueError(f"{name}: expected a share above 0 and at most 1, got {value}")
-        if self.pass_seconds < 0:
-            raise ValueError(f"pass_seconds: expected 0 or more, got {self.pass_seconds}")
 
 
 class StepTime(NamedTuple):
@@ -129,34 +105,35 @@ class StepModel:
         ) / _MANY
         self._bandwidth = chip.memory_bandwidth
 
-    def of(self, work: StepWork, steps: int) -> StepTime:
-        """Returns the time of a dispatch with ``steps`` equal steps."""
+    def parts(self, work: StepWork) -> dict[str, float]:
+        """Returns the seconds that each resource takes for a step."""
         share = self.efficiency
         slots, per_token = self._experts
         visited = distinct_experts(slots, per_token, work.all_tokens) / slots
         memory = share.memory * self._bandwidth
-        times = {
-            "weights": (
-                self._fixed_bytes
-                + visited * self._expert_bytes
-                + self._embedding_bytes * work.tokens
-            )
-            / memory,
+        weights = self._fixed_bytes + visited * self._expert_bytes
+        flop_seconds = (
+            self._expert_flop_seconds * work.all_tokens
+            + self._flop_seconds * work.tokens
+            + self._pair_seconds * work.decode_pairs
+            + self._prompt_pair_seconds * work.prompt_pairs
+            + self._key_expansion_seconds * (work.prompt_keys - work.prompt_tokens)
+        )
+        return {
+            "weights": (weights + self._embedding_bytes * work.tokens) / memory,
             "cache": (work.decode_keys + work.prompt_keys) * self._key_bytes / memory,
-            "arithmetic": (
-                self._expert_flop_seconds * work.all_tokens
-                + self._flop_seconds * work.tokens
-                + self._pair_seconds * work.decode_pairs
-                + self._prompt_pair_seconds * work.prompt_pairs
-                + self._key_expansion_seconds * (work.prompt_keys - work.prompt_tokens)
-            )
-            / share.arithmetic,
+            "arithmetic": flop_seconds / share.arithmetic,
             "network": self._network_seconds * work.tokens / share.network,
             "overhead": share.pass_seconds,
         }
-        computing = max(times["weights"] + times["cache"], times["arithmetic"])
-        if share.hides_network:
-            seconds = max(computing, times["network"]) + share.pass_seconds
+
+    def of(self, work: StepWork, steps: int) -> StepTime:
+        """Returns the time of a dispatch with ``steps`` equal steps."""
+        parts = self.parts(work)
+        computing = max(parts["weights"] + parts["cache"], parts["arithmetic"])
+        if self.efficiency.hides_network:
+            seconds = max(computing, parts["network"])
         else:
-            seconds = computing + times["network"] + share.pass_seconds
-        return StepTime(steps * seconds, max(times, key=times.__getitem__))
+            seconds = computing + parts["network"]
+        binding = max(parts, key=parts.__getitem__)
+        return StepTime(steps * (seconds + parts["overhead"]), binding)

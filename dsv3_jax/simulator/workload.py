@@ -34,6 +34,30 @@ class Arrival(NamedTuple):
     """Tokens at the beginning of the prompt whose cache entries are on disk."""
 
 
+class Served(NamedTuple):
+    """A request at its end. Times are in simulated seconds."""
+
+    submitted: float
+    first_token: float
+    end: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache saved, those from disk included."""
+
+    @property
+    def ttft(self) -> float:
+        """Time from the submission to the first token, in seconds."""
+        return self.first_token - self.submitted
+
+    @property
+    def tpot(self) -> float:
+        """Mean time between two later tokens, in seconds; NaN for a request with one token."""
+        if self.output_tokens < 2:
+            return math.nan
+        return (self.end - self.first_token) / (self.output_tokens - 1)
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SimulatedRequest(ScheduledRequest):
     """A request of the scheduler with its times, in simulated seconds; NaN before an event."""
@@ -82,10 +106,16 @@ class SimulatedRequest(ScheduledRequest):
             first_token=self.first_token,
         )
 
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that it has generated."""
-        return len(self.tokens) - self.prompt_tokens
+    def served(self) -> Served:
+        """Returns the request at its end, without its tokens."""
+        return Served(
+            self.submitted,
+            self.first_token,
+            self.end,
+            self.prompt_tokens,
+            len(self.tokens) - self.prompt_tokens,
+            self.cached_tokens,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
