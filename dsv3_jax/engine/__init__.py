@@ -13,6 +13,7 @@ step_plan.py        requests and plans as the scheduler passes them on
 pool_layout.py      division of the pages over shards and devices
 swap_space.py       host memory for preempted requests in deterministic mode; pure Python
 draft_depth.py      drafts per step of one request; pure Python
+sla_controller.py   limits of the scheduler that keep latencies; pure Python
 decode_pace.py      decode steps per dispatch, from their time; pure Python
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
@@ -37,6 +38,7 @@ from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import QueueFullError
+from dsv3_jax.engine.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Grammar",
+    "LatencyTargets",
     "QueueFullError",
     "RequestError",
 ]

@@ -30,8 +30,9 @@ from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.stats import EngineStats
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
@@ -68,6 +69,8 @@ class Engine:
         whatever else runs. Every step then runs one program, padded to all slots.
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
+      targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
+        than it could, see :class:`dsv3_jax.engine.sla_controller.SlaController`.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
@@ -91,6 +94,7 @@ class Engine:
         max_waiting: int = 4096,
         deterministic: bool = False,
         swap_tokens: int | None = None,
+        targets: LatencyTargets | None = None,
     ):
         _check_model(model)
         config = model.config
@@ -160,7 +164,14 @@ class Engine:
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
         )
-        self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
+        controller = None
+        if targets is not None:
+            controller = SlaController(
+                targets, StepLimits(max_running // shards, buckets.chunks[-1])
+            )
+        self._loop = EngineLoop(
+            scheduler, self._executor, requests, overlap=overlap, controller=controller
+        )
         self._intake = Intake(
             config,
             tokenizer,

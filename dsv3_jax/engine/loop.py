@@ -20,8 +20,9 @@ from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.sla_controller import SlaController
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits, StepPlan
 from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
 
@@ -60,6 +61,7 @@ class EngineLoop:
       settings: settings of the requests that are not at their end. The loop keeps it up to date,
         and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
+      controller: changes the scheduler's limits; None leaves them as configured.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class EngineLoop:
         settings: dict[ScheduledRequest, Request],
         *,
         overlap: bool,
+        controller: SlaController | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
         self._overlap = overlap
+        self._controller = controller
         self._host_times = HostTimes()
         self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
@@ -296,6 +300,8 @@ class EngineLoop:
                 self._scheduler.end(request)
                 self._finish(request, end)
             with self._host_times.planning():
+                if self._controller is not None:
+                    self._scheduler.limit(self._new_limits(self._controller))
                 plan, ended = self._scheduler.schedule(
                     time.monotonic(),
                     max_decode_steps=self._host_times.pace.steps(self._executor.max_decode_steps),
@@ -308,6 +314,8 @@ class EngineLoop:
                 self._executor.dispatch(plan)
         elif not self._executor.steps_in_flight:
             self._executor.times.rest()
+            if self._controller is not None:
+                self._controller.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:
@@ -336,10 +344,17 @@ class EngineLoop:
         with self._changed, self._host_times.processing():
             self._check_failed()  # the step may have been given up
             gained, ends = self._open.take(results)
-            self._host_times.count(plan, sum(map(len, gained.values())))
+            new_tokens = sum(map(len, gained.values()))
+            self._host_times.count(plan, new_tokens)
+            if self._controller is not None:
+                self._controller.read(plan, new_tokens, time.monotonic())
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)
+
+    def _new_limits(self, controller: SlaController) -> StepLimits:
+        waiting = self._scheduler.waiting
+        return controller.update(time.monotonic(), waiting[0].arrival if waiting else None)
 
     def _finish(self, request: ScheduledRequest, end: End) -> None:
         self._open.finish(request, end)

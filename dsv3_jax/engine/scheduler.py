@@ -38,7 +38,7 @@ from typing import Literal
 from dsv3_jax.engine.balancers import choose_shard, shard_load
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import Chunk, Phase, ScheduledRequest, StepLimits, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
@@ -92,6 +92,7 @@ class Scheduler:
         swaps: Sequence[SwapSpace] | None = None,
     ):
         self.config = config
+        self._limits = StepLimits(config.max_running, config.max_chunks)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
@@ -167,6 +168,18 @@ class Scheduler:
                 f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
             )
 
+    def limit(self, limits: StepLimits) -> None:
+        """Sets the limits of the next steps.
+
+        Raises:
+          ValueError: a limit is below 1 or above that of the configuration.
+        """
+        most = StepLimits(self.config.max_running, self.config.max_chunks)
+        for name, value, largest in zip(limits._fields, limits, most, strict=True):
+            if not 1 <= value <= largest:
+                raise ValueError(f"{name}: expected 1 to {largest}, got {value}")
+        self._limits = limits
+
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request at the next call of :meth:`schedule`."""
         request.is_cancelled = self._has_cancelled = True
@@ -185,7 +198,7 @@ class Scheduler:
         """
         ended = self._end_overdue(now)
         decodes = [shard.plan_decodes() for shard in self.shards]
-        chunks = [shard.plan_prefills(self.config.max_chunks) for shard in self.shards]
+        chunks = [shard.plan_prefills(self._limits.chunks) for shard in self.shards]
         self._admit(decodes, chunks)
         if not any(decodes) and not any(chunks):
             return None, ended
@@ -319,7 +332,7 @@ class Scheduler:
             request = self._next_admission()
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
-            rooms = [self.config.max_chunks - len(planned) for planned in chunks]
+            rooms = [self._limits.chunks - len(planned) for planned in chunks]
             choice = self._choose_shard(request, rooms)
             if choice is None:
                 return
@@ -363,11 +376,14 @@ class Scheduler:
         def hit_with_room(number: int) -> int | None:
             if home and number not in home:
                 return None
-            hit = self.shards[number].hit_with_room(request) if rooms[number] else None
+            shard = self.shards[number]
+            if rooms[number] < 1 or len(shard.running) >= self._limits.running:
+                return None
+            hit = shard.hit_with_room(request)
             if hit is None:
                 return None
             hits[number] = hit
-            return len(hit) * self.shards[number].pages.page_size
+            return len(hit) * shard.pages.page_size
 
         loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in self.shards]
         number = choose_shard(loads, hit_with_room, len(request.tokens))

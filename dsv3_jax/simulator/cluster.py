@@ -184,7 +184,6 @@ class _Pool:
         """Routes a request and puts it into a replica's queue."""
         number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
         self._own(request, number)
-        self.replicas[number].promote(request)
         self.replicas[number].add(request)
         self._wake(number, now)
 

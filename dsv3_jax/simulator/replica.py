@@ -17,7 +17,8 @@ import numpy as np
 from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
-from dsv3_jax.engine.step_plan import Phase, StepPlan
+from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
+from dsv3_jax.engine.step_plan import Phase, StepLimits, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.step_work import StepWork
@@ -61,6 +62,8 @@ class ReplicaSettings:
     resumes: bool = False
     """Whether requests arrive with their prompts cached elsewhere, as in a decode pool."""
     host: HostCosts = HostCosts()
+    targets: LatencyTargets | None = None
+    """Latencies that a controller keeps, as in an engine with ``targets``."""
 
 
 class _InFlight(NamedTuple):
@@ -117,6 +120,11 @@ class Replica:
         # Host memory that never runs full: requests of a decode pool come from there.
         swaps = [SwapSpace(1000 * settings.pages) for _ in allocators] if settings.resumes else None
         self.scheduler = Scheduler(settings.scheduler, allocators, swaps)
+        config = settings.scheduler
+        self.controller: SlaController | None = None
+        if settings.targets is not None:
+            most = StepLimits(config.max_running, config.max_chunks)
+            self.controller = SlaController(settings.targets, most)
         self._finished = finished
         self._pace = DecodePace()
         self._in_flight: deque[_InFlight] = deque()
@@ -127,25 +135,35 @@ class Replica:
         """Puts a request into the waiting queue."""
         self.scheduler.add(request)
 
-    def promote(self, request: SimulatedRequest) -> int:
-        """Puts the stored part of a prompt into the cache of the emptiest shard, as a read from
-        disk does. The scheduler finds it there like any other prefix.
-
-        Returns the tokens that it has put there: fewer than stored if there are no pages.
-        """
-        shard = min(self.scheduler.shards, key=lambda shard: shard.pages.used)
-        count = request.stored_tokens // shard.pages.page_size
-        if not count or (pages := shard.pages.allocate(count)) is None:
-            return 0
-        shard.pages.publish(request.tokens[: request.stored_tokens], pages)
-        shard.pages.release(pages)
-        return request.stored_tokens
+    def _promote(self) -> None:
+        """Reads the stored beginnings of the first prompts in the queue from disk, into the pages
+        of the emptiest shards. The scheduler finds them there like any other prefix."""
+        shards = self.scheduler.shards
+        first = self.scheduler.waiting[: 2 * len(shards)]
+        loads = [shard.pages.used for shard in shards]
+        for request in first:
+            assert isinstance(request, SimulatedRequest)
+            if not request.stored_tokens or request.preemptions:
+                continue
+            if request.promoted_to is None:
+                request.promoted_to = loads.index(min(loads))
+                pages = shards[request.promoted_to].pages
+                granted = pages.allocate(request.stored_tokens // pages.page_size)
+                if granted is not None:
+                    pages.publish(request.tokens[: request.stored_tokens], granted)
+                    pages.release(granted)
+            loads[request.promoted_to] += len(request.tokens) // shards[0].pages.page_size
 
     def turn(self, now: float) -> float | None:
         """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
         is nothing to do before another request arrives."""
         most = self.settings.max_steps
+        self._promote()
         steps = self._pace.steps(most) if self.settings.adaptive_steps else most
+        if self.controller is not None:
+            waiting = self.scheduler.waiting
+            since = waiting[0].arrival if waiting else None
+            self.scheduler.limit(self.controller.update(now, since))
         plan, _ = self.scheduler.schedule(now, max_decode_steps=steps)
         if plan is not None:
             now = self._dispatch(plan, now)
@@ -153,7 +171,11 @@ class Replica:
         has_read = len(self._in_flight) > in_flight
         while len(self._in_flight) > in_flight:
             now = self._read(now)
-        return now if plan is not None or has_read else None
+        if plan is None and not has_read:
+            if self.controller is not None:
+                self.controller.rest()
+            return None
+        return now
 
     def _dispatch(self, plan: StepPlan, now: float) -> float:
         host = self.settings.host
@@ -191,6 +213,8 @@ class Replica:
         host = self.settings.host
         now += host.read + host.read_request * len(plan.requests)
         self._pace.read(plan, now)
+        if self.controller is not None:
+            self.controller.read(plan, sum(map(len, gained.values())), now)
         finished = set()
         for request, tokens in gained.items():
             assert isinstance(request, SimulatedRequest)

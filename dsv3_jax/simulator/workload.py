@@ -65,6 +65,8 @@ class SimulatedRequest(ScheduledRequest):
     prompt_tokens: int
     submitted: float
     stored_tokens: int = 0
+    promoted_to: int | None = None
+    """Data-parallel shard whose cache got the stored tokens."""
     prefix: int = 0
     family: int = -1
     first_token: float = math.nan
