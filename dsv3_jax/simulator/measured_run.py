@@ -28,6 +28,9 @@ _PAGE_SIZE = 64
 class MeasuredRun:
     """An engine on one GPU, with replays of traces."""
 
+    model_name: str
+    target: str
+    """Full name of the target, such as ``gpu:h200x1``."""
     engine: ReplicaSettings
     """Without host costs."""
     buckets: Buckets
@@ -78,7 +81,7 @@ class MeasuredRun:
         model = StepModel(
             ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form
         )
-        return cls(engine, buckets, model, replays)
+        return cls(name, deployment.target.name, engine, buckets, model, replays)
 
     def find(self, trace: str, rate: float | None) -> Mapping[str, Any]:
         """Returns a replay.

@@ -100,6 +100,7 @@ class SimulatedRequest(ScheduledRequest):
             drafts=drafts,
             arrival=self.end,
             computed=len(self.tokens),
+            generation=-1,  # the decode pool indexes no pages
             is_slot_ready=True,
             cached_tokens=self.cached_tokens,
             prompt_tokens=self.prompt_tokens,
