@@ -115,11 +115,17 @@ def _cluster(arguments: argparse.Namespace, deployment: Deployment) -> ClusterSe
     disk = per_token / _DISK_BYTES_PER_S
     efficiency = Efficiency(*arguments.reached)
     is_split = arguments.prefill_target is not None
+    is_stored = arguments.hit_share > 0
     if arguments.step_times:
         pool = _measured_pool(arguments, deployment)
     else:
         pool = PoolPlan(
-            deployment, arguments.replicas, efficiency, arguments.acceptance, resumes=is_split
+            deployment,
+            arguments.replicas,
+            efficiency,
+            arguments.acceptance,
+            stored_prompts=is_stored and not is_split,
+            resumes=is_split,
         ).settings(shards)
     if arguments.control:
         engine = dataclasses.replace(pool.engine, targets=targets(arguments))
@@ -132,7 +138,9 @@ def _cluster(arguments: argparse.Namespace, deployment: Deployment) -> ClusterSe
         layout_name=arguments.prefill_layout or deployment.layout_name,
         mtp=False,
     )
-    prefill = PoolPlan(other, arguments.prefill_replicas, efficiency).settings(shards)
+    prefill = PoolPlan(
+        other, arguments.prefill_replicas, efficiency, stored_prompts=is_stored
+    ).settings(shards)
     chip = deployment.target.chip
     link = chip.internode_bandwidth or chip.link_bandwidth
     return ClusterSettings(pool, prefill, per_token / (efficiency.network * link), disk)
@@ -150,7 +158,9 @@ def _measured_pool(arguments: argparse.Namespace, deployment: Deployment) -> Poo
     slots = measured.engine.scheduler.max_running
     if deployment.batch != slots:
         raise ValueError(f"--batch: expected {slots}, the measured slots, got {deployment.batch}")
-    engine = dataclasses.replace(measured.engine, host=host)
+    engine = dataclasses.replace(
+        measured.engine, host=host, stored_prompts=arguments.hit_share > 0
+    )
     return PoolSettings(arguments.replicas, engine, times, devices=1, nodes=1 / 8)
 
 

@@ -28,6 +28,7 @@ output.py           tokens, text and log-probabilities on the host
 open_requests.py    the requests that are not at their end
 loop.py             the loop that connects them, and its thread
 engine.py           the public class: it builds the parts and reads settings
+expert_rebalancer.py  placement of experts by their loads while requests run
 stats.py            figures of a running engine
 timeline.py         samples of these figures over time
 =================== ===================================================================

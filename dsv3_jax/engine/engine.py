@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
@@ -69,6 +70,7 @@ class Engine:
         whatever else runs. Every step then runs one program, padded to all slots.
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
+      count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
       targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
         than it could, see :class:`dsv3_jax.engine.sla_controller.SlaController`.
 
@@ -94,6 +96,7 @@ class Engine:
         max_waiting: int = 4096,
         deterministic: bool = False,
         swap_tokens: int | None = None,
+        count_routing: bool = False,
         targets: LatencyTargets | None = None,
     ):
         _check_model(model)
@@ -134,7 +137,9 @@ class Engine:
             drafter=plan.drafter,
             depth=plan.max_depth,
             vocab_size=vocab_size,
+            count_routing=count_routing,
         )
+        self._counts_routing = count_routing
         pages = pages_per_device(
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
@@ -319,13 +324,17 @@ class Engine:
         """
         self._loop.fail_if_stuck(seconds)
 
-    def use(self, model: DeepSeekV3) -> None:
+    def use(self, model: DeepSeekV3, *, keep_prefix_cache: bool = False) -> None:
         """Replaces the model by another one with the same config, options and array shapes: new
         weights, or another placement of experts. Nothing is compiled, and no request ends.
 
         Running requests keep the cache entries that they have, and compute all further ones with
         the new model. Later requests reuse none of these entries. The arrays of the previous model
         are freed when the caller has no reference to them.
+
+        Args:
+          keep_prefix_cache: let later requests reuse these entries, because the model computes the
+            same as the one before, as it does with its experts in other slots.
 
         Raises:
           ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
@@ -334,7 +343,23 @@ class Engine:
         """
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
-        self._loop.between_steps(lambda: self._programs.use(arrays))
+        self._loop.between_steps(
+            lambda: self._programs.use(arrays), clears_prefix_cache=not keep_prefix_cache
+        )
+
+    def take_routing_counts(self) -> np.ndarray:
+        """Returns how many tokens chose each expert, int64 [L_moe, E], since the last call.
+
+        The layers are those of :meth:`DeepSeekV3.moe_layers`; those of MTP layers are 0 unless the
+        MTP layer drafts.
+
+        Raises:
+          ValueError: the engine does not count.
+          EngineError: the engine failed or was shut down.
+        """
+        if not self._counts_routing:
+            raise ValueError("take_routing_counts: expected an engine with count_routing=True")
+        return self._loop.between_steps(self._executor.take_routing_counts)
 
     def clear_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts again."""

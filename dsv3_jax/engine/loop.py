@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError
@@ -27,6 +27,9 @@ from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
 
 class PlanExecutor(Protocol):
     """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
@@ -182,16 +185,20 @@ class EngineLoop:
         with self._changed:
             self._scheduler.clear_prefix_cache()
 
-    def between_steps(self, change: Callable[[], None]) -> None:
-        """Calls ``change`` while no step is being planned, and clears the prefix cache.
+    def between_steps(
+        self, change: Callable[[], _T], *, clears_prefix_cache: bool = False
+    ) -> _T:
+        """Returns what ``change`` returns, called while no step is being planned.
 
         Raises:
           EngineError: the engine failed or was shut down.
         """
         with self._stepping, self._changed:
             self._check_open()
-            change()
-            self._scheduler.clear_prefix_cache()
+            result = change()
+            if clears_prefix_cache:
+                self._scheduler.clear_prefix_cache()
+        return result
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""

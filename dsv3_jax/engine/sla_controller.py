@@ -4,10 +4,11 @@ Two limits of the scheduler decide over latency. More running requests make ever
 so do prefill chunks beside them; fewer of either make new requests wait. The controller changes
 both by additive increase and multiplicative decrease (AIMD), as TCP does with its window:
 
-- If tokens come too slowly in steps that only decode, there are too many running requests.
-- If they do in steps that also prefill, there are too many chunks.
-- If they come in time with a margin, and first tokens come late or requests wait, both limits grow
-  by a constant.
+- If tokens come too slowly in steps that only decode, or beside a single chunk, there are too many
+  running requests.
+- If they do in steps with more chunks, there are too many chunks.
+- If they come in time with a margin, the limits grow by a constant: that of running requests while
+  requests wait, that of chunks while first tokens come late.
 
 Tokens of running requests come before first tokens of new ones: where both targets cannot be met,
 new requests wait. Pure Python; times are on the caller's clock.
@@ -108,18 +109,18 @@ class SlaController:
         return self.limits
 
     def _change(self, now: float, waiting_since: float | None) -> None:
-        slow = self._tpot_share(False)
-        slow_beside_chunks = self._tpot_share(True)
+        alone, beside_chunks = self._tpot_share(False), self._tpot_share(True)
+        slow = max(alone, beside_chunks)
         ttft = self._ttft_share(now, waiting_since)
-        if slow > 1:
+        if alone > 1 or (beside_chunks > 1 and self._chunks < 2):
             self._running *= DECREASE
-        elif slow < MARGIN and slow_beside_chunks < 1 and waiting_since is not None:
-            self._running += self._most.running / _STEPS
-        if slow_beside_chunks > 1:
-            # Chunks are not to blame where even steps without them are too slow.
-            self._chunks *= DECREASE if slow <= 1 else 1.0
-        elif slow_beside_chunks < MARGIN and (ttft > MARGIN or self.targets.ttft is None):
-            self._chunks += self._most.chunks / _STEPS
+        elif beside_chunks > 1:
+            self._chunks *= DECREASE
+        elif slow < MARGIN:
+            if waiting_since is not None:
+                self._running += self._most.running / _STEPS
+            if ttft > MARGIN or self.targets.ttft is None:
+                self._chunks += self._most.chunks / _STEPS
         self._running = min(max(self._running, 1.0), float(self._most.running))
         self._chunks = min(max(self._chunks, 1.0), float(self._most.chunks))
         self._ttfts.clear()

@@ -67,6 +67,8 @@ class Outcome:
     settings: ClusterSettings
     requests: list[Served]
     """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
+    open: list[Served]
+    """Those that have not, as if they ended now. Without a first token its time is NaN."""
     submitted: int
     """Requests that were submitted after the warm-up."""
     seconds: float
@@ -109,6 +111,12 @@ class Cluster:
         return Outcome(
             self._settings,
             self._served,
+            [
+                request.served(now=end)
+                for pool in self._pools.values()
+                for request in pool.requests
+                if request.submitted >= self._began
+            ],
             self._submitted - self._first_measured,
             end - self._began,
             {name: pool.replicas for name, pool in self._pools.items()},
@@ -117,6 +125,7 @@ class Cluster:
     def _measure(self, now: float) -> None:
         """Begins the measurement."""
         self._began, self._first_measured = now, self._submitted
+        self._served.clear()
         for pool in self._pools.values():
             for replica in pool.replicas:
                 replica.figures = ReplicaFigures()
@@ -179,6 +188,11 @@ class _Pool:
             Replica(settings.engine, settings.times, self._ended, seed=number)
             for number in range(settings.replicas)
         ]
+
+    @property
+    def requests(self) -> list[SimulatedRequest]:
+        """Its requests that have not ended."""
+        return list(self._owner)
 
     def add(self, request: SimulatedRequest, now: float) -> None:
         """Routes a request and puts it into a replica's queue."""

@@ -27,6 +27,8 @@ class PoolPlan:
     efficiency: Efficiency = Efficiency()
     acceptance: float = 0.85
     """Probability that a draft of the MTP layer is accepted."""
+    stored_prompts: bool = False
+    """Whether beginnings of prompts are on disk."""
     resumes: bool = False
     """Whether requests arrive with their prompts cached, as in a decode pool."""
     multi_step: int | None = None
@@ -62,6 +64,7 @@ class PoolPlan:
             adaptive_steps=not self.multi_step,
             drafts=d.draft_depth,
             acceptance=self.acceptance,
+            stored_prompts=self.stored_prompts,
             resumes=self.resumes,
         )
         times = StepModel(

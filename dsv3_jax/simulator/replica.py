@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv3_jax.engine.balancers import shard_load
 from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.step_plan import Phase, StepLimits, StepPlan
+from dsv3_jax.engine.step_plan import Phase, ScheduledRequest, StepLimits, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.step_work import StepWork
@@ -61,6 +62,8 @@ class ReplicaSettings:
     """Probability that a draft is accepted if those before it were."""
     resumes: bool = False
     """Whether requests arrive with their prompts cached elsewhere, as in a decode pool."""
+    stored_prompts: bool = False
+    """Whether beginnings of prompts are on disk, see ``Arrival.stored_tokens``."""
     host: HostCosts = HostCosts()
     targets: LatencyTargets | None = None
     """Latencies that a controller keeps, as in an engine with ``targets``."""
@@ -136,29 +139,45 @@ class Replica:
         self.scheduler.add(request)
 
     def _promote(self) -> None:
-        """Reads the stored beginnings of the first prompts in the queue from disk, into the pages
-        of the emptiest shards. The scheduler finds them there like any other prefix."""
-        shards = self.scheduler.shards
-        first = self.scheduler.waiting[: 2 * len(shards)]
-        loads = [shard.pages.used for shard in shards]
-        for request in first:
+        """Reads the stored beginnings of the prompts that the next plan admits from disk, into the
+        pages of the shards that they will run on. The scheduler finds them like any prefix."""
+        shards, config = self.scheduler.shards, self.settings.scheduler
+        loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in shards]
+        rooms = [
+            config.max_chunks - sum(self._chunks_left(r, r.computed) for r in shard.running)
+            if shard.has_free_slot
+            else 0
+            for shard in shards
+        ]
+        for request in self.scheduler.waiting:
+            open_shards = [number for number, room in enumerate(rooms) if room > 0]
+            if not open_shards:
+                return
             assert isinstance(request, SimulatedRequest)
-            if not request.stored_tokens or request.preemptions:
-                continue
-            if request.promoted_to is None:
-                request.promoted_to = loads.index(min(loads))
-                pages = shards[request.promoted_to].pages
-                granted = pages.allocate(request.stored_tokens // pages.page_size)
-                if granted is not None:
-                    pages.publish(request.tokens[: request.stored_tokens], granted)
-                    pages.release(granted)
-            loads[request.promoted_to] += len(request.tokens) // shards[0].pages.page_size
+            number = min(open_shards, key=loads.__getitem__)
+            stored = 0 if request.preemptions else request.stored_tokens
+            pages = shards[number].pages
+            if stored and not pages.cached_prefix(request.tokens):
+                granted = pages.allocate(stored // pages.page_size)
+                if granted is None:
+                    return
+                pages.publish(request.tokens[:stored], granted)
+                pages.release(granted)
+            rooms[number] -= self._chunks_left(request, stored)
+            loads[number] += shard_load(len(request.tokens), 1)
+
+    def _chunks_left(self, request: ScheduledRequest, computed: int) -> int:
+        """Returns the chunks of a prompt after its first ``computed`` tokens."""
+        if request.phase is Phase.DECODE:
+            return 0
+        return -(-(len(request.tokens) - computed) // self.settings.scheduler.chunk_tokens)
 
     def turn(self, now: float) -> float | None:
         """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
         is nothing to do before another request arrives."""
         most = self.settings.max_steps
-        self._promote()
+        if self.settings.stored_prompts:
+            self._promote()
         steps = self._pace.steps(most) if self.settings.adaptive_steps else most
         if self.controller is not None:
             waiting = self.scheduler.waiting

@@ -14,7 +14,7 @@ from dsv3_jax.simulator.replica import Replica
 
 PERCENTILES = (50, 90, 99)
 
-_BUSY = 0.9  # share of its time from which a pool counts as full
+_OFTEN = 0.2  # share of the time with waiting requests from which they limit a pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _pool(settings: PoolSettings, replicas: list[Replica], seconds: float) -> di
     return {
         "replicas": settings.replicas,
         "nodes": nodes,
-        "busy": round(busy / seconds / settings.replicas, 4),
+        "busy": round(min(1.0, busy / seconds / settings.replicas), 4),
         "running_per_device": round(
             sum(each.running_seconds for each in figures) / seconds / devices, 2
         ),
@@ -98,25 +98,29 @@ def _percentiles(seconds: np.ndarray) -> dict[str, float]:
 
 
 def _attainment(outcome: Outcome, level: ServiceLevel) -> dict[str, float]:
-    """Returns the share of submitted requests that have met each target, and all of them. One that
-    has not ended has not met any."""
+    """Returns the share of requests that have met each target, and both. Requests that have not
+    ended count by their time so far, except those whose first token may still come in time."""
+    late = [r for r in outcome.open if r.first_token != r.first_token]
+    if level.ttft is not None:
+        late = [r for r in late if r.end - r.submitted > level.ttft]
+    begun = [r for r in outcome.open if r.first_token == r.first_token]
+    requests = [*outcome.requests, *begun]
     met = {
-        "ttft": [level.ttft is None or r.ttft <= level.ttft for r in outcome.requests],
-        "tpot": [level.tpot is None or not r.tpot > level.tpot for r in outcome.requests],
+        "ttft": [level.ttft is None or r.ttft <= level.ttft for r in requests],
+        "tpot": [level.tpot is None or not r.tpot > level.tpot for r in requests],
     }
     met["both"] = [all(each) for each in zip(*met.values(), strict=True)]
-    total = max(outcome.submitted, 1)
+    total = max(len(requests) + len(late), 1)
     return {name: round(sum(values) / total, 4) for name, values in met.items()}
 
 
 def _limit(pools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns what limits the cluster, in a few words."""
-    name, pool = max(pools.items(), key=lambda item: (sum(item[1]["waits_for"].values()), item[1]["busy"]))
-    resource = next(iter(pool["bound_by"]), "nothing")
-    waiting = next(iter(pool["waits_for"].items()), None)
-    if waiting is not None and waiting[1] > 1 - _BUSY:
-        lack = {"slots": "request slots", "pages": "cache pages", "budget": "prefill budget"}
-        return f"{name}: {lack[waiting[0]]}; its steps are bound by {resource}"
-    if pool["busy"] >= _BUSY:
-        return f"{name}: its steps, bound by {resource}"
-    return f"nothing: {name} is busy {pool['busy']:.0%} of the time"
+    """Returns what limits the cluster, in a few words: what requests wait for most of the time, and
+    the resource that takes longest in a step."""
+    lack = {"slots": "request slots", "pages": "cache pages", "budget": "prefill budget"}
+    name = max(pools, key=lambda name: sum(pools[name]["waits_for"].values()))
+    bound = next(iter(pools[name]["bound_by"]), "nothing")
+    waits = next(iter(pools[name]["waits_for"].items()), None)
+    if waits is None or waits[1] < _OFTEN:
+        return f"requests seldom wait; steps are bound by {bound}"
+    return f"{name}: requests wait for {lack[waits[0]]}; steps are bound by {bound}"

@@ -65,8 +65,6 @@ class SimulatedRequest(ScheduledRequest):
     prompt_tokens: int
     submitted: float
     stored_tokens: int = 0
-    promoted_to: int | None = None
-    """Data-parallel shard whose cache got the stored tokens."""
     prefix: int = 0
     family: int = -1
     first_token: float = math.nan
@@ -109,12 +107,12 @@ class SimulatedRequest(ScheduledRequest):
             first_token=self.first_token,
         )
 
-    def served(self) -> Served:
-        """Returns the request at its end, without its tokens."""
+    def served(self, *, now: float | None = None) -> Served:
+        """Returns the request without its tokens, at its end or as if it ended ``now``."""
         return Served(
             self.submitted,
             self.first_token,
-            self.end,
+            self.end if now is None else now,
             self.prompt_tokens,
             len(self.tokens) - self.prompt_tokens,
             self.cached_tokens,
