@@ -14,6 +14,7 @@ from dsv3_jax import chat_formats
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.engine import Engine
@@ -57,6 +58,7 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
                 cache_tokens=arguments.cache_tokens,
                 draft=draft,
                 draft_depth=depth,
+                targets=latency_targets(arguments),
             )
         settings = ServerSettings(
             model_name=arguments.served_name or arguments.model,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.engine.sla_controller import LatencyTargets
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes
@@ -32,8 +32,9 @@ _MOST_PROMPT_SHARE = 0.75  # of the longest request
 def check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for settings that do not go together or are out of range."""
     if not arguments.trace:
-        if arguments.control or arguments.step_times or arguments.prefill_target:
-            raise ValueError("simulation: expected --trace with --control, --step-times and --prefill-target")
+        for name in ("control", "step_times", "prefill_target", "rate"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')}: expected --trace too")
         return
     if not arguments.serve:
         raise ValueError("--trace: expected --serve too")
@@ -50,16 +51,8 @@ def check(arguments: argparse.Namespace) -> None:
         if not 0 <= getattr(arguments, flag) <= 1:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name}: expected 0 to 1, got {getattr(arguments, flag)}")
-    if arguments.control:
-        targets(arguments)
-
-
-def targets(arguments: argparse.Namespace) -> LatencyTargets | None:
-    """Returns the latency targets of the flags, or None if neither is given."""
-    milliseconds = arguments.target_ttft_ms, arguments.target_tpot_ms
-    if milliseconds == (None, None):
-        return None
-    return LatencyTargets(*(None if ms is None else 1e-3 * ms for ms in milliseconds))
+    if latency_targets(arguments) is None and arguments.control:
+        raise ValueError("--control: expected --target-ttft-ms or --target-tpot-ms too, got neither")
 
 
 def run(arguments: argparse.Namespace, deployment: Deployment) -> None:
@@ -72,7 +65,7 @@ def run(arguments: argparse.Namespace, deployment: Deployment) -> None:
     outcome = Cluster(settings).run(
         _arrivals(arguments, deployment), until=until or None, warm_up=warm_up
     )
-    level = targets(arguments)
+    level = latency_targets(arguments)
     figures = summary(outcome, ServiceLevel(level.ttft, level.tpot) if level else None)
     figures["cpu_seconds"] = round(time.process_time() - began, 2)
     if arguments.json:
@@ -128,7 +121,7 @@ def _cluster(arguments: argparse.Namespace, deployment: Deployment) -> ClusterSe
             resumes=is_split,
         ).settings(shards)
     if arguments.control:
-        engine = dataclasses.replace(pool.engine, targets=targets(arguments))
+        engine = dataclasses.replace(pool.engine, targets=latency_targets(arguments))
         pool = dataclasses.replace(pool, engine=engine)
     if not is_split:
         return ClusterSettings(pool, disk_seconds_per_token=disk)

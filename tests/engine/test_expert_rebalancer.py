@@ -61,6 +61,7 @@ def serve(engine: Engine, after: int = -1, change=lambda: None) -> list[list[int
     return [handle.result(0).tokens for handle in handles]
 
 
+@pytest.mark.slow
 def test_experts_move_while_requests_run_and_tokens_stay(engine, placed):
     rebalancer = ExpertRebalancer(engine, placed, least_tokens=1)
     expected = serve(engine)
@@ -82,6 +83,7 @@ def test_experts_move_while_requests_run_and_tokens_stay(engine, placed):
     assert again.before < move.before
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_tokens(engine):
     engine.take_routing_counts()
     engine.clear_prefix_cache()
@@ -97,11 +99,13 @@ def test_counts_are_those_of_the_tokens(engine):
     assert not engine.take_routing_counts().any()
 
 
+@pytest.mark.slow
 def test_few_tokens_move_nothing(engine, placed):
     rebalancer = ExpertRebalancer(engine, placed, least_tokens=10**9)
     assert not rebalancer.rebalance().has_moved
 
 
+@pytest.mark.slow
 def test_a_thread_rebalances_at_intervals(engine, placed):
     engine.use(placed)
     rebalancer = ExpertRebalancer(engine, placed, interval=0.01, least_tokens=1)
@@ -122,6 +126,7 @@ def test_the_imbalance_of_a_placement():
     assert imbalance(counts[:1], replicated[:1], 2) == pytest.approx(8 / 3 / 2)
 
 
+@pytest.mark.slow
 def test_refusals(engine, placed, tiny_mtp):
     with pytest.raises(ValueError, match="model: expected experts on several devices"):
         ExpertRebalancer(engine, tiny_mtp)

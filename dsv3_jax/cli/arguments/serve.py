@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of the cache in tokens (default: what fits on the devices)",
     )
+    shared.add_latency_targets(parser)
     shared.add_drafts(parser)
     shared.add_weights(parser)
     add(
