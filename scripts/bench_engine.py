@@ -60,7 +60,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="requests of a replay at a rate; default all")
     parser.add_argument("--offline-count", type=int, help="requests offline; default all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
-    parser.add_argument("--max-running", type=int, help="slots; default 256, or the concurrency")
+    parser.add_argument("--max-running", type=int, help="slots; default 512, or the concurrency")
     parser.add_argument("--max-len", type=int, help="default 5120, or 256 against sequential")
     parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
@@ -71,6 +71,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-depth", type=_depth, default=1, help="a number, or auto")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
+    parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
@@ -80,7 +81,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
     compared = arguments.against_sequential
-    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 256)
+    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 512)
     arguments.max_len = arguments.max_len or (256 if compared else 5120)
     if arguments.picture:
         check_picture("--picture", arguments.picture)
@@ -197,6 +198,7 @@ def main(words: Sequence[str]) -> int:
         "model": arguments.model,
         "weights": arguments.weights,
         "buckets": dataclasses.asdict(buckets(arguments)),
+        "plans_late": not arguments.no_overlap,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "load_s": round(loaded - began, 2),
@@ -216,7 +218,7 @@ def main(words: Sequence[str]) -> int:
                 buckets=buckets(arguments),
             )
         )
-        result["warm_up_s"] = round(engine.warm_up(), 2)
+        result["warm_up_s"] = round(engine.warm_up(arguments.store), 2)
         print(
             f"loaded in {result['load_s']} s, compiled in {result['warm_up_s']} s", file=sys.stderr
         )

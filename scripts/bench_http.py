@@ -49,7 +49,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="requests of a replay; default all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--max-len", type=int, default=5120)
     parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--out", type=Path)

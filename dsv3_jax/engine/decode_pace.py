@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv3_jax.engine.step_plan import StepPlan
 
 DISPATCH_SECONDS = 0.02
-"""Aim for the length of a dispatch that decodes several times. A new request waits for two."""
+"""Aim for the length of a dispatch that decodes several times. A new request waits for one."""
 
 _SMOOTHING = 0.9  # weight of earlier measurements
 

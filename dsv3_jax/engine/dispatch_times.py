@@ -6,8 +6,10 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
+
+from dsv3_jax.engine.forecast import Forecast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class DispatchTimes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figures = DispatchFigures()
+        self._forecast = Forecast()
         self._launches: deque[float] = deque()
         """Beginning of the launch of each dispatch in flight."""
         self._last_end: float | None = None
@@ -102,8 +105,13 @@ class DispatchTimes:
         with self._lock:
             self._add(launch_seconds=time.perf_counter() - began)
 
-    def finished(self, shape: str) -> None:
-        """Marks that the results of the oldest dispatch in flight have been read."""
+    def finished(self, shape: str, decode_steps: int = 1) -> None:
+        """Marks that the results of the oldest dispatch in flight have been read.
+
+        Args:
+          shape: the name of its shape.
+          decode_steps: the number of its decode steps.
+        """
         now = time.perf_counter()
         with self._lock:
             began = self._launches.popleft()
@@ -115,6 +123,22 @@ class DispatchTimes:
                 self._figures, shapes={**self._figures.shapes, shape: times}
             )
             self._add(seconds_in_flight=now - began)
+            self._forecast.record((shape, decode_steps), now - began)
+
+    def seconds_left(self, shape: str, decode_steps: int = 1) -> float:
+        """Returns the predicted time until the only dispatch in flight ends. It is 0 if there is
+        no such dispatch, or no forecast for it.
+
+        Args:
+          shape: the name of its shape.
+          decode_steps: the number of its decode steps.
+        """
+        with self._lock:
+            if len(self._launches) != 1:
+                return 0.0
+            began = max(self._launches[0], self._last_end or 0.0)
+            work: Hashable = (shape, decode_steps)
+            return max(0.0, began + self._forecast.seconds(work) - time.perf_counter())
 
     def rest(self) -> None:
         """Marks that there is nothing to do until the next launch."""

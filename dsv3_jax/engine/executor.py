@@ -102,6 +102,14 @@ class Executor:
         return len(self._in_flight)
 
     @property
+    def seconds_left(self) -> float:
+        """Predicted time until the dispatch in flight ends; 0 if there is none, or no forecast."""
+        if not self._in_flight:
+            return 0.0
+        newest = self._in_flight[-1]
+        return self.times.seconds_left(newest.shape.name, newest.plan.decode_steps)
+
+    @property
     def max_decode_steps(self) -> int:
         """Most decode steps in a dispatch."""
         return self.programs.buckets.max_steps
@@ -142,7 +150,7 @@ class Executor:
         decoded, whose prompt ended, or that asks for the log-probabilities of its prompt."""
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
-        self.times.finished(shape.name)
+        self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
         results = []
         for number, shard in enumerate(plan.shards):

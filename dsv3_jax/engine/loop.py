@@ -30,12 +30,18 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+LEAD_SECONDS = 0.004
+"""Time from planning a step to its first kernel on the device, with a margin."""
+
 
 class PlanExecutor(Protocol):
     """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
 
     @property
     def steps_in_flight(self) -> int: ...
+
+    @property
+    def seconds_left(self) -> float: ...
 
     @property
     def max_decode_steps(self) -> int: ...
@@ -300,7 +306,21 @@ class EngineLoop:
             self._scheduler.end_all()
         return True
 
+    def _wait_for_arrivals(self) -> None:
+        """Waits until the step in flight is about to end, if the next one can admit requests that
+        arrive meanwhile."""
+        if self._thread is None or not self._overlap:
+            return
+        with self._changed:
+            if not self._scheduler.has_room:
+                return
+        seconds = self._executor.seconds_left - LEAD_SECONDS - self._host_times.seconds_to_launch
+        if seconds > 0:
+            with self._host_times.waiting():
+                time.sleep(seconds)
+
     def _step(self) -> bool:
+        self._wait_for_arrivals()
         with self._changed:
             self._check_failed()
             for request, end in self._open.start_grammars().items():

@@ -125,6 +125,12 @@ class Scheduler:
         return sum(shard.preemptions for shard in self.shards)
 
     @property
+    def has_room(self) -> bool:
+        """Whether there are more free slots than waiting requests."""
+        taken = sum(len(shard.running) + len(shard.retiring) for shard in self.shards)
+        return taken + len(self.waiting) < self.config.max_running * len(self.shards)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request waits, runs or has steps in flight."""
         return not self.waiting and not any(s.running or s.retiring for s in self.shards)

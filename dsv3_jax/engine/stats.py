@@ -120,6 +120,13 @@ class HostTimes:
         """Microseconds per step of each part."""
         return {name: 1e6 * s / max(self.steps, 1) for name, s in self.seconds.items()}
 
+    @property
+    def seconds_to_launch(self) -> float:
+        """Mean time from the beginning of a plan to its launch."""
+        if not self.steps:
+            return 0.0
+        return (self.seconds["planning"] + self.seconds["dispatching"]) / self.steps
+
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """Measures the scheduler."""
         return self._measure("planning")

@@ -77,6 +77,8 @@ class MeasuredRun:
             pages=cache_tokens // _PAGE_SIZE,
             page_size=_PAGE_SIZE,
             max_steps=buckets.max_steps,
+            # Results of earlier engines, which planned each step at once, do not have it.
+            plans_late=result.get("plans_late", False),
         )
         model = StepModel(
             ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form

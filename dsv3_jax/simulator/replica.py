@@ -1,8 +1,8 @@
 """One engine under simulated time: the engine's own scheduler, and a device that only takes time.
 
-A turn is that of :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, the step is
-dispatched while the one before it still runs, and then the results of that one are read. The host's
-own work takes time too, which the device's work hides if it is longer.
+A turn is that of :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, shortly before
+the one in flight ends; the step is dispatched while that one still runs; then the results of that
+one are read. The host's own work takes time too, which the device's work hides if it is longer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from dsv3_jax.engine.balancers import shard_load
 from dsv3_jax.engine.decode_pace import DecodePace
+from dsv3_jax.engine.loop import LEAD_SECONDS
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
@@ -64,6 +65,9 @@ class ReplicaSettings:
     """Whether requests arrive with their prompts cached elsewhere, as in a decode pool."""
     stored_prompts: bool = False
     """Whether beginnings of prompts are on disk, see ``Arrival.stored_tokens``."""
+    plans_late: bool = True
+    """Whether a step is planned just before the one in flight ends, as the engine does while it has
+    free slots. Otherwise it is planned at once, and a new request waits for one more step."""
     host: HostCosts = HostCosts()
     targets: LatencyTargets | None = None
     """Latencies that a controller keeps, as in an engine with ``targets``."""
@@ -175,6 +179,10 @@ class Replica:
     def turn(self, now: float) -> float | None:
         """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
         is nothing to do before another request arrives."""
+        if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
+            late = self._device_free - LEAD_SECONDS - self._host_seconds(self._in_flight[-1].plan)
+            if late > now:
+                return late
         most = self.settings.max_steps
         if self.settings.stored_prompts:
             self._promote()
@@ -197,8 +205,7 @@ class Replica:
         return now
 
     def _dispatch(self, plan: StepPlan, now: float) -> float:
-        host = self.settings.host
-        now += host.plan + host.plan_request * len(plan.requests)
+        now += self._host_seconds(plan)
         step = self.times.of(StepWork.of(plan), plan.decode_steps)
         self._device_free = max(now, self._device_free) + step.seconds
         self._in_flight.append(_InFlight(plan, self._device_free))
@@ -215,6 +222,10 @@ class Replica:
         if self.scheduler.waiting:
             figures.waits_for[self._lack(plan)] += step.seconds
         return now
+
+    def _host_seconds(self, plan: StepPlan) -> float:
+        """Returns the time of planning and dispatching a step."""
+        return self.settings.host.plan + self.settings.host.plan_request * len(plan.requests)
 
     def _lack(self, plan: StepPlan) -> str:
         """Returns what keeps the first waiting request from being admitted."""

@@ -49,6 +49,7 @@ class SimulatedExecutor:
     """
 
     max_decode_steps = 3
+    seconds_left = 0.0
     compiled_after_warm_up = 0
 
     def __init__(

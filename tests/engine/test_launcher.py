@@ -192,3 +192,41 @@ class TestDispatchTimes:
         assert later.shapes["a"].count == 2
         assert later.shapes["b"].seconds == 1.0
         assert later.seconds_in_flight == 3.0
+
+    def test_predicts_the_end_from_the_shortest_recent_dispatch(self, monkeypatch):
+        now = 0.0
+        monkeypatch.setattr("dsv3_jax.engine.dispatch_times.time.perf_counter", lambda: now)
+        times = DispatchTimes()
+
+        def dispatch(seconds: float, steps: int = 1) -> None:
+            nonlocal now
+            times.launches()
+            now += seconds
+            times.finished("a", steps)
+
+        times.launches()
+        assert times.seconds_left("a") == 0.0  # unknown
+        now += 4.0
+        times.finished("a")
+        for seconds in (2.0, 5.0, 3.0):
+            dispatch(seconds)
+        dispatch(0.5, steps=2)  # other work
+        times.rest()
+        assert times.seconds_left("a") == 0.0  # nothing in flight
+        times.launches()
+        now += 0.5
+        assert times.seconds_left("a") == 1.5
+        assert times.seconds_left("b") == 0.0
+        now += 1.0
+        times.launches()
+        assert times.seconds_left("a") == 0.0  # another one waits after it
+        now += 1.0
+        times.finished("a")
+        assert times.seconds_left("a") == 2.0  # the second one runs since then
+        now += 3.0
+        assert times.seconds_left("a") == 0.0  # late
+        times.finished("a")
+        for _ in range(8):
+            dispatch(6.0)
+        times.launches()
+        assert times.seconds_left("a") == 6.0  # the last eight count

@@ -275,3 +275,50 @@ def test_a_stuck_step_is_given_up():
     engine.loop.shutdown()
     assert engine.loop.failure is first
     assert engine.executor.is_closed
+
+
+def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
+    """A step is planned when the one in flight is about to end, while there are free slots."""
+    planned = []
+
+    def run(predicted: float) -> int:
+        """Returns how many steps after the third one contain a request's first chunk."""
+        engine = make(latency=lambda: 0.06, stop=None)
+        dispatch = engine.executor.dispatch
+
+        def record(plan):
+            planned.append([chunk.request.tokens[0] for chunk in plan.chunks])
+            if len(planned) == 3:
+                # The results of the second step come in 60 ms. The third one runs then.
+                threading.Timer(0.09, lambda: submit(engine, 2, 2)).start()
+            dispatch(plan)
+
+        planned.clear()
+        engine.executor.dispatch = record
+        engine.executor.seconds_left = predicted
+        submit(engine, 1, 24).handle.result(SECONDS)
+        engine.loop.shutdown(timeout=SECONDS)
+        return next(i for i, first in enumerate(planned) if 2 in first) - 2
+
+    assert run(predicted=0.08) == 1
+    assert run(predicted=0.0) == 2
+
+
+def test_planning_does_not_wait_without_free_slots():
+    engine = make(max_running=1, latency=lambda: 0.0, stop=None)
+    engine.executor.seconds_left = 0.2
+    began = time.monotonic()
+    submit(engine, 1, 40).handle.result(SECONDS)
+    engine.loop.shutdown(timeout=SECONDS)
+    assert time.monotonic() - began < 2
+
+
+def test_planning_waits_in_the_engines_own_thread_alone():
+    engine = make(background=False, latency=lambda: 0.0, stop=None)
+    engine.executor.seconds_left = 10.0
+    request = submit(engine, 1, 4)
+    began = time.monotonic()
+    while engine.loop.step():
+        pass
+    assert request.handle.result(0).tokens == request.expected
+    assert time.monotonic() - began < 5

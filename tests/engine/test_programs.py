@@ -140,8 +140,27 @@ class TestBuckets:
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
-        assert len(shapes) == len(set(shapes)) == 18
+        assert len(shapes) == len(set(shapes)) == 24
+        assert (
+            len(Buckets.default(64, platform="gpu", absorbed_chunks=True).shapes(**self.LIMITS))
+            == 14
+        )
         assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 12
+
+    @pytest.mark.parametrize(
+        ("decodes", "large"),
+        [
+            ((8, 16, 32, 64, 128, 256), (64, 256)),
+            ((8, 64, 512), (64, 512)),
+            ((8, 16), (16,)),  # fewer than a chunk's tokens
+            ((64, 100, 256), (64, 256)),
+        ],
+    )
+    def test_sizes_of_steps_that_prefill(self, decodes, large):
+        buckets = dataclasses.replace(self.DEFAULT, decodes=decodes)
+        assert buckets.large_decodes == large
+        assert buckets.shape(9, 1, **self.LIMITS).decodes == large[0]
+        assert buckets.shape(9, 0, **self.LIMITS).decodes == decodes[decodes[0] < 9]
 
     def test_programs_for_gpus_have_no_loop_unless_steps_are_short(self):
         assert {shape.chunk_form for shape in self.DEFAULT.shapes(**self.LIMITS)} == {"absorbed"}

@@ -36,11 +36,13 @@ def test_the_times_of_one_request_are_those_of_its_steps():
     assert (served.prompt_tokens, served.output_tokens) == (100, 3)
 
 
-def test_a_request_waits_for_the_step_under_way_and_the_one_behind_it():
-    first, second = Arrival(0.0, 64, 50), Arrival(0.0251, 64, 1)
-    served = run(ClusterSettings(pool(engine())), first, second).requests[0]
-    # Steps end at 16.4, 27.4, 38.4 ms; the next plan is made at 27.4 and begins at 38.4 ms.
-    assert served.end == pytest.approx(0.0384 + 0.01 + 0.001 + 64 * 0.0001)
+@pytest.mark.parametrize(("late", "begins"), [(False, 0.0384), (True, 0.0274)])
+def test_a_request_waits_for_the_step_under_way(late, begins):
+    """And for the one behind it, unless that is planned late."""
+    first, second = Arrival(0.0, 64, 50), Arrival(0.0181, 64, 1)
+    served = run(ClusterSettings(pool(engine(plans_late=late))), first, second).requests[0]
+    # Steps end at 16.4, 27.4, 38.4 ms. The plan of the third is made at 16.4, or late at 23.4 ms.
+    assert served.end == pytest.approx(begins + 0.01 + 0.001 + 64 * 0.0001)
 
 
 def test_host_time_is_hidden_by_longer_steps_only():
