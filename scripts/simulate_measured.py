@@ -1,6 +1,7 @@
 """Compares the simulator with measured replays of the engine.
 
-    python -m scripts.simulate_measured --out benchmarks/results/simulated_replays.json docs/planning.md
+    python -m scripts.simulate_measured docs/planning.md \\
+        --out benchmarks/results/simulated_replays.json
 
 simulates every replay of two result files of ``scripts/bench_engine.py``, and writes the table
 between its two marks in the file. The parameters of each machine come from one replay,
@@ -34,8 +35,8 @@ RUNS = {"H200": "engine_moonlight_h200.json", "H100": "engine_moonlight_h100.jso
 
 SLOW_START = ("H200", "prefixed", None, "decodes=64 chunks=32 max_steps=1 sampling=greedy")
 """A replay and the program of its first twelve steps, which took 123 ms each while the client of
-the same process submitted 512 requests: 28 ms in the calibration, 44 ms on the H100. The simulator
-has no client. With the time of this program from this replay itself, the rest can be compared."""
+the same process submitted 512 requests: 28 ms in the calibration, 44 ms on the H100. The
+simulator has no client. With the time of this program from this replay itself, the rest can be compared."""
 
 METRICS = {
     "output_tokens_per_second": lambda figures: figures["output_tokens_per_second"],
@@ -70,7 +71,7 @@ def _row(
     *,
     submit_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    times.seen.clear()
+    times.counts.clear()
     began = time.process_time()
     simulated = summary(run.simulate(replay, times, host, submit_seconds=submit_seconds))
     row: dict[str, Any] = {
@@ -79,7 +80,7 @@ def _row(
         "requests": replay["requests"],
         "cpu_seconds": round(time.process_time() - began, 2),
         "steps": {
-            name: [program.count, times.seen[name][0]]
+            name: [program.count, times.counts[name]]
             for name, program in programs_of(replay).items()
         },
     }
@@ -103,7 +104,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         note = " (gives the parameters)" if row["gives_parameters"] else ""
         note = " (slow start as measured)" if "with_its_own" in row else note
         cells = []
-        for name, digits in (("output_tokens_per_second", 0), ("ttft_p50_ms", 1), ("tpot_p50_ms", 1)):
+        for name, digits in (
+            ("output_tokens_per_second", 0),
+            ("ttft_p50_ms", 1),
+            ("tpot_p50_ms", 1),
+        ):
             each = row[name]
             cells.append(
                 f"{each['measured']:,.{digits}f} → {each['simulated']:,.{digits}f}"

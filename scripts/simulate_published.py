@@ -50,7 +50,7 @@ DAY = 86_400
 # Lengths: the ratio of input to output tokens and the mean cache of 4,989 tokens per output token.
 # With independent log-normal lengths, that mean is P + O exp(sigma^2) / 2.
 SIGMA = 1.0
-MEAN_OUTPUT = 4989 / (INPUT_TOKENS / OUTPUT_TOKENS + 2.718281828 ** SIGMA**2 / 2)
+MEAN_OUTPUT = 4989 / (INPUT_TOKENS / OUTPUT_TOKENS + 2.718281828**SIGMA**2 / 2)
 MEAN_PROMPT = MEAN_OUTPUT * INPUT_TOKENS / OUTPUT_TOKENS
 LONGEST_PROMPT, LONGEST_OUTPUT = 24_000, 8_000
 HIT_SHARE = STORED_TOKENS / INPUT_TOKENS
@@ -118,9 +118,7 @@ def slice_efficiency() -> Efficiency:
         _rows("prefill_v3_h200"),
     )
     layers = presets.DEEPSEEK_V3.num_hidden_layers / config.num_hidden_layers
-    return dataclasses.replace(
-        reached, network=0.85, pass_seconds=layers * reached.pass_seconds
-    )
+    return dataclasses.replace(reached, network=0.85, pass_seconds=layers * reached.pass_seconds)
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
@@ -211,7 +209,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 arguments.seconds,
                 arguments.warm_up,
             )
-            row = {**dataclasses.asdict(size), "load": load, **figures}
+            row = {
+                **dataclasses.asdict(size),
+                "load": load,
+                "warm_up": arguments.warm_up,
+                **figures,
+            }
             print(json.dumps(row), file=sys.stderr, flush=True)
             rows.append(row)
             if figures["attainment"]["both"] < ENOUGH:

@@ -229,6 +229,7 @@ def test_a_sweep(capsys, tmp_path):
 SERVED = {"context": "5120", "batch": "256"}
 
 
+@pytest.mark.slow
 def test_a_simulation_of_a_measured_engine(capsys):
     """The replay that gives the parameters comes out as it was measured."""
     measured = "benchmarks/results/engine_moonlight_h200.json"
@@ -242,11 +243,18 @@ def test_a_simulation_of_a_measured_engine(capsys):
 
 
 def test_a_simulation_at_peak_rates(capsys):
-    words = "--serve --trace poisson --rate 20 --seconds 6 --target-tpot-ms 5 --hit-share 0.5".split()
+    words = ["--serve", "--trace", "poisson", "--rate", "20", "--seconds", "3"]
+    words += ["--target-tpot-ms", "5", "--hit-share", "0.5"]
     assert plan(*words, **SERVED) == 0
     out = capsys.readouterr().out
     assert "simulated seconds, on 0.125 nodes (1 devices)" in out
     assert "targets met by" in out
+
+
+@pytest.mark.slow
+def test_a_simulation_of_two_pools_with_controllers(capsys):
+    words = ["--serve", "--trace", "poisson", "--rate", "20", "--seconds", "3"]
+    words += ["--target-tpot-ms", "5", "--hit-share", "0.5"]
     assert plan(*words, "--control", "--prefill-target", "h200", **SERVED) == 0
     assert "  prefill: busy" in capsys.readouterr().out
 

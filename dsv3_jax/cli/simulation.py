@@ -52,7 +52,9 @@ def check(arguments: argparse.Namespace) -> None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name}: expected 0 to 1, got {getattr(arguments, flag)}")
     if latency_targets(arguments) is None and arguments.control:
-        raise ValueError("--control: expected --target-ttft-ms or --target-tpot-ms too, got neither")
+        raise ValueError(
+            "--control: expected --target-ttft-ms or --target-tpot-ms too, got neither"
+        )
 
 
 def run(arguments: argparse.Namespace, deployment: Deployment) -> None:
@@ -151,9 +153,7 @@ def _measured_pool(arguments: argparse.Namespace, deployment: Deployment) -> Poo
     slots = measured.engine.scheduler.max_running
     if deployment.batch != slots:
         raise ValueError(f"--batch: expected {slots}, the measured slots, got {deployment.batch}")
-    engine = dataclasses.replace(
-        measured.engine, host=host, stored_prompts=arguments.hit_share > 0
-    )
+    engine = dataclasses.replace(measured.engine, host=host, stored_prompts=arguments.hit_share > 0)
     return PoolSettings(arguments.replicas, engine, times, devices=1, nodes=1 / 8)
 
 

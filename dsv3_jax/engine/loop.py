@@ -191,9 +191,7 @@ class EngineLoop:
         with self._changed:
             self._scheduler.clear_prefix_cache()
 
-    def between_steps(
-        self, change: Callable[[], _T], *, clears_prefix_cache: bool = False
-    ) -> _T:
+    def between_steps(self, change: Callable[[], _T], *, clears_prefix_cache: bool = False) -> _T:
         """Returns what ``change`` returns, called while no step is being planned.
 
         Raises:

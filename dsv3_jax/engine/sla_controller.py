@@ -4,7 +4,7 @@ Two limits of the scheduler decide over latency. More running requests make ever
 so do prefill chunks beside them; fewer of either make new requests wait. The controller changes
 both by additive increase and multiplicative decrease (AIMD), as TCP does with its window:
 
-- If tokens come too slowly in steps that only decode, or beside a single chunk, there are too many
+- If tokens come too slowly in steps that only decode, or with a single chunk, there are too many
   running requests.
 - If they do in steps with more chunks, there are too many chunks.
 - If they come in time with a margin, the limits grow by a constant: that of running requests while

@@ -12,6 +12,7 @@ from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
 
+
 @dataclasses.dataclass(frozen=True)
 class ShardStats:
     """Figures of one data-parallel shard."""

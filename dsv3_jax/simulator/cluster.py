@@ -62,13 +62,14 @@ class ClusterSettings:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a simulation has measured after its warm-up."""
+    """Measurements of a simulation after its warm-up."""
 
     settings: ClusterSettings
     requests: list[Served]
     """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
     open: list[Served]
-    """Those that have not, as if they ended now. Without a first token its time is NaN."""
+    """Requests that have not ended, as if they ended now. The time of a first token that has not
+    come is NaN."""
     submitted: int
     """Requests that were submitted after the warm-up."""
     seconds: float
@@ -212,14 +213,14 @@ class _Pool:
     def _wake(self, number: int, now: float) -> None:
         if not self._is_awake[number]:
             self._is_awake[number] = True
-            self._at(now, lambda at: self._turn(number, at))
+            self._at(now, lambda at: self._advance(number, at))
 
-    def _turn(self, number: int, now: float) -> None:
-        after = self.replicas[number].turn(now)
+    def _advance(self, number: int, now: float) -> None:
+        after = self.replicas[number].advance(now)
         if after is None:
             self._is_awake[number] = False
         else:
-            self._at(after, lambda at: self._turn(number, at))
+            self._at(after, lambda at: self._advance(number, at))
 
 
 class _DecodePool(_Pool):
@@ -240,22 +241,21 @@ class _DecodePool(_Pool):
         self._arrived[number].append(request)
         self._wake(number, now)
 
-    def _turn(self, number: int, now: float) -> None:
+    def _advance(self, number: int, now: float) -> None:
         if self._arrived[number]:
             self._assign(self.replicas[number], self._arrived[number])
-        super()._turn(number, now)
+        super()._advance(number, now)
 
     def _assign(self, replica: Replica, arrived: deque[SimulatedRequest]) -> None:
         shards = replica.scheduler.shards
         slots = replica.settings.scheduler.max_running
         owners = [[*shard.running, *shard.retiring] for shard in shards]
         # The scheduler leaves a page to each running request, which an admission must not take.
-        used = np.array(
-            [s.pages.used + 2 * len(r) for s, r in zip(shards, owners, strict=True)]
-        )
+        used = np.array([s.pages.used + 2 * len(r) for s, r in zip(shards, owners, strict=True)])
         running = np.array([len(requests) for requests in owners])
         free = np.maximum(replica.settings.pages, used)
-        need = [s.pages.pages_for(len(r.tokens) + 1 + r.drafts) + 2 for r in arrived for s in shards[:1]]
+        pages_for = shards[0].pages.pages_for
+        need = [pages_for(len(r.tokens) + 1 + r.drafts) + 2 for r in arrived]
         chosen = assign_decode(need, used, free, running, np.maximum(slots, running))
         for shard in chosen.tolist():
             request = arrived.popleft()

@@ -24,7 +24,7 @@ class PoolPlan:
 
     deployment: Deployment
     replicas: int = 1
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
     acceptance: float = 0.85
     """Probability that a draft of the MTP layer is accepted."""
     stored_prompts: bool = False

@@ -47,9 +47,10 @@ class MeasuredRun:
         """
         try:
             result = json.loads(path.read_text("utf-8"))
-            buckets = Buckets(
-                **{n: tuple(v) if isinstance(v, list) else v for n, v in result["buckets"].items()}
-            )
+            sizes: dict[str, Any] = dict(result["buckets"])
+            for name in ("decodes", "chunks"):
+                sizes[name] = tuple(sizes[name])
+            buckets = Buckets(**sizes)
             replays, name = result["replays"], result["model"]
             kind = result["machine"].removeprefix("NVIDIA ").split()[0].lower()
             cache_tokens = replays[0]["engine"]["cache_tokens"]
@@ -80,9 +81,7 @@ class MeasuredRun:
             # Results of earlier engines, which planned each step at once, do not have it.
             plans_late=result.get("plans_late", False),
         )
-        model = StepModel(
-            ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form
-        )
+        model = StepModel(ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form)
         return cls(name, deployment.target.name, engine, buckets, model, replays)
 
     def find(self, trace: str, rate: float | None) -> Mapping[str, Any]:
@@ -133,9 +132,7 @@ class MeasuredRun:
         )
         trace = TRACES[replay["trace"]]()
         return Cluster(ClusterSettings(pool)).run(
-            replayed(
-                trace, replay["rate"], replay["requests"], submit_seconds=submit_seconds
-            )
+            replayed(trace, replay["rate"], replay["requests"], submit_seconds=submit_seconds)
         )
 
 

@@ -14,7 +14,7 @@ simulator. Other replays can.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,20 +79,21 @@ class MeasuredTimes:
 
     def __init__(self, model: StepTimes, buckets: Buckets, ratios: Mapping[str, float]):
         self._model, self._buckets, self.ratios = model, buckets, dict(ratios)
-        known = [ratio for ratio in self.ratios.values()]
+        known = self.ratios.values()
         self._other = sum(known) / len(known) if known else 1.0
         self._names: dict[tuple[int, int], str] = {}
-        self.seen: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        """Number of dispatches of each program so far, and the sum of the model's seconds."""
+        self.counts: Counter[str] = Counter()
+        """Number of dispatches of each program so far."""
+        self.model_seconds: dict[str, float] = defaultdict(float)
+        """Sum of their times by the model."""
 
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch. A program without a ratio takes the mean of all
         ratios."""
         name = self._name(work.decodes, work.chunks)
         step = self._model.of(work, steps)
-        seen = self.seen[name]
-        seen[0] += 1
-        seen[1] += step.seconds
+        self.counts[name] += 1
+        self.model_seconds[name] += step.seconds
         return step._replace(seconds=step.seconds * self.ratios.get(name, self._other))
 
     def _name(self, decodes: int, chunks: int) -> str:
@@ -120,8 +121,8 @@ def calibrate(
         times = MeasuredTimes(model, buckets, ratios)
         replay(times)
         ratios = {
-            name: programs[name].ratio(count, seconds)
-            for name, (count, seconds) in times.seen.items()
+            name: programs[name].ratio(count, times.model_seconds[name])
+            for name, count in times.counts.items()
             if name in programs
         }
     return MeasuredTimes(model, buckets, ratios)

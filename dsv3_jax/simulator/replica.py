@@ -1,14 +1,14 @@
 """One engine under simulated time: the engine's own scheduler, and a device that only takes time.
 
-A turn is that of :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, shortly before
-the one in flight ends; the step is dispatched while that one still runs; then the results of that
-one are read. The host's own work takes time too, which the device's work hides if it is longer.
+It follows :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, shortly before the
+one in flight ends; the step is dispatched while that one still runs; then the results of that one
+are read. The host's own work takes time too, which the device's work hides if it is longer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ from dsv3_jax.simulator.workload import SimulatedRequest
 
 @dataclasses.dataclass(frozen=True)
 class HostCosts:
-    """Time of the host in a turn of the loop, in seconds."""
+    """Time of the host in an iteration of the loop, in seconds."""
 
     plan: float = 0.0
-    """Planning and dispatch, per turn."""
+    """Planning and dispatch, per step."""
     plan_request: float = 0.0
     """The same, per request of the step."""
     read: float = 0.0
@@ -92,9 +92,9 @@ class ReplicaFigures:
     output_tokens: int = 0
     device_seconds: float = 0.0
     """Time in which the device ran steps."""
-    bound_by: Counter[str] = dataclasses.field(default_factory=Counter)
+    bound_by: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     """Device time by the resource that took longest."""
-    waits_for: Counter[str] = dataclasses.field(default_factory=Counter)
+    waits_for: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     """Device time of steps that left requests waiting, by what these lacked: ``slots``, ``pages``
     or ``budget`` of prompt tokens."""
     running_seconds: float = 0.0
@@ -176,8 +176,8 @@ class Replica:
             return 0
         return -(-(len(request.tokens) - computed) // self.settings.scheduler.chunk_tokens)
 
-    def turn(self, now: float) -> float | None:
-        """Runs one turn that begins at ``now``. Returns when the next one begins, or None if there
+    def advance(self, now: float) -> float | None:
+        """Runs one iteration of the loop that begins at ``now``. Returns when the next one begins, or None if there
         is nothing to do before another request arrives."""
         if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
             late = self._device_free - LEAD_SECONDS - self._host_seconds(self._in_flight[-1].plan)
@@ -245,7 +245,7 @@ class Replica:
         self._pace.read(plan, now)
         if self.controller is not None:
             self.controller.read(plan, sum(map(len, gained.values())), now)
-        finished = set()
+        finished: set[SimulatedRequest] = set()
         for request, tokens in gained.items():
             assert isinstance(request, SimulatedRequest)
             if request.phase is Phase.ENDED:
@@ -261,9 +261,11 @@ class Replica:
             self._finished(request)
         return now
 
-    def _gains(self, plan: StepPlan) -> dict[SimulatedRequest, list[int]]:
+    def _gains(self, plan: StepPlan) -> dict[ScheduledRequest, list[int]]:
         """Returns the tokens that each request of a plan has gained."""
-        gained: dict = {chunk.request: _ONE for chunk in plan.chunks if chunk.is_last}
+        gained: dict[ScheduledRequest, list[int]] = {
+            chunk.request: _ONE for chunk in plan.chunks if chunk.is_last
+        }
         if not self.settings.drafts:
             steps = plan.decode_steps
             for request in plan.decodes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ class ServiceLevel:
 
     ttft: float | None = None
     tpot: float | None = None
-    """Of the mean time between the tokens of a request."""
+    """Target of the mean time between the tokens of a request."""
 
 
 def summary(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, Any]:
@@ -85,9 +84,13 @@ def _pool(settings: PoolSettings, replicas: list[Replica], seconds: float) -> di
     }
 
 
-def _shares(counters: list[Counter[str]], total: float) -> dict[str, float]:
-    merged = sum(counters, Counter())
-    return {name: round(seconds / total, 4) for name, seconds in merged.most_common()}
+def _shares(parts: list[dict[str, float]], total: float) -> dict[str, float]:
+    """Returns shares of ``total`` by name, the largest first."""
+    merged = {
+        name: sum(each.get(name, 0.0) for each in parts) for name in {n for p in parts for n in p}
+    }
+    order = sorted(merged, key=lambda name: (-merged[name], name))
+    return {name: round(merged[name] / total, 4) for name in order}
 
 
 def _percentiles(seconds: np.ndarray) -> dict[str, float]:

@@ -57,7 +57,9 @@ def depth_of(mean_share: float) -> float:
     flat = sum(day_curve(0.5)) / HOURS  # linear in the depth
     depth = (1 - mean_share) / (2 * (1 - flat))
     if not 0 <= depth < 1:
-        raise ValueError(f"mean_share: expected a share that a day curve can have, got {mean_share}")
+        raise ValueError(
+            f"mean_share: expected a share that a day curve can have, got {mean_share}"
+        )
     return depth
 
 

@@ -1,7 +1,7 @@
 """The time of a step by the planner's model: the roofline, and the shares of it that are reached.
 
-:class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes a step of
-given tokens needs on one device. Everything is linear in the tokens except the number of distinct
+:class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes a step
+needs on one device. Everything is linear in the tokens except the number of distinct
 experts, so that a step costs a few multiplications and no JAX.
 """
 
@@ -33,7 +33,7 @@ class StepTime(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """Says how long a device takes for a step."""
+    """Returns how long a device takes for a step."""
 
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch with ``steps`` equal steps."""
@@ -99,10 +99,13 @@ class StepModel:
             self._key_expansion_seconds = 2 * elements / sharers / rates[1 if float8 else 0]
         self._key_bytes = cached_token_bytes(deployment) / sharers
         sent = traffic(shard, deployment, _MANY, result_dtype)
-        self._network_seconds = max(
-            sent.within_node / chip.link_bandwidth,
-            sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
-        ) / _MANY
+        self._network_seconds = (
+            max(
+                sent.within_node / chip.link_bandwidth,
+                sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
+            )
+            / _MANY
+        )
         self._bandwidth = chip.memory_bandwidth
 
     def parts(self, work: StepWork) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""What one step computes: the amounts from which its time follows."""
+"""The work of one step: the amounts from which its time follows."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from dsv3_jax.engine.step_plan import ShardPlan, StepPlan
+from dsv3_jax.simulator.workload import SimulatedRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +42,36 @@ class StepWork:
     def of(cls, plan: StepPlan) -> StepWork:
         """Returns the work of each step of a plan."""
         shards = [_amounts(shard) for shard in plan.shards if shard.decodes or shard.chunks]
-        all_tokens = sum(shard[1] + shard[5] for shard in shards)
-        return cls(*(max(amounts) for amounts in zip(*shards, strict=True)), all_tokens)
+        most = {name: max(amounts[name] for amounts in shards) for name in shards[0]}
+        all_tokens = sum(each["decode_queries"] + each["prompt_tokens"] for each in shards)
+        return cls(**most, all_tokens=all_tokens)
 
 
-def _amounts(plan: ShardPlan) -> tuple[int, ...]:
+def _amounts(plan: ShardPlan) -> dict[str, int]:
+    """Returns the amounts of one shard by the names of the fields above."""
     queries = keys = pairs = 0
     families: set[int] = set()
     for request, drafts in zip(plan.decodes, plan.drafts, strict=True):
         length = len(request.tokens)
         queries += 1 + drafts
         keys += length
-        if (family := getattr(request, "family", -1)) >= 0:
-            if family in families:
-                keys -= request.prefix  # type: ignore
-            families.add(family)
+        if isinstance(request, SimulatedRequest) and request.prefix:
+            if request.family in families:
+                keys -= request.prefix
+            families.add(request.family)
         pairs += (1 + drafts) * length
     prompt_tokens = prompt_keys = prompt_pairs = 0
     for chunk in plan.chunks:
         prompt_tokens += chunk.count
         prompt_keys += chunk.start + chunk.count
         prompt_pairs += chunk.count * (2 * chunk.start + chunk.count + 1) // 2
-    return (
-        *(len(plan.decodes), queries, keys, pairs),
-        *(len(plan.chunks), prompt_tokens, prompt_keys, prompt_pairs),
-    )
+    return {
+        "decodes": len(plan.decodes),
+        "decode_queries": queries,
+        "decode_keys": keys,
+        "decode_pairs": pairs,
+        "chunks": len(plan.chunks),
+        "prompt_tokens": prompt_tokens,
+        "prompt_keys": prompt_keys,
+        "prompt_pairs": prompt_pairs,
+    }

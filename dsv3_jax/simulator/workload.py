@@ -201,7 +201,11 @@ def poisson(
         sizes = prompts.sample(random, _BATCH), outputs.sample(random, _BATCH)
         dither = random.random(_BATCH)
         for time, chance, prompt, output, fraction in zip(
-            times.tolist(), keep.tolist(), *(s.tolist() for s in sizes), dither.tolist(), strict=True
+            times.tolist(),
+            keep.tolist(),
+            *(s.tolist() for s in sizes),
+            dither.tolist(),
+            strict=True,
         ):
             if time >= seconds:
                 return

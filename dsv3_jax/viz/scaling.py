@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 _COLORS = ("#225588", "#ddaa33", "#88ccee")
 
 
-def scaled_day(
-    days: Mapping[str, Sequence[Hour]], mean_nodes: float, peak_nodes: float
-) -> Figure:
+def scaled_day(days: Mapping[str, Sequence[Hour]], mean_nodes: float, peak_nodes: float) -> Figure:
     """Plots the load and the nodes of each hour.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.expert_rebalancer import ExpertRebalancer, imbalance
+from dsv3_jax.engine.expert_rebalancer import ExpertRebalancer, Rebalance, imbalance
 from dsv3_jax.model import DeepSeekV3
 from sharding import Placement, make_layout
 from tests.engine.conftest import MAX_LEN
@@ -108,9 +108,14 @@ def test_few_tokens_move_nothing(engine, placed):
 @pytest.mark.slow
 def test_a_thread_rebalances_at_intervals(engine, placed):
     engine.use(placed)
-    rebalancer = ExpertRebalancer(engine, placed, interval=0.01, least_tokens=1)
     calls = []
-    rebalancer.rebalance = lambda: calls.append(0)
+
+    class Counting(ExpertRebalancer):
+        def rebalance(self) -> Rebalance:
+            calls.append(0)
+            return Rebalance(0, 1.0, 1.0, False)
+
+    rebalancer = Counting(engine, placed, interval=0.01, least_tokens=1)
     deadline = time.monotonic() + 10
     while len(calls) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)

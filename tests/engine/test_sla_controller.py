@@ -22,7 +22,9 @@ MOST = StepLimits(64, 16)
 TIMES = LinearTimes(fixed=0.01, decode=0.001, prompt=0.00002)
 
 
-def run(targets: LatencyTargets | None, rate, most_rate: float, seconds: float = 30.0, seed: int = 0):
+def run(
+    targets: LatencyTargets | None, rate, most_rate: float, seconds: float = 30.0, seed: int = 0
+):
     """Simulates an engine. Returns the outcome, and the time and the limits of every turn."""
     settings = engine(MOST.running, MOST.chunks, targets=targets)
     cluster = Cluster(ClusterSettings(PoolSettings(1, settings, TIMES, 1, 1)))
@@ -47,7 +49,10 @@ def limits_after(history, seconds: float) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("tpot", "seed"),
-    [(0.035, 0), *(pytest.param(t, s, marks=pytest.mark.slow) for t in (0.025, 0.05) for s in (1, 2))],
+    [
+        (0.035, 0),
+        *(pytest.param(t, s, marks=pytest.mark.slow) for t in (0.025, 0.05) for s in (1, 2)),
+    ],
 )
 def test_it_converges_below_the_target_and_stays_there(tpot, seed):
     """More requests than the engine can serve: the best number of running ones is known."""
@@ -55,14 +60,18 @@ def test_it_converges_below_the_target_and_stays_there(tpot, seed):
     outcome, history = run(LatencyTargets(tpot=tpot), lambda now: 25.0, 25.0, seed=seed)
     late = limits_after(history, 12.0)
     assert late[:, 0].max() <= best + MOST.running / 32 + 1
-    # A decrease, one more after an interval in which requests above the limit still ran, and rounding.
+    # A second decrease comes after an interval in which requests above the limit still ran.
     assert late[:, 0].min() >= sla_controller.DECREASE**2 * sla_controller.MARGIN * best - 2
     assert late[:, 0].max() / late[:, 0].min() <= 1 / sla_controller.DECREASE**2 + 0.25
-    tpots = [each.tpot for each in outcome.requests if each.first_token > 10 and each.output_tokens > 20]
+    tpots = [
+        each.tpot for each in outcome.requests if each.first_token > 10 and each.output_tokens > 20
+    ]
     assert np.median(tpots) <= tpot
     assert np.median(tpots) >= 0.6 * tpot  # it leaves no more than that unused
     unlimited, _ = run(None, lambda now: 25.0, 25.0, seed=seed)
-    assert np.median([each.tpot for each in unlimited.requests if each.first_token > 10]) > 1.4 * tpot
+    assert (
+        np.median([each.tpot for each in unlimited.requests if each.first_token > 10]) > 1.4 * tpot
+    )
 
 
 def test_limits_stay_within_their_bounds():
@@ -75,7 +84,7 @@ def test_limits_stay_within_their_bounds():
 
 def test_an_impossible_target_leaves_one_request_and_one_chunk():
     _, history = run(LatencyTargets(tpot=1e-4), lambda now: 15.0, 15.0, seconds=12.0)
-    assert tuple(limits_after(history, 11.0)[-1])[0] == 1
+    assert limits_after(history, 11.0)[-1, 0] == 1
 
 
 def test_without_load_nothing_is_limited():
@@ -86,9 +95,7 @@ def test_without_load_nothing_is_limited():
 def test_it_recovers_after_a_load_step():
     """Five seconds of overload, then a load that the engine serves with ease."""
     targets = LatencyTargets(ttft=0.5, tpot=0.035)
-    outcome, history = run(
-        targets, lambda now: 30.0 if 5 <= now < 10 else 3.0, 30.0, seconds=60.0
-    )
+    outcome, history = run(targets, lambda now: 30.0 if 5 <= now < 10 else 3.0, 30.0, seconds=60.0)
     during = limits_after([each for each in history if each[0] < 14], 11.0)
     assert during[:, 0].max() <= (0.035 - TIMES.fixed) / TIMES.decode + 5
     late = [each for each in outcome.requests if each.submitted > 45]

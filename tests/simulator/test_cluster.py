@@ -38,7 +38,7 @@ def test_the_times_of_one_request_are_those_of_its_steps():
 
 @pytest.mark.parametrize(("late", "begins"), [(False, 0.0384), (True, 0.0274)])
 def test_a_request_waits_for_the_step_under_way(late, begins):
-    """And for the one behind it, unless that is planned late."""
+    """And for the one after it, unless that is planned late."""
     first, second = Arrival(0.0, 64, 50), Arrival(0.0181, 64, 1)
     served = run(ClusterSettings(pool(engine(plans_late=late))), first, second).requests[0]
     # Steps end at 16.4, 27.4, 38.4 ms. The plan of the third is made at 16.4, or late at 23.4 ms.
@@ -129,7 +129,10 @@ def test_overload_is_named():
     settings = ClusterSettings(pool(engine(4)))
     arrivals = poisson(lambda now: 40.0, 40.0, 20.0, Lengths(200, 0.5, 1000), Lengths(20, 0.5, 100))
     figures = summary(Cluster(settings).run(arrivals, until=20.0), ServiceLevel(0.5))
-    assert figures["limit"] == "unified: requests wait for request slots; steps are bound by arithmetic"
+    assert (
+        figures["limit"]
+        == "unified: requests wait for request slots; steps are bound by arithmetic"
+    )
     assert figures["attainment"]["ttft"] < 0.2
     assert figures["requests"] > figures["finished"] > 0
     assert not math.isnan(figures["tpot_ms"]["p99"])

@@ -1,4 +1,4 @@
-"""The simulator beside measured replays: the committed comparison, and the comparison itself."""
+"""The simulator compared with measured replays: the committed comparison, and the comparison itself."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def test_the_committed_comparison_is_that_of_this_code(replay):
     times, host = run.calibrated(run.find(*CALIBRATION))
     row = simulate_measured._row("H100", run, run.find(*replay), times, host)
     (committed,) = (
-        each
-        for each in COMPARED
-        if (each["machine"], each["replay"]) == ("H100", row["replay"])
+        each for each in COMPARED if (each["machine"], each["replay"]) == ("H100", row["replay"])
     )
     for name in METRICS:
         assert row[name] == committed[name]
@@ -76,9 +74,9 @@ def test_an_efficiency_is_found_again():
         {"batch": batch, "context": 10, "ms": 1e3 * (0.5 + 4 * batch)} for batch in (1, 5, 20)
     ]
     prefill = [{"batch": 2, "context": 30, "chunk": 16, "ms": 1e3 * 60 / 0.5}]
-    found = measured(Known(), decode, prefill)  # type: ignore
+    reached = measured(Known(), decode, prefill)  # type: ignore
     expected = Efficiency(memory=0.25, arithmetic=0.5, pass_seconds=0.5)
-    assert vars(found) == pytest.approx(vars(expected))
+    assert vars(reached) == pytest.approx(vars(expected))
 
 
 def test_refused_results(tmp_path):

@@ -51,7 +51,11 @@ def test_a_replay_has_the_arrivals_of_its_trace():
 def test_refused_workloads(change, message):
     settings = {"seconds": 1.0, **change}
     with pytest.raises(ValueError, match=message):
-        next(poisson(lambda now: 1.0, 1.0, prompts=Lengths(9, 0, 9), outputs=Lengths(9, 0, 9), **settings))
+        next(
+            poisson(
+                lambda now: 1.0, 1.0, prompts=Lengths(9, 0, 9), outputs=Lengths(9, 0, 9), **settings
+            )
+        )
 
 
 def test_the_day_curve_has_the_asked_mean():
