@@ -28,7 +28,7 @@ from dsv3_jax.simulator.report import summary
 BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
 
 CALIBRATION = ("chat", 24.0)
-"""Trace and rate of the replay that gives the parameters. Every program of the engine runs in it."""
+"""Trace and rate of the replay that gives the parameters. Every program runs in it."""
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 RUNS = {"H200": "engine_moonlight_h200.json", "H100": "engine_moonlight_h100.json"}
@@ -36,7 +36,8 @@ RUNS = {"H200": "engine_moonlight_h200.json", "H100": "engine_moonlight_h100.jso
 SLOW_START = ("H200", "prefixed", None, "decodes=64 chunks=32 max_steps=1 sampling=greedy")
 """A replay and the program of its first twelve steps, which took 123 ms each while the client of
 the same process submitted 512 requests: 28 ms in the calibration, 44 ms on the H100. The
-simulator has no client. With the time of this program from this replay itself, the rest can be compared."""
+simulator has no client. With the time of this program from this replay itself, and its
+submissions as far apart as these steps are long, the rest can be compared."""
 
 METRICS = {
     "output_tokens_per_second": lambda figures: figures["output_tokens_per_second"],

@@ -67,8 +67,8 @@ MULTI_STEP = 16
 
 ASSUMPTIONS = (
     f"Prompts and outputs are log-normal with sigma {SIGMA:g}, means {MEAN_PROMPT:,.0f} and"
-    f" {MEAN_OUTPUT:,.0f} tokens, at most {LONGEST_PROMPT:,} and {LONGEST_OUTPUT:,}. The means follow"
-    " from the daily totals and the published mean cache of 4,989 tokens per output token.",
+    f" {MEAN_OUTPUT:,.0f} tokens, at most {LONGEST_PROMPT:,} and {LONGEST_OUTPUT:,}. The means"
+    " follow from the daily totals and the published mean cache of 4,989 tokens per output token.",
     "Arrivals are Poisson at the published mean load per node, 8.6 requests/s.",
     f"{HIT_SHARE:.1%} of each prompt, in whole pages of 64 tokens, come from disk at"
     " 40 GiB/s per request; loading delays a request, and takes no time of a step.",
@@ -76,14 +76,14 @@ ASSUMPTIONS = (
     " 50 GB/s adapter.",
     "Weights are float8, dispatched tokens float8, and results bfloat16. All experts are equally"
     " likely, so that devices of a unit have equal work in the experts.",
-    "Sending overlaps with computing, as DeepSeek's two micro-batches do. The network reaches 85 % of"
-    " its peak between nodes, an assumption near what DeepEP reports.",
-    "Memory, arithmetic and the time of a pass reach what our kernels reached on one H200 for a slice"
-    " of V3 (decode_v3_h200_2, decode_v3_many_h200, prefill_v3_h200). H800 and H200 have the same"
-    " arithmetic. The time of a pass grows with the number of layers.",
+    "Sending overlaps with computing, as DeepSeek's two micro-batches do. The network reaches 85 %"
+    " of its peak between nodes, an assumption near what DeepEP reports.",
+    "Memory, arithmetic and the time of a pass reach what our kernels reached on one H200 for a"
+    " slice of V3 (decode_v3_h200_2, decode_v3_many_h200, prefill_v3_h200). H800 and H200 have the"
+    " same arithmetic. The time of a pass grows with the number of layers.",
     "No MTP drafts. DeepSeek does not say whether its figures have them.",
-    "A step of a prefill unit takes up to 4 chunks of 512 tokens on each GPU, one of a unified replica"
-    " two. Chunks expand earlier keys again. Decode has 128 slots per GPU.",
+    "A step of a prefill unit takes up to 4 chunks of 512 tokens on each GPU, one of a unified"
+    " replica two. Chunks expand earlier keys again. Decode has 128 slots per GPU.",
     "Decode dispatches 16 steps at a time in the simulator, so that a request waits up to 0.4 s"
     " longer for its decode slot than it would.",
 )
@@ -191,7 +191,7 @@ def simulate(
 
 
 def mean_rate(nodes: int) -> float:
-    """Returns the published mean load of so many nodes, in requests per second."""
+    """Returns the published mean load of N nodes, in requests per second."""
     return OUTPUT_TOKENS / DAY / MEAN_OUTPUT / MEAN_NODES * nodes
 
 
@@ -235,18 +235,18 @@ def merged(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows and those of other sizes that the file has, the smallest size first."""
     before = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
     sizes = {row["devices"] for row in rows}
-    kept = [row for row in before if row["devices"] not in sizes]
-    return sorted([*kept, *rows], key=lambda row: (row["devices"], row["load"]))
+    others = [row for row in before if row["devices"] not in sizes]
+    return sorted([*others, *rows], key=lambda row: (row["devices"], row["load"]))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Formats the table of all sizes. The first row is DeepSeek's."""
     lines = [
-        "| H800 | load | input, output tokens/s per node | prefill, decode node | TTFT p50, p99, s |"
-        " tokens/s per user | in time | limit |",
+        "| H800 | load | input, output tokens/s per node | prefill, decode node |"
+        " TTFT p50, p99, s | tokens/s per user | in time | limit |",
         "|---|---:|---|---|---|---:|---:|---|",
-        f"| DeepSeek, mean of {MEAN_NODES} nodes | 1 | 31,030, 8,570 | {NODE_INPUT:,}, {NODE_OUTPUT:,} |"
-        " - | 20 to 22 | - | - |",
+        f"| DeepSeek, mean of {MEAN_NODES} nodes | 1 | 31,030, 8,570 |"
+        f" {NODE_INPUT:,}, {NODE_OUTPUT:,} | - | 20 to 22 | - | - |",
     ]
     for row in rows:
         pools, nodes = row["pools"], row["nodes"]
@@ -259,8 +259,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         kind = f"{row['prefill_units']} x 32 + 144" if row["prefill_units"] else "unified"
         ttft, tpot = row["ttft_ms"], row["tpot_ms"]
         lines.append(
-            f"| {row['devices']} ({kind}) | {row['load']:g} | {per_node[0]:,.0f}, {per_node[1]:,.0f} |"
-            f" {by_pool} | {_seconds(ttft, 'p50')}, {_seconds(ttft, 'p99')} |"
+            f"| {row['devices']} ({kind}) | {row['load']:g} |"
+            f" {per_node[0]:,.0f}, {per_node[1]:,.0f} | {by_pool} |"
+            f" {_seconds(ttft, 'p50')}, {_seconds(ttft, 'p99')} |"
             f" {1e3 / tpot['p50'] if tpot else 0:.0f} | {row['attainment']['both']:.0%} |"
             f" {row['limit']} |"
         )
@@ -281,9 +282,9 @@ def days(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Hour]]:
         Unit(DECODE_NODES, DECODE_NODES * NODE_OUTPUT / MEAN_OUTPUT),
     )
     result = {"published capacity": scale(load, published)}
-    kept = [row for row in rows if row["prefill_units"] and row["attainment"]["both"] >= ENOUGH]
-    if kept:
-        best = max(kept, key=lambda row: row["rate"] / row["nodes"])
+    in_time = [row for row in rows if row["prefill_units"] and row["attainment"]["both"] >= ENOUGH]
+    if in_time:
+        best = max(in_time, key=lambda row: row["rate"] / row["nodes"])
         simulated = (
             Unit(PREFILL_NODES, best["rate"] / best["prefill_units"]),
             Unit(DECODE_NODES, best["rate"]),
@@ -323,23 +324,22 @@ def main(words: Sequence[str]) -> int:
         type=float,
         nargs="+",
         default=[0.1, 0.25, 0.75, 1.0],
-        help="of the published load, ascending; each size ends with the first that misses",
+        help="shares of the published load, ascending; each size ends with the first that misses",
     )
-    parser.add_argument("--out", type=Path, help="result; rows of other sizes that it has are kept")
+    parser.add_argument("--out", type=Path, help="result; rows of other sizes in it stay")
     parser.add_argument("--read", type=Path, help="formats this result instead of simulating")
     parser.add_argument("--page", type=Path, help="Markdown file with the tables")
     parser.add_argument("--picture", type=Path, help="picture of a day")
     arguments = parser.parse_args(words)
-    if arguments.read:
-        result = json.loads(arguments.read.read_text("utf-8"))
-    else:
-        result = run(arguments)
+    read = arguments.read
+    result = json.loads(read.read_text("utf-8")) if read else run(arguments)
     if arguments.out:
         result["rows"] = merged(arguments.out, result["rows"])
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     scaled = days(result["rows"])
     if arguments.page:
         write(arguments.page, "h800", table(result["rows"]))
+        write(arguments.page, "assumptions", "\n".join(f"- {each}" for each in result["assumptions"]))
         write(arguments.page, "day", day_table(scaled))
     if arguments.picture:
         save(scaled_day(scaled, MEAN_NODES, PEAK_NODES), arguments.picture)

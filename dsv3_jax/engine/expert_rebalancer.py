@@ -26,7 +26,7 @@ _WORTH = 0.98
 
 
 class Rebalance(NamedTuple):
-    """What a call of :meth:`ExpertRebalancer.rebalance` has found and done."""
+    """Result of :meth:`ExpertRebalancer.rebalance`."""
 
     tokens: int
     """Choices of experts that were counted."""
@@ -72,15 +72,17 @@ class ExpertRebalancer:
         replicas = [moe.replicas for moe in layers]
         if any(each is None for each in replicas):
             raise ValueError(
-                "model: expected one with placed experts, as load(placement=Placement.identity(...))"
-                " returns it; got one without"
+                "model: expected one with placed experts, as load(placement=...) returns it, got one"
+                " without"
             )
         if interval is not None and not interval > 0:
             raise ValueError(f"interval: expected seconds above 0, got {interval}")
         self._engine, self._model, self._nodes = engine, model, nodes
         self._least_tokens = least_tokens
         self._slots = layers[0].num_slots
-        self._placed = np.stack([_experts_of_slots(each.log2phy, self._slots) for each in replicas])
+        self._placed = np.stack(
+            [_experts_of_slots(np.asarray(r.log2phy), self._slots) for r in replicas if r]
+        )
         self._counts = np.zeros((len(layers), model.config.n_routed_experts), np.int64)
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None

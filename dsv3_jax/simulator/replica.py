@@ -177,8 +177,11 @@ class Replica:
         return -(-(len(request.tokens) - computed) // self.settings.scheduler.chunk_tokens)
 
     def advance(self, now: float) -> float | None:
-        """Runs one iteration of the loop that begins at ``now``. Returns when the next one begins, or None if there
-        is nothing to do before another request arrives."""
+        """Runs one iteration of the loop, which begins at ``now``.
+
+        Returns when the next one begins, or None if there is nothing to do before another request
+        arrives.
+        """
         if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
             late = self._device_free - LEAD_SECONDS - self._host_seconds(self._in_flight[-1].plan)
             if late > now:

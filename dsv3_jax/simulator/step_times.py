@@ -1,6 +1,6 @@
 """The time of a step by the planner's model: the roofline, and the shares of it that are reached.
 
-:class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes a step
+:class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes one step
 needs on one device. Everything is linear in the tokens except the number of distinct
 experts, so that a step costs a few multiplications and no JAX.
 """

@@ -1,4 +1,4 @@
-"""The simulator compared with measured replays: the committed comparison, and the comparison itself."""
+"""The simulator compared with measured replays: the committed figures, and the comparison."""
 
 from __future__ import annotations
 
