@@ -16,6 +16,7 @@ from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.workload import Lengths, poisson
+from tests.engine.simulated_engine import SimulatedEngine
 from tests.simulator.linear_times import LinearTimes, engine
 
 MOST = StepLimits(64, 16)
@@ -140,3 +141,23 @@ def test_a_rest_is_no_latency():
     controller = SlaController(LatencyTargets(tpot=0.01), MOST)
     controller.rest()
     assert controller.update(0.0, None) == MOST
+
+
+def test_the_engine_obeys_its_controller(monkeypatch):
+    """With a target that no step can meet, requests end up running one at a time, with the tokens
+    that they have without a controller."""
+    monkeypatch.setattr(sla_controller, "INTERVAL", 0.0)
+    monkeypatch.setattr(sla_controller, "_LEAST_SAMPLES", 1)
+    simulated = SimulatedEngine(num_pages=64, max_waiting=100, latency=lambda: 0.0002)
+    slots = simulated.scheduler.config.max_running
+    most = StepLimits(slots, simulated.scheduler.config.max_chunks)
+    controller = SlaController(LatencyTargets(tpot=1e-6), most)
+    simulated.loop._controller = controller
+    submitted = [simulated.submit([i % 7, 5, i % 4], 8) for i in range(4 * slots)]
+    running = []
+    while simulated.loop.step():
+        running.append(len(simulated.scheduler.running))
+    assert [each.handle.result(0).tokens for each in submitted] == [s.expected for s in submitted]
+    assert max(running) == slots
+    assert controller.limits.running == 1
+    assert max(running[-8:]) == 1
