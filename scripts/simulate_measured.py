@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax.files import atomic_write
+from dsv3_jax.simulator.efficiency import measured
 from dsv3_jax.simulator.measured_run import MeasuredRun, label
 from dsv3_jax.simulator.measured_times import MeasuredTimes, programs_of
 from dsv3_jax.simulator.replica import HostCosts
 from dsv3_jax.simulator.report import summary
-
-BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+from dsv3_jax.simulator.step_times import StepTimes
+from scripts.marked_text import replace_between
 
 CALIBRATION = ("chat", 24.0)
 """Trace and rate of the replay that gives the parameters. Every program runs in it."""
@@ -38,6 +39,9 @@ SLOW_START = ("H200", "prefixed", None, "decodes=64 chunks=32 max_steps=1 sampli
 the same process submitted 512 requests: 28 ms in the calibration, 44 ms on the H100. The
 simulator has no client. With the time of this program from this replay itself, and its
 submissions as far apart as these steps are long, the rest can be compared."""
+
+KERNELS = ("decode_moonlight_h200_2.json", "prefill_moonlight_h200.json")
+"""Decode and prefill of the Generator on an H200, from which the shares of its peak rates come."""
 
 METRICS = {
     "output_tokens_per_second": lambda figures: figures["output_tokens_per_second"],
@@ -63,16 +67,25 @@ def compare(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
     return rows
 
 
+def compare_model(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
+    """Returns a row for each replay, with step times of the planner's model alone. They know
+    neither the sizes that programs are compiled for nor anything else of the engine."""
+    decode, prefill = (json.loads((RESULTS / name).read_text("utf-8"))["rows"] for name in KERNELS)
+    times = run.model.reaching(measured(run.model, decode, prefill))
+    return [_row(machine_name, run, replay, times, HostCosts()) for replay in run.replays]
+
+
 def _row(
     machine_name: str,
     run: MeasuredRun,
     replay: Mapping[str, Any],
-    times: MeasuredTimes,
+    times: StepTimes,
     host: HostCosts,
     *,
     submit_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    times.counts.clear()
+    if isinstance(times, MeasuredTimes):
+        times.counts.clear()
     began = time.process_time()
     simulated = summary(run.simulate(replay, times, host, submit_seconds=submit_seconds))
     row: dict[str, Any] = {
@@ -80,11 +93,12 @@ def _row(
         "replay": label(replay),
         "requests": replay["requests"],
         "cpu_seconds": round(time.process_time() - began, 2),
-        "steps": {
+    }
+    if isinstance(times, MeasuredTimes):
+        row["steps"] = {
             name: [program.count, times.counts[name]]
             for name, program in programs_of(replay).items()
-        },
-    }
+        }
     for name, of in METRICS.items():
         measured = of(replay)
         row[name] = {
@@ -102,7 +116,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for row in rows:
-        note = " (gives the parameters)" if row["gives_parameters"] else ""
+        note = " (gives the parameters)" if row.get("gives_parameters") else ""
         note = " (slow start as measured)" if "with_its_own" in row else note
         cells = []
         for name, digits in (
@@ -135,14 +149,15 @@ def main(words: Sequence[str]) -> int:
         "parameters_from": dict(zip(("trace", "rate"), CALIBRATION, strict=True)),
         "runs": RUNS,
         "rows": rows,
+        "model_only": compare_model("H200", MeasuredRun.read(RESULTS / RUNS["H200"])),
     }
     if arguments.out:
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+    tables = {"simulated": table(rows), "model": table(result["model_only"])}
     if arguments.page:
-        before, _, rest = arguments.page.read_text("utf-8").partition(BEGIN)
-        _, _, after = rest.partition(END)
-        atomic_write(arguments.page, f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
-    print(table(rows))
+        for name, text in tables.items():
+            replace_between(arguments.page, name, text)
+    print(*tables.values(), sep="\n\n")
     return 0
 
 

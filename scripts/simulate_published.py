@@ -37,6 +37,7 @@ from dsv3_jax.simulator.step_times import StepModel
 from dsv3_jax.simulator.workload import Lengths, poisson
 from dsv3_jax.viz.canvas import save
 from dsv3_jax.viz.scaling import scaled_day
+from scripts.marked_text import replace_between
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -306,14 +307,6 @@ def day_table(scaled: Mapping[str, Sequence[Hour]]) -> str:
     return "\n".join(lines)
 
 
-def write(page: Path, name: str, text: str) -> None:
-    """Replaces what is between two marks of a page."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, _, rest = page.read_text("utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    atomic_write(page, f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Simulate DeepSeek-V3 on H800.")
     parser.add_argument("--seconds", type=float, default=40, help="simulated seconds measured")
@@ -338,9 +331,11 @@ def main(words: Sequence[str]) -> int:
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     scaled = days(result["rows"])
     if arguments.page:
-        write(arguments.page, "h800", table(result["rows"]))
-        write(arguments.page, "assumptions", "\n".join(f"- {each}" for each in result["assumptions"]))
-        write(arguments.page, "day", day_table(scaled))
+        replace_between(arguments.page, "h800", table(result["rows"]))
+        replace_between(
+            arguments.page, "assumptions", "\n".join(f"- {each}" for each in result["assumptions"])
+        )
+        replace_between(arguments.page, "day", day_table(scaled))
     if arguments.picture:
         save(scaled_day(scaled, MEAN_NODES, PEAK_NODES), arguments.picture)
     print(table(result["rows"]), day_table(scaled), sep="\n\n")

@@ -72,8 +72,7 @@ class ExpertRebalancer:
         replicas = [moe.replicas for moe in layers]
         if any(each is None for each in replicas):
             raise ValueError(
-                "model: expected one with placed experts, as load(placement=...) returns it, got one"
-                " without"
+                "model: expected placed experts, as load(placement=...) returns them, got none"
             )
         if interval is not None and not interval > 0:
             raise ValueError(f"interval: expected seconds above 0, got {interval}")

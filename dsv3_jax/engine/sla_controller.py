@@ -1,8 +1,8 @@
 """Keeps latencies below targets: fewer requests and chunks while they are missed, more otherwise.
 
 Two limits of the scheduler decide over latency. More running requests make every step longer, and
-so do prefill chunks in the same step; fewer of either make new requests wait. The controller changes
-both by additive increase and multiplicative decrease (AIMD), as TCP does with its window:
+so do prefill chunks in the same step; fewer of either make new requests wait. The controller
+changes both by additive increase and multiplicative decrease (AIMD), as TCP does with its window:
 
 - If tokens come too slowly in steps that only decode, or with a single chunk, there are too many
   running requests.

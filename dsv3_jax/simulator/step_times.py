@@ -7,6 +7,7 @@ experts, so that a step costs a few multiplications and no JAX.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -107,6 +108,12 @@ class StepModel:
             / _MANY
         )
         self._bandwidth = chip.memory_bandwidth
+
+    def reaching(self, efficiency: Efficiency) -> StepModel:
+        """Returns the same model with other shares of the peak rates."""
+        model = copy.copy(self)
+        model.efficiency = efficiency
+        return model
 
     def parts(self, work: StepWork) -> dict[str, float]:
         """Returns the seconds that each resource takes for a step."""
