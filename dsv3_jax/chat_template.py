@@ -82,6 +82,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, OverflowError, MemoryError) as error:
             raise ValueError(_one_line(error)) from None
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str]]:
+        """Pickles the source. Compiled templates cannot be pickled."""
+        return ChatTemplate, (self.source, "".join(map(chr, self._marks)))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -94,6 +94,11 @@ class Tokenizer:
         self._brackets = "".join(text[0] + text[-1] for text in spellings)
         self._template = _chat_template(directory, config, self._brackets)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        # The library does not pickle this setting.
+        self._plain_tokenizer.encode_special_tokens = True
+
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 

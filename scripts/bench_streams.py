@@ -2,9 +2,10 @@
 
     python -m scripts.bench_streams --streams 64 --out benchmarks/results/streams_cpu.json
 
-The same requests are served without HTTP, where nobody reads their text, and then as open streams
-of a server in the engine's process, alternately. Their clients are another process. The device
-sleeps for ``--step-ms`` in every step and uses no core. Any further time is the host's.
+The same requests are served without HTTP, where nobody reads their text, and then as open streams,
+alternately. HTTP and the clients have a process each; with ``--one-process`` HTTP is served from
+the engine's. The device sleeps for ``--step-ms`` in every step and uses no core. Any further time
+is the host's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode import machine
-from benchmarks.serving.local_server import serving
+from benchmarks.serving.local_server import serving, serving_in_a_process
 from benchmarks.serving.sleeping_device import sleeping_engine
 from dsv3_jax.client.completions import CompletionClient
 from dsv3_jax.client.load import closed_loop
@@ -75,15 +76,18 @@ def summary(before: EngineStats, after: EngineStats) -> dict[str, float]:
     }
 
 
-def measure(streams: int, new_tokens: int, rounds: int, step_seconds: float) -> dict[str, Any]:
+def measure(
+    streams: int, new_tokens: int, rounds: int, step_seconds: float, *, one_process: bool
+) -> dict[str, Any]:
     """Returns the figures of both arms, round by round, and their medians."""
     max_len = _PROMPT_TOKENS + new_tokens
     engine, tokenizer = sleeping_engine(streams, max_len, step_seconds)
     arms: dict[str, list[dict[str, Any]]] = {"without_http": [], "streams": []}
     spawn = multiprocessing.get_context("spawn")
+    serve = serving if one_process else serving_in_a_process
     with (
         concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as clients,
-        serving(engine, tokenizer, "demo", max_requests=streams, max_len=max_len) as url,
+        serve(engine, tokenizer, "demo", max_requests=streams, max_len=max_len) as url,
     ):
         clients.submit(read_streams, url, streams, 2).result()  # imports and opens connections
         for _ in range(rounds):
@@ -115,6 +119,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--new-tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=10.0, help="time of the sleeping device")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one-process", action="store_true", help="HTTP in the engine's process")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
     result = {
@@ -124,8 +129,13 @@ def main(words: Sequence[str]) -> int:
         "streams": arguments.streams,
         "new_tokens": arguments.new_tokens,
         "device_ms": arguments.step_ms,
+        "one_process": arguments.one_process,
         **measure(
-            arguments.streams, arguments.new_tokens, arguments.rounds, arguments.step_ms / 1e3
+            arguments.streams,
+            arguments.new_tokens,
+            arguments.rounds,
+            arguments.step_ms / 1e3,
+            one_process=arguments.one_process,
         ),
     }
     if arguments.out:

@@ -20,6 +20,7 @@ from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.engine import Engine
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -72,7 +73,10 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
             program_store=arguments.program_store,
         )
         with engine:
-            run(engine, tokenizer, settings, bound)
+            if arguments.one_process:
+                run(engine, tokenizer, settings, bound)
+            else:
+                run_with_http_process(engine, tokenizer, settings, bound)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:

@@ -80,9 +80,25 @@ class EngineRequest:
         """Whether the request has a completion or an error."""
         return self._completion is not None or self._error is not None
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the request has ended with, or None."""
+        return self._error
+
     def cancel(self) -> None:
         """Ends the request within one step. Does nothing if it is at its end."""
         self._cancel(self)
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Has a function called whenever a piece, or the end, has arrived. It is called in the
+        engine's thread, which waits for it."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def pieces_from(self, position: int) -> list[Piece]:
+        """Returns the pieces so far, without the first ``position`` of them."""
+        with self._changed:
+            return self._pieces_from(position)
 
     def __iter__(self) -> Iterator[Piece]:
         """Yields pieces as they arrive. The last one has a finish reason. Joined, they are the

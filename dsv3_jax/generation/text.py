@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 INCOMPLETE = "\ufffd"
 """Replacement character, to which decoders map the bytes of an incomplete character."""
 
-_TAIL_TOKENS = 64  # maximum length of the tail; longer ones are split
+_TAIL_TOKENS = 12  # length of the tail at which it is split; all of it is decoded for every token
+_BLOCK_TOKENS = 64  # tokens in which stop strings are looked for at once
 _MIN_TOKENS_AFTER_SPLIT = 4  # no character has more bytes
 _SPLIT_ATTEMPTS = 8  # positions that are tried
 
@@ -65,7 +66,7 @@ class TextTracker:
             self.extend(tokens[:early])
             tokens = tokens[early:]
         # A block in which a stop string appears is decoded once more for each of its tokens.
-        block = _TAIL_TOKENS if self._stop else max(len(tokens), 1)
+        block = _BLOCK_TOKENS if self._stop else max(len(tokens), 1)
         for start in range(0, len(tokens), block):
             self._extend_block(tokens[start : start + block])
             if self.stopped:
@@ -76,6 +77,8 @@ class TextTracker:
         count = len(self.tokens)
         self.tokens += tokens
         self._tail = self._decode(self._tail_start, len(self.tokens))
+        if not self._stop:
+            return
         if count < self._min_tokens:
             self._search_from = self._final_length + len(self._tail.rstrip(INCOMPLETE))
             return
@@ -104,7 +107,7 @@ class TextTracker:
         if end - self._tail_start < self._split_at:
             return
         last = end - _MIN_TOKENS_AFTER_SPLIT
-        for split in range(last, last - _SPLIT_ATTEMPTS, -1):
+        for split in range(last, max(last - _SPLIT_ATTEMPTS, self._tail_start), -1):
             left, right = self._decode(self._tail_start, split), self._decode(split, end)
             # Incomplete characters alone may continue one that begins before the split.
             if right.rstrip(INCOMPLETE) and left + right == self._tail:
@@ -126,6 +129,8 @@ class TextTracker:
 
     def _text_from(self, begin: int) -> str:
         """Returns the text from character ``begin`` on, without joining all of the text."""
+        if begin >= self._final_length:
+            return self._tail[begin - self._final_length :]
         parts, start = [self._tail], self._final_length
         for part in reversed(self._final):
             if start <= begin:

@@ -2,25 +2,6 @@
 
 In the order a request moves through it:
 
-app.py          the application: middleware, endpoints, start and end
-access_log.py   one line of JSON for every request, without its text
-api_keys.py     who may send requests
-body_limit.py   size and time limits of request bodies
-openai/         the endpoints, and the types of their bodies
-service.py      the engine as endpoints see it: encoding, submission, readiness
-admission.py    how many requests may be open
-job.py          one HTTP request's completions in the engine
-sse.py          streams of events, and clients that go away
-parsers/        parts of an answer, such as its reasoning
-errors.py       errors in OpenAI's shape
-health.py       /health, /ready, /version
-watchdog.py     ends the process when the engine failed or its device is stuck
-metrics.py      /metrics, with the names of vLLM
-page/           the page at /
-settings.py     limits and names
-run.py          the process: uvicorn, signals, draining
-=============== ========================================================================
-=======
 ================ =======================================================================
 app.py           the application: middleware, endpoints, start and end
 access_log.py    one line of JSON for every request, without its text
@@ -44,6 +25,7 @@ metrics.py       /metrics, with the names of vLLM
 page/            the page at /
 settings.py      limits and names
 run.py           the process: uvicorn, signals, draining
+frontend/        HTTP in another process than the engine, as in ``dsv3 serve``
 ================ =======================================================================
 
 The event loop does HTTP alone. Tokenization, chat templates and the compilation of grammars run in

@@ -17,6 +17,7 @@ from dsv3_jax.server.anthropic import messages
 from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
 from dsv3_jax.server.service import Service
@@ -26,13 +27,15 @@ from dsv3_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+def create_app(
+    engine: Engine | RemoteEngine, tokenizer: Tokenizer, settings: ServerSettings
+) -> FastAPI:
     """Returns the application of a server.
 
     It compiles the engine's programs when it starts, and shuts the engine down when it ends.
 
     Args:
-      engine: runs in a thread of its own.
+      engine: runs in a thread of its own, or in another process.
       tokenizer: the model's.
     """
     service = Service(engine, tokenizer, settings)

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 
 _SECONDS = (
     0.001,
@@ -47,7 +48,7 @@ class Metrics:
       page_size: tokens of a cache page.
     """
 
-    def __init__(self, engine: Engine, model_name: str, page_size: int):
+    def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
         self._registry.register(_EngineFigures(engine, model_name, page_size))
         self._model_name = model_name
@@ -98,7 +99,7 @@ class Metrics:
 class _EngineFigures(Collector):
     """Reads the engine's figures whenever they are asked for."""
 
-    def __init__(self, engine: Engine, model_name: str, page_size: int):
+    def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         self._engine = engine
         self._model_name = model_name
         self._page_size = page_size

@@ -15,6 +15,7 @@ import uvicorn
 from dsv3_jax.engine import Engine
 from dsv3_jax.server import access_log
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.server.watchdog import Watchdog
@@ -50,7 +51,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(
-    engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
+    engine: Engine | RemoteEngine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    bound: socket.socket,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
     at most ``settings.drain_seconds``, and returns. If the engine fails or its device is stuck, it
@@ -78,10 +82,10 @@ def run(
     def end_server() -> None:
         server.should_exit = True
 
-    with bound, Watchdog(service, end_server, _exit_now, _ENDING_SECONDS):
+    with bound, Watchdog(service, end_server, exit_now, _ENDING_SECONDS):
         server.run(sockets=[bound])
     if service.failure is not None:
-        _exit_now()
+        exit_now()
 
 
 class _DrainingServer(uvicorn.Server):
@@ -101,7 +105,7 @@ class _DrainingServer(uvicorn.Server):
                 await draining
 
 
-def _exit_now() -> None:
+def exit_now() -> None:
     """Ends the process with status 1, although a thread of it may never end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -16,6 +16,7 @@ from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine, RemoteGrammars
 from dsv3_jax.server.grammar import Grammars, GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.metrics import Metrics
@@ -34,16 +35,22 @@ class Service:
     """An engine with its tokenizer and limits.
 
     Args:
-      engine: runs in a thread of its own.
+      engine: runs in a thread of its own, or in another process.
       tokenizer: the model's.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ServerSettings):
+    def __init__(
+        self, engine: Engine | RemoteEngine, tokenizer: Tokenizer, settings: ServerSettings
+    ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
         self.admission = Admission(settings.max_requests)
-        self.grammars = Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
+        self.grammars = (
+            RemoteGrammars(engine)
+            if isinstance(engine, RemoteEngine)
+            else Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
+        )
         self.metrics = Metrics(engine, settings.model_name, settings.page_size)
         self.created = int(time.time())
         self.is_ready = False
@@ -139,7 +146,7 @@ class Service:
         def submit() -> list[EngineRequest]:
             prompts = read_prompts()
             timeout = self.settings.request_seconds
-            grammars = []
+            grammars: list[Any] = []
             if grammar is not None:
                 first = prompts[0]
                 ids = None if prompt_field == "prompt" or isinstance(first, str) else first

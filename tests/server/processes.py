@@ -19,6 +19,7 @@ CODE = """
 import time
 from pathlib import Path
 from dsv3_jax.engine.executor import Executor
+from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
 from tests.server.conftest import demo_engine
@@ -28,7 +29,7 @@ engine, tokenizer = demo_engine()
 {change}
 settings = ServerSettings("demo", {max_len}, {max_requests}, **{settings})
 with engine:
-    run(engine, tokenizer, settings, bound)
+    {runner}(engine, tokenizer, settings, bound)
 """
 
 
@@ -38,13 +39,15 @@ class ServerProcess:
     Args:
       port: 0 takes a free one.
       change: a line of code between the engine's start and the server's.
+      runner: ``run``, or ``run_with_http_process``.
       settings: of :class:`ServerSettings`.
     """
 
-    def __init__(self, port: int = 0, *, change: str = "", **settings: Any):
+    def __init__(self, port: int = 0, *, change: str = "", runner: str = "run", **settings: Any):
         code = CODE.format(
             port=port,
             change=change,
+            runner=runner,
             max_len=MAX_LEN,
             max_requests=MAX_REQUESTS,
             settings=settings,

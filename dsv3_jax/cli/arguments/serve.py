@@ -105,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " server ends with status 1 (default: 300)",
     )
     add(
+        "--one-process",
+        action="store_true",
+        help="serve HTTP from the engine's process; by default it has a process of its own, so that"
+        " open streams do not slow the engine down",
+    )
+    add(
         "--program-store",
         type=Path,
         metavar="DIR",

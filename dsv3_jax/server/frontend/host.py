@@ -1,0 +1,222 @@
+"""The engine's side of the connection."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dsv3_jax.engine import Engine, EngineRequest, EngineStats
+from dsv3_jax.server.frontend.messages import (
+    Call,
+    Failed,
+    Gain,
+    Gains,
+    Hello,
+    PortableError,
+    Reply,
+    Submission,
+)
+from dsv3_jax.server.grammar import Grammars, GrammarSource
+from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 4  # for calls; encoding a long prompt takes a while
+_LOOK_SECONDS = 0.2  # between two looks at the engine's failure
+
+
+class EngineHost:
+    """Answers calls, and sends what requests gain.
+
+    Args:
+      connection: to the process that serves HTTP.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, connection: Connection):
+        self._engine = engine
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._grammars = Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
+        self._outbox = _Outbox(self._send)
+        self._calls = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-calls")
+        self._is_closed = threading.Event()
+
+    def serve(self) -> None:
+        """Answers calls until the other process ends. Open requests are cancelled then."""
+        self._send(Hello(self._engine.vocab_size, self._engine.end_tokens))
+        threads = [
+            threading.Thread(target=work, name=f"dsv3-{name}", daemon=True)
+            for name, work in (("outbox", self._outbox.run), ("failure", self._watch))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while True:
+                call: Call = self._connection.recv()
+                self._calls.submit(self._answer, call)
+        except (EOFError, OSError):
+            pass  # the other process has ended
+        finally:
+            self._is_closed.set()
+            self._outbox.close()
+            self._grammars.close()
+            self._calls.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, call: Call) -> None:
+        result, error = None, None
+        try:
+            result = getattr(self, "call_" + call.method)(*call.arguments)
+        except Exception as raised:
+            error = PortableError.of(raised)
+        self._send(Reply(call.number, result, error))
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            self._is_closed.set()  # the other process has ended; `serve` notices it too
+
+    def _watch(self) -> None:
+        """Reports an error after which the engine serves no more requests."""
+        while not self._is_closed.wait(_LOOK_SECONDS):
+            if self._engine.failure is not None:
+                self._send(Failed(str(self._engine.failure)))
+                return
+
+    # The methods that can be called. They run in several threads.
+
+    def call_submit(self, submission: Submission) -> None:
+        """Puts requests into the engine's queue."""
+        grammars = [self._grammars.start(*grammar) for grammar in submission.grammars]
+        handles = self._engine.submit_all(
+            submission.prompts, grammars=grammars, **submission.settings
+        )
+        self._outbox.add(submission.ids, handles)
+
+    def call_cancel(self, number: int) -> None:
+        """Ends a request within one step."""
+        self._outbox.cancel(number)
+
+    def call_compile(self, source: GrammarSource) -> None:
+        """Compiles a grammar, unless it is cached."""
+        self._grammars.start(source)
+
+    def call_warm_up(self, store: str | os.PathLike[str] | None) -> float:
+        """Compiles or loads all programs."""
+        self._grammars.load()
+        return self._engine.warm_up(store)
+
+    def call_stats(self) -> EngineStats:
+        """Returns the engine's figures."""
+        return self._engine.stats()
+
+    def call_step_seconds(self) -> float:
+        """Returns the seconds since the step under way began."""
+        return self._engine.step_seconds
+
+    def call_fail_if_stuck(self, seconds: float) -> None:
+        """Gives up a step that lasts too long."""
+        self._engine.fail_if_stuck(seconds)
+
+    def call_shutdown(self) -> None:
+        """Cancels all requests, and ends the engine."""
+        self._engine.shutdown(drain=False)
+
+
+class _Outbox:
+    """Sends what requests gain, from a thread of its own. The engine's thread only marks them."""
+
+    def __init__(self, send: Any):
+        self._send = send
+        self._changed = threading.Condition()
+        self._open: dict[int, _OpenRequest] = {}
+        self._marked: dict[int, None] = {}  # in the order of their first gain
+        self._is_closed = False
+
+    def add(self, ids: Sequence[int], handles: Sequence[EngineRequest]) -> None:
+        """Follows new requests."""
+        with self._changed:
+            self._open |= {i: _OpenRequest(i, h) for i, h in zip(ids, handles, strict=True)}
+        for i, handle in zip(ids, handles, strict=True):
+            handle.add_listener(functools.partial(self._mark, i))
+            self._mark(i)  # it may have gained something before
+
+    def cancel(self, number: int) -> None:
+        """Ends a request within one step, unless it is at its end."""
+        with self._changed:
+            request = self._open.get(number)
+        if request is not None:
+            request.handle.cancel()
+
+    def close(self) -> None:
+        """Ends the thread, and cancels the requests that are not at their end."""
+        with self._changed:
+            self._is_closed = True
+            left = list(self._open.values())
+            self._changed.notify_all()
+        for request in left:
+            request.handle.cancel()
+
+    def _mark(self, number: int) -> None:
+        with self._changed:
+            if not self._marked:
+                self._changed.notify_all()
+            self._marked[number] = None
+
+    def run(self) -> None:
+        """The body of the thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._marked or self._is_closed)
+                if self._is_closed:
+                    return
+                marked, self._marked = self._marked, {}
+                requests = [self._open[i] for i in marked if i in self._open]
+            gains = [gain for request in requests if (gain := request.gain()) is not None]
+            ended = [g.id for g in gains if g.completion is not None or g.error is not None]
+            with self._changed:
+                for number in ended:
+                    del self._open[number]
+            if gains:
+                self._send(Gains(gains))
+
+
+class _OpenRequest:
+    """A request and how much of it has been sent."""
+
+    def __init__(self, number: int, handle: EngineRequest):
+        self.handle = handle
+        self._number = number
+        self._pieces = 0
+        self._drafts = 0
+
+    def gain(self) -> Gain | None:
+        """Returns what is new, or None."""
+        pieces = self.handle.pieces_from(self._pieces)
+        error = self.handle.error
+        if not pieces and error is None:
+            return None
+        is_first = not self._pieces
+        self._pieces += len(pieces)
+        is_done = bool(pieces) and pieces[-1].finish_reason is not None
+        drafts = self.handle.accepted_drafts[self._drafts :]
+        self._drafts += len(drafts)
+        tops = [piece.top_logprobs for piece in pieces]
+        return Gain(
+            self._number,
+            "".join(piece.text for piece in pieces),
+            [token for piece in pieces for token in piece.tokens],
+            [value for piece in pieces for value in piece.logprobs],
+            None if not tops or tops[0] is None else [top for each in tops for top in each or ()],
+            drafts,
+            self.handle.prompt_record if is_first else None,
+            self.handle.result(0) if is_done else None,
+            None if error is None else PortableError.of(error),
+        )

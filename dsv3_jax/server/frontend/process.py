@@ -1,0 +1,108 @@
+"""The process that serves HTTP, and how both processes end.
+
+The process of HTTP ends the server, since it receives the requests: on SIGTERM it finishes them,
+asks for the end of the engine, and exits. If either process dies, the other one exits at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from dsv3_jax.engine import Engine
+from dsv3_jax.server.frontend.host import EngineHost
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
+from dsv3_jax.server.run import exit_now, run
+from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.tokenizer import Tokenizer
+
+_SWITCH_SECONDS = 0.0005
+"""Longest time for which a thread keeps Python's lock while another one waits for it. With the
+default of 5 ms, a launch could come too late while calls are answered."""
+
+
+class HttpProcess:
+    """A process that serves an engine of this process over HTTP. A context manager.
+
+    Args:
+      bound: the socket to listen on. The process has a copy of its own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        bound: socket.socket,
+    ):
+        self._connection, other = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that threads hold
+        self._process = spawn.Process(
+            target=_serve_http, args=(other, tokenizer, settings, bound), name="dsv3-http"
+        )
+        self._other = other
+        self._host = EngineHost(engine, tokenizer, self._connection)
+        self._thread = threading.Thread(target=self._host.serve, name="dsv3-host", daemon=True)
+
+    def __enter__(self) -> HttpProcess:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        self._process.start()
+        self._other.close()  # so that its end is noticed when the process ends
+        self._thread.start()
+        return self
+
+    def wait(self) -> int:
+        """Waits for the end of the process. Returns its exit status; one that was killed has 1."""
+        self._process.join()
+        status = self._process.exitcode
+        return status if status in (0, 1) else 1
+
+    def end(self, *_: Any) -> None:
+        """Asks the process to finish its requests and to end."""
+        if self._process.is_alive() and self._process.pid is not None:
+            self._process.terminate()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+        self._process.join()
+        self._connection.close()
+        self._thread.join()
+
+
+def run_with_http_process(
+    engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
+) -> None:
+    """Serves like :func:`dsv3_jax.server.run.run`, with HTTP in a process of its own.
+
+    Args:
+      bound: the socket to listen on. It is closed at the end.
+    """
+    with bound, HttpProcess(engine, tokenizer, settings, bound) as http:
+        bound.close()  # the other process has a copy
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, http.end)
+        status = http.wait()
+    if status:
+        exit_now()  # a step may never end
+
+
+def _serve_http(
+    connection: Connection, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
+) -> None:
+    """The body of the process."""
+    # The engine's process owns the devices. This one computes nothing.
+    jax.config.update("jax_platforms", "cpu")
+    run(RemoteEngine(connection, on_loss=exit_now), tokenizer, settings, bound)

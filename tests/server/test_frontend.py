@@ -1,0 +1,331 @@
+"""HTTP in a process of its own: the same answers, errors and ends as in the engine's process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError, RequestError
+from dsv3_jax.engine.prompt_logprobs import PromptRecord
+from dsv3_jax.generation.completion import Completion
+from dsv3_jax.server.frontend.host import EngineHost
+from dsv3_jax.server.frontend.messages import PortableError
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine
+from dsv3_jax.server.grammar import GrammarError
+from tests.server.conftest import RunningServer, running
+from tests.server.processes import ServerProcess
+
+SECONDS = 30
+
+
+class SharedHost(EngineHost):
+    """A host whose engine serves other tests too, and is not shut down."""
+
+    def call_shutdown(self) -> None:
+        pass
+
+
+def hang_up(connection: Connection) -> None:
+    """Ends a connection, as the end of its process does."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def connected(engine: Any, tokenizer: Any) -> Iterator[tuple[RemoteEngine, list[str]]]:
+    """Yields an engine's counterpart at the other end of a pipe, and what it reported."""
+    ours, theirs = multiprocessing.Pipe()
+    host = threading.Thread(target=SharedHost(engine, tokenizer, theirs).serve)
+    host.start()
+    events: list[str] = []
+    try:
+        yield RemoteEngine(ours, on_loss=lambda: events.append("lost")), events
+    finally:
+        hang_up(ours)
+        host.join(SECONDS)
+        assert not host.is_alive()
+
+
+@pytest.fixture(scope="module")
+def remote(server) -> Iterator[RunningServer]:
+    """A second server on the engine of ``server``, through a pipe."""
+    with (
+        connected(server.engine, server.tokenizer) as (engine, _),
+        running(engine, server.tokenizer) as it,  # pyright: ignore[reportArgumentType]
+    ):
+        yield it
+
+
+PROMPT = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 12}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**PROMPT, "temperature": 0}),
+        ("/v1/completions", {**PROMPT, "n": 2, "seed": 3, "logprobs": 2}),
+        ("/v1/completions", {**PROMPT, "prompt": ["a", "b"], "temperature": 0, "stop": "\n"}),
+        ("/v1/completions", {**PROMPT, "seed": 1, "structured_outputs": {"regex": "[0-9]{3}"}}),
+        ("/v1/chat/completions", {**CHAT, "seed": 5, "logprobs": True, "top_logprobs": 1}),
+        ("/tokenize", {"model": "demo", "prompt": "def"}),
+    ],
+)
+def test_answers_are_the_same(server, remote, path, body):
+    answers = [each.post(path, body) for each in (server, remote)]
+    for answer in answers:
+        for name in ("id", "created"):
+            answer.pop(name, None)
+        if "usage" in answer:  # the second one finds the first one's pages
+            answer["usage"].pop("prompt_tokens_details", None)
+    assert answers[0] == answers[1]
+    remote.wait_until_idle()
+
+
+def test_streams_are_the_same(server, remote):
+    body = {**PROMPT, "seed": 2, "stream": True, "logprobs": 1}
+    streams = []
+    for each in (server, remote):
+        status, _, content = each.request("POST", "/v1/completions", body)
+        assert status == 200
+        events = [json.loads(line[6:]) for line in content.decode().split("\n\n")[:-2]]
+        choices = [choice for event in events for choice in event["choices"]]
+        joined = {"text": "", "tokens": [], "token_logprobs": []}
+        for choice in choices:
+            joined["text"] += choice["text"]
+            for name in ("tokens", "token_logprobs"):
+                joined[name] += choice["logprobs"][name]
+        streams.append(joined)
+    assert streams[0] == streams[1]
+    assert streams[0]["text"]
+
+
+def test_errors_are_the_same(server, remote):
+    for body in (
+        {**PROMPT, "prompt": "x" * 5000},
+        {**PROMPT, "model": "gpt"},
+        {**PROMPT, "temperature": -1},
+        {**PROMPT, "n": 100},
+        {**PROMPT, "structured_outputs": {"regex": "("}},
+    ):
+        assert remote.refused("/v1/completions", body) == server.refused("/v1/completions", body)
+    remote.wait_until_idle()
+
+
+def test_a_client_that_goes_away_cancels_its_request(remote):
+    body = {**PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", remote.port, timeout=SECONDS)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    assert b"data" in connection.getresponse().readline()
+    connection.close()
+    remote.wait_until_idle()
+    assert not remote.engine._open
+
+
+def test_probes_and_figures(server, remote):
+    assert remote.request("GET", "/health")[0] == 200
+    assert remote.engine.step_seconds >= 0
+    assert remote.engine.stats().steps == server.engine.stats().steps
+    assert b"vllm:generation_tokens_total" in remote.request("GET", "/metrics")[2]
+
+
+def _cause(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (EngineError("e"), EngineError),
+        (QueueFullError("q"), QueueFullError),
+        (_cause(RequestError("request: g"), GrammarError("g")), RequestError),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "u"), ValueError),
+        (OSError("o"), RuntimeError),
+    ],
+)
+def test_errors_keep_their_kind_and_cause(error, kind):
+    copy = pickle.loads(pickle.dumps(PortableError.of(error))).exception()
+    assert (type(copy), str(copy)) == (kind, str(error))
+    assert type(copy.__cause__) is type(error.__cause__)
+
+
+class IdleEngine:
+    """An engine whose requests gain tokens when the test delivers them."""
+
+    def __init__(self):
+        self.vocab_size, self.end_tokens = 300, (0,)
+        self.failure: EngineError | None = None
+        self.handles: list[EngineRequest] = []
+
+    def submit_all(self, prompts: list[str], *, n: int, grammars: list[Any]) -> list[EngineRequest]:
+        assert not grammars
+        if "full" in prompts:
+            raise QueueFullError("waiting queue: full")
+        self.handles += [EngineRequest(lambda _: None) for _ in range(n * len(prompts))]
+        self.handles[-1].prompt_record = PromptRecord(3, 1)
+        return self.handles[-n * len(prompts) :]
+
+
+@pytest.fixture
+def idle(server) -> Iterator[tuple[IdleEngine, RemoteEngine, list[str]]]:
+    engine = IdleEngine()
+    with connected(engine, server.tokenizer) as (remote, events):
+        yield engine, remote, events
+
+
+def test_pieces_of_several_steps_arrive_in_order(idle):
+    engine, remote, _ = idle
+    first, second = remote.submit_all(["a"], n=2)
+    engine.handles[1].deliver("x", [1], [-1.0], None)
+    for i in range(200):
+        engine.handles[0].accepted_drafts.append(i)
+        engine.handles[0].deliver(f"{i},", [i], [-float(i)], [[(i, -1.0)]])
+    completion = Completion("whole", [7], [-1.0], "length", 1)
+    engine.handles[0].deliver("end", [], [], None, completion)
+    engine.handles[1].fail(RequestError("request: broken"))
+    assert first.result(SECONDS) == completion
+    pieces = list(first)
+    assert "".join(piece.text for piece in pieces) == "".join(f"{i}," for i in range(200)) + "end"
+    assert [token for piece in pieces for token in piece.tokens] == list(range(200))
+    assert [top for piece in pieces for top in piece.top_logprobs] == [
+        [(i, -1.0)] for i in range(200)
+    ]
+    assert first.accepted_drafts == list(range(200))
+    with pytest.raises(RequestError, match="broken"):
+        second.result(SECONDS)
+    assert first.prompt_record is None
+    assert second.prompt_record is not None
+    assert second.prompt_record.logprobs == [None] * 3
+    assert [piece.text for piece in second.pieces_from(0)] == ["x"]
+    assert not remote._open
+
+
+def test_a_refused_submission_leaves_nothing(idle):
+    _, remote, _ = idle
+    with pytest.raises(QueueFullError, match="waiting queue: full"):
+        remote.submit_all(["full"])
+    assert not remote._open
+    assert not remote._replies
+
+
+def test_a_failure_of_the_engine_is_reported(idle):
+    engine, remote, events = idle
+    assert remote.failure is None
+    engine.failure = EngineError("engine: a step failed: NaN")
+    end = time.monotonic() + SECONDS
+    while remote.failure is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert str(remote.failure) == "engine: a step failed: NaN"
+    assert remote.step_seconds == 0.0
+    assert not events
+
+
+def test_the_end_of_the_engines_process_ends_everything(server):
+    engine: Any = IdleEngine()
+    ours, theirs = multiprocessing.Pipe()
+    host = threading.Thread(target=EngineHost(engine, server.tokenizer, theirs).serve)
+    host.start()
+    lost = threading.Event()
+    remote = RemoteEngine(ours, on_loss=lost.set)
+    (handle,) = remote.submit_all(["a"])
+    hang_up(theirs)
+    with pytest.raises(EngineError, match="its process has ended"):
+        handle.result(SECONDS)
+    assert lost.wait(SECONDS)
+    with pytest.raises(EngineError, match="its process has ended"):
+        remote.stats()
+    host.join(SECONDS)
+
+
+def test_tokenizers_can_be_sent(server):
+    tokenizer = server.tokenizer
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    text = "def f(): <｜User｜> <think>"
+    for split in (True, False):
+        assert copy.encode(text, split_special_tokens=split) == tokenizer.encode(
+            text, split_special_tokens=split
+        )
+    messages = [{"role": "user", "content": text}]
+    assert copy.chat(messages) == tokenizer.chat(messages)
+    assert copy.to_json() == tokenizer.to_json()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"  # one that nobody waited for has ended, too
+
+
+def _is_refused(server: RunningServer) -> bool:
+    """Returns whether connections are refused, after the moment in which a socket closes."""
+    for _ in range(100):
+        with contextlib.suppress(ConnectionResetError):
+            try:
+                server.request("GET", "/health")
+            except ConnectionRefusedError:
+                return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds processes in /proc")
+@pytest.mark.parametrize("killed", ["engine", "http"])
+def test_the_death_of_one_process_ends_the_other(killed):
+    with ServerProcess(runner="run_with_http_process") as process:
+        server = process.ready()
+        assert server.post("/v1/completions", PROMPT)["choices"]
+        engine = process.process.pid
+        pids = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        (child,) = [
+            int(pid)
+            for pid in pids
+            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(engine if killed == "engine" else child, signal.SIGKILL)
+        assert process.process.wait(SECONDS) == (-signal.SIGKILL if killed == "engine" else 1)
+        end = time.monotonic() + SECONDS
+        while _is_alive(child) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not _is_alive(child)
+        assert _is_refused(server)
+
+
+@pytest.mark.slow
+def test_both_processes_end_on_sigterm_and_serve_open_requests():
+    with ServerProcess(runner="run_with_http_process", drain_seconds=60.0) as process:
+        server = process.ready()
+        body = {**PROMPT, "max_tokens": 100, "ignore_eos": True}
+        answers: list[dict[str, Any]] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", body))
+        )
+        thread.start()
+        while not re.search(
+            r"num_requests_running\S* 1", server.request("GET", "/metrics")[2].decode()
+        ):
+            time.sleep(0.01)
+        process.process.send_signal(signal.SIGTERM)
+        thread.join(SECONDS)
+        assert process.process.wait(SECONDS) == 0, process.lines
+    assert answers[0]["usage"]["completion_tokens"] == 100
