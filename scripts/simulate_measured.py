@@ -29,10 +29,18 @@ from dsv3_jax.simulator.step_times import StepTimes
 from scripts.marked_text import replace_between
 
 CALIBRATION = ("chat", 24.0)
-"""Trace and rate of the replay that gives the parameters. Every program runs in it."""
+"""Trace and rate of the replay that gives the parameters."""
+
+MORE = ("chat", None)
+"""The replay that gives the ratios of programs that do not run in :data:`CALIBRATION`."""
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-RUNS = {"H200": "engine_moonlight_h200.json", "H100": "engine_moonlight_h100.json"}
+RUNS = {
+    "H200": "engine_moonlight_h200.json",
+    "H100": "engine_moonlight_h100.json",
+    "H100, steps planned late": "engine_moonlight_h100_late_planning.json",
+}
+"""Result files. The last one does not say that its engine planned steps late."""
 
 SLOW_START = ("H200", "prefixed", None, "decodes=64 chunks=32 max_steps=1 sampling=greedy")
 """A replay and the program of its first twelve steps, which took 123 ms each while the client of
@@ -50,14 +58,24 @@ METRICS = {
 }
 
 
+def read(name: str) -> MeasuredRun:
+    """Returns one of :data:`RUNS`."""
+    return MeasuredRun.read(RESULTS / RUNS[name], plans_late=name.endswith("late"))
+
+
 def compare(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
     """Returns a row for each replay: measured and simulated figures, and their ratios."""
     calibration = run.find(*CALIBRATION)
     times, host = run.calibrated(calibration)
+    givers = [calibration]
+    if any(programs_of(replay).keys() - times.ratios.keys() for replay in run.replays):
+        givers.append(run.find(*MORE))
+        more = run.calibrated(givers[1])[0].ratios
+        times = MeasuredTimes(run.model, run.buckets, more | times.ratios)
     rows = []
     for replay in run.replays:
         rows.append(_row(machine_name, run, replay, times, host))
-        rows[-1]["gives_parameters"] = replay is calibration
+        rows[-1]["gives_parameters"] = any(replay is giver for giver in givers)
         if (machine_name, replay["trace"], replay["rate"]) == SLOW_START[:3]:
             slow = run.calibrated(replay)[0].ratios[SLOW_START[3]]
             changed = MeasuredTimes(run.model, run.buckets, {**times.ratios, SLOW_START[3]: slow})
@@ -138,18 +156,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("page", type=Path, nargs="?", help="Markdown file with the table")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
-    rows = [
-        row
-        for name, file in RUNS.items()
-        for row in compare(name, MeasuredRun.read(RESULTS / file))
-    ]
+    rows = [row for name in RUNS for row in compare(name, read(name))]
     result = {
         "date": datetime.date.today().isoformat(),
         "command": "python -m scripts.simulate_measured",
         "parameters_from": dict(zip(("trace", "rate"), CALIBRATION, strict=True)),
         "runs": RUNS,
         "rows": rows,
-        "model_only": compare_model("H200", MeasuredRun.read(RESULTS / RUNS["H200"])),
+        "model_only": compare_model("H200", read("H200")),
     }
     if arguments.out:
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")

@@ -39,8 +39,12 @@ class MeasuredRun:
     replays: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, path: Path) -> MeasuredRun:
+    def read(cls, path: Path, *, plans_late: bool | None = None) -> MeasuredRun:
         """Reads a result file.
+
+        Args:
+          plans_late: whether the engine planned steps late. None takes what the file says; files
+            that do not say it are of earlier engines, which did not.
 
         Raises:
           ValueError: it is no such file, or its GPU or model is unknown.
@@ -78,8 +82,7 @@ class MeasuredRun:
             pages=cache_tokens // _PAGE_SIZE,
             page_size=_PAGE_SIZE,
             max_steps=buckets.max_steps,
-            # Results of earlier engines, which planned each step at once, do not have it.
-            plans_late=result.get("plans_late", False),
+            plans_late=result.get("plans_late", False) if plans_late is None else plans_late,
         )
         model = StepModel(ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form)
         return cls(name, deployment.target.name, engine, buckets, model, replays)

@@ -94,7 +94,9 @@ class MeasuredTimes:
         step = self._model.of(work, steps)
         self.counts[name] += 1
         self.model_seconds[name] += step.seconds
-        return step._replace(seconds=step.seconds * self.ratios.get(name, self._other))
+        return step._replace(
+            seconds=step.seconds * self.ratios.get(name, self._other), program=name
+        )
 
     def _name(self, decodes: int, chunks: int) -> str:
         key = decodes, chunks

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv3_jax.engine.balancers import shard_load
 from dsv3_jax.engine.decode_pace import DecodePace
+from dsv3_jax.engine.forecast import Forecast
 from dsv3_jax.engine.loop import LEAD_SECONDS
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
@@ -75,8 +76,11 @@ class ReplicaSettings:
 
 class _InFlight(NamedTuple):
     plan: StepPlan
+    work: Hashable
+    """Program and number of decode steps, by which its time is forecast."""
+    begin: float
+    """Time at which the device begins."""
     end: float
-    """Time at which the device has finished."""
 
 
 @dataclasses.dataclass
@@ -134,6 +138,7 @@ class Replica:
             self.controller = SlaController(settings.targets, most)
         self._finished = finished
         self._pace = DecodePace()
+        self._forecast = Forecast()
         self._in_flight: deque[_InFlight] = deque()
         self._device_free = 0.0
         self._random = np.random.default_rng(seed)
@@ -183,7 +188,9 @@ class Replica:
         arrives.
         """
         if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
-            late = self._device_free - LEAD_SECONDS - self._host_seconds(self._in_flight[-1].plan)
+            newest = self._in_flight[-1]
+            lead = LEAD_SECONDS + self._host_seconds(newest.plan)
+            late = newest.begin + self._forecast.seconds(newest.work) - lead
             if late > now:
                 return late
         most = self.settings.max_steps
@@ -210,8 +217,10 @@ class Replica:
     def _dispatch(self, plan: StepPlan, now: float) -> float:
         now += self._host_seconds(plan)
         step = self.times.of(StepWork.of(plan), plan.decode_steps)
-        self._device_free = max(now, self._device_free) + step.seconds
-        self._in_flight.append(_InFlight(plan, self._device_free))
+        begin = max(now, self._device_free)
+        self._device_free = begin + step.seconds
+        work = step.program, bool(plan.chunks), plan.decode_steps
+        self._in_flight.append(_InFlight(plan, work, begin, self._device_free))
         figures = self.figures
         figures.dispatches += 1
         figures.steps += plan.decode_steps
@@ -240,7 +249,8 @@ class Replica:
         return "pages"
 
     def _read(self, now: float) -> float:
-        plan, end = self._in_flight.popleft()
+        plan, work, begin, end = self._in_flight.popleft()
+        self._forecast.record(work, end - begin)
         now = max(now, end)
         gained = self._gains(plan)
         host = self.settings.host

@@ -31,6 +31,8 @@ class StepTime(NamedTuple):
     binding: str
     """The resource that takes longest: ``weights``, ``cache``, ``arithmetic``, ``network`` or
     ``overhead``."""
+    program: str = ""
+    """Name of the compiled program, if they are known."""
 
 
 class StepTimes(Protocol):

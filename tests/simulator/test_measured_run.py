@@ -10,28 +10,39 @@ from dsv3_jax.simulator.efficiency import Efficiency, measured
 from dsv3_jax.simulator.measured_run import MeasuredRun
 from dsv3_jax.simulator.step_times import StepTime
 from scripts import simulate_measured
-from scripts.simulate_measured import CALIBRATION, METRICS, RESULTS, RUNS, SLOW_START
+from scripts.simulate_measured import CALIBRATION, METRICS, RESULTS, RUNS
 
 COMPARED = json.loads((RESULTS / "simulated_replays.json").read_text("utf-8"))["rows"]
 TOLERANCE = 0.10
 
 
+LATE = "H100, steps planned late"
+
+OUTSIDE = {
+    # The client slowed the first steps. Another row has them as they were measured.
+    ("H200", "prefixed offline"): {"output_tokens_per_second", "ttft_p50_ms"},
+    # 512 requests read a shared prefix more than once per step, but not 64 times.
+    (LATE, "prefixed offline"): {"output_tokens_per_second", "tpot_p50_ms"},
+    # Steps vary more than simulated ones, so that the engine plans earlier.
+    (LATE, "prefixed at 8/s"): {"ttft_p50_ms"},
+}
+"""Metrics that differ by more than the tolerance, as docs/planning.md explains."""
+
+
 @pytest.mark.parametrize("row", COMPARED, ids=lambda row: f"{row['machine']} {row['replay']}")
 def test_the_committed_comparison_is_within_ten_per_cent(row):
-    """Except the replay whose first steps the client slowed down, which has a row of its own with
-    them as they were measured."""
-    ratios = {name: row[name]["ratio"] for name in METRICS}
-    is_slow_start = (row["machine"], row["replay"]) == ("H200", "prefixed offline")
-    if is_slow_start and "with_its_own" not in row:
-        assert ratios["output_tokens_per_second"] > 1 + TOLERANCE, "explain it no longer"
-        return
-    assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), ratios
+    outside = {name for name in METRICS if abs(row[name]["ratio"] - 1) > TOLERANCE}
+    is_explained = "with_its_own" not in row
+    assert outside == (
+        OUTSIDE.get((row["machine"], row["replay"]), set()) if is_explained else set()
+    )
 
 
 def test_the_committed_comparison_is_complete():
     names = {(row["machine"], row["replay"]) for row in COMPARED}
-    assert len(names) == 10
-    assert sum(row["gives_parameters"] for row in COMPARED) == len(RUNS)
+    replays = [json.loads((RESULTS / file).read_text("utf-8"))["replays"] for file in RUNS.values()]
+    assert len(names) == sum(map(len, replays)) == 16
+    assert sum(row["gives_parameters"] for row in COMPARED) == 4
 
 
 @pytest.mark.slow
@@ -46,16 +57,6 @@ def test_the_committed_comparison_is_that_of_this_code(replay):
     for name in METRICS:
         assert row[name] == committed[name]
     assert row["steps"] == committed["steps"]
-
-
-def test_the_calibration_has_every_program():
-    for file in RUNS.values():
-        run = MeasuredRun.read(RESULTS / file)
-        programs = {
-            name for replay in run.replays for name in replay["engine"]["dispatches"]["shapes"]
-        }
-        assert programs == set(run.find(*CALIBRATION)["engine"]["dispatches"]["shapes"])
-        assert SLOW_START[3] in programs
 
 
 class Known:
