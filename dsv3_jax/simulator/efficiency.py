@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from dsv3_jax.simulator.step_work import StepWork
-
-if TYPE_CHECKING:
-    from dsv3_jax.simulator.step_times import StepModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +35,14 @@ class Efficiency:
             raise ValueError(f"pass_seconds: expected 0 or more, got {self.pass_seconds}")
 
 
+class PeakTimes(Protocol):
+    """Step times at peak rates, as :class:`dsv3_jax.simulator.step_times.StepModel` has them."""
+
+    def parts(self, work: StepWork) -> dict[str, float]: ...
+
+
 def measured(
-    model: StepModel, decode: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]
+    model: PeakTimes, decode: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]
 ) -> Efficiency:
     """Returns what one device reached in results of ``scripts/bench_decode.py``.
 
@@ -52,7 +55,7 @@ def measured(
       prefill: rows of the phase ``prefill``.
     """
     seconds = np.array([1e-3 * row["ms"] for row in decode])
-    bounds = np.array([model.of(_decode_work(row), 1).seconds for row in decode])
+    bounds = np.array([_bound(model.parts(_decode_work(row))) for row in decode])
     terms = np.stack([np.ones_like(bounds), bounds], axis=1) / seconds[:, None]
     (pass_seconds, inverse), *_ = np.linalg.lstsq(terms, np.ones(len(decode)), rcond=None)
     arithmetic = []
@@ -65,6 +68,10 @@ def measured(
         arithmetic=min(1.0, float(np.mean(arithmetic))),
         pass_seconds=max(0.0, float(pass_seconds)),
     )
+
+
+def _bound(parts: Mapping[str, float]) -> float:
+    return max(parts["weights"] + parts["cache"], parts["arithmetic"])
 
 
 def _decode_work(row: Mapping[str, Any]) -> StepWork:

@@ -8,7 +8,6 @@ import pytest
 
 from dsv3_jax.simulator.efficiency import Efficiency, measured
 from dsv3_jax.simulator.measured_run import MeasuredRun
-from dsv3_jax.simulator.step_times import StepTime
 from scripts import simulate_measured
 from scripts.simulate_measured import CALIBRATION, METRICS, RESULTS, RUNS
 
@@ -60,13 +59,10 @@ def test_the_committed_comparison_is_that_of_this_code(replay):
 
 
 class Known:
-    """A model whose times are one second for a request or prompt token."""
-
-    def of(self, work, steps):
-        return StepTime(float(work.decodes), "weights")
+    """A model in which reading takes a second per request, and a prompt token a second."""
 
     def parts(self, work):
-        return {"arithmetic": float(work.prompt_tokens)}
+        return {"weights": work.decodes, "cache": 0.0, "arithmetic": float(work.prompt_tokens)}
 
 
 def test_an_efficiency_is_found_again():
@@ -75,7 +71,7 @@ def test_an_efficiency_is_found_again():
         {"batch": batch, "context": 10, "ms": 1e3 * (0.5 + 4 * batch)} for batch in (1, 5, 20)
     ]
     prefill = [{"batch": 2, "context": 30, "chunk": 16, "ms": 1e3 * 60 / 0.5}]
-    reached = measured(Known(), decode, prefill)  # type: ignore
+    reached = measured(Known(), decode, prefill)
     expected = Efficiency(memory=0.25, arithmetic=0.5, pass_seconds=0.5)
     assert vars(reached) == pytest.approx(vars(expected))
 
