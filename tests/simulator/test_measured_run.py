@@ -8,7 +8,7 @@ import pytest
 
 from dsv3_jax.simulator.efficiency import Efficiency, measured
 from dsv3_jax.simulator.measured_run import MeasuredRun
-from scripts import simulate_measured
+from scripts import simulate_measured, simulate_published
 from scripts.simulate_measured import CALIBRATION, METRICS, RESULTS, RUNS
 
 COMPARED = json.loads((RESULTS / "simulated_replays.json").read_text("utf-8"))["rows"]
@@ -42,6 +42,20 @@ def test_the_committed_comparison_is_complete():
     replays = [json.loads((RESULTS / file).read_text("utf-8"))["replays"] for file in RUNS.values()]
     assert len(names) == sum(map(len, replays)) == 16
     assert sum(row["gives_parameters"] for row in COMPARED) == 4
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    page = (RESULTS.parents[1] / "docs" / "planning.md").read_text("utf-8")
+    published = json.loads((RESULTS / "simulated_h800.json").read_text("utf-8"))
+    tables = [
+        simulate_measured.table(COMPARED),
+        simulate_published.table(published["rows"]),
+        simulate_published.day_table(simulate_published.days(published["rows"])),
+    ]
+    for table in tables:
+        assert f"begin -->\n{table}\n<!--" in page
+    for assumption in published["assumptions"]:
+        assert f"- {assumption}\n" in page
 
 
 @pytest.mark.slow
