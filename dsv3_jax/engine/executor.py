@@ -146,27 +146,28 @@ class Executor:
         self._in_flight.append(_Dispatched(plan, shape, swaps, output))
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
-        """Waits for the oldest dispatch. Returns its plan, and a result for each request that
-        decoded, whose prompt ended, or that asks for the log-probabilities of its prompt."""
+        """Waits for the oldest dispatch. Returns its plan, and a result for each request whose
+        prompt ended, that asks for the log-probabilities of its prompt, or that decoded."""
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
         results = []
+        # First tokens come first: somebody waits for each, while later ones only follow others.
         for number, shard in enumerate(plan.shards):
-            first = number * shape.rows
-            for row, request in enumerate(shard.decodes, first):
-                results.append(self._result(read, row, request, is_decode=True))
+            first = number * shape.rows + shape.decodes
             for i, chunk in enumerate(shard.chunks):
                 prompt = None
                 if shape.prompt_logprobs and self._has_prompt_logprobs(chunk):
                     prompt = read.prompt(number * shape.chunks + i, chunk)
                 if chunk.is_last:
-                    row = first + shape.decodes + i
-                    result = self._result(read, row, chunk.request, is_decode=False)
+                    result = self._result(read, first + i, chunk.request, is_decode=False)
                     results.append(result._replace(prompt=prompt))
                 elif prompt is not None:
                     results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
+        for number, shard in enumerate(plan.shards):
+            for row, request in enumerate(shard.decodes, number * shape.rows):
+                results.append(self._result(read, row, request, is_decode=True))
         if swaps is not None:
             swaps.free_device()
         return plan, results

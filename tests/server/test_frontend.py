@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import threading
@@ -309,23 +308,3 @@ def test_the_death_of_one_process_ends_the_other(killed):
             time.sleep(0.05)
         assert not _is_alive(child)
         assert _is_refused(server)
-
-
-@pytest.mark.slow
-def test_both_processes_end_on_sigterm_and_serve_open_requests():
-    with ServerProcess(runner="run_with_http_process", drain_seconds=60.0) as process:
-        server = process.ready()
-        body = {**PROMPT, "max_tokens": 100, "ignore_eos": True}
-        answers: list[dict[str, Any]] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(server.post("/v1/completions", body))
-        )
-        thread.start()
-        while not re.search(
-            r"num_requests_running\S* 1", server.request("GET", "/metrics")[2].decode()
-        ):
-            time.sleep(0.01)
-        process.process.send_signal(signal.SIGTERM)
-        thread.join(SECONDS)
-        assert process.process.wait(SECONDS) == 0, process.lines
-    assert answers[0]["usage"]["completion_tokens"] == 100
