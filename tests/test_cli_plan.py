@@ -242,6 +242,7 @@ def test_a_simulation_of_a_measured_engine(capsys):
     assert result["tpot_ms"]["p50"] == pytest.approx(14.3, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_simulation_at_peak_rates(capsys):
     words = ["--serve", "--trace", "poisson", "--rate", "20", "--seconds", "3"]
     words += ["--target-tpot-ms", "5", "--hit-share", "0.5"]

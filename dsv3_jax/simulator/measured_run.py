@@ -43,8 +43,8 @@ class MeasuredRun:
         """Reads a result file.
 
         Args:
-          plans_late: whether the engine planned steps late. None takes what the file says; files
-            that do not say it are of earlier engines, which did not.
+          plans_late: whether the engine planned steps late. None takes the entry of the file;
+            files without one are of earlier engines, which did not.
 
         Raises:
           ValueError: it is no such file, or its GPU or model is unknown.

@@ -73,7 +73,7 @@ def test_the_committed_comparison_is_that_of_this_code(replay):
 
 
 class Known:
-    """A model in which reading takes a second per request, and a prompt token a second."""
+    """A model in which one second is the time to read a request and to compute a prompt token."""
 
     def parts(self, work):
         return {"weights": work.decodes, "cache": 0.0, "arithmetic": float(work.prompt_tokens)}
