@@ -198,6 +198,7 @@ def main(words: Sequence[str]) -> int:
         "model": arguments.model,
         "weights": arguments.weights,
         "buckets": dataclasses.asdict(buckets(arguments)),
+        "plans_late": not arguments.no_overlap,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "load_s": round(loaded - began, 2),

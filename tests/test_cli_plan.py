@@ -229,3 +229,58 @@ def test_a_sweep(capsys, tmp_path):
     devices = [point["tokens_per_s_per_device"] for point in alone]
     assert users == sorted(users, reverse=True)
     assert devices == sorted(devices)
+
+
+SERVED = {"context": "5120", "batch": "256"}
+
+
+@pytest.mark.slow
+def test_a_simulation_of_a_measured_engine(capsys):
+    """The replay that gives the parameters comes out as it was measured."""
+    measured = "benchmarks/results/engine_moonlight_h200.json"
+    words = f"--serve --trace chat --rate 24 --requests 320 --json --step-times {measured}".split()
+    assert plan(*words, **SERVED) == 0
+    result = finite(capsys.readouterr().out)
+    assert result["finished"] == 320
+    assert result["output_tokens_per_second"] == pytest.approx(4151, rel=0.03)
+    assert result["ttft_ms"]["p50"] == pytest.approx(42.3, rel=0.1)
+    assert result["tpot_ms"]["p50"] == pytest.approx(14.3, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_simulation_at_peak_rates(capsys):
+    words = ["--serve", "--trace", "poisson", "--rate", "20", "--seconds", "3"]
+    words += ["--target-tpot-ms", "5", "--hit-share", "0.5"]
+    assert plan(*words, **SERVED) == 0
+    out = capsys.readouterr().out
+    assert "simulated seconds, on 0.125 nodes (1 devices)" in out
+    assert "targets met by" in out
+
+
+@pytest.mark.slow
+def test_a_simulation_of_two_pools_with_controllers(capsys):
+    words = ["--serve", "--trace", "poisson", "--rate", "20", "--seconds", "3"]
+    words += ["--target-tpot-ms", "5", "--hit-share", "0.5"]
+    assert plan(*words, "--control", "--prefill-target", "h200", **SERVED) == 0
+    assert "  prefill: busy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--trace chat", "--trace: expected --serve too"),
+        ("--rate 3", "--rate: expected --trace too"),
+        ("--serve --trace poisson", "--rate: expected requests per second with --trace poisson"),
+        ("--serve --trace chat --rate 0", "--rate: expected a number above 0, got 0.0"),
+        ("--serve --trace chat --hit-share 2", "--hit-share: expected 0 to 1, got 2.0"),
+        ("--serve --trace chat --control", "--control: expected --target-ttft-ms or"),
+        ("--serve --trace chat --step-times pyproject.toml", "expected a result of scripts/bench_"),
+        ("--serve --trace chat --reached 2 1 1", "memory: expected a share above 0 and at most 1"),
+    ],
+)
+def test_refused_simulations(words, message, capsys):
+    assert plan(*words.split(), **SERVED) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1

@@ -10,7 +10,7 @@ from typing import get_args
 
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.find import find_config_directory
-from dsv3_jax.cli import plan_report
+from dsv3_jax.cli import plan_report, simulation
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if arguments.sweep:
         check_picture("--sweep", arguments.sweep)
+    simulation.check(arguments)
     try:
         result, choice = _estimate(arguments)
     except DoesNotFitError as error:
@@ -45,6 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             print("\n".join(plan_report.refusal(error, arguments.model)))
         raise
+    if arguments.trace:
+        simulation.run(arguments, result.deployment)
+        return
     programs = _compile(result.deployment) if arguments.compile else {}
     points = sweep(result.deployment) if arguments.sweep else []
     if arguments.sweep:

@@ -15,6 +15,7 @@ from dsv3_jax import chat_formats
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
 from dsv3_jax.cli.status_line import StatusLine
@@ -90,6 +91,7 @@ def make_engine(arguments: argparse.Namespace, draft: str | None, depth: int | s
             draft=draft,
             draft_depth=depth,
             tiers=tiers_of(arguments, remote),
+            targets=latency_targets(arguments),
         )
     settings = ServerSettings(
         model_name=arguments.served_name or arguments.model,

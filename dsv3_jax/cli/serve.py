@@ -52,6 +52,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.request_seconds is not None:
         seconds = arguments.request_seconds
         check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)
+    for name in ("target_ttft_ms", "target_tpot_ms"):
+        if (milliseconds := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            check(flag, milliseconds, "milliseconds from 0.1 to 3600000", Real, 0.1, 3.6e6)
     check_draft(draft_of(arguments), depth_of(arguments))
     check_role(arguments)
 

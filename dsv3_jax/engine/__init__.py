@@ -13,6 +13,8 @@ step_plan.py        requests and plans as the scheduler passes them on
 pool_layout.py      division of the pages over shards and devices
 swap_space.py       host memory for preempted requests in deterministic mode; pure Python
 draft_depth.py      drafts per step of one request; pure Python
+sla_controller.py   limits of the scheduler that keep latencies; pure Python
+decode_pace.py      decode steps per dispatch, from their time; pure Python
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
 slot_rows.py        access to the slots on a mesh that shards the batch
@@ -31,6 +33,7 @@ open_requests.py    the requests that are not at their end
 loop.py             the loop that connects them, and its thread
 checks.py           checks of the model and of settings that contradict each other
 engine.py           the public class: it builds the parts and reads settings
+expert_rebalancer.py  placement of experts by their loads while requests run
 stats.py            figures of a running engine
 timeline.py         samples of these figures over time
 =================== ===================================================================
@@ -41,6 +44,7 @@ from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import QueueFullError
+from dsv3_jax.engine.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.pages import CacheTiers
 
@@ -51,6 +55,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Grammar",
+    "LatencyTargets",
     "QueueFullError",
     "RequestError",
 ]

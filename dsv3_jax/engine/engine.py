@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.checks import (
@@ -37,8 +39,9 @@ from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.stats import EngineStats
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
@@ -78,6 +81,9 @@ class Engine:
         Engines with the same weights can share a disk.
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
+      count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
+      targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
+        than it could, see :class:`dsv3_jax.engine.sla_controller.SlaController`.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
@@ -103,6 +109,8 @@ class Engine:
         deterministic: bool = False,
         swap_tokens: int | None = None,
         tiers: CacheTiers | None = None,
+        count_routing: bool = False,
+        targets: LatencyTargets | None = None,
     ):
         check_model(model)
         config = model.config
@@ -143,7 +151,9 @@ class Engine:
             drafter=plan.drafter,
             depth=plan.max_depth,
             vocab_size=vocab_size,
+            count_routing=count_routing,
         )
+        self._counts_routing = count_routing
         pages = pages_per_device(
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
@@ -179,7 +189,14 @@ class Engine:
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
         )
-        self._loop = EngineLoop(scheduler, self._executor, requests, overlap=overlap)
+        controller = None
+        if targets is not None:
+            controller = SlaController(
+                targets, StepLimits(max_running // shards, buckets.chunks[-1])
+            )
+        self._loop = EngineLoop(
+            scheduler, self._executor, requests, overlap=overlap, controller=controller
+        )
         if self._transfer is not None:
             self._transfer.on_load = self._loop.notify
         self._intake = Intake(
@@ -334,13 +351,17 @@ class Engine:
         """
         self._loop.fail_if_stuck(seconds)
 
-    def use(self, model: DeepSeekV3) -> None:
+    def use(self, model: DeepSeekV3, *, keep_prefix_cache: bool = False) -> None:
         """Replaces the model by another one with the same config, options and array shapes: new
         weights, or another placement of experts. Nothing is compiled, and no request ends.
 
         Running requests keep the cache entries that they have, and compute all further ones with
         the new model. Later requests reuse none of these entries. The arrays of the previous model
         are freed when the caller has no reference to them.
+
+        Args:
+          keep_prefix_cache: let later requests reuse these entries, because the model computes the
+            same as the one before, as it does with its experts in other slots.
 
         Raises:
           ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
@@ -349,7 +370,7 @@ class Engine:
         """
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
-        transfer = self._transfer
+        transfer = None if keep_prefix_cache else self._transfer
         identity = None if transfer is None else transfer.identity_of(model)
 
         def change() -> None:
@@ -357,7 +378,21 @@ class Engine:
             if transfer is not None and identity is not None:
                 transfer.use(identity)
 
-        self._loop.between_steps(change)
+        self._loop.between_steps(change, clears_prefix_cache=not keep_prefix_cache)
+
+    def take_routing_counts(self) -> np.ndarray:
+        """Returns how many tokens chose each expert, int64 [L_moe, E], since the last call.
+
+        The layers are those of :meth:`DeepSeekV3.moe_layers`; those of MTP layers are 0 unless the
+        MTP layer drafts.
+
+        Raises:
+          ValueError: the engine does not count.
+          EngineError: the engine failed or was shut down.
+        """
+        if not self._counts_routing:
+            raise ValueError("take_routing_counts: expected an engine with count_routing=True")
+        return self._loop.between_steps(self._executor.take_routing_counts)
 
     def clear_prefix_cache(self, *, tiers: bool = True) -> None:
         """Makes later requests compute their whole prompts again.

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
@@ -204,6 +205,20 @@ class Executor:
     def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
         settings = self._settings_of(chunk.request)
         return settings is not None and settings.prompt_logprobs is not None
+
+    def take_routing_counts(self) -> np.ndarray:
+        """Returns the number of tokens that chose each expert, int64 [L_moe, E], in the steps that
+        were launched since the last call. It waits for them."""
+
+        def take(state: SlotState) -> tuple[SlotState, jax.Array]:
+            counts = state.routing_counts
+            assert isinstance(counts, jax.Array), "routing is not counted"
+            # The next step donates its argument, so that the counts need an array of their own.
+            taken = jnp.copy(counts)
+            zeros = jax.device_put(jnp.zeros_like(counts), counts.sharding)
+            return dataclasses.replace(state, routing_counts=zeros), taken
+
+        return np.asarray(self._launcher.launch(take).result(), np.int64)
 
     def forget(self, request: ScheduledRequest) -> None:
         """Frees the host memory of a request that has ended."""

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
@@ -20,15 +20,15 @@ from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.sla_controller import SlaController
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepLimits, StepPlan
 from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
 
-DISPATCH_SECONDS = 0.02
-"""Aim for the length of a dispatch that decodes several times. A new request waits for one."""
+_T = TypeVar("_T")
 
 LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
@@ -75,6 +75,7 @@ class EngineLoop:
       settings: settings of the requests that are not at their end. The loop keeps it up to date,
         and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
+      controller: changes the scheduler's limits; None leaves them as configured.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class EngineLoop:
         settings: dict[ScheduledRequest, Request],
         *,
         overlap: bool,
+        controller: SlaController | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
         self._overlap = overlap
+        self._controller = controller
         self._host_times = HostTimes()
         self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
@@ -202,16 +205,18 @@ class EngineLoop:
         with self._changed:
             self._changed.notify_all()
 
-    def between_steps(self, change: Callable[[], None]) -> None:
-        """Calls ``change`` while no step is being planned, and clears the prefix cache.
+    def between_steps(self, change: Callable[[], _T], *, clears_prefix_cache: bool = False) -> _T:
+        """Returns what ``change`` returns, called while no step is being planned.
 
         Raises:
           EngineError: the engine failed or was shut down.
         """
         with self._stepping, self._changed:
             self._check_open()
-            change()
-            self._scheduler.clear_prefix_cache()
+            result = change()
+            if clears_prefix_cache:
+                self._scheduler.clear_prefix_cache()
+        return result
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""
@@ -343,8 +348,11 @@ class EngineLoop:
                 self._scheduler.end(request)
                 self._finish(request, end)
             with self._host_times.planning():
+                if self._controller is not None:
+                    self._scheduler.limit(self._new_limits(self._controller))
                 plan, ended = self._scheduler.schedule(
-                    time.monotonic(), max_decode_steps=self._max_decode_steps()
+                    time.monotonic(),
+                    max_decode_steps=self._host_times.pace.steps(self._executor.max_decode_steps),
                 )
                 for request, reason in ended:
                     self._open.end(request, reason)
@@ -359,6 +367,8 @@ class EngineLoop:
                 self._executor.save(saves)
             if not self._executor.steps_in_flight:
                 self._executor.times.rest()
+                if self._controller is not None:
+                    self._controller.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
         has_read = self._executor.steps_in_flight > in_flight
         while self._executor.steps_in_flight > in_flight:
@@ -380,12 +390,6 @@ class EngineLoop:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
 
-    def _max_decode_steps(self) -> int:
-        seconds = self._host_times.seconds_per_decode_step
-        if seconds is None:
-            return 1
-        return max(1, min(int(DISPATCH_SECONDS / seconds), self._executor.max_decode_steps))
-
     def _read(self) -> None:
         """Waits for the results of the oldest step, and hands them to its requests."""
         with self._host_times.waiting():
@@ -393,10 +397,17 @@ class EngineLoop:
         with self._changed, self._host_times.processing():
             self._check_failed()  # the step may have been given up
             gained, ends = self._open.take(results)
-            self._host_times.count(plan, sum(map(len, gained.values())))
+            new_tokens = sum(map(len, gained.values()))
+            self._host_times.count(plan, new_tokens)
+            if self._controller is not None:
+                self._controller.read(plan, new_tokens, time.monotonic())
             self._scheduler.report(plan, gained, ends.keys())
             for request, end in ends.items():
                 self._finish(request, end)
+
+    def _new_limits(self, controller: SlaController) -> StepLimits:
+        waiting = self._scheduler.waiting
+        return controller.update(time.monotonic(), waiting[0].arrival if waiting else None)
 
     def _finish(self, request: ScheduledRequest, end: End) -> None:
         self._open.finish(request, end)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.engine.buckets import Buckets
@@ -46,6 +47,7 @@ class Programs:
       max_len: most tokens of a request.
       page_size: tokens of a page.
       depth: drafts per step.
+      count_routing: whether steps count the tokens that choose each expert.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Programs:
         drafter: Drafter | None,
         depth: int,
         vocab_size: int,
+        count_routing: bool = False,
     ):
         self.buckets = buckets
         self.num_slots = num_slots
@@ -73,6 +76,8 @@ class Programs:
         mtp = drafter is not None and drafter.mtp_hidden is not None
         self._num_mtp_inputs = depth + 1 if mtp else 0
         self._cache_spec = model.cache_spec(mtp=mtp)
+        shape = len(model.moe_layers()), model.config.n_routed_experts
+        self._counts_shape = shape if count_routing else None
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
         layout = self._layout = model.layout
         shards = self._shards = 1 if layout is None else layout.num_shards("batch")
@@ -231,6 +236,9 @@ class Programs:
             self._max_len,
             mtp_inputs=(self._num_mtp_inputs, self._hidden_size),
             dtype=self._dtype,
+            routing_counts=None
+            if self._counts_shape is None
+            else jnp.zeros(self._counts_shape, jnp.int32),
         )
         return shard_state(state, self._layout)
 

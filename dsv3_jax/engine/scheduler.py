@@ -41,7 +41,14 @@ from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.page_saves import PageSaves
 from dsv3_jax.engine.prefix_loads import PageStore, PrefixLoads
 from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import Chunk, PageSave, Phase, ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_plan import (
+    Chunk,
+    PageSave,
+    Phase,
+    ScheduledRequest,
+    StepLimits,
+    StepPlan,
+)
 from dsv3_jax.engine.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
@@ -103,6 +110,7 @@ class Scheduler:
         self.config = config
         self._loads = None if store is None else PrefixLoads(store, load_seconds)
         self._saves = None if store is None else PageSaves(store)
+        self._limits = StepLimits(config.max_running, config.max_chunks)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
@@ -141,7 +149,7 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether there are more free slots than waiting requests."""
         taken = sum(len(shard.running) + len(shard.retiring) for shard in self.shards)
-        return taken + len(self.waiting) < self.config.max_running * len(self.shards)
+        return taken + len(self.waiting) < self._limits.running * len(self.shards)
 
     @property
     def is_idle(self) -> bool:
@@ -189,6 +197,18 @@ class Scheduler:
                 f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
             )
 
+    def limit(self, limits: StepLimits) -> None:
+        """Sets the limits of the next steps.
+
+        Raises:
+          ValueError: a limit is below 1 or above that of the configuration.
+        """
+        most = StepLimits(self.config.max_running, self.config.max_chunks)
+        for name, value, largest in zip(limits._fields, limits, most, strict=True):
+            if not 1 <= value <= largest:
+                raise ValueError(f"{name}: expected 1 to {largest}, got {value}")
+        self._limits = limits
+
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request at the next call of :meth:`schedule`."""
         request.is_cancelled = self._has_cancelled = True
@@ -209,7 +229,7 @@ class Scheduler:
         # Pages that this plan's own chunks fill are saved by the next one.
         unsaved = len(self._saves or ())
         decodes = [shard.plan_decodes() for shard in self.shards]
-        chunks = [shard.plan_prefills(self.config.max_chunks) for shard in self.shards]
+        chunks = [shard.plan_prefills(self._limits.chunks) for shard in self.shards]
         self._admit(decodes, chunks, now)
         if not any(decodes) and not any(chunks):
             return None, ended
@@ -370,7 +390,7 @@ class Scheduler:
         while (request := self._next_admission(now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
-            rooms = [self.config.max_chunks - len(planned) for planned in chunks]
+            rooms = [self._limits.chunks - len(planned) for planned in chunks]
             choice = self._choose_shard(request, rooms)
             if choice is None:
                 return
@@ -418,11 +438,14 @@ class Scheduler:
         def hit_with_room(number: int) -> int | None:
             if home and number not in home:
                 return None
-            hit = self.shards[number].hit_with_room(request) if rooms[number] else None
+            shard = self.shards[number]
+            if rooms[number] < 1 or len(shard.running) >= self._limits.running:
+                return None
+            hit = shard.hit_with_room(request)
             if hit is None:
                 return None
             hits[number] = hit
-            return len(hit) * self.shards[number].pages.page_size
+            return len(hit) * shard.pages.page_size
 
         loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in self.shards]
         number = choose_shard(loads, hit_with_room, len(request.tokens))

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
 from dsv3_jax.pages import TierStats
-
-_SMOOTHING = 0.9  # weight of earlier measurements of a decode step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +120,7 @@ class HostTimes:
         self.accepted_tokens = 0
         names = ("planning", "dispatching", "waiting", "processing")
         self.seconds: dict[str, float] = dict.fromkeys(names, 0.0)
-        self.seconds_per_decode_step: float | None = None
-        """Recent mean between two results of dispatches that only decode."""
-        self._last_decode_read: float | None = None
+        self.pace = DecodePace()
 
     @property
     def us_per_step(self) -> float:
@@ -164,17 +161,7 @@ class HostTimes:
         self.steps += 1
         self.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
         self.output_tokens += output_tokens
-        now = time.perf_counter()
-        if plan.chunks:
-            self._last_decode_read = None
-            return
-        if self._last_decode_read is not None:
-            seconds = (now - self._last_decode_read) / plan.decode_steps
-            before = self.seconds_per_decode_step
-            self.seconds_per_decode_step = (
-                seconds if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * seconds
-            )
-        self._last_decode_read = now
+        self.pace.read(plan, time.perf_counter())
 
     @contextlib.contextmanager
     def _measure(self, part: str) -> Iterator[None]:

@@ -147,6 +147,15 @@ class PageLoad(NamedTuple):
     """As the store gave them, one for each device that has a part of the page."""
 
 
+class StepLimits(NamedTuple):
+    """Limits of each shard that may change between steps, within those of the configuration."""
+
+    running: int
+    """Most requests that run. More that run already go on."""
+    chunks: int
+    """Most chunks of a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
     """The work of one dispatch on one data-parallel shard."""

@@ -153,8 +153,8 @@ def prefill(
         deployment,
         passes=passes,
         weight_bytes=bytes_per_pass,
-        cache_bytes=local_tokens * _token_bytes(deployment)
-        + read_again * _token_bytes(deployment, selected=0 if is_sparse else 1),
+        cache_bytes=local_tokens * cached_token_bytes(deployment)
+        + read_again * cached_token_bytes(deployment, selected=0 if is_sparse else 1),
         matmul_flop=(bfloat16_flop, float8_flop),
         attention_flop=local_tokens * flops.attention * shared,
         indexer_flop=local_tokens * flops.indexer * shared,
@@ -171,10 +171,10 @@ def _read_by_decode(deployment: Deployment) -> float:
     """
     topk, context = deployment.config.index_topk, deployment.context
     selected = 1.0 if topk is None else min(1.0, topk / context)
-    return context * _token_bytes(deployment, selected=selected)
+    return context * cached_token_bytes(deployment, selected=selected)
 
 
-def _token_bytes(deployment: Deployment, *, selected: float = 1.0) -> float:
+def cached_token_bytes(deployment: Deployment, *, selected: float = 1.0) -> float:
     """Returns the bytes of a cached token in all layers, padded as the target's kernels read it.
 
     Args:

@@ -120,4 +120,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also vary the batch size: print and plot tokens/s per device against tokens/s per"
         " user (.png, .svg or .pdf)",
     )
+    _add_simulation(parser)
     shared.add_json(parser)
+
+
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "simulation",
+        "With --serve and --trace, the engine's scheduler runs under simulated time. --batch counts"
+        " the slots of a replica.",
+    ).add_argument
+    add(
+        "--trace",
+        choices=("chat", "prefixed", "poisson"),
+        help="simulate these requests: a trace of docs/benchmarks.md, or Poisson arrivals with"
+        " log-normal lengths",
+    )
+    add("--rate", type=float, metavar="R", help="requests per second (default: all at once)")
+    add("--requests", type=int, metavar="N", help="number of requests of a trace (default: all)")
+    add(
+        "--seconds",
+        type=float,
+        default=300.0,
+        metavar="X",
+        help="with --trace poisson: simulated time (default: 300); its first third is not measured",
+    )
+    add(
+        "--mean-prompt",
+        type=float,
+        default=1000.0,
+        metavar="T",
+        help="with --trace poisson: mean prompt tokens (default: 1000)",
+    )
+    add(
+        "--mean-output",
+        type=float,
+        default=300.0,
+        metavar="T",
+        help="with --trace poisson: mean output tokens (default: 300)",
+    )
+    add("--replicas", type=int, default=1, metavar="N", help="number of replicas (default: 1)")
+    add(
+        "--prefill-target",
+        metavar="TARGET",
+        help="compute prompts in a pool of its own, on these devices; --target then only decodes",
+    )
+    add("--prefill-layout", choices=_LAYOUTS, help="layout of that pool (default: --layout)")
+    add(
+        "--prefill-replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas of that pool (default: 1)",
+    )
+    add(
+        "--hit-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of each prompt whose cache comes from disk (default: 0)",
+    )
+    add(
+        "--acceptance",
+        type=float,
+        default=0.85,
+        metavar="X",
+        help="with --mtp: probability that a draft is accepted (default: 0.85)",
+    )
+    add(
+        "--reached",
+        type=float,
+        nargs=3,
+        default=(1.0, 1.0, 1.0),
+        metavar=("MEMORY", "ARITHMETIC", "NETWORK"),
+        help="shares of the peak rates that programs reach (default: 1 1 1, a bound)",
+    )
+    add(
+        "--step-times",
+        type=Path,
+        metavar="FILE",
+        help="take step times from a result of scripts/bench_engine.py, its chat replay at 24"
+        " requests per second; its GPU, model and buckets must be those of the plan",
+    )
+    shared.add_latency_targets(parser)
+    add(
+        "--control",
+        action="store_true",
+        help="let the engines' controller keep these targets; otherwise they are only compared",
+    )

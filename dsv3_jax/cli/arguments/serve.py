@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest size of the files in --disk-cache (default: 64)",
     )
+    shared.add_latency_targets(parser)
     shared.add_drafts(parser)
     shared.add_weights(parser)
     add(

@@ -96,3 +96,19 @@ def add_compile_cache(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def add_latency_targets(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of latency targets."""
+    parser.add_argument(
+        "--target-ttft-ms",
+        type=float,
+        metavar="X",
+        help="target of the time to the first token, of nine requests in ten (default: none)",
+    )
+    parser.add_argument(
+        "--target-tpot-ms",
+        type=float,
+        metavar="X",
+        help="target of the time between two tokens of a request (default: none)",
+    )

@@ -1,0 +1,150 @@
+"""Keeps latencies below targets: fewer requests and chunks while they are missed, more otherwise.
+
+Two limits of the scheduler decide over latency. More running requests make every step longer, and
+so do prefill chunks in the same step; fewer of either make new requests wait. The controller
+changes both by additive increase and multiplicative decrease (AIMD), as TCP does with its window:
+
+- If tokens come too slowly in steps that only decode, or with a single chunk, there are too many
+  running requests.
+- If they do in steps with more chunks, there are too many chunks.
+- If they come in time with a margin, the limits grow by a constant: that of running requests while
+  requests wait, that of chunks while first tokens come late.
+
+Tokens of running requests come before first tokens of new ones: where both targets cannot be met,
+new requests wait. Pure Python; times are on the caller's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dsv3_jax.engine.step_plan import StepLimits, StepPlan
+
+INTERVAL = 0.5
+"""Seconds between two changes."""
+
+DECREASE = 0.75
+"""Factor of a limit after an interval that missed the target."""
+
+MARGIN = 0.85
+"""A limit grows only while latencies are below this share of the target. The gap to 1 is wider than
+what one increase changes, so that it does not miss the target at once."""
+
+_STEPS = 32  # increases from nothing to the largest limit
+_PERCENTILE = 0.9
+_LEAST_SAMPLES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencyTargets:
+    """Largest latencies, in seconds; None for no target.
+
+    Raises:
+      ValueError: a target is not above 0, or there is none.
+    """
+
+    ttft: float | None = None
+    """From the submission to the first token, of nine requests in ten."""
+    tpot: float | None = None
+    """Between two tokens of a request, in nine steps of ten."""
+
+    def __post_init__(self) -> None:
+        if self.ttft is None and self.tpot is None:
+            raise ValueError("targets: expected a TTFT, a TPOT or both, got none")
+        for name, value in (("ttft", self.ttft), ("tpot", self.tpot)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: expected seconds above 0, got {value}")
+
+
+class SlaController:
+    """Chooses the limits of every step.
+
+    Args:
+      most: the largest limits, those that programs are compiled for. It begins with them.
+    """
+
+    def __init__(self, targets: LatencyTargets, most: StepLimits):
+        self.targets = targets
+        self._most = most
+        self._running, self._chunks = float(most.running), float(most.chunks)
+        self._next_change: float | None = None
+        self._last_read: float | None = None
+        self._ttfts: list[float] = []
+        self._tpots: dict[bool, list[float]] = {False: [], True: []}  # by whether the step prefills
+
+    @property
+    def limits(self) -> StepLimits:
+        """The limits of the next step."""
+        return StepLimits(int(self._running), int(self._chunks))
+
+    def read(self, plan: StepPlan, new_tokens: int, now: float) -> None:
+        """Takes the time at which the results of a plan were read.
+
+        Args:
+          new_tokens: tokens that all requests of the plan gained.
+        """
+        first = [c.request for c in plan.chunks if c.is_last]
+        self._ttfts += [now - r.arrival for r in first if not r.preemptions]
+        decoded = new_tokens - len(first)
+        if plan.decodes and self._last_read is not None and decoded > 0:
+            per_token = (now - self._last_read) * len(plan.decodes) / decoded
+            self._tpots[bool(plan.chunks)].append(per_token)
+        self._last_read = now
+
+    def rest(self) -> None:
+        """Marks that there is nothing to do until the next request arrives."""
+        self._last_read = None
+
+    def update(self, now: float, waiting_since: float | None) -> StepLimits:
+        """Returns the limits of the next step, which change once in an interval.
+
+        Args:
+          waiting_since: arrival of the first waiting request, or None if none waits.
+        """
+        if self._next_change is None:
+            self._next_change = now + INTERVAL
+        elif now >= self._next_change:
+            self._change(now, waiting_since)
+            self._next_change = now + INTERVAL
+        return self.limits
+
+    def _change(self, now: float, waiting_since: float | None) -> None:
+        alone, beside_chunks = self._tpot_share(False), self._tpot_share(True)
+        slow = max(alone, beside_chunks)
+        ttft = self._ttft_share(now, waiting_since)
+        if alone > 1 or (beside_chunks > 1 and self._chunks < 2):
+            self._running *= DECREASE
+        elif beside_chunks > 1:
+            self._chunks *= DECREASE
+        elif slow < MARGIN:
+            if waiting_since is not None:
+                self._running += self._most.running / _STEPS
+            if ttft > MARGIN or self.targets.ttft is None:
+                self._chunks += self._most.chunks / _STEPS
+        self._running = min(max(self._running, 1.0), float(self._most.running))
+        self._chunks = min(max(self._chunks, 1.0), float(self._most.chunks))
+        self._ttfts.clear()
+        for samples in self._tpots.values():
+            samples.clear()
+
+    def _tpot_share(self, prefills: bool) -> float:
+        """Returns the latency of a kind of steps divided by its target; 0 if there is no target or
+        too few steps."""
+        samples = self._tpots[prefills]
+        if self.targets.tpot is None or len(samples) < _LEAST_SAMPLES:
+            return 0.0
+        return _percentile(samples) / self.targets.tpot
+
+    def _ttft_share(self, now: float, waiting_since: float | None) -> float:
+        """Returns the time to the first token divided by its target. A waiting request counts with
+        the time that it has waited."""
+        samples = self._ttfts[:]
+        if waiting_since is not None:
+            samples.append(now - waiting_since)
+        if self.targets.ttft is None or not samples:
+            return 0.0
+        return _percentile(samples) / self.targets.ttft
+
+
+def _percentile(samples: list[float]) -> float:
+    return sorted(samples)[int(_PERCENTILE * (len(samples) - 1))]

@@ -1,0 +1,270 @@
+"""Replicas under one clock: requests arrive, are routed, and in two pools travel between them.
+
+A unified cluster has one pool. With prefill and decode pools, a request computes its prompt and its
+first token in the first pool, and decodes in the second one after its cache has been sent there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from dsv3_jax.engine.step_plan import Phase
+from dsv3_jax.simulator.replica import Replica, ReplicaFigures, ReplicaSettings
+from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest
+from sharding.balancers import UNASSIGNED, assign_decode
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSettings:
+    """Equal replicas."""
+
+    replicas: int
+    engine: ReplicaSettings
+    times: StepTimes
+    devices: int
+    """Devices of each replica."""
+    nodes: float
+    """Nodes of each replica."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas: expected 1 or more, got {self.replicas}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSettings:
+    """Pools, and what connects them."""
+
+    pool: PoolSettings
+    """The only pool, or the one that decodes."""
+    prefill: PoolSettings | None = None
+    """The pool that computes prompts. None if each replica computes its own."""
+    transfer_seconds_per_token: float = 0.0
+    """Time to send a token's cache from one pool to the other."""
+    disk_seconds_per_token: float = 0.0
+    """Time to read a token's cache from disk into the pool that computes prompts."""
+
+    @property
+    def pools(self) -> dict[str, PoolSettings]:
+        """The pools by name."""
+        if self.prefill is None:
+            return {"unified": self.pool}
+        return {"prefill": self.prefill, "decode": self.pool}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Measurements of a simulation after its warm-up."""
+
+    settings: ClusterSettings
+    requests: list[Served]
+    """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
+    open: list[Served]
+    """Requests that have not ended, as if they ended now. The time of a first token that has not
+    come is NaN."""
+    submitted: int
+    """Requests that were submitted after the warm-up."""
+    seconds: float
+    """Length of the measurement."""
+    replicas: dict[str, list[Replica]]
+    """Replicas of each pool, with their figures since the warm-up."""
+
+
+class Cluster:
+    """Runs a workload on a cluster, in simulated time."""
+
+    def __init__(self, settings: ClusterSettings):
+        self._settings = settings
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = itertools.count()
+        self._served: list[Served] = []
+        self._submitted = self._first_measured = 0
+        self._began = 0.0
+        self._pools: dict[str, _Pool] = {}
+        ends = {"unified": self._ends, "prefill": self._is_prefilled, "decode": self._ends}
+        for name, pool in settings.pools.items():
+            kind = _DecodePool if pool.engine.resumes else _Pool
+            self._pools[name] = kind(pool, ends[name], self._at)
+
+    def run(
+        self, arrivals: Iterable[Arrival], *, until: float | None = None, warm_up: float = 0.0
+    ) -> Outcome:
+        """Returns the outcome at time ``until``, or after the last request.
+
+        Args:
+          warm_up: time before which nothing is measured.
+        """
+        stream = iter(arrivals)
+        self._at(warm_up, self._measure)
+        self._next_arrival(stream)
+        while self._events and (until is None or self._events[0][0] <= until):
+            at, _, action = heapq.heappop(self._events)
+            action(at)
+        end = max((each.end for each in self._served), default=0.0) if until is None else until
+        return Outcome(
+            self._settings,
+            self._served,
+            [
+                request.served(now=end)
+                for pool in self._pools.values()
+                for request in pool.requests
+                if request.submitted >= self._began
+            ],
+            self._submitted - self._first_measured,
+            end - self._began,
+            {name: pool.replicas for name, pool in self._pools.items()},
+        )
+
+    def _measure(self, now: float) -> None:
+        """Begins the measurement."""
+        self._began, self._first_measured = now, self._submitted
+        self._served.clear()
+        for pool in self._pools.values():
+            for replica in pool.replicas:
+                replica.figures = ReplicaFigures()
+
+    def _at(self, seconds: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (seconds, next(self._numbers), action))
+
+    def _next_arrival(self, stream: Any) -> None:
+        arrival = next(stream, None)
+        if arrival is None:
+            return
+
+        def arrives(now: float) -> None:
+            self._submit(arrival, now)
+            self._next_arrival(stream)
+
+        self._at(arrival.seconds, arrives)
+
+    def _submit(self, arrival: Arrival, now: float) -> None:
+        self._submitted += 1
+        drafts = 0 if self._settings.prefill else self._settings.pool.engine.drafts
+        request = SimulatedRequest.of(arrival, self._submitted, drafts=drafts)
+        pool = self._pools["prefill" if self._settings.prefill else "unified"]
+        if self._settings.prefill:
+            request.wanted_length = request.max_length
+            request.max_length = request.prompt_tokens + 1
+        delay = self._settings.disk_seconds_per_token * request.stored_tokens
+        self._at(now + delay, lambda at: pool.add(request, at))
+
+    def _is_prefilled(self, request: SimulatedRequest) -> None:
+        """Sends a request that has its first token to the decode pool."""
+        if request.wanted_length <= request.max_length:
+            return self._ends(request)
+        travelling = request.resumed(drafts=self._settings.pool.engine.drafts)
+        delay = self._settings.transfer_seconds_per_token * len(request.tokens)
+        self._at(request.end + delay, lambda at: self._pools["decode"].add(travelling, at))
+        return None
+
+    def _ends(self, request: SimulatedRequest) -> None:
+        if request.submitted >= self._began:
+            self._served.append(request.served())
+
+
+class _Pool:
+    """Replicas that compute prompts. A request goes to the replica with the fewest tokens."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        finished: Callable[[SimulatedRequest], None],
+        at: Callable[[float, Callable[[float], None]], None],
+    ):
+        self._at = at
+        self._tokens = [0] * settings.replicas
+        """Prompt and output tokens of each replica's requests."""
+        self._owner: dict[SimulatedRequest, int] = {}
+        self._is_awake = [False] * settings.replicas
+        self._report = finished
+        self.replicas = [
+            Replica(settings.engine, settings.times, self._ended, seed=number)
+            for number in range(settings.replicas)
+        ]
+
+    @property
+    def requests(self) -> list[SimulatedRequest]:
+        """Its requests that have not ended."""
+        return list(self._owner)
+
+    def add(self, request: SimulatedRequest, now: float) -> None:
+        """Routes a request and puts it into a replica's queue."""
+        number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
+        self._own(request, number)
+        self.replicas[number].add(request)
+        self._wake(number, now)
+
+    def _own(self, request: SimulatedRequest, number: int) -> None:
+        self._tokens[number] += request.max_length
+        self._owner[request] = number
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        self._tokens[self._owner.pop(request)] -= request.max_length
+        self._report(request)
+
+    def _wake(self, number: int, now: float) -> None:
+        if not self._is_awake[number]:
+            self._is_awake[number] = True
+            self._at(now, lambda at: self._advance(number, at))
+
+    def _advance(self, number: int, now: float) -> None:
+        after = self.replicas[number].advance(now)
+        if after is None:
+            self._is_awake[number] = False
+        else:
+            self._at(after, lambda at: self._advance(number, at))
+
+
+class _DecodePool(_Pool):
+    """Replicas that take requests with cached prompts.
+
+    A request waits for its replica until a data-parallel shard has room. The shards are chosen by
+    :func:`sharding.balancers.assign_decode`: by their use of the cache, then by their number of
+    requests.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._arrived: list[deque[SimulatedRequest]] = [deque() for _ in self.replicas]
+
+    def add(self, request: SimulatedRequest, now: float) -> None:
+        number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
+        self._own(request, number)
+        self._arrived[number].append(request)
+        self._wake(number, now)
+
+    def _advance(self, number: int, now: float) -> None:
+        if self._arrived[number]:
+            self._assign(self.replicas[number], self._arrived[number])
+        super()._advance(number, now)
+
+    def _assign(self, replica: Replica, arrived: deque[SimulatedRequest]) -> None:
+        shards = replica.scheduler.shards
+        slots = replica.settings.scheduler.max_running
+        owners = [[*shard.running, *shard.retiring] for shard in shards]
+        # The scheduler leaves a page to each running request, which an admission must not take.
+        used = np.array([s.pages.used + 2 * len(r) for s, r in zip(shards, owners, strict=True)])
+        running = np.array([len(requests) for requests in owners])
+        free = np.maximum(replica.settings.pages, used)
+        pages_for = shards[0].pages.pages_for
+        need = [pages_for(len(r.tokens) + 1 + r.drafts) + 2 for r in arrived]
+        chosen = assign_decode(need, used, free, running, np.maximum(slots, running))
+        for shard in chosen.tolist():
+            request = arrived.popleft()
+            if shard == UNASSIGNED:
+                arrived.append(request)
+                continue
+            swap = shards[shard].swap
+            assert swap is not None
+            # The scheduler admits it as it admits a preempted request from host memory.
+            request.resumes_in = Phase.DECODE
+            swap.put(request, 0, range(shards[shard].pages.pages_for(len(request.tokens))))
+            replica.add(request)

@@ -1,0 +1,151 @@
+"""The time of a step by the planner's model: the roofline, and the shares of it that are reached.
+
+:class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes one step
+needs on one device. Everything is linear in the tokens except the number of distinct
+experts, so that a step costs a few multiplications and no JAX.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dsv3_jax.accounting import distinct_experts, flops_per_token
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.network import traffic
+from dsv3_jax.plan.roofline import cached_token_bytes
+from dsv3_jax.plan.weights import ModelShard, read_bytes
+from dsv3_jax.simulator.efficiency import Efficiency
+from dsv3_jax.simulator.step_work import StepWork
+
+_MANY = 1000  # tokens from which the traffic of one is computed
+
+
+class StepTime(NamedTuple):
+    """The time of a step, and what it consists of."""
+
+    seconds: float
+    binding: str
+    """The resource that takes longest: ``weights``, ``cache``, ``arithmetic``, ``network`` or
+    ``overhead``."""
+    program: str = ""
+    """Name of the compiled program, if they are known."""
+
+
+class StepTimes(Protocol):
+    """Returns how long a device takes for a step."""
+
+    def of(self, work: StepWork, steps: int) -> StepTime:
+        """Returns the time of a dispatch with ``steps`` equal steps."""
+        ...
+
+
+class StepModel:
+    """Step times of a deployment by the planner's model.
+
+    Args:
+      shard: one device's shard of the model.
+      deployment: its batch and context do not matter.
+      chunk_form: form of the chunks' attention.
+      result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
+    """
+
+    def __init__(
+        self,
+        shard: ModelShard,
+        deployment: Deployment,
+        efficiency: Efficiency | None = None,
+        *,
+        chunk_form: str = "expanded",
+        result_dtype: DTypeLike = jnp.float32,
+    ):
+        self.efficiency = efficiency or Efficiency()
+        config, chip = shard.shapes.config, deployment.target.chip
+        self._experts = shard.shapes.expert_slots, config.num_experts_per_tok
+        used = [p for p in shard.parameters if "kv_b_proj" not in p.path]
+
+        def weights(tokens: int, local_tokens: int) -> float:
+            return read_bytes(
+                used,
+                tokens=tokens,
+                local_tokens=local_tokens,
+                experts_per_token=config.num_experts_per_tok,
+                expert_slots=shard.shapes.expert_slots,
+            )
+
+        self._fixed_bytes = weights(0, 0) + shard.up_projection_bytes
+        self._expert_bytes = sum(p.nbytes for p in used if "experts" in p.path)
+        self._embedding_bytes = weights(0, 1) - weights(0, 0)
+        float8 = deployment.activations is not None
+        rates = chip.bf16_flops, chip.fp8_flops or chip.bf16_flops
+
+        def flop_seconds(tokens: int, local_tokens: int) -> float:
+            flop = shard.matmul_flop(tokens, local_tokens, decoding=True, float8=float8)
+            return flop[0] / rates[0] + flop[1] / rates[1]
+
+        self._expert_flop_seconds, self._flop_seconds = flop_seconds(1, 0), flop_seconds(0, 1)
+        heads, sharers = map(shard.layout.num_shards, ("heads", "cached_tokens"))
+        # A decode query over one key; over a prompt of two tokens the mean is one key.
+        absorbed = flops_per_token(config, 1, "decode").attention
+        expanded = flops_per_token(config, 2, "prefill").attention
+        self._pair_seconds = absorbed / heads / sharers / rates[0]
+        form = absorbed if chunk_form == "absorbed" else expanded
+        self._prompt_pair_seconds = form / heads / sharers / rates[0]
+        self._key_expansion_seconds = 0.0
+        if chunk_form != "absorbed":
+            # Each chunk expands the keys and values of all tokens cached before it.
+            kv_b = [p for p in shard.parameters if p.is_matrix and "kv_b_proj" in p.path]
+            elements = sum(p.elements for p in kv_b)
+            self._key_expansion_seconds = 2 * elements / sharers / rates[1 if float8 else 0]
+        self._key_bytes = cached_token_bytes(deployment) / sharers
+        sent = traffic(shard, deployment, _MANY, result_dtype)
+        self._network_seconds = (
+            max(
+                sent.within_node / chip.link_bandwidth,
+                sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
+            )
+            / _MANY
+        )
+        self._bandwidth = chip.memory_bandwidth
+
+    def reaching(self, efficiency: Efficiency) -> StepModel:
+        """Returns the same model with other shares of the peak rates."""
+        model = copy.copy(self)
+        model.efficiency = efficiency
+        return model
+
+    def parts(self, work: StepWork) -> dict[str, float]:
+        """Returns the seconds that each resource takes for a step."""
+        share = self.efficiency
+        slots, per_token = self._experts
+        visited = distinct_experts(slots, per_token, work.all_tokens) / slots
+        memory = share.memory * self._bandwidth
+        weights = self._fixed_bytes + visited * self._expert_bytes
+        flop_seconds = (
+            self._expert_flop_seconds * work.all_tokens
+            + self._flop_seconds * work.tokens
+            + self._pair_seconds * work.decode_pairs
+            + self._prompt_pair_seconds * work.prompt_pairs
+            + self._key_expansion_seconds * (work.prompt_keys - work.prompt_tokens)
+        )
+        return {
+            "weights": (weights + self._embedding_bytes * work.tokens) / memory,
+            "cache": (work.decode_keys + work.prompt_keys) * self._key_bytes / memory,
+            "arithmetic": flop_seconds / share.arithmetic,
+            "network": self._network_seconds * work.tokens / share.network,
+            "overhead": share.pass_seconds,
+        }
+
+    def of(self, work: StepWork, steps: int) -> StepTime:
+        """Returns the time of a dispatch with ``steps`` equal steps."""
+        parts = self.parts(work)
+        computing = max(parts["weights"] + parts["cache"], parts["arithmetic"])
+        if self.efficiency.hides_network:
+            seconds = max(computing, parts["network"])
+        else:
+            seconds = computing + parts["network"]
+        binding = max(parts, key=parts.__getitem__)
+        return StepTime(steps * (seconds + parts["overhead"]), binding)

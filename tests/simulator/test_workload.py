@@ -1,0 +1,75 @@
+"""Arrivals, lengths and day curves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv3_jax.simulator.scaling import Unit, day_curve, depth_of, scale
+from dsv3_jax.simulator.workload import Lengths, poisson, replayed
+from dsv3_jax.traces import chat
+
+
+def test_poisson_arrivals_have_the_rates_and_means():
+    def rate(now: float) -> float:
+        return 30.0 if now < 200 else 10.0
+
+    lengths = Lengths(500, 0.8, 10**6), Lengths(100, 1.0, 10**6)
+    arrivals = list(poisson(rate, 30.0, 400.0, *lengths, hit_share=0.5))
+    times = np.array([each.seconds for each in arrivals])
+    assert (np.diff(times) >= 0).all()
+    assert (times < 200).sum() == pytest.approx(6000, rel=0.05)
+    assert (times >= 200).sum() == pytest.approx(2000, rel=0.1)
+    prompts, outputs, stored = (
+        np.array([getattr(each, name) for each in arrivals])
+        for name in ("prompt_tokens", "output_tokens", "stored_tokens")
+    )
+    assert prompts.mean() == pytest.approx(500, rel=0.05)
+    assert outputs.mean() == pytest.approx(100, rel=0.06)
+    assert stored.sum() / prompts.sum() == pytest.approx(0.5, rel=0.05)
+    assert (stored % 64 == 0).all()
+    assert (stored < prompts).all()
+
+
+def test_a_replay_has_the_arrivals_of_its_trace():
+    trace = chat(20)
+    arrivals = list(replayed(trace, 4.0, 10))
+    assert len(arrivals) == 10
+    assert arrivals[3].seconds == trace.requests[3].unit_arrival / 4
+    assert all(each.seconds == 0 for each in replayed(trace, None))
+    spaced = [each.seconds for each in replayed(trace, None, 3, submit_seconds=0.5)]
+    assert spaced == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": 0.0}, "seconds: expected a number above 0, got 0.0"),
+        ({"hit_share": 1.0}, "hit_share: expected 0 or more and below 1, got 1.0"),
+    ],
+)
+def test_refused_workloads(change, message):
+    settings = {"seconds": 1.0, **change}
+    with pytest.raises(ValueError, match=message):
+        next(
+            poisson(
+                lambda now: 1.0, 1.0, prompts=Lengths(9, 0, 9), outputs=Lengths(9, 0, 9), **settings
+            )
+        )
+
+
+def test_the_day_curve_has_the_asked_mean():
+    curve = day_curve(depth_of(0.8))
+    assert len(curve) == 24
+    assert sum(curve) / 24 == pytest.approx(0.8)
+    assert max(curve) == pytest.approx(1, abs=0.01)
+    assert curve.index(max(curve)) == 15
+    with pytest.raises(ValueError, match="mean_share: expected a share"):
+        depth_of(0.1)
+
+
+def test_units_are_whole_and_enough():
+    hours = scale([10.0, 25.0, 100.0], [Unit(4, 12.0), Unit(18, 60.0)])
+    assert [hour.units for hour in hours] == [(1, 1), (3, 1), (9, 2)]
+    assert [hour.nodes for hour in hours] == [22, 30, 72]
+    assert scale([10.0], [Unit(1, 10.0)], headroom=0.2)[0].units == (2,)
