@@ -445,9 +445,7 @@ def test_unknown_keys_are_named_with_their_values(change):
         assert f"{key}={json.dumps(value)}" in message
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "deepseek_v4", "glm_moe_dsa", "", 3, ["deepseek_v3"]]
-)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v4", "glm5_moe", "", 3, ["deepseek_v3"]])
 def test_another_model_type_is_refused_first(model_type):
     # Other keys of the file are invalid too.
     message = refused({"model_type": model_type, "hidden_act": "gelu", "n_embd": 64})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from typing import Literal
 
 from dsv3_jax.config import MTPHidden
-from dsv3_jax.training.indexer import IndexerStage
+
+IndexerStage = Literal["none", "dense", "sparse"]
+"""Stage of the training of indexers; ``none`` for models without them."""
 
 # The V3 report's schedule over 14.8 trillion tokens (section 4.2), as fractions of the run.
 _PRETRAINING = 14.8e12

@@ -15,7 +15,7 @@ changes an indexer, and it changes nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,9 @@ from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.runner import LayerRunner
 from dsv3_jax.layers.sparse_attention import SparseAttention
+from dsv3_jax.training.config import IndexerStage
 from dsv3_jax.training.tree import Tree
 from pallas_kernels import sparse_index, top_k
-
-IndexerStage = Literal["none", "dense", "sparse"]
-"""Stage of the training of indexers; ``none`` for models without them."""
 
 _QUERIES_PER_BLOCK = 64
 """Queries whose scores with all tokens are in memory at a time."""

@@ -162,6 +162,7 @@ def test_the_first_choice_is_not_logged(caplog):
 
 TABLE, COUNT = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
 HEAD = jnp.ones((1, 1, 1, 4))
+INDICES = jnp.zeros((1, 1, 1), jnp.int32)
 ARGUMENTS = {
     "mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, COUNT), {"scale": 1.0}),
     "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
@@ -190,6 +191,13 @@ ARGUMENTS = {
             "scaling_factor": 1.0,
         },
     ),
+    "sparse_index": (
+        (jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 1)), jnp.ones((1, 2, 2)), TABLE, COUNT),
+        {},
+    ),
+    "top_k": ((jnp.ones((1, 2)), 1), {}),
+    "sparse_mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, INDICES), {"scale": 1.0}),
+    "sparse_mla_prefill": ((HEAD, HEAD, jnp.ones((1, 2, 8)), INDICES), {"scale": 1.0}),
     "block_quant": ((jnp.ones((2, 2)),), {}),
     "integer_quant": ((jnp.ones((2, 2)), 8), {}),
     "block_dequant": ((jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones((1, 1)), (2, 2)), {}),

@@ -8,14 +8,16 @@ pages.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from dsv3_jax.disaggregation.peers import Peer
 from dsv3_jax.server.errors import ApiError
-from dsv3_jax.server.service import Service
+
+if TYPE_CHECKING:  # the types of bodies can be imported without JAX
+    from dsv3_jax.disaggregation.peers import Peer
+    from dsv3_jax.server.service import Service
 
 _NAME = "kv_transfer_params"
 
