@@ -223,8 +223,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, one core",
-        "command": f"python -m scripts.simulate_published --seconds {arguments.seconds:g}"
-        f" --warm-up {arguments.warm_up:g} --loads {' '.join(f'{x:g}' for x in arguments.loads)}",
         "efficiency": dataclasses.asdict(reached),
         "targets_ms": {"ttft": 5000, "tpot": 50},
         "assumptions": ASSUMPTIONS,
@@ -232,12 +230,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def merged(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows and those of other sizes that the file has, the smallest size first."""
-    before = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
-    sizes = {row["devices"] for row in rows}
-    others = [row for row in before if row["devices"] not in sizes]
-    return sorted([*others, *rows], key=lambda row: (row["devices"], row["load"]))
+def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Returns a result with the commands of the file before it, and with the rows of other sizes
+    that it has, the smallest size first."""
+    before = json.loads(path.read_text("utf-8")) if path.exists() else {"rows": [], "commands": []}
+    sizes = {row["devices"] for row in result["rows"]}
+    rows = [row for row in before["rows"] if row["devices"] not in sizes] + result["rows"]
+    return {
+        **result,
+        "commands": before["commands"] + result["commands"],
+        "rows": sorted(rows, key=lambda row: (row["devices"], row["load"])),
+    }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -326,8 +329,10 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     read = arguments.read
     result = json.loads(read.read_text("utf-8")) if read else run(arguments)
+    if not read:
+        result["commands"] = [f"python -m scripts.simulate_published {' '.join(words)}"]
     if arguments.out:
-        result["rows"] = merged(arguments.out, result["rows"])
+        result = merged(arguments.out, result)
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     scaled = days(result["rows"])
     if arguments.page:
