@@ -296,7 +296,7 @@ def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
         planned.clear()
         engine.executor.dispatch = record
         engine.executor.seconds_left = predicted
-        submit(engine, 1, 24).handle.result(SECONDS)
+        submit(engine, 1, 14).handle.result(SECONDS)
         engine.loop.shutdown(timeout=SECONDS)
         return next(i for i, first in enumerate(planned) if 2 in first) - 2
 

@@ -54,6 +54,7 @@ WHOLE = [(len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE for prompt in PROMPTS]
 """Tokens that are cached if a prompt has been there before."""
 
 
+@pytest.mark.slow
 def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path):
     tiers = CacheTiers(host_bytes=2**24, disk=tmp_path)
     with make(tiny_mtp, tiers, draft="mtp", draft_depth=2) as engine:
