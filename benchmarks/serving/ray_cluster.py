@@ -39,19 +39,33 @@ def cluster(directory: Path, cpus: int) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=_STORE_BYTES,
-        log_to_driver=False,
-        _temp_dir=str(directory),
-    )
+    _start(directory, cpus)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _start(directory: Path, cpus: int) -> None:
+    """Starts Ray. It gives up after 30 seconds, which a busy machine may exceed, so that a second
+    and a third attempt follow."""
+    for attempt in range(3):
+        try:
+            ray.init(
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                log_to_driver=False,
+                _temp_dir=str(directory),
+            )
+        except Exception as error:  # Ray raises no class of its own
+            if "timed out during startup" not in str(error) or attempt == 2:
+                raise
+            ray.shutdown()
+        else:
+            return
 
 
 def deploy(app: Any, name: str) -> None:
