@@ -75,7 +75,7 @@ def deploy(app: Any, name: str) -> None:
 
 def running_replicas(name: str) -> int:
     """Returns the number of an application's replicas that take requests."""
-    states = serve.status().applications[name].deployments["engine"].replica_states
+    states: Any = serve.status().applications[name].deployments["engine"].replica_states
     return states.get("RUNNING", 0)
 
 

@@ -62,7 +62,7 @@ def application(
         graceful_shutdown_timeout_s=drain_seconds,
         health_check_period_s=settings.health_check_period_s,
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter,
+            request_router_class=PrefixRouter,  # pyright: ignore[reportArgumentType]
             request_router_kwargs={"load_bound": settings.load_bound},
         ),
     )
@@ -75,7 +75,7 @@ def application(
         max_ongoing_requests=most + settings.max_queued_requests,
         graceful_shutdown_timeout_s=drain_seconds,
     )
-    return fronts.bind(engines.bind(settings))
+    return fronts.bind(engines.bind(settings))  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _autoscaling(settings: AppSettings) -> AutoscalingConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import (  # pyright: ignore[reportMissingImports]
@@ -55,7 +56,7 @@ def make_front(handle: DeploymentHandle, settings: AppSettings) -> Starlette:
     streaming = handle.options(method_name="respond", stream=True)
 
     async def open_call(call: Call) -> Batches:
-        response = streaming.remote(call)
+        response: Any = streaming.remote(call)
         try:
             async for batch in response:
                 yield batch

@@ -18,7 +18,9 @@ from dsv3_jax.serve_ray.placement import choose
 class PrefixRouter(RequestRouter):
     """Sends requests that share a prefix to the same replica, unless it has too many."""
 
-    def initialize_state(self, load_bound: float) -> None:
+    def initialize_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, load_bound: float
+    ) -> None:
         """Is called with the router's settings.
 
         Args:
