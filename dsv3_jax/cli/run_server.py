@@ -59,7 +59,7 @@ class MadeEngine(NamedTuple):
     tokenizer: Tokenizer
     settings: ServerSettings
     remote: RemotePrefill | None
-    """Where a server of the role ``decode`` gets pages from."""
+    """The source of pages of a server with the role ``decode``."""
 
 
 def make_engine(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> MadeEngine:
