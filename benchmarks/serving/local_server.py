@@ -26,9 +26,8 @@ def serving_in_a_process(
 ) -> Iterator[str]:
     """Serves an engine of this process from another one, as ``dsv3 serve`` does. Yields the URL."""
     settings = ServerSettings(model_name, max_len, max_requests)
-    with bind("127.0.0.1", 0) as bound, HttpProcess(engine, tokenizer, settings, bound):
+    with bind("127.0.0.1", 0) as bound, HttpProcess(engine, tokenizer, settings, bound) as http:
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        bound.listen()
         while True:
             try:
                 with urllib.request.urlopen(f"{url}/ready"):
@@ -36,6 +35,9 @@ def serving_in_a_process(
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code != 503 or engine.failure is not None:
+                    raise
+            except urllib.error.URLError:  # it does not listen yet
+                if not http.is_alive:
                     raise
             time.sleep(0.05)
         yield url

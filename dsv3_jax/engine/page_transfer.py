@@ -148,7 +148,7 @@ class PageTransfer:
         """Drops all pages in host memory."""
         self._tiers.clear_memory()
 
-    # What the scheduler calls.
+    # The scheduler calls these.
 
     def addresses(
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
@@ -179,7 +179,7 @@ class PageTransfer:
         :class:`~dsv3_jax.pages.PageSource`."""
         return self._tiers.fetch(addresses)
 
-    # What the thread that launches steps calls.
+    # The thread that launches steps calls these.
 
     def save(self, pool: PagePool, saves: Sequence[PageSave]) -> None:
         """Launches copies of pages, and leaves the rest to another thread."""
@@ -219,7 +219,7 @@ class PageTransfer:
         parts = [self._packer.stage(p.payload) if p.parts is None else p.parts for p in staged]
         return self._packer.scatter(pool, pages, parts)
 
-    # What others call.
+    # Others call these.
 
     def release(self, load: StagedLoad) -> None:
         """Frees a load's share of the memory for staging."""

@@ -32,7 +32,7 @@ class PoolPlan:
     resumes: bool = False
     """Whether requests arrive with their prompts cached, as in a decode pool."""
     multi_step: int | None = None
-    """Decode steps of every dispatch that prefills nothing. None: as many as the engine takes.
+    """Number of decode steps of every dispatch that prefills nothing; None takes the engine's.
     More steps make a simulation faster, and an arriving request wait longer."""
     bfloat16_results: bool = False
     """Whether experts' results travel in bfloat16."""

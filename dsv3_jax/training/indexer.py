@@ -100,7 +100,7 @@ def divergence(
             visible = _chosen(scores, attention.indexer.topk)
         p = _mean_probabilities(heads, visible)
         log_q = jax.nn.log_softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        # Where p is 0, its logarithm is not finite.
+        # The logarithm of p is not finite where p is 0.
         terms = p * (jnp.log(jnp.where(p > 0, p, 1.0)) - jnp.where(visible, log_q, 0.0))
         return jnp.sum(terms, axis=-1)
 

@@ -486,3 +486,24 @@ class TestMeshes:
         model.use_attn_impl("CC")
         with pytest.raises(ValueError, match="expected attn_impl None, got 'CC'"):
             make(model)
+
+
+def test_first_tokens_come_before_those_of_running_requests(tiny_mtp, monkeypatch):
+    with make(tiny_mtp) as engine:
+        orders = []
+        wait = engine._executor.wait
+
+        def spy():
+            plan, results = wait()
+            orders.append([result.is_decode for result in results])
+            return plan, results
+
+        monkeypatch.setattr(engine._executor, "wait", spy)
+        engine.submit([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+        for _ in range(3):
+            engine.step()
+        engine.submit([8, 9], max_new_tokens=2, ignore_eos=True)
+        while engine.step():
+            pass
+    assert [False, True] in orders
+    assert [True, False] not in orders

@@ -291,7 +291,9 @@ def _is_refused(server: RunningServer) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds processes in /proc")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"), reason="needs Linux, to find processes in /proc"
+)
 @pytest.mark.parametrize("killed", ["engine", "http"])
 def test_the_death_of_one_process_ends_the_other(killed):
     with ServerProcess(runner="run_with_http_process") as process:

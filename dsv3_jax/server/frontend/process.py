@@ -59,6 +59,11 @@ class HttpProcess:
         self._thread.start()
         return self
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive()
+
     def wait(self) -> int:
         """Waits for the end of the process. Returns its exit status; one that was killed has 1."""
         self._process.join()
