@@ -199,6 +199,9 @@ def test_pieces_of_several_steps_arrive_in_order(idle):
     for i in range(200):
         engine.handles[0].accepted_drafts.append(i)
         engine.handles[0].deliver(f"{i},", [i], [-float(i)], [[(i, -1.0)]])
+        end = time.monotonic() + SECONDS
+        while i < 2 and len(first.pieces_from(0)) <= i and time.monotonic() < end:
+            time.sleep(0.001)  # the first two arrive in messages of their own
     completion = Completion("whole", [7], [-1.0], "length", 1)
     engine.handles[0].deliver("end", [], [], None, completion)
     engine.handles[1].fail(RequestError("request: broken"))
