@@ -11,7 +11,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.completion import Generation
-from dsv3_jax.generation.generator import Generator
+from dsv3_jax.offline.generator import Generator
 from dsv3_jax.training.corpus import is_held_out
 from scripts.train_demo import modules
 from tests.support.running import optimized
