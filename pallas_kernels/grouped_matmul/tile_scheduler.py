@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grouped_matmul.plan import Plan
-from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline
 
 _LANES = 32
 _ALL_LANES = "0xffffffff"

@@ -29,34 +29,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.warpgroup import meet, publish
 from pallas_kernels.mla_decode.float8_cache import ROPE, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
     copy_rope,
-    fence_shared,
     fetch_half,
     prefetch_rope,
     store_half,
     wait_rope_copies,
     with_rounded_scales,
 )
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    ROW,
-    SLACK,
-    SLOTS,
-    TILE,
-    WGMMA,
-    masked_scores,
-    results,
-    row_vector,
-    tiles_of,
-)
+from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, masked_scores, results
 from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import meet
 
 _COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # per thread: 2 * compute + fill <= 504
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
@@ -185,7 +173,7 @@ def attend(
                     store_half(v_s.at[slot, half], words, scales, tokens)
                     if half:
                         wait_rope_copies()
-                    fence_shared()
+                    publish()
                     arrive_once(kv_full(slot, half))
                     registers[of_half] = fetch_half(kv_g.at[next_page], half)
                 prefetch_rope(kv_g.at[next_page])
@@ -283,7 +271,7 @@ def attend(
                     s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
                 rope_s[own] = p.astype(jnp.bfloat16)
-                fence_shared(interpret)
+                publish(interpret)
                 arrive_once(p_ready(own))
                 total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
                 return alpha, running, total

@@ -29,26 +29,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
 from pallas_kernels.mla_decode.clear import clear_tokens
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    ROW,
-    SLACK,
-    SLOTS,
-    TILE,
-    WGMMA,
-    masked_scores,
-    results,
-    row_vector,
-    tiles_of,
-)
-from pallas_kernels.mla_decode.rescale import publish, scale_rows
+from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, masked_scores, results
+from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import first_warp, meet
 
 _HALF = LATENT // 2  # latent columns per TMA copy and barrier: a slot is released half by half
 _VALUE_COLUMNS = _HALF // 2  # output columns of a value warpgroup in each half
@@ -111,7 +101,6 @@ def attend(
     pair = 2 if tiles % 2 == 0 and config.multicast else 1
     partitions = schedule.partitions
     multicast_axis = "pair" if pair == 2 else None  # cluster axis of the TMA multicast
-    early = config.early and interpret is None and hasattr(plgpu, "griddepcontrol_wait")
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
@@ -125,9 +114,7 @@ def attend(
         q_full.initialise([3])
         block_barriers.initialise([1] * (3 * SLOTS) + [WARPS] * (2 * SLOTS))
         sequence_barriers.initialise([2 * WARPS] * 3)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        overlap_preceding_kernel(config.early, interpret=interpret)
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
         sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import matmul_to_float8
+from pallas_kernels.grouped_matmul.kernel import matmul_to_float8
 from pallas_kernels.grouped_matmul.plan import quantizes
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels import grouped_matmul_cases

@@ -283,7 +283,10 @@ OPS = sorted({kernel.op for kernel in KERNELS.values()})
 
 
 def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name."""
+    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name.
+
+    A report is the PTX and what ptxas prints.
+    """
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -299,9 +302,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
 
     results = {}
     # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    if op == "route":
-        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     for number, (name, kernel) in enumerate(KERNELS.items()):
         if kernel.op == op:
             output = directory / f"{number}.txt"
@@ -380,13 +381,11 @@ def reason_to_skip() -> str | None:
     return None
 
 
-@pytest.fixture(scope="module", params=OPS)
-def compiled(request, tmp_path_factory):
-    """Compiles all kernels of one operation, and returns the results by kernel name."""
-    directory = tmp_path_factory.mktemp("ptxas")
+def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """Runs :func:`compile_all` in a process of its own."""
     without = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"}
     run = subprocess.run(
-        [sys.executable, __file__, request.param, str(directory)],
+        [sys.executable, __file__, op, str(directory)],
         env={name: value for name, value in os.environ.items() if name not in without}
         | {
             "JAX_PLATFORMS": "cpu",
@@ -397,6 +396,12 @@ def compiled(request, tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads((directory / "results.json").read_text())
+
+
+@pytest.fixture(scope="module", params=OPS)
+def compiled(request, tmp_path_factory):
+    """Compiles all kernels of one operation, and returns the results by kernel name."""
+    return compile_in_child(request.param, tmp_path_factory.mktemp("ptxas"))
 
 
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
