@@ -115,7 +115,9 @@ def disassemble(ptx: str) -> list[Instruction]:
         source.write_text(ptx)
         assemble = ["ptxas", "-arch=sm_90a", str(source), "-o", str(binary)]
         subprocess.run(assemble, check=True, capture_output=True)
-        listing = subprocess.run([tool, "-c", str(binary)], check=True, capture_output=True, text=True)
+        listing = subprocess.run(
+            [tool, "-c", str(binary)], check=True, capture_output=True, text=True
+        )
     return parse(listing.stdout)
 
 

@@ -154,7 +154,7 @@ def _prefix_sums(values: list[Any]) -> list[Any]:
 
 
 def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
-    """Decorates functions that return int32 scalars, as :func:`mosaic_ir.inline`."""
+    """Decorates functions that return int32 scalars, as :func:`ir.inline`."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:

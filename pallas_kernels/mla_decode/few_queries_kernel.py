@@ -71,7 +71,7 @@ def attend(
     config: FewQueries,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
-    """As :func:`mosaic_gpu_kernel.attend`, with M = T * H a multiple of 8 and at most 32.
+    """As :func:`kernel.attend`, with M = T * H a multiple of 8 and at most 32.
 
     Pages of uint8 are in the format of :mod:`float8_cache`.
     """

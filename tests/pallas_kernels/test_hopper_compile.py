@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
-from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
+from pallas_kernels.mla_decode.kernel import Config as DecodeConfig
+from pallas_kernels.mla_prefill.kernel import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel

@@ -185,7 +185,7 @@ def attend(
                     next_s[slot] = tile + programs
                 else:
                     claim_tile(tile_counter, next_s, slot, programs)
-                plgpu.committiles_of()
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[tile_barriers + slot])
                 return next_s[slot]
 
@@ -253,7 +253,7 @@ def attend(
             """Returns ``acc + P V``."""
             if interpreted:
                 p_s[wg] = p
-                plgpu.committiles_of()
+                plgpu.commit_smem()
                 return acc + accumulate(lambda ref: values(ref, p_s.at[wg], slot), V)
             return _run_state(lambda ref: values(ref, p, slot))(ACC.init(acc))
 
@@ -269,7 +269,7 @@ def attend(
                     old = _as_layout(part[...], WGMMA)
                     part[...] = jnp.where(row < length - first, old, jnp.zeros_like(old))
 
-            plgpu.committiles_of()
+            plgpu.commit_smem()
             plgpu.barrier_arrive(values_cleared)
             plgpu.barrier_wait(values_cleared)
 
@@ -383,7 +383,7 @@ def attend(
                 out_s[wg] = acc[:, columns].astype(jnp.bfloat16)
                 if c == 0:
                     lse_s[wg] = jnp.where(visible, lse, -jnp.inf)
-                plgpu.committiles_of()
+                plgpu.commit_smem()
                 if c == 0:
                     plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, h, rows])
                 columns = pl.ds(c * COLUMNS, COLUMNS)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
 from pallas_kernels.mla_decode.clear import clear_tokens
+from pallas_kernels.mla_decode.epilogue import Part, TileResults, load_sums, merge_sums
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, masked_scores, results
 from pallas_kernels.mla_decode.rescale import scale_rows
@@ -58,17 +58,6 @@ class Config:
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
-
-
-def _store(ref: Any, value: jax.Array, interpret: Any) -> None:
-    """Stores to global memory in pieces of less than a 32-byte sector.
-
-    jax 0.12 refuses such stores unless they are requested.
-    """
-    if interpret is None and hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        ref[...] = value
 
 
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
@@ -106,11 +95,9 @@ def attend(
 
     def mla_decode(ql_g, qr_g, kv_g, tables_g, schedule_g, out_g, lse_g, partial_g, partial_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
-             query_barriers, block_barriers, sequence_barriers, kv_free):  # fmt: skip
-        q_full, block_barriers, sequence_barriers = (
-            Barriers(each, interpret)
-            for each in (query_barriers, block_barriers, sequence_barriers)
-        )
+             *barriers_and_kv_free):  # fmt: skip
+        *barriers, kv_free = barriers_and_kv_free
+        q_full, block_barriers, sequence_barriers = (Barriers(each, interpret) for each in barriers)
         q_full.initialise([3])
         block_barriers.initialise([1] * (3 * SLOTS) + [WARPS] * (2 * SLOTS))
         sequence_barriers.initialise([2 * WARPS] * 3)
@@ -122,6 +109,9 @@ def attend(
         def m0():
             """Returns the tile's first query row, recomputed at each use to save a register."""
             return (lax.axis_index("tile") * pair + lax.axis_index("pair")) * TILE
+
+        globals_ = out_g, lse_g, partial_g, partial_lse_g
+        outputs = TileResults(*globals_, lse_s, m0, rows, rows_per_copy=8, interpret=interpret)
 
         # Key block n of a partition is use n // 2 of its slot and of the slot's barriers.
         def kv_full(slot, half):  # half 2: the rope keys
@@ -391,12 +381,7 @@ def attend(
                 acc = add_block(last, acc, valid_tokens=valid_tokens, keep_slot=staged)
 
                 sequence_barriers.wait(sum_ready, i)
-                maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
-                sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
-                maximum = jnp.maximum(*maxima)
-                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
-                    maxima[1] - maximum
-                )
+                maximum, total = merge_sums(*load_sums(sum_max_s, sum_s))
                 sequence_barriers.arrive(sum_free)
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
@@ -404,51 +389,26 @@ def attend(
 
                 @pl.when(wg == 0)
                 def _():
-                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
-                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
-                    plgpu.commit_smem()
+                    outputs.stage_lse(maximum, total)
 
-                def columns_of(half):
-                    return acc[:, half * _VALUE_COLUMNS : (half + 1) * _VALUE_COLUMNS]
-
-                def out_columns(half):
-                    return pl.ds(half * _HALF + wg * _VALUE_COLUMNS, _VALUE_COLUMNS)
+                # Staged in the columns of the last block that only this warpgroup reads.
+                parts = [
+                    Part(
+                        slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
+                        pl.ds(half * _HALF + wg * _VALUE_COLUMNS, _VALUE_COLUMNS),
+                        (lambda m, half=half: v_s.at[slot, half, m, columns]) if staged else None,
+                    )
+                    for half in range(2)
+                ]
 
                 @pl.when(segments == 1)
                 def _():
-                    if staged:
-                        # Staged in the columns of the block that only this warpgroup reads.
-                        for half in range(2):
-                            v_s[slot, half, :, columns] = columns_of(half).astype(jnp.bfloat16)
-                        plgpu.commit_smem()
-                        # A copy takes eight query rows, which are contiguous in shared memory.
-                        for half, m in itertools.product(range(2), range(0, rows, 8)):
-                            plgpu.copy_smem_to_gmem(
-                                v_s.at[slot, half, pl.ds(m, 8), columns],
-                                out_g.at[b, pl.ds(m0() + m, 8), out_columns(half)],
-                            )
-                    else:
-                        for half in range(2):
-                            values = columns_of(half).astype(jnp.bfloat16)
-                            _store(
-                                out_g.at[b, pl.ds(m0(), TILE), out_columns(half)], values, interpret
-                            )
-
-                    @pl.when(wg == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(
-                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0(), rows)]
-                        )
+                    outputs.store(b, acc, parts, wg == 0)
 
                 @pl.when(segments > 1)
                 def _():
                     partial = schedule_g[partitions + b, 2] + lax.axis_index("partition")
-                    for half in range(2):
-                        partial_g[partial, pl.ds(m0(), TILE), out_columns(half)] = columns_of(half)
-
-                    @pl.when(wg == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0(), TILE)])
+                    outputs.store_partial(partial, acc, parts, wg == 0)
 
                 plgpu.wait_smem_to_gmem(0)
                 if staged:
