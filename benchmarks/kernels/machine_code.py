@@ -73,7 +73,8 @@ class Loop:
 def ptx_of(output: str) -> dict[str, str]:
     """Returns the PTX of each kernel in a dump of ``MOSAIC_GPU_DUMP_PTX``, by entry name.
 
-    References to lines of the source are left out. A kernel that was compiled again under the same name gets a number.
+    References to lines of the source are left out. A kernel that was compiled again under the same
+    name gets a number.
     """
     kernels: dict[str, str] = {}
     for ptx in _PTX.findall(output):
