@@ -41,10 +41,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul.epilogue import store_tile
@@ -60,12 +57,12 @@ from pallas_kernels.grouped_matmul.plan import (
     scratch,
 )
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileScheduler
-from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import REF, SCALAR, array, const, inline, wgmma_row, word
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
-from pallas_kernels.hopper.tiles import ACC, ROW, ROWS
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows
 from pallas_kernels.hopper.warpgroup import first_warp
 
 _INTERPRETED_BLOCKS = 2
@@ -141,12 +138,18 @@ def _launch(
     if lhs_scale is not None and plan.tma_scales:
         padding = max(-M % 4, plan.scale_copy_rows - M)
         lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
-
     ring_scratch = Ring.scratch(config.stages, plan.copies_per_stage, CONSUMERS, interpret)
 
+    scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
+
     def grouped_matmul(*refs: Any) -> None:
-        buffers = Buffers.of(plan, refs[: -len(ring_scratch)])
-        ring = Ring.of(config.stages, CONSUMERS, refs[-len(ring_scratch) :], interpret)
+        end = len(refs) - len(scale_ring_scratch)
+        first = end - len(ring_scratch)
+        buffers = Buffers.of(plan, refs[:first])
+        ring, scale_ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret), None
+        if plan.unrolled:
+            scale_ring = Ring.of(2, CONSUMERS, refs[end:], interpret)
+            scale_ring.initialise()
         ring.initialise()
         overlap_preceding_kernel(config.early, interpret=interpret)
         group_tiles = GroupTiles(buffers.group_sizes, config.tile_m, on_gpu=on_gpu)
@@ -156,12 +159,12 @@ def _launch(
         @pl.when(warpgroup == _PRODUCER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring))
+            pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring, scale_ring))
 
         @pl.when(warpgroup != _PRODUCER)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            consume(plan, buffers, tiles, ring, warpgroup)
+            consume(plan, buffers, tiles, ring, scale_ring, warpgroup)
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
@@ -170,7 +173,7 @@ def _launch(
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), *ring_scratch],
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch],
         grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
@@ -186,7 +189,9 @@ def _launch(
 # ---- the producer --------------------------------------------------------------------------------
 
 
-def produce(plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring) -> None:
+def produce(
+    plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring, scale_ring: Ring | None
+) -> None:
     """Copies the operands of every K step of this block's tiles to the ring. One warp calls it."""
     config, tile_k = plan.config, plan.tile_k
 
@@ -212,6 +217,14 @@ def produce(plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring) -> N
 
     def copy_tile(i: jax.Array, state: PipelineState) -> PipelineState:
         tile = tiles.locate(i)
+        if scale_ring is not None:
+            window = tile.group, pl.ds(_first_scale_block(plan, tile), 2), pl.ds(0, plan.k_steps)
+            targets = [buffers.matrix_scale_tiles.at[i & 1, n] for n in range(plan.matrices)]
+            copies = [
+                TmaCopy(scales, window, target, tiled=False, swizzle=None, contiguous=True)
+                for scales, target in zip(buffers.matrix_scales, targets, strict=True)
+            ]
+            scale_ring.fill(_tile_state(i), copies)
 
         def fill(step: jax.Array, state: PipelineState, carry: tuple[()]) -> tuple[()]:
             fewer = 0
@@ -228,16 +241,36 @@ def produce(plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring) -> N
         return ring.loop(plan.k_steps, fill, state, ())[0]
 
     ring.drain(lax.fori_loop(0, tiles.count(), copy_tile, ring.start()))
+    if scale_ring is not None:
+        scale_ring.drain(_tile_state(tiles.count()))
+
+
+def _tile_state(i: jax.Array) -> PipelineState:
+    """Returns the state of the ring of matrix scales for a block's i-th tile."""
+    return PipelineState(i & 1, lax.shift_right_logical(i, jnp.int32(1)) & 1)
+
+
+def _first_scale_block(plan: Plan, tile: Tile) -> jax.Array:
+    """Returns the first of two blocks of columns that contain the tile's."""
+    last = pl.cdiv(plan.N, SCALE_BLOCK) - 2
+    return jnp.minimum(lax.div(tile.column, SCALE_BLOCK), last)
 
 
 # ---- the consumers -------------------------------------------------------------------------------
 
 
 def consume(
-    plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring, warpgroup: jax.Array
+    plan: Plan,
+    buffers: Buffers,
+    tiles: TileScheduler,
+    ring: Ring,
+    scale_ring: Ring | None,
+    warpgroup: jax.Array,
 ) -> None:
     """Computes and stores this consumer warpgroup's share of every tile of its block."""
     ring.release_all()
+    if scale_ring is not None:
+        scale_ring.release_all()
     k_loop = _float8_k_loop if plan.float8 else _bfloat16_k_loop
 
     def compute_tile(i: jax.Array, carry: Any) -> Any:
@@ -247,15 +280,24 @@ def consume(
             """Locates the next tile in the first K step: it takes half a microsecond."""
             return lax.cond(step == 0, lambda: tiles.locate(i + 1), lambda: next_tile)
 
-        sums, next_tile, state = k_loop(
-            plan, buffers, ring, warpgroup, tile, prefetch_tile, scales, state
-        )
+        if scale_ring is not None:
+            scale_ring.wait_full(_tile_state(i))
+            sums, next_tile, state = _unrolled_k_loop(
+                plan, buffers, ring, warpgroup, tile, lambda: tiles.locate(i + 1), i & 1, state
+            )
+            scale_ring.release(_tile_state(i))
+        else:
+            sums, next_tile, state = k_loop(
+                plan, buffers, ring, warpgroup, tile, prefetch_tile, scales, state
+            )
         scales = first_scales(next_tile)  # before the epilogue, which hides the latency
         store_tile(plan, buffers, warpgroup, tile, sums, i)
         return next_tile, scales, state
 
     def first_scales(tile: Tile) -> Scales | None:
-        return load_scales(plan, buffers, warpgroup, tile, 0) if plan.float8 else None
+        if not plan.float8 or plan.unrolled:
+            return None
+        return load_scales(plan, buffers, warpgroup, tile, 0)
 
     first = tiles.locate(0)
     carry = first, first_scales(first), ring.start()
@@ -337,13 +379,7 @@ def _float8_k_loop(
             prefetched = prefetch_tile(i, next_tile)
             product = accumulator[...]
             ring.release(state)
-            new_sums = tuple(
-                s
-                + product[:, j * width : (j + 1) * width]
-                * lax.broadcast_in_dim(f, (ROWS, width), (0,))
-                for j, (s, f) in enumerate(zip(sums, factors, strict=True))
-            )
-            return new_sums, next_scales, prefetched
+            return add_scaled(sums, product, factors), next_scales, prefetched
 
         accumulator = ACC((ROWS, columns), jnp.float32)
         return pl.run_scoped(multiply_and_scale, accumulator)
@@ -352,6 +388,100 @@ def _float8_k_loop(
     carry = (zero,) * (columns // width), scales, tile
     state, (sums, _, next_tile) = ring.loop(plan.k_steps, step, state, carry)
     return sums, next_tile, state
+
+
+def _unrolled_k_loop(
+    plan: Plan,
+    buffers: Buffers,
+    ring: Ring,
+    warpgroup: jax.Array,
+    tile: Tile,
+    locate_next: Callable[[], Tile],
+    slot: jax.Array,
+    state: PipelineState,
+) -> tuple[tuple[jax.Array, ...], Tile, PipelineState]:
+    """Computes :func:`_float8_k_loop` with all stages of the ring in one iteration.
+
+    So stages, and addresses of what they contain, are constants. The last iteration is separate: it
+    locates the next tile.
+
+    Args:
+      slot: of the tile in ``buffers.matrix_scale_tiles``.
+      state: the next one, at stage 0.
+    """
+    config, width, columns = plan.config, plan.scale_width, plan.warpgroup_tile[1]
+    row, _ = plan.stage_offset(warpgroup)
+    first_block = _first_scale_block(plan, tile)
+    if plan.on_gpu:
+        a = wgmma.operand_base(buffers.lhs_stages_untiled, row * ATOM)
+        b = wgmma.operand_base(buffers.rhs_stages_untiled, 0)
+
+    def matrix_scales(k: jax.Array) -> list[jax.Array]:
+        scales = []
+        for matrix in range(plan.matrices):
+            first, second = (buffers.matrix_scale_tiles[slot, matrix, n, k] for n in range(2))
+            for c in range(0, plan.out_columns, width):
+                is_second = lax.div(tile.column + c, SCALE_BLOCK) > first_block
+                if plan.out_columns > SCALE_BLOCK and c in (0, SCALE_BLOCK):
+                    scales.append(second if c else first)  # a tile has columns of both blocks
+                else:
+                    scales.append(jnp.where(is_second, second, first))
+        return scales
+
+    def step(stage: int, k: Any, phase: Any, carry: Any, is_last: bool) -> Any:
+        sums, product = carry
+        here = PipelineState(jnp.int32(stage), phase)
+        ring.wait_full(here)
+
+        def meanwhile() -> tuple[list[jax.Array], Tile]:
+            rows = _lhs_scales(plan, buffers, warpgroup, tile, Scales(None, ()), here)
+            return [rows * s for s in matrix_scales(k)], locate_next() if is_last else tile
+
+        if plan.on_gpu:
+            offsets = stage * config.tile_m * ATOM, stage * config.tile_n * ATOM
+            started = wgmma.start_product(a, b, *offsets, product)
+            factors, next_tile = meanwhile()
+            product = wgmma.wait_for_product(started)
+        else:
+
+            def multiply(accumulator: Any) -> Any:
+                rows = buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
+                plgpu.wgmma(accumulator, rows, buffers.rhs_stages.at[stage].T)
+                return *meanwhile(), accumulator[...]
+
+            accumulator = ACC((ROWS, columns), jnp.float32)
+            factors, next_tile, product = pl.run_scoped(multiply, accumulator)
+        ring.release(here)
+        return (add_scaled(sums, product, factors), product), next_tile
+
+    def turn(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
+        """Takes K steps, one per stage."""
+        phase, next_tile = state.phase ^ (n & 1), tile
+        for stage in range(config.stages):
+            last = is_last and stage == config.stages - 1
+            k = n * config.stages + stage
+            carry, next_tile = step(stage, k, phase, carry, last)
+        return carry, next_tile
+
+    def zeros(columns: int) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+
+    turns = plan.k_steps // config.stages
+    carry = (zeros(width),) * (columns // width), zeros(columns)
+    carry = lax.fori_loop(0, turns - 1, lambda n, carry: turn(n, carry, False)[0], carry)
+    (sums, _), next_tile = turn(jnp.int32(turns - 1), carry, True)
+    return sums, next_tile, PipelineState(state.stage, state.phase ^ (turns & 1))
+
+
+def add_scaled(
+    sums: tuple[jax.Array, ...], product: jax.Array, factors: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Adds a product to sums of as many columns each, times a factor per sum and row."""
+    width = product.shape[1] // len(sums)
+    return tuple(
+        s + product[:, j * width : (j + 1) * width] * spread_rows(f, width)
+        for j, (s, f) in enumerate(zip(sums, factors, strict=True))
+    )
 
 
 # ---- float8 scales -------------------------------------------------------------------------------
@@ -380,7 +510,7 @@ def load_scales(
     )
     if plan.tma_scales:
         return Scales(None, rhs)
-    lhs = load_lhs_scales(buffers.lhs_scale, tile.row + row, step, rows=plan.M, on_gpu=plan.on_gpu)
+    lhs = load_column(buffers.lhs_scale, tile.row + row, step, rows=plan.M, on_gpu=plan.on_gpu)
     return Scales(lhs, rhs)
 
 
@@ -398,43 +528,3 @@ def _lhs_scales(
     row, _ = plan.stage_offset(warpgroup)
     rows = buffers.scale_stages[state.stage, pl.ds(row + (tile.row & 3), ROWS)]
     return plgpu.layout_cast(rows, ROW)
-
-
-def load_lhs_scales(
-    scales: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
-) -> jax.Array:
-    """Loads 64 numbers of one column of ``scales``, from row ``first`` on.
-
-    The numbers are not contiguous, so TMA could copy them only from a transposed array, which takes
-    another kernel before each matmul. Loading them directly takes two loads per thread and K step,
-    which overlap with wgmma. A whole warpgroup calls this.
-
-    Args:
-      scales: float32 [rows, columns] in global memory.
-      rows: number of rows. Past the end, the last row's scale is returned.
-    """
-    column = jnp.asarray(column, jnp.int32)
-    if not on_gpu:
-        available = min(rows, ROWS)
-        start = jnp.minimum(first, rows - available)
-        return scales[pl.ds(start, available), column][
-            jnp.minimum(first - start + jnp.arange(ROWS), available - 1)
-        ]
-
-    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
-
-    @inline(REF, SCALAR, SCALAR, returns=result)
-    def load(scales: Any, first: Any, column: Any) -> Any:
-        f32 = ir.F32Type.get()
-        columns = ir.MemRefType(scales.type).shape[1]
-        row, start = wgmma_row(), mgpu.utils.memref_ptr(scales)
-        registers = []
-        for half in range(2):
-            r = arith.addi(arith.addi(word(first), row), const(8 * half))
-            r = arith.minui(r, const(rows - 1))
-            index = arith.addi(arith.muli(r, const(columns)), word(column))
-            value = llvm.load(f32, mgpu.utils.getelementptr(start, [index], f32))
-            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
-        return array(registers, (ROWS,), ROW)
-
-    return load(scales, first, column)

@@ -61,6 +61,11 @@ class Config:
     extra kernel pays off with many rows, for which scales that are read in place do not stay in the
     L1 cache."""
 
+    unrolled: bool = False
+    """float8 with ``tma_scales`` only: whether the loop over K steps takes all stages of the ring
+    in one iteration, and finds the scales of the matrices in shared memory, where the producer
+    copies them once per tile. It takes fewer instructions. Its time has not been measured yet."""
+
     early: bool = False
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
     block initialises its barriers meanwhile."""
@@ -119,6 +124,10 @@ class Plan:
     @property
     def tma_scales(self) -> bool:
         return self.float8 and self.config.tma_scales
+
+    @property
+    def unrolled(self) -> bool:
+        return self.float8 and self.config.unrolled
 
     @property
     def scale_copy_rows(self) -> int:
@@ -233,6 +242,13 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
         raise NotImplementedError(
             f"two matrices take multiples of 32 columns, or of 128 if split along N, got {columns}"
         )
+    if float8 and config.unrolled:
+        steps = K // tile_k
+        if not config.tma_scales or steps % config.stages or steps % 4 or N <= SCALE_BLOCK:
+            raise NotImplementedError(
+                f"an unrolled loop takes tma_scales, multiples of {config.stages} and 4 K steps,"
+                f" and more than {SCALE_BLOCK} columns, got {steps} steps, N {N} and {config}"
+            )
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")
 
@@ -317,6 +333,10 @@ class Buffers(NamedTuple):
     scale_stages: Any
     """float32 [stages, scale_copy_rows] for lhs scales that TMA copies. Otherwise None."""
 
+    matrix_scale_tiles: Any
+    """float32 [2, matrices, 2, K / 128]: for this tile and the next one, the scales of the two
+    blocks of columns that a tile may touch. None unless the loop is unrolled."""
+
     staging: Any
     """[CONSUMERS * staging_buffers, 64, staging_width], tiled: results on their way out."""
 
@@ -338,6 +358,7 @@ class Buffers(NamedTuple):
         out_scale = next(remaining) if plan.quantize else None
         lhs_stages, rhs_stages = (next(remaining) for _ in range(2))
         scale_stages = next(remaining) if plan.tma_scales else None
+        matrix_scale_tiles = next(remaining) if plan.unrolled else None
         staging = next(remaining)
         exchange = None
         if plan.splits_scale_block:
@@ -345,7 +366,7 @@ class Buffers(NamedTuple):
         assert not list(remaining)
         views = (lambda ref: ref) if plan.on_gpu else (lambda ref: (ref, ref))
         arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales, out, out_scale
-        stages = *views(lhs_stages), *views(rhs_stages), scale_stages
+        stages = *views(lhs_stages), *views(rhs_stages), scale_stages, matrix_scale_tiles
         return cls(*arrays, *stages, *views(staging), exchange)  # pyright: ignore[reportCallIssue]
 
 
@@ -361,11 +382,13 @@ def scratch(plan: Plan) -> list[Any]:
         return two_views(shape, dtype, on_gpu=plan.on_gpu)
 
     scale_stages = plgpu.SMEM((config.stages, plan.scale_copy_rows), jnp.float32)
+    matrix_scales = plgpu.SMEM((2, plan.matrices, 2, plan.k_steps), jnp.float32)
     staging = (CONSUMERS * config.staging_buffers, ROWS, plan.staging_width)
     return [
         views(config.stages, config.tile_m, plan.tile_k),
         views(config.stages, config.tile_n, plan.tile_k),
         *([scale_stages] if plan.tma_scales else []),
+        *([matrix_scales] if plan.unrolled else []),
         views(*staging, dtype=plan.out_dtype),
         *(RowMaxExchange.scratch() if plan.splits_scale_block else []),
     ]

@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu
+from jaxlib.mlir.dialects import arith, gpu, llvm
 
-from pallas_kernels.hopper.ir import word
+from pallas_kernels.hopper.ir import REF, asm, i32, i64, shared_address, word
 from pallas_kernels.hopper.tiles import TILED, TILING
 
 
@@ -39,6 +39,10 @@ class TmaCopy:
     swizzle: int | None = 128
     """Swizzle of the target in bytes, or None. Of tiles it is 128."""
 
+    contiguous: bool = False
+    """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
+    bytes. It needs no tensor map, and no window of 128 bytes. The target is not tiled."""
+
     multicast: str | None = None
     """Cluster axis to multicast over. Every program along it copies a share for all of them."""
 
@@ -60,6 +64,8 @@ class TmaCopy:
     @property
     def target_type(self) -> Any:
         """Type of the target in inlined code."""
+        if self.contiguous:
+            return REF
         if self.tiled:
             return plgpu.RefType(transforms=TILED)
         swizzle = (plgpu.SwizzleTransform(self.swizzle),) if self.swizzle else ()
@@ -79,6 +85,9 @@ class TmaCopy:
         Args:
           leader: predicate of the thread that issues it.
         """
+        if self.contiguous:
+            self._issue_contiguous(source, starts, target, barrier, leader)
+            return
         indices = [arith.index_cast(ir.IndexType.get(), word(start)) for start in starts]
         window = [
             index if size is None else mgpu.ds(index, size)
@@ -96,6 +105,24 @@ class TmaCopy:
             collective=None if self.multicast is None else (gpu.Dimension.x,),
             predicate=leader,
         )
+
+    def _issue_contiguous(
+        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+    ) -> None:
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        itemsize = jnp.dtype(self.source.dtype).itemsize
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
+        for start, stride in zip(starts, strides, strict=True):
+            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
+            offset = arith.muli(arith.extui(i64(), word(start)), step)
+            address = arith.addi(address, offset)
+        text = (
+            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f" [$0], [$1], {self.bytes}, [$2];"
+        )
+        mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
+        operands = shared_address(target), address, mbarrier, leader
+        asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
 
 
 def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:

@@ -116,3 +116,8 @@ def item(register: Any, i: int) -> Any:
 def float_pair(first: Any, second: Any) -> Any:
     """Returns a register of two float32."""
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
+
+
+def scalar(register: Any) -> mgpu.FragmentedArray:
+    """Makes an int32 scalar of a register that is equal in all threads."""
+    return mgpu.FragmentedArray.splat(register, (), SCALAR.to_mgpu(), is_signed=True)
