@@ -39,6 +39,7 @@ from pallas_kernels.hopper.ir import (
     wgmma_row,
     word,
 )
+from pallas_kernels.hopper.math import approximate_sigmoid
 from pallas_kernels.hopper.tiles import ROW, ROWS
 
 _STORE_HEIGHTS = (32, 16, 8, 4, 2, 1)  # rows per TMA store of a buffer that is not full
@@ -62,7 +63,7 @@ def store_tile(
     (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
     rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
     if plan.matrices == 2:
-        sums = swiglu(sums, columns)
+        sums = swiglu(plan, sums, columns)
     if plan.quantize:
         values = [
             _quantize(plan, buffers, warpgroup, tile, sums[0], i)
@@ -90,7 +91,7 @@ def store_tile(
             store_rows(staged, buffers.out, count, tile.row + row + r, window)
 
 
-def swiglu(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
+def swiglu(plan: Plan, sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
     """Returns silu(gate) * up, where the first half of all columns is gate and the second is up.
 
     Args:
@@ -100,6 +101,9 @@ def swiglu(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
         gates, ups = [sums[0][:, :columns]], [sums[0][:, columns:]]
     else:
         gates, ups = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+    if plan.config.approximate_silu:
+        sigmoids = [approximate_sigmoid(gate, on_gpu=plan.on_gpu) for gate in gates]
+        return tuple(g * up * s for g, up, s in zip(gates, ups, sigmoids, strict=True))
     return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
 
 

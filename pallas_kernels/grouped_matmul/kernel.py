@@ -19,13 +19,11 @@ Four things are not obvious.
 3.  With two matrices, a stage has the rows of gate and up side by side for each warpgroup. One
     wgmma multiplies both, and a gate and its up end in the same thread's registers.
 4.  An H200 has more tensor throughput than its power limit sustains. So apart from waiting, what
-    counts is the number of other instructions: one warp issues all copies, and loads overlap with
-    wgmma.
+    counts is the number of other instructions: one warp issues all copies. While one wgmma runs,
+    the consumers load what they need next: scales, and once per tile the next tile's coordinates.
 
-bfloat16 is accumulated over all of K by the tensor cores. float8 is accumulated by the tensor cores
-over one K step (128 columns), then multiplied by its scales and added to float32 sums in registers.
-While one wgmma runs, the consumers load what they need next: the scales of the next K step, and
-once per tile the coordinates of the next tile.
+The tensor cores accumulate bfloat16 over all of K, but float8 over one K step of 128 columns. Its
+product is then multiplied by its scales and added to float32 sums in registers.
 
 ``plan`` derives sizes from shapes and names the memory, ``tile_scheduler`` assigns tiles to blocks,
 ``epilogue`` stores results. benchmarks/NOTES.md records what was tried and measured.
@@ -33,8 +31,9 @@ once per tile the coordinates of the next tile.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul.epilogue import store_tile
 from pallas_kernels.grouped_matmul.plan import (
@@ -66,9 +65,9 @@ from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows
 from pallas_kernels.hopper.warpgroup import first_warp
 
 _INTERPRETED_BLOCKS = 2
-_PRODUCER = CONSUMERS  # index of the producer warpgroup, the last
 
 
+@functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
 def matmul(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],
@@ -77,60 +76,30 @@ def matmul(
     matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
     config: Config,
+    quantize: bool = False,
     interpret: Any = None,
-) -> BFloat16[Array, "M N"]:
+) -> Any:
     """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices.
 
-    Rows that belong to no group are undefined.
+    Returns:
+      bfloat16 [M, N]; with ``quantize`` float8_e4m3fn, and one scale per row and 128 columns. Rows
+      that belong to no group are undefined.
 
     Args:
       lhs, matrices: all bfloat16, or all float8_e4m3fn. One matrix, or gate and up.
       lhs_scale, matrix_scales: scales of float8 operands, one array per matrix.
-    """
-    arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
-    return _launch(*arrays, config=config, quantize=False, interpret=interpret)
-
-
-def matmul_to_float8(
-    lhs: Float[Array, "M K"],
-    matrices: Sequence[Float[Array, "G N K"]],
-    group_sizes: Int[Array, " G"],
-    lhs_scale: Float32[Array, "M Kb"] | None,
-    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
-    *,
-    config: Config,
-    interpret: Any = None,
-) -> tuple[Float[Array, "M N"], Float32[Array, "M Nb"]]:
-    """Computes :func:`matmul` in float8_e4m3fn, with one scale per row and 128 columns.
 
     Raises:
-      NotImplementedError: :func:`plan.quantizes` returns False.
+      NotImplementedError: ``quantize``, and :func:`plan.quantizes` returns False.
     """
-    N, count = matrices[0].shape[1], len(matrices)
-    if not quantizes(config, N, count):
+    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
+    float8, count = lhs_scale is not None, len(matrices)
+    check_shapes(config, N, K, float8, count)
+    if quantize and not quantizes(config, N, count):
         raise NotImplementedError(
             f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split along M, with N a"
             f" multiple of {SCALE_BLOCK}, got {config} and N {N}"
         )
-    arrays = lhs, matrices, group_sizes, lhs_scale, matrix_scales
-    return _launch(*arrays, config=config, quantize=True, interpret=interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
-def _launch(
-    lhs: jax.Array,
-    matrices: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    matrix_scales: Sequence[jax.Array],
-    *,
-    config: Config,
-    quantize: bool,
-    interpret: Any,
-) -> Any:
-    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
-    float8, count = lhs_scale is not None, len(matrices)
-    check_shapes(config, N, K, float8, count)
     on_gpu = interpret is None
     # The interpreter starts a thread of the host for each warpgroup of each block.
     blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
@@ -156,15 +125,15 @@ def _launch(
         tiles = TileScheduler(plan, group_tiles, group_tiles.count(), lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == _PRODUCER)
+        @pl.when(warpgroup == CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
             pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring, scale_ring))
 
-        @pl.when(warpgroup != _PRODUCER)
+        @pl.when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            consume(plan, buffers, tiles, ring, scale_ring, warpgroup)
+            Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
@@ -218,12 +187,12 @@ def produce(
     def copy_tile(i: jax.Array, state: PipelineState) -> PipelineState:
         tile = tiles.locate(i)
         if scale_ring is not None:
-            window = tile.group, pl.ds(_first_scale_block(plan, tile), 2), pl.ds(0, plan.k_steps)
+            blocks = pl.ds(plan.first_scale_block(tile.column), 2)
+            window = tile.group, blocks, pl.ds(0, plan.k_steps)
             targets = [buffers.matrix_scale_tiles.at[i & 1, n] for n in range(plan.matrices)]
-            copies = [
-                TmaCopy(scales, window, target, tiled=False, swizzle=None, contiguous=True)
-                for scales, target in zip(buffers.matrix_scales, targets, strict=True)
-            ]
+            options: Any = {"tiled": False, "swizzle": None, "contiguous": True}
+            arrays = zip(buffers.matrix_scales, targets, strict=True)
+            copies = [TmaCopy(scales, window, target, **options) for scales, target in arrays]
             scale_ring.fill(_tile_state(i), copies)
 
         def fill(step: jax.Array, state: PipelineState, carry: tuple[()]) -> tuple[()]:
@@ -250,230 +219,226 @@ def _tile_state(i: jax.Array) -> PipelineState:
     return PipelineState(i & 1, lax.shift_right_logical(i, jnp.int32(1)) & 1)
 
 
-def _first_scale_block(plan: Plan, tile: Tile) -> jax.Array:
-    """Returns the first of two blocks of columns that contain the tile's."""
-    last = pl.cdiv(plan.N, SCALE_BLOCK) - 2
-    return jnp.minimum(lax.div(tile.column, SCALE_BLOCK), last)
-
-
 # ---- the consumers -------------------------------------------------------------------------------
 
 
-def consume(
-    plan: Plan,
-    buffers: Buffers,
-    tiles: TileScheduler,
-    ring: Ring,
-    scale_ring: Ring | None,
-    warpgroup: jax.Array,
-) -> None:
-    """Computes and stores this consumer warpgroup's share of every tile of its block."""
-    ring.release_all()
-    if scale_ring is not None:
-        scale_ring.release_all()
-    k_loop = _float8_k_loop if plan.float8 else _bfloat16_k_loop
+class Scales(NamedTuple):
+    """Scales of one K step, for the share of one consumer warpgroup."""
 
-    def compute_tile(i: jax.Array, carry: Any) -> Any:
-        tile, scales, state = carry
-
-        def prefetch_tile(step: jax.Array, next_tile: Tile) -> Tile:
-            """Locates the next tile in the first K step: it takes half a microsecond."""
-            return lax.cond(step == 0, lambda: tiles.locate(i + 1), lambda: next_tile)
-
-        if scale_ring is not None:
-            scale_ring.wait_full(_tile_state(i))
-            sums, next_tile, state = _unrolled_k_loop(
-                plan, buffers, ring, warpgroup, tile, lambda: tiles.locate(i + 1), i & 1, state
-            )
-            scale_ring.release(_tile_state(i))
-        else:
-            sums, next_tile, state = k_loop(
-                plan, buffers, ring, warpgroup, tile, prefetch_tile, scales, state
-            )
-        scales = first_scales(next_tile)  # before the epilogue, which hides the latency
-        store_tile(plan, buffers, warpgroup, tile, sums, i)
-        return next_tile, scales, state
-
-    def first_scales(tile: Tile) -> Scales | None:
-        if not plan.float8 or plan.unrolled:
-            return None
-        return load_scales(plan, buffers, warpgroup, tile, 0)
-
-    first = tiles.locate(0)
-    carry = first, first_scales(first), ring.start()
-    lax.fori_loop(0, tiles.count(), compute_tile, carry)
-    plgpu.wait_smem_to_gmem(0)
+    lhs: jax.Array | None  # float32 [64], one per row. None if TMA copies them to the stage.
+    rhs: tuple[jax.Array, ...]  # one scalar per ``plan.scale_width`` columns of the accumulator
 
 
-def _bfloat16_k_loop(
-    plan: Plan,
-    buffers: Buffers,
-    ring: Ring,
-    warpgroup: jax.Array,
-    tile: Tile,
-    prefetch_tile: Callable[[jax.Array, Tile], Tile],
-    scales: None,
-    state: PipelineState,
-) -> tuple[tuple[jax.Array], Tile, PipelineState]:
-    """Returns the sums of the warpgroup's share as one array, the next tile and the next state."""
-    del scales
-    row, column = plan.stage_offset(warpgroup)
-    rows, columns = plan.warpgroup_tile
-
-    def accumulate(accumulator: Any) -> tuple[jax.Array, Tile, PipelineState]:
-        def step(i: jax.Array, state: PipelineState, carry: tuple[PipelineState, Tile]) -> Any:
-            previous, next_tile = carry
-            ring.wait_full(state)
-            a = buffers.lhs_stages.at[state.stage, pl.ds(row, rows)]
-            b = buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
-            plgpu.wgmma(accumulator, a, b.T)
-            next_tile = prefetch_tile(i, next_tile)
-            plgpu.wgmma_wait(1)
-            pl.when(i > 0)(lambda: ring.release(previous))
-            return state, next_tile
-
-        end, (last, next_tile) = ring.loop(plan.k_steps, step, state, (state, tile))
-        sums = accumulator[...]
-        ring.release(last)
-        return sums, next_tile, end
-
-    accumulator = ACC((rows, columns), jnp.float32)
-    sums, next_tile, state = pl.run_scoped(accumulate, accumulator)
-    return (sums,), next_tile, state
+_Result = tuple[tuple[jax.Array, ...], Tile, PipelineState]
+"""Sums of the warpgroup's share of a tile side by side, the next tile and the ring's next state."""
 
 
-def _float8_k_loop(
-    plan: Plan,
-    buffers: Buffers,
-    ring: Ring,
-    warpgroup: jax.Array,
-    tile: Tile,
-    prefetch_tile: Callable[[jax.Array, Tile], Tile],
-    scales: Scales,
-    state: PipelineState,
-) -> tuple[tuple[jax.Array, ...], Tile, PipelineState]:
-    """Returns the sums of the warpgroup's share, the next tile and the next state.
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """A consumer warpgroup, which computes and stores its share of every tile of its block."""
 
-    The sums are one array per ``plan.scale_width`` columns.
+    plan: Plan
+    buffers: Buffers
+    tiles: TileScheduler
+    ring: Ring
+    scale_ring: Ring | None
+    warpgroup: jax.Array
 
-    Args:
-      scales: those of the first K step.
-    """
-    width = plan.scale_width
-    row, column = plan.stage_offset(warpgroup)
-    _, columns = plan.warpgroup_tile
+    def run(self) -> None:
+        self.ring.release_all()
+        if self.scale_ring is not None:
+            self.scale_ring.release_all()
 
-    def step(i: jax.Array, state: PipelineState, carry: Any) -> Any:
-        sums, scales, next_tile = carry
-        ring.wait_full(state)
+        def compute_tile(i: jax.Array, carry: Any) -> Any:
+            tile, scales, state = carry
+            if self.scale_ring is not None:
+                self.scale_ring.wait_full(_tile_state(i))
+                sums, next_tile, state = self.unrolled_loop(i, tile, state)
+                self.scale_ring.release(_tile_state(i))
+            elif self.plan.float8:
+                sums, next_tile, state = self.float8_loop(i, tile, scales, state)
+            else:
+                sums, next_tile, state = self.bfloat16_loop(i, tile, state)
+            scales = first_scales(next_tile)  # before the epilogue, which hides the latency
+            store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
+            return next_tile, scales, state
 
-        def multiply_and_scale(accumulator: Any) -> Any:
-            a = buffers.lhs_stages.at[state.stage, pl.ds(row, ROWS)]
-            b = buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
-            plgpu.wgmma(accumulator, a, b.T)
-            # All of this overlaps with wgmma, so that only the additions are left after it.
-            rows = _lhs_scales(plan, buffers, warpgroup, tile, scales, state)
-            factors = [rows * s for s in scales.rhs]
-            next_step = jnp.minimum(i + 1, plan.k_steps - 1)
-            next_scales = load_scales(plan, buffers, warpgroup, tile, next_step)
-            prefetched = prefetch_tile(i, next_tile)
-            product = accumulator[...]
-            ring.release(state)
-            return add_scaled(sums, product, factors), next_scales, prefetched
+        def first_scales(tile: Tile) -> Scales | None:
+            if not self.plan.float8 or self.plan.unrolled:
+                return None
+            return self.load_scales(tile, 0)
 
-        accumulator = ACC((ROWS, columns), jnp.float32)
-        return pl.run_scoped(multiply_and_scale, accumulator)
+        first = self.tiles.locate(0)
+        carry = first, first_scales(first), self.ring.start()
+        lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
+        plgpu.wait_smem_to_gmem(0)
 
-    zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-    carry = (zero,) * (columns // width), scales, tile
-    state, (sums, _, next_tile) = ring.loop(plan.k_steps, step, state, carry)
-    return sums, next_tile, state
+    def prefetch_tile(self, i: jax.Array, step: jax.Array, next_tile: Tile) -> Tile:
+        """Locates the next tile in the first K step: it takes half a microsecond."""
+        return lax.cond(step == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
 
+    def bfloat16_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
+        """Sums the products of all K steps in the tensor cores, in one array."""
+        row, column = self.plan.stage_offset(self.warpgroup)
+        rows, columns = self.plan.warpgroup_tile
 
-def _unrolled_k_loop(
-    plan: Plan,
-    buffers: Buffers,
-    ring: Ring,
-    warpgroup: jax.Array,
-    tile: Tile,
-    locate_next: Callable[[], Tile],
-    slot: jax.Array,
-    state: PipelineState,
-) -> tuple[tuple[jax.Array, ...], Tile, PipelineState]:
-    """Computes :func:`_float8_k_loop` with all stages of the ring in one iteration.
+        def accumulate(accumulator: Any) -> tuple[jax.Array, Tile, PipelineState]:
+            def step(i: jax.Array, state: PipelineState, carry: tuple[PipelineState, Tile]) -> Any:
+                previous, next_tile = carry
+                self.ring.wait_full(state)
+                a = self.buffers.lhs_stages.at[state.stage, pl.ds(row, rows)]
+                b = self.buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
+                plgpu.wgmma(accumulator, a, b.T)
+                next_tile = self.prefetch_tile(tile_index, i, next_tile)
+                plgpu.wgmma_wait(1)
+                pl.when(i > 0)(lambda: self.ring.release(previous))
+                return state, next_tile
 
-    So stages, and addresses of what they contain, are constants. The last iteration is separate: it
-    locates the next tile.
+            end, (last, next_tile) = self.ring.loop(self.plan.k_steps, step, state, (state, tile))
+            sums = accumulator[...]
+            self.ring.release(last)
+            return sums, next_tile, end
 
-    Args:
-      slot: of the tile in ``buffers.matrix_scale_tiles``.
-      state: the next one, at stage 0.
-    """
-    config, width, columns = plan.config, plan.scale_width, plan.warpgroup_tile[1]
-    row, _ = plan.stage_offset(warpgroup)
-    first_block = _first_scale_block(plan, tile)
-    if plan.on_gpu:
-        a = wgmma.operand_base(buffers.lhs_stages_untiled, row * ATOM)
-        b = wgmma.operand_base(buffers.rhs_stages_untiled, 0)
+        sums, next_tile, end = pl.run_scoped(accumulate, ACC((rows, columns), jnp.float32))
+        return (sums,), next_tile, end
 
-    def matrix_scales(k: jax.Array) -> list[jax.Array]:
-        scales = []
-        for matrix in range(plan.matrices):
-            first, second = (buffers.matrix_scale_tiles[slot, matrix, n, k] for n in range(2))
-            for c in range(0, plan.out_columns, width):
-                is_second = lax.div(tile.column + c, SCALE_BLOCK) > first_block
-                if plan.out_columns > SCALE_BLOCK and c in (0, SCALE_BLOCK):
-                    scales.append(second if c else first)  # a tile has columns of both blocks
-                else:
-                    scales.append(jnp.where(is_second, second, first))
-        return scales
+    def float8_loop(
+        self, tile_index: jax.Array, tile: Tile, scales: Scales, state: PipelineState
+    ) -> _Result:
+        """Scales the product of each K step, in one array per ``plan.scale_width`` columns.
 
-    def step(stage: int, k: Any, phase: Any, carry: Any, is_last: bool) -> Any:
-        sums, product = carry
-        here = PipelineState(jnp.int32(stage), phase)
-        ring.wait_full(here)
+        Args:
+          scales: those of the first K step.
+        """
+        plan, (_, columns) = self.plan, self.plan.warpgroup_tile
+        row, column = plan.stage_offset(self.warpgroup)
 
-        def meanwhile() -> tuple[list[jax.Array], Tile]:
-            rows = _lhs_scales(plan, buffers, warpgroup, tile, Scales(None, ()), here)
-            return [rows * s for s in matrix_scales(k)], locate_next() if is_last else tile
+        def step(i: jax.Array, state: PipelineState, carry: Any) -> Any:
+            sums, scales, next_tile = carry
+            self.ring.wait_full(state)
 
+            def multiply_and_scale(accumulator: Any) -> Any:
+                a = self.buffers.lhs_stages.at[state.stage, pl.ds(row, ROWS)]
+                b = self.buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
+                plgpu.wgmma(accumulator, a, b.T)
+                # All of this overlaps with wgmma, so that only the additions are left after it.
+                rows = self.lhs_scales(tile, scales, state)
+                factors = [rows * s for s in scales.rhs]
+                next_scales = self.load_scales(tile, jnp.minimum(i + 1, plan.k_steps - 1))
+                prefetched = self.prefetch_tile(tile_index, i, next_tile)
+                product = accumulator[...]
+                self.ring.release(state)
+                return _add_scaled(sums, product, factors), next_scales, prefetched
+
+            return pl.run_scoped(multiply_and_scale, ACC((ROWS, columns), jnp.float32))
+
+        carry = _zero_sums(plan), scales, tile
+        state, (sums, _, next_tile) = self.ring.loop(plan.k_steps, step, state, carry)
+        return sums, next_tile, state
+
+    def unrolled_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
+        """Computes :meth:`float8_loop` with all stages of the ring in one iteration.
+
+        So stages, and addresses of what they contain, are constants. The last iteration is
+        separate: it locates the next tile.
+
+        Args:
+          state: the next one, at stage 0.
+        """
+        plan, config, (_, columns) = self.plan, self.plan.config, self.plan.warpgroup_tile
+        row, _ = plan.stage_offset(self.warpgroup)
+        first_block = plan.first_scale_block(tile.column)
+        matrix_scales = self.buffers.matrix_scale_tiles
         if plan.on_gpu:
-            offsets = stage * config.tile_m * ATOM, stage * config.tile_n * ATOM
-            started = wgmma.start_product(a, b, *offsets, product)
-            factors, next_tile = meanwhile()
-            product = wgmma.wait_for_product(started)
-        else:
+            a = wgmma.operand_base(self.buffers.lhs_stages_untiled, row * ATOM)
+            b = wgmma.operand_base(self.buffers.rhs_stages_untiled, 0)
 
-            def multiply(accumulator: Any) -> Any:
-                rows = buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
-                plgpu.wgmma(accumulator, rows, buffers.rhs_stages.at[stage].T)
-                return *meanwhile(), accumulator[...]
+        def rhs_scales(k: jax.Array) -> list[jax.Array]:
+            scales = []
+            for matrix in range(plan.matrices):
+                first, second = (matrix_scales[tile_index & 1, matrix, n, k] for n in range(2))
+                for c in range(0, plan.out_columns, plan.scale_width):
+                    is_second = lax.div(tile.column + c, SCALE_BLOCK) > first_block
+                    if plan.out_columns > SCALE_BLOCK and c in (0, SCALE_BLOCK):
+                        scales.append(second if c else first)  # a tile has columns of both blocks
+                    else:
+                        scales.append(jnp.where(is_second, second, first))
+            return scales
 
-            accumulator = ACC((ROWS, columns), jnp.float32)
-            factors, next_tile, product = pl.run_scoped(multiply, accumulator)
-        ring.release(here)
-        return (add_scaled(sums, product, factors), product), next_tile
+        def step(stage: int, k: Any, phase: Any, carry: Any, is_last: bool) -> Any:
+            sums, product = carry
+            here = PipelineState(jnp.int32(stage), phase)
+            self.ring.wait_full(here)
 
-    def turn(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
-        """Takes K steps, one per stage."""
-        phase, next_tile = state.phase ^ (n & 1), tile
-        for stage in range(config.stages):
-            last = is_last and stage == config.stages - 1
-            k = n * config.stages + stage
-            carry, next_tile = step(stage, k, phase, carry, last)
-        return carry, next_tile
+            def meanwhile() -> tuple[list[jax.Array], Tile]:
+                rows = self.lhs_scales(tile, Scales(None, ()), here)
+                factors = [rows * s for s in rhs_scales(k)]
+                return factors, self.tiles.locate(tile_index + 1) if is_last else tile
 
-    def zeros(columns: int) -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+            if plan.on_gpu:
+                offsets = stage * config.tile_m * ATOM, stage * config.tile_n * ATOM
+                started = wgmma.start_product(a, b, *offsets, product)
+                factors, next_tile = meanwhile()
+                product = wgmma.wait_for_product(started)
+            else:
 
-    turns = plan.k_steps // config.stages
-    carry = (zeros(width),) * (columns // width), zeros(columns)
-    carry = lax.fori_loop(0, turns - 1, lambda n, carry: turn(n, carry, False)[0], carry)
-    (sums, _), next_tile = turn(jnp.int32(turns - 1), carry, True)
-    return sums, next_tile, PipelineState(state.stage, state.phase ^ (turns & 1))
+                def multiply(accumulator: Any) -> Any:
+                    rows = self.buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
+                    plgpu.wgmma(accumulator, rows, self.buffers.rhs_stages.at[stage].T)
+                    return *meanwhile(), accumulator[...]
+
+                accumulator = ACC((ROWS, columns), jnp.float32)
+                factors, next_tile, product = pl.run_scoped(multiply, accumulator)
+            self.ring.release(here)
+            return (_add_scaled(sums, product, factors), product), next_tile
+
+        def turn(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
+            """Takes K steps, one per stage."""
+            phase, next_tile = state.phase ^ (n & 1), tile
+            for stage in range(config.stages):
+                last = is_last and stage == config.stages - 1
+                carry, next_tile = step(stage, n * config.stages + stage, phase, carry, last)
+            return carry, next_tile
+
+        turns = plan.k_steps // config.stages
+        carry = _zero_sums(plan), _zeros(columns)
+        carry = lax.fori_loop(0, turns - 1, lambda n, carry: turn(n, carry, False)[0], carry)
+        (sums, _), next_tile = turn(jnp.int32(turns - 1), carry, True)
+        return sums, next_tile, PipelineState(state.stage, state.phase ^ (turns & 1))
+
+    def load_scales(self, tile: Tile, step: jax.Array | int) -> Scales:
+        """Loads the scales of a K step from global memory."""
+        plan, buffers = self.plan, self.buffers
+        row, _ = plan.stage_offset(self.warpgroup)
+        first = tile.column + plan.out_column(self.warpgroup)
+        rhs = tuple(
+            scales[tile.group, lax.div(first + c, SCALE_BLOCK), step]
+            for scales in buffers.matrix_scales
+            for c in range(0, plan.warpgroup_out_columns, plan.scale_width)
+        )
+        if plan.tma_scales:
+            return Scales(None, rhs)
+        rows: Any = {"rows": plan.M, "on_gpu": plan.on_gpu}
+        return Scales(load_column(buffers.lhs_scale, tile.row + row, step, **rows), rhs)
+
+    def lhs_scales(self, tile: Tile, scales: Scales, state: PipelineState) -> jax.Array:
+        """Returns the lhs scales, from registers or from the stage, in the layout of rows."""
+        if scales.lhs is not None:
+            return scales.lhs
+        row, _ = self.plan.stage_offset(self.warpgroup)
+        rows = self.buffers.scale_stages[state.stage, pl.ds(row + (tile.row & 3), ROWS)]
+        return plgpu.layout_cast(rows, ROW)
 
 
-def add_scaled(
+def _zero_sums(plan: Plan) -> tuple[jax.Array, ...]:
+    return (_zeros(plan.scale_width),) * (plan.warpgroup_tile[1] // plan.scale_width)
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+
+
+def _add_scaled(
     sums: tuple[jax.Array, ...], product: jax.Array, factors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
     """Adds a product to sums of as many columns each, times a factor per sum and row."""
@@ -482,49 +447,3 @@ def add_scaled(
         s + product[:, j * width : (j + 1) * width] * spread_rows(f, width)
         for j, (s, f) in enumerate(zip(sums, factors, strict=True))
     )
-
-
-# ---- float8 scales -------------------------------------------------------------------------------
-
-
-class Scales(NamedTuple):
-    """Scales of one K step, for the share of one consumer warpgroup."""
-
-    lhs: jax.Array | None
-    """float32 [64], one per row. None if TMA copies them to the stage."""
-
-    rhs: tuple[jax.Array, ...]
-    """One scalar per ``plan.scale_width`` columns of the accumulator."""
-
-
-def load_scales(
-    plan: Plan, buffers: Buffers, warpgroup: jax.Array, tile: Tile, step: jax.Array | int
-) -> Scales:
-    """Loads the scales of a K step from global memory."""
-    row, _ = plan.stage_offset(warpgroup)
-    first = tile.column + plan.out_column(warpgroup)
-    rhs = tuple(
-        scales[tile.group, lax.div(first + c, SCALE_BLOCK), step]
-        for scales in buffers.matrix_scales
-        for c in range(0, plan.warpgroup_out_columns, plan.scale_width)
-    )
-    if plan.tma_scales:
-        return Scales(None, rhs)
-    lhs = load_column(buffers.lhs_scale, tile.row + row, step, rows=plan.M, on_gpu=plan.on_gpu)
-    return Scales(lhs, rhs)
-
-
-def _lhs_scales(
-    plan: Plan,
-    buffers: Buffers,
-    warpgroup: jax.Array,
-    tile: Tile,
-    scales: Scales,
-    state: PipelineState,
-) -> jax.Array:
-    """Returns the lhs scales, from registers or from the stage, in the layout of rows."""
-    if scales.lhs is not None:
-        return scales.lhs
-    row, _ = plan.stage_offset(warpgroup)
-    rows = buffers.scale_stages[state.stage, pl.ds(row + (tile.row & 3), ROWS)]
-    return plgpu.layout_cast(rows, ROW)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -65,6 +66,10 @@ class Config:
     """float8 with ``tma_scales`` only: whether the loop over K steps takes all stages of the ring
     in one iteration, and finds the scales of the matrices in shared memory, where the producer
     copies them once per tile. It takes fewer instructions. Its time has not been measured yet."""
+
+    approximate_silu: bool = False
+    """grouped_swiglu only: whether silu uses the GPU's approximate exponential and reciprocal. It
+    takes a tenth of the instructions. Its time has not been measured yet."""
 
     early: bool = False
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
@@ -172,6 +177,11 @@ class Plan:
         aligned = self.out_columns % SCALE_BLOCK == 0 and self.N % SCALE_BLOCK == 0
         whole = width == SCALE_BLOCK and aligned
         return width if whole else self.staging_width
+
+    def first_scale_block(self, column: jax.Array) -> jax.Array:
+        """Returns the first of two blocks of 128 columns that contain those of a tile."""
+        last = pl.cdiv(self.N, SCALE_BLOCK) - 2
+        return jnp.minimum(lax.div(column, SCALE_BLOCK), last)
 
     @property
     def staging_width(self) -> int:

@@ -123,7 +123,7 @@ def _quantized(
     scales = tuple(x for x in matrix_scales if x is not None)
     arrays = lhs, (gate, up), group_sizes, lhs_scale, scales
     if quantizes(config, gate.shape[1], matrices=2):
-        return kernel.matmul_to_float8(*arrays, config=config, interpret=interpret)
+        return kernel.matmul(*arrays, config=config, quantize=True, interpret=interpret)
     return block_quant(kernel.matmul(*arrays, config=config, interpret=interpret))
 
 

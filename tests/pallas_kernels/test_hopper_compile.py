@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
+from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.kernel import Config as DecodeConfig
 from pallas_kernels.mla_prefill.kernel import Config as PrefillConfig
@@ -258,6 +260,13 @@ def kernels() -> dict[str, Kernel]:
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
             table[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
+    for N, K in WIDTHS.values():
+        config = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
+        shape = f"grouped_matmul fp8 {N}x{K} 4096 rows, unrolled"
+        table[shape] = grouped(4096, 8, N, K, FP8, config=config)
+    config = dataclasses.replace(SWIGLU_FLOAT8[0], unrolled=True, approximate_silu=True)
+    shape = "grouped_swiglu fp8 2048 wide, 4096 rows, unrolled"
+    table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=config)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
