@@ -420,7 +420,10 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
     return json.loads((directory / "results.json").read_text())
 
 
-@pytest.fixture(scope="module", params=OPS)
+# With xdist's --dist loadgroup, one process compiles an operation for both tests.
+@pytest.fixture(
+    scope="module", params=[pytest.param(op, marks=pytest.mark.xdist_group(op)) for op in OPS]
+)
 def compiled(request, tmp_path_factory):
     """Compiles all kernels of one operation, and returns the results by kernel name."""
     return compile_in_child(request.param, tmp_path_factory.mktemp("ptxas"))
