@@ -74,7 +74,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", type=Path, default=RECORD, help="file to compare and update")
     parser.add_argument("--op", choices=OPS, action="append", help="only this operation's kernels")
     arguments = parser.parse_args(words)

@@ -124,18 +124,20 @@ def disassemble(ptx: str) -> list[Instruction]:
 
 def parse(listing: str) -> list[Instruction]:
     """Returns the instructions of nvdisasm's listing of one kernel."""
-    found: list[tuple[str, bool, str | None]] = []
+    instructions: list[tuple[str, bool, str | None]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(instructions)
         elif match := _INSTRUCTION.match(line):
             predicate, opcode, operands = match.groups()
             branch = _BRANCH.match(operands) if opcode.startswith("BRA") else None
             # BRA.DIV and others have their condition among the operands.
             conditional = bool(predicate or (branch and branch[1].strip()))
-            found.append((opcode, conditional, branch and branch[2]))
-    return [Instruction(op, conditional, labels.get(to or "")) for op, conditional, to in found]
+            instructions.append((opcode, conditional, branch and branch[2]))
+    return [
+        Instruction(op, conditional, labels.get(to or "")) for op, conditional, to in instructions
+    ]
 
 
 def main_loops(code: list[Instruction]) -> list[Loop]:

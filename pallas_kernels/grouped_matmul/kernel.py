@@ -349,9 +349,10 @@ class Consumer:
         row, _ = plan.stage_offset(self.warpgroup)
         first_block = plan.first_scale_block(tile.column)
         matrix_scales = self.buffers.matrix_scale_tiles
+        a: Any = self.buffers.lhs_stages_untiled
+        b: Any = self.buffers.rhs_stages_untiled
         if plan.on_gpu:
-            a = wgmma.operand_base(self.buffers.lhs_stages_untiled, row * ATOM)
-            b = wgmma.operand_base(self.buffers.rhs_stages_untiled, 0)
+            a, b = wgmma.operand_base(a, row * ATOM), wgmma.operand_base(b, 0)
 
         def rhs_scales(k: jax.Array) -> list[jax.Array]:
             scales = []
@@ -392,19 +393,19 @@ class Consumer:
             self.ring.release(here)
             return (_add_scaled(sums, product, factors), product), next_tile
 
-        def turn(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
-            """Takes K steps, one per stage."""
+        def lap(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
+            """Takes one K step per stage."""
             phase, next_tile = state.phase ^ (n & 1), tile
             for stage in range(config.stages):
                 last = is_last and stage == config.stages - 1
                 carry, next_tile = step(stage, n * config.stages + stage, phase, carry, last)
             return carry, next_tile
 
-        turns = plan.k_steps // config.stages
+        laps = plan.k_steps // config.stages
         carry = _zero_sums(plan), _zeros(columns)
-        carry = lax.fori_loop(0, turns - 1, lambda n, carry: turn(n, carry, False)[0], carry)
-        (sums, _), next_tile = turn(jnp.int32(turns - 1), carry, True)
-        return sums, next_tile, PipelineState(state.stage, state.phase ^ (turns & 1))
+        carry = lax.fori_loop(0, laps - 1, lambda n, carry: lap(n, carry, False)[0], carry)
+        (sums, _), next_tile = lap(jnp.int32(laps - 1), carry, True)
+        return sums, next_tile, PipelineState(state.stage, state.phase ^ (laps & 1))
 
     def load_scales(self, tile: Tile, step: jax.Array | int) -> Scales:
         """Loads the scales of a K step from global memory."""

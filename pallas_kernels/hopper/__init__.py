@@ -1,4 +1,4 @@
-"""What the Hopper kernels (Pallas Mosaic GPU) share. Nothing here knows an operation.
+"""Shared parts of the Hopper kernels (Pallas Mosaic GPU). They are independent of any operation.
 
 ``device`` checks the GPU. ``ir`` emits registers' values and instructions below Pallas.
 ``warpgroup`` synchronises the threads of a warpgroup, ``barriers`` warpgroups and TMA copies,

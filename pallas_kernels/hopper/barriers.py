@@ -105,8 +105,8 @@ class Barriers:
         """Starts TMA copies that together complete one arrival at barrier i.
 
         Args:
-          scope: what calls it, a warp or a warpgroup of which only one warp may be here. One of its
-            threads issues the copies.
+          scope: WARP, or WARPGROUP where the calling warp is the first one of its warpgroup. One
+            thread of it issues the copies.
         """
         if self.interpret is not None:
             for copy in copies:

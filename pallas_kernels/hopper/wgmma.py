@@ -40,7 +40,7 @@ _K_BYTES = 32  # of one instruction
 _LAYOUT = (1 << 30) | (1024 >> 4)
 
 
-def operand_base(ref: Any, offset: jax.Array) -> jax.Array:
+def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
     """Returns the base of an operand's descriptors, an int32 that is uniform in a warp.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share, each part in a small kernel of its own."""
+"""Tests of the Hopper kernels' shared parts, each in a small kernel of its own."""
 
 import jax
 import jax.numpy as jnp

@@ -82,10 +82,10 @@ $L__tmp0:
 
 def test_ptx_is_found_by_entry_without_lines_of_the_source():
     output = PTX.format(name="one") + "ptxas info    : 0 bytes gmem\n" + PTX.format(name="two") * 2
-    found = ptx_of(output)
-    assert list(found) == ["one", "two", "two 2"]
-    assert all("\tret;\n}\n" in ptx for ptx in found.values())
-    assert not any(word in ptx for ptx in found.values() for word in (".loc", ".file", "tmp0"))
+    kernels = ptx_of(output)
+    assert list(kernels) == ["one", "two", "two 2"]
+    assert all("\tret;\n}\n" in ptx for ptx in kernels.values())
+    assert not any(word in ptx for ptx in kernels.values() for word in (".loc", ".file", "tmp0"))
 
 
 def test_disassembly_names_the_missing_tool(monkeypatch):
