@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernels.clock import INSTRUCTION, KERNEL
-from pallas_kernels.mosaic_ir import SCALAR, asm, i32, inline
+from pallas_kernels.hopper.ir import SCALAR, asm, i32, inline
 
 STAMP = jax.ShapeDtypeStruct((128,), jnp.int32)
 

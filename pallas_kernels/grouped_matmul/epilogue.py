@@ -7,7 +7,7 @@ next group with the wrong matrix.
 
 Quantization needs the largest value of each row and 128 columns. It takes two exchanges among the
 four threads of a row. If the other half of the 128 columns is in the other warpgroup's registers,
-the two exchange their maxima through shared memory (``buffers.RowMaxExchange``).
+the two exchange their maxima through shared memory (:class:`plan.RowMaxExchange`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.block_quant.reference import FLOAT8, FLOAT8_MAX, SMALLEST_AMAX
-from pallas_kernels.grouped_matmul.buffers import Buffers
-from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Plan
+from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Buffers, Plan
 from pallas_kernels.grouped_matmul.tile_scheduler import Tile
-from pallas_kernels.mosaic_ir import (
+from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
     asm,
     const,
     i64,
     inline,
+    item,
     warp_and_lane,
     wgmma_row,
     word,
 )
+from pallas_kernels.hopper.math import approximate_sigmoid
+from pallas_kernels.hopper.tiles import ROW, ROWS
 
-_ROWS = 64  # rows of a staging buffer
 _STORE_HEIGHTS = (32, 16, 8, 4, 2, 1)  # rows per TMA store of a buffer that is not full
-_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_tile(
@@ -63,7 +63,7 @@ def store_tile(
     (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
     rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
     if plan.matrices == 2:
-        sums = swiglu(sums, columns)
+        sums = swiglu(plan, sums, columns)
     if plan.quantize:
         values = [
             _quantize(plan, buffers, warpgroup, tile, sums[0], i)
@@ -71,18 +71,18 @@ def store_tile(
     else:
         values = [x.astype(jnp.bfloat16) for x in sums]
     width = values[0].shape[1]
-    corners = [(r, c) for r in range(0, rows, _ROWS) for c in range(0, columns, plan.staging_width)]
+    corners = [(r, c) for r in range(0, rows, ROWS) for c in range(0, columns, plan.staging_width)]
     for n in range(0, len(corners), staging_buffers):
         batch = corners[n : n + staging_buffers]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         indices = [warpgroup * jnp.int32(staging_buffers) + jnp.int32(j) for j in range(len(batch))]
         for index, (r, c) in zip(indices, batch, strict=True):
             start = c % width
-            part = values[c // width][r : r + _ROWS, start : start + plan.staging_width]
+            part = values[c // width][r : r + ROWS, start : start + plan.staging_width]
             buffers.staging[index] = part
         plgpu.commit_smem()
         for index, (r, c) in zip(indices, batch, strict=True):
-            count = jnp.clip(tile.rows - row - r, 0, _ROWS)
+            count = jnp.clip(tile.rows - row - r, 0, ROWS)
             first_column = tile.column + column + c
             if plan.N % plan.out_columns:
                 count = jnp.where(first_column >= tile.first_own_column, count, 0)
@@ -91,7 +91,7 @@ def store_tile(
             store_rows(staged, buffers.out, count, tile.row + row + r, window)
 
 
-def swiglu(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
+def swiglu(plan: Plan, sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
     """Returns silu(gate) * up, where the first half of all columns is gate and the second is up.
 
     Args:
@@ -101,6 +101,9 @@ def swiglu(sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.Array, ...]:
         gates, ups = [sums[0][:, :columns]], [sums[0][:, columns:]]
     else:
         gates, ups = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+    if plan.config.approximate_silu:
+        sigmoids = [approximate_sigmoid(gate, on_gpu=plan.on_gpu) for gate in gates]
+        return tuple(g * up * s for g, up, s in zip(gates, ups, sigmoids, strict=True))
     return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
 
 
@@ -109,7 +112,7 @@ def _quantize(
 ) -> jax.Array:
     """Returns a warpgroup's share in float8, and stores its row scales."""
     (row, _), amax = plan.stage_offset(warpgroup), jnp.max(jnp.abs(values), axis=1)
-    count = jnp.clip(tile.rows - row, 0, _ROWS)
+    count = jnp.clip(tile.rows - row, 0, ROWS)
     if buffers.row_max_exchange is not None:
         amax = buffers.row_max_exchange.maximum(amax, warpgroup, i)
         count = jnp.where(warpgroup == 0, count, 0)  # both have the same scales
@@ -141,11 +144,11 @@ def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns:
     group.
     """
 
-    @pl.when(count == _ROWS)
+    @pl.when(count == ROWS)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, _ROWS), columns])
+        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns])
 
-    @pl.when((count > 0) & (count < _ROWS))
+    @pl.when((count > 0) & (count < ROWS))
     def _() -> None:
         def store(first: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -192,10 +195,10 @@ def store_scales(
             first = jnp.asarray(first, jnp.int32)
             out[pl.ds(row + first, rows), column] = lax.dynamic_slice(scales, (first,), (rows,))
 
-        _for_powers_of_two(count, (_ROWS, *_STORE_HEIGHTS), store)
+        _for_powers_of_two(count, (ROWS, *_STORE_HEIGHTS), store)
         return
 
-    @inline(REF, _ROW_LAYOUT, SCALAR, SCALAR, SCALAR)
+    @inline(REF, ROW, SCALAR, SCALAR, SCALAR)
     def write(out: Any, scales: Any, count: Any, row: Any, column: Any) -> None:
         columns = ir.MemRefType(out.type).shape[1]
         _, lane = warp_and_lane()
@@ -206,7 +209,7 @@ def store_scales(
             index = arith.muli(arith.addi(word(row), r), const(columns))
             index = arith.addi(index, word(column))
             address = mgpu.utils.getelementptr(start, [index], ir.F32Type.get())
-            value = vector.extract(register, dynamic_position=[], static_position=[0])
+            value = item(register, 0)
             text = """{
                 .reg .pred p;
                 setp.lt.s32 p, $2, $3;

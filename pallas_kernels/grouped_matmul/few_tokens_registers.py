@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
+from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 
 
 def _row_of_thread(column_blocks: int) -> tuple[Any, Any]:

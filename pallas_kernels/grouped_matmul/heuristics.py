@@ -32,7 +32,7 @@ def expected_groups(M: int, G: int) -> float:
 
 
 def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
-    """Chooses the width of a tile along N for ``mosaic_gpu_kernel``.
+    """Chooses the width of a tile along N for :mod:`kernel`.
 
     It is the widest, unless a narrower one balances the reads clearly better. The third width is
     considered only if the second makes too few tiles to use all the bandwidth. Otherwise it was

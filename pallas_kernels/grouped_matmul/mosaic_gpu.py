@@ -1,6 +1,6 @@
 """grouped_matmul for Hopper GPUs: chooses a kernel and its configuration, and defines gradients.
 
-There are two kernels. ``mosaic_gpu_kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
+There are two kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
 ``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
 group on average.
 """
@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul import (
     batched,
     few_tokens,
     few_tokens_plan,
-    mosaic_gpu_kernel,
+    kernel,
     reference,
 )
 from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
@@ -171,7 +171,7 @@ def _grouped_matmul(
             interpret=interpret,
         )
     scales = () if rhs_scale is None else (rhs_scale,)
-    return mosaic_gpu_kernel.matmul(
+    return kernel.matmul(
         lhs, (rhs,), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grouped_matmul.plan import Plan
-from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline
 
 _LANES = 32
 _ALL_LANES = "0xffffffff"
@@ -154,7 +154,7 @@ def _prefix_sums(values: list[Any]) -> list[Any]:
 
 
 def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
-    """Decorates functions that return int32 scalars, as :func:`mosaic_ir.inline`."""
+    """Decorates functions that return int32 scalars, as :func:`ir.inline`."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:

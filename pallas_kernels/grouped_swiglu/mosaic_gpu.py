@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, kernel
 from pallas_kernels.grouped_matmul.mosaic_gpu import (
     check_dtypes,
     check_few_tokens,
@@ -123,8 +123,8 @@ def _quantized(
     scales = tuple(x for x in matrix_scales if x is not None)
     arrays = lhs, (gate, up), group_sizes, lhs_scale, scales
     if quantizes(config, gate.shape[1], matrices=2):
-        return mosaic_gpu_kernel.matmul_to_float8(*arrays, config=config, interpret=interpret)
-    return block_quant(mosaic_gpu_kernel.matmul(*arrays, config=config, interpret=interpret))
+        return kernel.matmul(*arrays, config=config, quantize=True, interpret=interpret)
+    return block_quant(kernel.matmul(*arrays, config=config, interpret=interpret))
 
 
 # (Config of either kernel, interpreter parameters, block_shape)
@@ -148,7 +148,7 @@ def _grouped_swiglu(
         options: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
         both = few_tokens.grouped_matmuls(lhs, (gate, up), group_sizes, scales, **options)
         return reference.silu_multiply(*jnp.split(both, 2, axis=1)).astype(lhs.dtype)
-    return mosaic_gpu_kernel.matmul(
+    return kernel.matmul(
         lhs, (gate, up), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 

@@ -10,15 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_decode.kernel_parts import WGMMA
+from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, word
+from pallas_kernels.hopper.tiles import TILES, WGMMA
 from pallas_kernels.mla_decode.schedule import BLOCK
-from pallas_kernels.mosaic_ir import SCALAR, asm, const, i32, inline, word
 
-_TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _TILE = 64  # columns of a swizzled tile: 128 contiguous bytes of a token
 _ROWS, _PASSES = 16, 4  # tokens that a warpgroup clears per pass, with eight threads each
 
@@ -62,9 +60,9 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
         text.append(f"add.u32 place, place, {_ROWS};")
     text.append("}")
 
-    @inline(_TILED, SCALAR, SCALAR)
+    @inline(TILES, SCALAR, SCALAR)
     def clear(ref: Any, first_column: Any, token: Any) -> None:
-        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+        base = shared_address(ref)
         # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
         base = arith.addi(base, arith.shli(word(first_column), const(4)))
         asm("\n".join(text), "r,r,~{memory}", base, word(token), effects=True)

@@ -7,24 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.math import LOG2E
+from pallas_kernels.hopper.tiles import spread_columns
+from pallas_kernels.hopper.warpgroup import meet, publish
 from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
 from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT
-from pallas_kernels.mla_decode.kernel_parts import LOG2E
-from pallas_kernels.mla_decode.rescale import publish
-from pallas_kernels.mosaic_ir import meet
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """O^T [512, N], running maximum [N] in base 2, and sums of exponentials [N], of one consumer."""
-
-
-def spread(vector: jax.Array, rows: int) -> jax.Array:
-    """Broadcasts a vector [N] to [rows, N]."""
-    return lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +71,9 @@ class Handover:
             acc = registers.add_handover(stages, acc, own_factor, other_factor)
         else:
             other_acc = self.memory[pl.ds(0, LATENT)]
-            acc = acc * spread(own_factor, LATENT) + other_acc * spread(other_factor, LATENT)
+            acc = acc * spread_columns(own_factor, LATENT) + other_acc * spread_columns(
+                other_factor, LATENT
+            )
         publish(self.interpret)
         for stage, _ in block:
             self.rings.barriers.arrive(self.rings.free(other, stage))
@@ -97,7 +93,7 @@ class Results:
         """Stores a sequence's normalised output, or its partial output if it is split."""
         acc, maximum, total = state
         inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
-        out = acc * spread(inverse, LATENT)
+        out = acc * spread_columns(inverse, LATENT)
         lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
         lse = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
         is_split = work.is_split(b)

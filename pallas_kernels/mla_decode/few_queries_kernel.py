@@ -35,30 +35,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
+from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
 from pallas_kernels.mla_decode import few_queries_registers as registers
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
 from pallas_kernels.mla_decode.clear import clear_tokens
 from pallas_kernels.mla_decode.few_queries_copy import copy_blocks
-from pallas_kernels.mla_decode.few_queries_epilogue import Handover, Results, spread
+from pallas_kernels.mla_decode.few_queries_epilogue import Handover, Results
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries, plan
 from pallas_kernels.mla_decode.few_queries_registers import column_vector
 from pallas_kernels.mla_decode.few_queries_ring import Rings
 from pallas_kernels.mla_decode.few_queries_unpack import unpack_blocks
 from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    SLACK,
-    WGMMA,
-    results,
-    tiles_of,
-)
+from pallas_kernels.mla_decode.kernel_parts import SLACK, results
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
-from pallas_kernels.mla_decode.rescale import publish
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import meet
 
 _Partials = tuple[Float32[Array, "partials M C"], Float32[Array, "partials M"]]
 
@@ -77,7 +71,7 @@ def attend(
     config: FewQueries,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
-    """As :func:`mosaic_gpu_kernel.attend`, with M = T * H a multiple of 8 and at most 32.
+    """As :func:`kernel.attend`, with M = T * H a multiple of 8 and at most 32.
 
     Pages of uint8 are in the format of :mod:`float8_cache`.
     """
@@ -86,7 +80,6 @@ def attend(
     layout = plan(N, config, float8=float8)
     W, slices = layout.warpgroups, layout.slices
     partitions, max_pages = schedule.partitions, block_tables.shape[1]
-    early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")
     i32 = jnp.int32
 
     def mla_decode(ql_g, qr_g, kv_g, tables_g, schedule_g, out_g, lse_g, partial_g, partial_lse_g,
@@ -99,9 +92,7 @@ def attend(
         rings.initialise(full_arrivals=WARPS if float8 else 1)
         query_buffer = QueryBuffer((ql_g, qr_g), (ql_s, qr_s), q_full, q_free)
         query_buffer.initialise(consumers=W)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        overlap_preceding_kernel(config.early, interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
         work = Work(schedule_g, tables_g, partitions, partition, kv_g.shape[0])
         handover = Handover(rings, None if gpu else handover_s[0], interpret)
@@ -153,7 +144,7 @@ def attend(
 
             def put(p_own, s, maximum):
                 """Returns P and writes it to ``p_own``; wgmma may read it after a barrier."""
-                p = jnp.exp2(s - spread(maximum, BLOCK))
+                p = jnp.exp2(s - spread_columns(maximum, BLOCK))
                 registers.put_transposed(p_own, p.astype(jnp.bfloat16), gpu=gpu)
                 publish(interpret)
                 return p
@@ -249,7 +240,7 @@ def attend(
                         p = put(p_own, s, raised)
                         meet(interpret)
                         total = total * alpha + registers.reduce_rows(p, "add", gpu=gpu)
-                        return acc * spread(alpha, LATENT), total, raised
+                        return acc * spread_columns(alpha, LATENT), total, raised
 
                     above = registers.any_above(p, 2.0**SLACK, gpu=gpu)
                     new_total = total + registers.reduce_rows(p, "add", gpu=gpu)

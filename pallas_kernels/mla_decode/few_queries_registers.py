@@ -17,27 +17,27 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math
 
-from pallas_kernels.mla_decode.float8_cache import LATENT
-from pallas_kernels.mla_decode.kernel_parts import WGMMA
-from pallas_kernels.mosaic_ir import (
+from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
-    any_thread,
     array,
     asm,
     const,
+    float_pair,
     i32,
     i64,
     inline,
     instruction,
+    item,
+    shared_address,
     warp_and_lane,
 )
+from pallas_kernels.hopper.tiles import COLUMN, TILES, WGMMA
+from pallas_kernels.hopper.warpgroup import any_thread
+from pallas_kernels.mla_decode.float8_cache import LATENT
 
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""Layout of a vector with one number per column of a WGMMA tile, here per query row."""
-_TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _TILE_BYTES = 8 * 128
 _REDUCTIONS: dict[str, Any] = {"max": arith.maximumf, "add": arith.addf}
 
@@ -53,7 +53,7 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         target[...] = p.T
         return
 
-    @inline(_TILES, WGMMA)
+    @inline(TILES, WGMMA)
     def write(target: Any, p: Any):
         warp, lane = warp_and_lane()
         row, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
@@ -62,7 +62,7 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         chunk = arith.ori(arith.shli(warp, const(1)), arith.andi(matrix, const(1)))
         chunk = arith.shli(arith.xori(chunk, row), const(4))
         tile = arith.muli(arith.shrui(matrix, const(1)), const(_TILE_BYTES))
-        at = arith.addi(_shared(target), arith.addi(tile, arith.shli(row, const(7))))
+        at = arith.addi(shared_address(target), arith.addi(tile, arith.shli(row, const(7))))
         at = arith.addi(at, chunk)
         words = [llvm.bitcast(i32(), pair) for pair in p.registers.flat]
         for first in range(0, len(words), 4):
@@ -86,7 +86,7 @@ def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
     def vote(p: Any):
         f32 = ir.F32Type.get()
         limit = arith.constant(f32, ir.FloatAttr.get(f32, bound))
-        values = [_item(pair, i) for pair in p.registers.flat for i in range(2)]
+        values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
         compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
         above: Any = functools.reduce(arith.ori, compared)
         return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
@@ -106,7 +106,9 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
     def reduce(x: Any):
         combine = _REDUCTIONS[kind]
         rows = _batched(x.registers.flat, 2)
-        results = [_pair(*(combine(_item(a, i), _item(b, i)) for i in range(2))) for a, b in rows]
+        results = [
+            float_pair(*(combine(item(a, i), item(b, i)) for i in range(2))) for a, b in rows
+        ]
         return array(results, (x.shape[1],), COLUMN)
 
     return reduce(x)
@@ -128,10 +130,10 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
         combine = _REDUCTIONS[kind]
         warp, lane = _warp_and_lane()
         column = arith.shli(arith.andi(lane, const(3)), const(3))
-        base = arith.addi(_shared(scratch), column)
+        base = arith.addi(shared_address(scratch), column)
         at = arith.addi(base, arith.muli(warp, const(4 * N)))
         for j, pair in enumerate(x.registers.flat):
-            both = [_item(pair, i) for i in range(2)]
+            both = [item(pair, i) for i in range(2)]
             for distance in (4, 8, 16):
                 both = [combine(value, mgpu.utils.shfl_bfly(value, distance)) for value in both]
             # Eight threads write the same value.
@@ -140,9 +142,11 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
         mgpu.utils.warpgroup_barrier()
         results = []
         for j in range(N // 8):
-            warps = [_load_pair(base, 4 * N * w + 32 * j) for w in range(4)]
+            warps = [_load_two(base, 4 * N * w + 32 * j) for w in range(4)]
             both = ([pair[i] for pair in warps] for i in range(2))
-            results.append(_pair(*(combine(combine(a, b), combine(c, d)) for a, b, c, d in both)))
+            results.append(
+                float_pair(*(combine(combine(a, b), combine(c, d)) for a, b, c, d in both))
+            )
         return array(results, (N,), COLUMN)
 
     return reduce(x, scratch)
@@ -155,12 +159,12 @@ def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -
     overwrite its rope keys.
     """
 
-    @inline([_TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
+    @inline([TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
     def write(stages: Any, acc: Any, *vectors: Any):
         vector_pairs = [pair for each in vectors for pair in each.registers.flat]
         for pairs, addresses in zip([*_tiles(acc), vector_pairs], _addresses(stages), strict=True):
             for (address, offset), some in zip(addresses, _batched(pairs, 2), strict=False):
-                words = [_item(pair, i) for pair in some for i in range(2)]
+                words = [item(pair, i) for pair in some for i in range(2)]
                 asm(f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};",
                     "r,f,f,f,f,~{memory}", address, *words, effects=True)  # fmt: skip
 
@@ -170,7 +174,7 @@ def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -
 def read_handover_vectors(stages: Sequence[Any], N: int, count: int) -> tuple[jax.Array, ...]:
     """Loads the vectors [N] that another warpgroup stored with :func:`write_handover`."""
 
-    @inline([_TILES] * len(stages), returns=(_vector(N),) * count)
+    @inline([TILES] * len(stages), returns=(_vector(N),) * count)
     def read(stages: Any):
         pairs = _load_fours(_addresses(stages)[-1], count * (N // 8))
         return tuple(array(some, (N,), COLUMN) for some in _batched(pairs, N // 8))
@@ -189,7 +193,7 @@ def add_handover(
     N = acc.shape[1]
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 
-    @inline([_TILES] * len(stages), WGMMA, COLUMN, COLUMN, returns=result)
+    @inline([TILES] * len(stages), WGMMA, COLUMN, COLUMN, returns=result)
     def add(stages: Any, acc: Any, own_factor: Any, other_factor: Any):
         results = []
         for tile, (own, tile_addresses) in enumerate(
@@ -241,7 +245,7 @@ def store(out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: boo
                 continue
             for i in range(2):
                 text = f"st.global.f32 [$0 + {first + i * stride * bytes_}], $1;"
-                asm(text, "l,f,~{memory}", at, _item(pair, i), effects=True)
+                asm(text, "l,f,~{memory}", at, item(pair, i), effects=True)
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(lse))
         at = arith.addi(base, arith.extui(i64(), arith.shli(low, const(3))))
         thread = arith.ori(warp, high)
@@ -251,7 +255,7 @@ def store(out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: boo
                 setp.eq.s32 p, $1, 0;
                 @p st.global.v2.f32 [$0 + {32 * j}], {{$2, $3}};
             }}"""
-            asm(text, "l,r,f,f,~{memory}", at, thread, _item(pair, 0), _item(pair, 1),
+            asm(text, "l,r,f,f,~{memory}", at, thread, item(pair, 0), item(pair, 1),
                 effects=True)  # fmt: skip
 
     write(out, lse, acc, lse_values)
@@ -276,19 +280,7 @@ def _warp_and_lane() -> tuple[Any, Any]:
     return arith.shrui(thread, const(5)), arith.andi(thread, const(31))
 
 
-def _shared(ref: Any) -> Any:
-    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
-
-
-def _item(pair: Any, i: int) -> Any:
-    return vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-
-
-def _pair(first: Any, second: Any) -> Any:
-    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
-
-
-def _load_pair(base: Any, offset: int) -> list[Any]:
+def _load_two(base: Any, offset: int) -> list[Any]:
     f32 = ir.F32Type.get()
     two = llvm.StructType.get_literal([f32] * 2)
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
@@ -314,7 +306,7 @@ def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         loaded = asm(text, "=f,=f,=f,=f,r,~{memory}", address, result=four, effects=True)
         words = [llvm.extractvalue(f32, loaded, [i]) for i in range(4)]
-        results += [_pair(*words[:2]), _pair(*words[2:])]
+        results += [float_pair(*words[:2]), float_pair(*words[2:])]
     return results
 
 
@@ -323,7 +315,7 @@ def _addresses(stages: Sequence[Any]) -> list[Any]:
     thread = _thread()
     results = []
     for ref in stages:
-        at = arith.addi(_shared(ref), arith.shli(thread, const(4)))
+        at = arith.addi(shared_address(ref), arith.shli(thread, const(4)))
         _, tiles, _, _ = ir.MemRefType(ref.type).shape
         for tile in range(tiles):
             results.append([(at, 8 * tile * _TILE_BYTES + 2048 * i) for i in range(4)])

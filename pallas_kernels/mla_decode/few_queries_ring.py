@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.few_queries_plan import Plan
 
 Stages = list[tuple[jax.Array, jax.Array]]

@@ -14,7 +14,7 @@ and synchronise only through barriers:
   warpgroup's share of P V of the previous block, which releases its slot, then the other half.
 
 The producer fills half a block at a time, the columns of one consumer's output. Scores are scaled
-to base 2. The schedule, the results and the merge are the same as in :mod:`mosaic_gpu_kernel`.
+to base 2. The schedule, the results and the merge are the same as in :mod:`kernel`.
 """
 
 from __future__ import annotations
@@ -29,34 +29,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.warpgroup import meet, publish
+from pallas_kernels.mla_decode.epilogue import Part, TileResults, load_sums, merge_sums
 from pallas_kernels.mla_decode.float8_cache import ROPE, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
     copy_rope,
-    fence_shared,
     fetch_half,
     prefetch_rope,
     store_half,
     wait_rope_copies,
     with_rounded_scales,
 )
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    ROW,
-    SLACK,
-    SLOTS,
-    TILE,
-    WGMMA,
-    masked_scores,
-    results,
-    row_vector,
-    tiles_of,
-)
+from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, masked_scores, results
 from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import meet
 
 _COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # per thread: 2 * compute + fill <= 504
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
@@ -98,6 +87,11 @@ def attend(
         m0 = lax.axis_index("tile") * TILE
         first_sequence, last_sequence = schedule_g[partition, 0], schedule_g[partition, 1]
         sequence_count = last_sequence - first_sequence + 1
+
+        globals_ = out_g, lse_g, partial_g, partial_lse_g
+        outputs = TileResults(
+            *globals_, lse_s, lambda: m0, rows, rows_per_copy=rows, interpret=interpret
+        )
 
         # Few barrier arrays, because each keeps its phases in one register per thread.
         def kv_full(slot, half):
@@ -185,7 +179,7 @@ def attend(
                     store_half(v_s.at[slot, half], words, scales, tokens)
                     if half:
                         wait_rope_copies()
-                    fence_shared()
+                    publish()
                     arrive_once(kv_full(slot, half))
                     registers[of_half] = fetch_half(kv_g.at[next_page], half)
                 prefetch_rope(kv_g.at[next_page])
@@ -283,7 +277,7 @@ def attend(
                     s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
                 rope_s[own] = p.astype(jnp.bfloat16)
-                fence_shared(interpret)
+                publish(interpret)
                 arrive_once(p_ready(own))
                 total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
                 return alpha, running, total
@@ -381,47 +375,29 @@ def attend(
                 sum_max_s[own], sum_s[own] = own_max, own_sum
                 plgpu.barrier_arrive(sum_ready)
                 plgpu.barrier_wait(sum_ready)
-                maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
-                sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
+                maxima, sums = load_sums(sum_max_s, sum_s)
                 plgpu.barrier_arrive(sum_free)
-                maximum = jnp.maximum(*maxima)
-                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
-                    maxima[1] - maximum
-                )
+                maximum, total = merge_sums(maxima, sums)
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
                 segments = schedule_g[partitions + b, 1]
 
                 @pl.when(own == 0)
                 def _():
-                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
-                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
-                    plgpu.commit_smem()
+                    outputs.stage_lse(maximum, total)
+
+                # Staged in the half of the last block that only this warpgroup reads.
+                staging = functools.partial(lambda slot, m: v_s.at[slot, own, m], slot)
+                parts = [Part(slice(None), pl.ds(own * HALF, HALF), staging)]
 
                 @pl.when(segments == 1)
                 def _():
-                    # Staged in the half of the last block that only this warpgroup reads.
-                    v_s[slot, own] = acc.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        v_s.at[slot, own, pl.ds(0, rows)],
-                        out_g.at[b, pl.ds(m0, rows), pl.ds(own * HALF, HALF)],
-                    )
-
-                    @pl.when(own == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(
-                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0, rows)]
-                        )
+                    outputs.store(b, acc, parts, own == 0)
 
                 @pl.when(segments > 1)
                 def _():
                     partial = schedule_g[partitions + b, 2] + partition
-                    partial_g[partial, pl.ds(m0, TILE), pl.ds(own * HALF, HALF)] = acc
-
-                    @pl.when(own == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0, TILE)])
+                    outputs.store_partial(partial, acc, parts, own == 0)
 
                 plgpu.wait_smem_to_gmem(0)
                 arrive_once(kv_free(slot, own))

@@ -20,6 +20,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    item,
+    shared_address,
+    warp_and_lane,
+    word,
+)
+from pallas_kernels.hopper.tiles import TILES, WGMMA
+from pallas_kernels.hopper.warpgroup import publish
 from pallas_kernels.mla_decode.float8_cache import (
     GROUP,
     LATENT,
@@ -29,18 +45,8 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
 )
 from pallas_kernels.mla_decode.schedule import BLOCK
-from pallas_kernels.mosaic_ir import (
-    REF,
-    SCALAR,
-    array,
-    asm,
-    const,
-    i32,
-    i64,
-    inline,
-    warp_and_lane,
-    word,
-)
+
+fence_shared = publish  # its former name
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # per warp
@@ -49,9 +55,8 @@ _TILE_COLUMNS = 64  # of a swizzled tile
 _TOGETHER = 4  # loads that are unpacked before any is stored
 _ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
 # Layouts of a thread's data as arrays of a warpgroup: four words per load, and a scale word.
-_WORDS = plgpu.Layout.WGMMA
+_WORDS = WGMMA
 _SCALE_WORD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-_TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _words(loads: int) -> Any:
@@ -113,7 +118,7 @@ def copy_rope(tile: Any, page: Any) -> None:
     :func:`wait_rope_copies` waits for the copies.
     """
 
-    @inline(_TILES, REF)
+    @inline(TILES, REF)
     def copy(tile: Any, page: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         warp, lane = warp_and_lane()
@@ -122,7 +127,7 @@ def copy_rope(tile: Any, page: Any) -> None:
         source = _offset_pointer(base, arith.addi(arith.muli(row, const(TOKEN_BYTES)), chunk))
         row = arith.addi(arith.muli(warp, const(2 * 1024)), arith.shli(token, const(7)))
         chunk = arith.xori(chunk, arith.shli(token, const(4)))
-        address = arith.addi(_shared(tile), arith.addi(row, chunk))
+        address = arith.addi(shared_address(tile), arith.addi(row, chunk))
         for i in range(_ROPE_COPIES):
             text = f"""{{
                 .reg .b32 p;
@@ -165,11 +170,11 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
     bfloat16. A float8 NaN becomes 480 times its scale.
     """
 
-    @inline(_TILES, _WORDS, _SCALE_WORD, SCALAR)
+    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR)
     def store(tile: Any, words: Any, scales: Any, tokens: Any):
         _, lane = warp_and_lane()
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
-        address = arith.addi(_shared(tile), column)
+        address = arith.addi(shared_address(tile), column)
         _store_scaled(address, HALF // _TILE_COLUMNS, words, scales, tokens)
 
     store(tile, words, scales, tokens)
@@ -189,14 +194,14 @@ def store_slices(
       ring: number of stages of the ring buffer.
     """
 
-    @inline(_TILES, SCALAR, SCALAR, _WORDS, _SCALE_WORD, SCALAR)
+    @inline(TILES, SCALAR, SCALAR, _WORDS, _SCALE_WORD, SCALAR)
     def store(memory: Any, start: Any, stage: Any, words: Any, scales: Any, tokens: Any):
         _, lane = warp_and_lane()
         at = arith.addi(word(stage), arith.shrui(lane, const(3)))
         wraps = arith.cmpi(arith.CmpIPredicate.sge, at, const(ring))
         at = arith.select(wraps, arith.subi(at, const(ring)), at)
         offset = arith.muli(arith.addi(word(start), at), const(BLOCK * _TILE_COLUMNS * 2))
-        _store_scaled(arith.addi(_shared(memory), offset), 1, words, scales, tokens)
+        _store_scaled(arith.addi(shared_address(memory), offset), 1, words, scales, tokens)
 
     start = jnp.asarray(ring_start, jnp.int32)
     store(memory, start, stage, words, scales, tokens)
@@ -211,11 +216,7 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
     """
     eight_tokens = tile_columns * 8 * _TILE_COLUMNS * 2  # bytes
     warp, lane = warp_and_lane()
-    scale_word = vector.extract(
-        scales.registers.item(),
-        dynamic_position=[],
-        static_position=ir.DenseI64ArrayAttr.get([0]),
-    )
+    scale_word = item(scales.registers.item(), 0)
     token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
     # Two bfloat16 copies of the scale, times 2^120: float8 bits, placed in a bfloat16, are 2^-120
     # times their value.
@@ -248,19 +249,6 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
         _store_all(address, stores)
 
 
-def fence_shared(interpret: Any = None) -> None:
-    """Makes shared memory writes that this thread knows of visible to its wgmma instructions."""
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @inline()
-    def fence():
-        asm("fence.proxy.async.shared::cta;", "", effects=True)
-
-    fence()
-
-
 def _low(x: Any, bits: int) -> Any:
     return arith.andi(x, const(2**bits - 1))
 
@@ -271,10 +259,6 @@ def _bit(x: Any, number: int) -> Any:
 
 def _offset_pointer(pointer: Any, bytes_: Any) -> Any:
     return arith.addi(pointer, arith.extui(i64(), bytes_))
-
-
-def _shared(tile: Any) -> Any:
-    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
 
 
 def _load(pointer: Any, offset: int) -> list[Any]:
@@ -321,14 +305,7 @@ def _pairs(words: list[Any]) -> Any:
 
 
 def _singles(words: Any) -> list[Any]:
-    def address(i: int) -> Any:
-        return ir.DenseI64ArrayAttr.get([i])
-
-    return [
-        vector.extract(register, dynamic_position=[], static_position=address(i))
-        for register in words.registers.flat
-        for i in range(2)
-    ]
+    return [item(register, i) for register in words.registers.flat for i in range(2)]
 
 
 def with_rounded_scales(tokens: jax.Array) -> jax.Array:

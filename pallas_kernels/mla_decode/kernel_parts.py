@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
 from pallas_kernels.mla_decode.float8_cache import LATENT
 from pallas_kernels.mla_decode.schedule import BLOCK
 
+# Some of these are imported from here under their former path.
+__all__ = [
+    "ACC",
+    "LOG2E",
+    "NO_SCORE",
+    "ROW",
+    "SLACK",
+    "SLOTS",
+    "TILE",
+    "WGMMA",
+    "masked_scores",
+    "results",
+    "row_vector",
+    "tiles_of",
+]
+
 TILE = 64  # query rows of a program: the M of one wgmma instruction
 SLOTS = 2  # key blocks in shared memory
-LOG2E = math.log2(math.e)
 # The running maximum is raised only when a score exceeds it by more than SLACK. Until then P may
 # reach 2^8, and the sums need no rescaling.
 SLACK = 8.0
-NO_SCORE = -1e30  # initial maximum: finite, because -inf - -inf would be NaN
-
-ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-WGMMA = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)  # layout of a vector with one number per row of a WGMMA tile
-
-
-def row_vector(value: float) -> jax.Array:
-    """Returns a vector [TILE] of ``value`` in the ROW layout."""
-    return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), ROW)
 
 
 def masked_scores(
@@ -57,12 +62,6 @@ def masked_scores(
         m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=WGMMA)
         visible = visible + lax.div(m + first_query_row(), jnp.int32(heads))
     return jnp.where(column < jnp.minimum(visible, end), s, -jnp.inf)
-
-
-def tiles_of(*shape: int) -> Any:
-    """Returns a bfloat16 buffer in shared memory, tiled and swizzled as wgmma requires."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 def results(

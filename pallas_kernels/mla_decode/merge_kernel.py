@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.math import NO_SCORE
 
-_NO_SCORE = -1e30  # finite, because -inf - -inf would be NaN
 _PROGRAMS_AN_SM = 4  # resident programs per multiprocessor, limited by registers
 _LOADS = 8  # query rows of partial results that a program loads concurrently
 
@@ -50,12 +51,9 @@ def merge_partials(
     groups = M // wide
     # As many programs as can be resident, however much there is to merge: often it is nothing.
     programs = min(partitions * groups, _PROGRAMS_AN_SM * multiprocessors())
-    early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def mla_merge(partial_g, partial_lse_g, split_g, out_g, lse_g):
-        if early:  # programmatic dependent launch: the first kernel still runs
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        overlap_preceding_kernel(interpret=interpret)
         program = lax.axis_index("program")
         remaining = split_g[0, 3] * groups - program
 
@@ -92,7 +90,7 @@ def merge_partials(
             zeros = plgpu.layout_cast(
                 jnp.zeros((C,), jnp.float32), plgpu.Layout.WG_STRIDED((C,), vec_size=2)
             )
-            initial = [(zeros, jnp.float32(0.0), jnp.float32(_NO_SCORE))] * wide
+            initial = [(zeros, jnp.float32(0.0), jnp.float32(NO_SCORE))] * wide
             for w, row in enumerate(lax.fori_loop(0, rounds, add, initial)):
                 total, weight, maximum = row
                 merged = total / jnp.where(weight == 0.0, 1.0, weight)

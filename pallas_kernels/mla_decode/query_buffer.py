@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 
 

@@ -16,25 +16,26 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.mosaic_ir import any_thread, inline
+from pallas_kernels.hopper.ir import inline, item
+from pallas_kernels.hopper.tiles import ROW, WGMMA
+from pallas_kernels.hopper.warpgroup import any_thread, publish
+
+__all__ = ["publish", "scale_rows"]  # the former path of publish
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
     """``x * factors[:, None]`` for a float32 tile in WGMMA layout. A whole warpgroup calls it."""
     if interpret is not None:
         return x * lax.broadcast_in_dim(factors, x.shape, [0])
-    tile, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=tile)
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
 
-    @inline(tile, row, returns=result)
+    @inline(WGMMA, ROW, returns=result)
     def scaled(x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
         one = mgpu.utils.c(1.0, ir.F32Type.get())
         registers = [
-            vector.extract(
-                register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
-            )
+            item(register, i)
             for register in factors.registers.flat
             for i in range(ir.VectorType(register.type).shape[0])
         ]
@@ -52,19 +53,3 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
     return scaled(x, factors)
-
-
-def publish(interpret: Any = None) -> None:
-    """Makes this thread's shared memory writes visible to the tensor cores and to TMA.
-
-    This is ``commit_smem`` without its barrier across the warpgroup.
-    """
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @inline()
-    def fence():
-        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-
-    fence()

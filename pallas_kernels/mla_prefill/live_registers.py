@@ -12,10 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.mosaic_ir import asm, i32, inline
-
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+from pallas_kernels.hopper.ir import asm, i32, inline, item
+from pallas_kernels.hopper.tiles import ROW, WGMMA
 
 
 def keep_live(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
@@ -26,9 +24,9 @@ def keep_live(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
     before 13.3 are known to omit the wait. So after the wait for ``acc`` the bits of P are combined
     into a sign bit, which is never set because P >= 0, and which is merged into ``factors``.
     """
-    shape = plgpu.ShapeDtypeStruct(factors.shape, jnp.float32, layout=_ROW)
+    shape = plgpu.ShapeDtypeStruct(factors.shape, jnp.float32, layout=ROW)
 
-    @inline(_ROW, _WGMMA, _WGMMA, returns=shape)
+    @inline(ROW, WGMMA, WGMMA, returns=shape)
     def merge_sign(factors: Any, acc: Any, p: Any) -> Any:
         def bits(register: Any) -> Any:
             """Returns the first 32 bits of a register."""
@@ -36,7 +34,7 @@ def keep_live(factors: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
             if isinstance(type_, ir.VectorType):
                 words = type_.shape[0] * utils.bitwidth(type_.element_type) // 32
                 register = vector.bitcast(ir.VectorType.get((words,), i32()), register)
-                return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+                return item(register, 0)
             return arith.bitcast(i32(), register)
 
         words = [bits(r) for r in p.registers.flat]

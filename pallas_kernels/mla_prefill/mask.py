@@ -11,9 +11,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from pallas_kernels.mosaic_ir import const, inline
+from pallas_kernels.hopper.ir import const, inline
+from pallas_kernels.hopper.tiles import WGMMA
 
-_WGMMA = plgpu.Layout.WGMMA
 _COLUMNS = 8
 """Consecutive columns of a row that four threads hold, two each, before the pattern repeats."""
 
@@ -29,10 +29,10 @@ def mask_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
       visible: int32 [64].
     """
     shape = (s.shape[0], _COLUMNS)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
     remaining = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
 
-    @inline(_WGMMA, _WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=_WGMMA))
+    @inline(WGMMA, WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
     def masked(s: Any, remaining: Any) -> Any:
         infinity = mgpu.utils.c(float("-inf"), ir.F32Type.get())
         minus_infinity = mgpu.FragmentedArray.splat(
@@ -51,9 +51,9 @@ def mask_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
 def concatenate_columns(*tiles: jax.Array) -> jax.Array:
     """Concatenates register tiles along their columns."""
     shape = tiles[0].shape[0], sum(tile.shape[1] for tile in tiles)
-    result = plgpu.ShapeDtypeStruct(shape, tiles[0].dtype, layout=_WGMMA)
+    result = plgpu.ShapeDtypeStruct(shape, tiles[0].dtype, layout=WGMMA)
 
-    @inline(*(_WGMMA for _ in tiles), returns=result)
+    @inline(*(WGMMA for _ in tiles), returns=result)
     def concatenate(*tiles: Any) -> Any:
         return mgpu.FragmentedArray(
             _registers=np.concatenate([tile.registers for tile in tiles], axis=1),

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, inline, word
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, word
 
 
 def claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:

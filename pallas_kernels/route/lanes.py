@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.mosaic_ir import REF, array, asm, i32, i64, inline, instruction
+from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, instruction
 
 WARPS, LANES = 4, 32
 SHAPE = WARPS, LANES

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.route.mosaic_gpu_kernel import MAX_TOKENS, choose_and_sort
+from pallas_kernels.route.kernel import MAX_TOKENS, choose_and_sort
 from pallas_kernels.route.reference import Routes, Rule
 
 _EXPERT_MULTIPLE = 32

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mosaic_ir import REF, SCALAR, asm, const, i32, i64, word
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, word
 
 _THREADS = 128
 _STORE = 16  # bytes per store instruction of a thread

@@ -74,6 +74,38 @@ def test_configs(dtype, config):
     check(out[: sum(x.group_sizes)], x.expected(), tolerance("bfloat16"))
 
 
+MANY_TOKENS = mosaic_gpu.MANY_TOKENS_FLOAT8
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("config", "N"),
+    slow_except(list(zip(MANY_TOKENS, (320, 192, 192), strict=True)), [0]),
+    ids=lambda x: f"{x}" if isinstance(x, int) else f"{x.tile_m}x{x.tile_n}",
+)
+def test_unrolled_loops(config, N):
+    """The sums are the same, in the same order. Some tiles touch two blocks of columns."""
+    config = dataclasses.replace(config, stages=2)
+    x = Inputs.random(
+        (130, 0, 1, 67), M=210, N=N, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8
+    )  # fmt: skip
+    rows = sum(x.group_sizes)
+    out = run(x, back_end(dataclasses.replace(config, unrolled=True)))[:rows]
+    check(out, x.expected(), tolerance("bfloat16"))
+    np.testing.assert_array_equal(out, run(x, back_end(config))[:rows])
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("N", "K", "settings"), [(192, 384, {}), (192, 512, {"tma_scales": False}), (128, 512, {})]
+)
+def test_what_an_unrolled_loop_does_not_support(N, K, settings):
+    x = Inputs.random((3,), N=N, K=K, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+    config = dataclasses.replace(MANY_TOKENS[1], stages=2, unrolled=True, **settings)
+    with pytest.raises(NotImplementedError, match=f"got {K // 128} steps, N {N}"):
+        run(x, back_end(config))
+
+
 @kernel_runs
 def test_matrices_of_empty_groups_are_not_read():
     x = Inputs.random((0, 5, 0), N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")

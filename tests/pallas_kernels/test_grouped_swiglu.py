@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import matmul_to_float8
+from pallas_kernels.grouped_matmul import kernel as matmul_kernel
 from pallas_kernels.grouped_matmul.plan import quantizes
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels import grouped_matmul_cases
@@ -93,6 +93,15 @@ def test_configs(dtype, config):
 
 
 @kernel_runs
+def test_an_unrolled_loop_and_approximate_silu():
+    config = dataclasses.replace(
+        mosaic_gpu.MANY_TOKENS_FLOAT8[0], stages=2, unrolled=True, approximate_silu=True
+    )
+    x = Inputs.random((70, 0, 3), F=256, K=512, dtype=FLOAT8)
+    check(run(x, back_end(config)), x.expected(), ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
 @pytest.mark.parametrize(
     ("dtype", "config"),
     slow_except([(dtype, config) for dtype, config in CONFIGS if config.tile_n > 128], (1, 2)),
@@ -119,13 +128,14 @@ def test_only_whole_blocks_are_quantized_in_the_kernel():
     assert not quantizes(dataclasses.replace(config, tile_m=256), 384, matrices=2)
     lhs, gate, up, sizes, *_ = Inputs.random((3, 4), F=128, K=64, dtype="bfloat16").arrays()
     with pytest.raises(NotImplementedError, match="quantizes tiles of 64 x 128, or 128 x 128"):
-        matmul_to_float8(
+        matmul_kernel.matmul(
             lhs,
             (gate, up),
             sizes,
             None,
             (),
             config=dataclasses.replace(config, tile_n=128),
+            quantize=True,
             interpret=object(),
         )
 

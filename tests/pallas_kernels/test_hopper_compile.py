@@ -1,7 +1,8 @@
 """Every Hopper kernel compiles for sm_90a without a GPU, and without register spills.
 
 The test reads ptxas' report on each kernel. It must have no spills except those in MOST_SPILLED,
-and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas.
+and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas. Another test
+counts the instructions of the main loops, and needs nvdisasm too.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
+from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.mosaic_gpu_kernel import Config as DecodeConfig
-from pallas_kernels.mla_prefill.mosaic_gpu_kernel import Config as PrefillConfig
+from pallas_kernels.mla_decode.kernel import Config as DecodeConfig
+from pallas_kernels.mla_prefill.kernel import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
@@ -42,6 +46,10 @@ MOST_SPILLED = {
     "mla_decode h8 sq3": 64,
     "mla_decode h64 sq3": 64,
 }
+# Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
+# the same work differently from version to version.
+MOST_INSTRUCTIONS = 1.03
+RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
@@ -252,6 +260,13 @@ def kernels() -> dict[str, Kernel]:
         for rows in (4, 4096) if dtype == BF16 else (4,):
             shape = f"grouped_swiglu {name} quantized, {rows} rows"
             table[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
+    for N, K in WIDTHS.values():
+        config = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
+        shape = f"grouped_matmul fp8 {N}x{K} 4096 rows, unrolled"
+        table[shape] = grouped(4096, 8, N, K, FP8, config=config)
+    config = dataclasses.replace(SWIGLU_FLOAT8[0], unrolled=True, approximate_silu=True)
+    shape = "grouped_swiglu fp8 2048 wide, 4096 rows, unrolled"
+    table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=config)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
@@ -283,7 +298,10 @@ OPS = sorted({kernel.op for kernel in KERNELS.values()})
 
 
 def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name."""
+    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name.
+
+    A report is the PTX and what ptxas prints.
+    """
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -299,9 +317,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
 
     results = {}
     # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    if op == "route":
-        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     for number, (name, kernel) in enumerate(KERNELS.items()):
         if kernel.op == op:
             output = directory / f"{number}.txt"
@@ -364,6 +380,13 @@ def backend(kernel: Kernel) -> Callable[..., Any]:
     return getattr(module, kernel.op)
 
 
+def ptxas_version() -> str:
+    printed = subprocess.run(["ptxas", "--version"], check=True, capture_output=True, text=True)
+    release = re.search(r"V([\d.]+)", printed.stdout)
+    assert release is not None, printed.stdout
+    return release[1]
+
+
 # ---- the tests -----------------------------------------------------------------------------------
 
 
@@ -380,13 +403,11 @@ def reason_to_skip() -> str | None:
     return None
 
 
-@pytest.fixture(scope="module", params=OPS)
-def compiled(request, tmp_path_factory):
-    """Compiles all kernels of one operation, and returns the results by kernel name."""
-    directory = tmp_path_factory.mktemp("ptxas")
+def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """Runs :func:`compile_all` in a process of its own."""
     without = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"}
     run = subprocess.run(
-        [sys.executable, __file__, request.param, str(directory)],
+        [sys.executable, __file__, op, str(directory)],
         env={name: value for name, value in os.environ.items() if name not in without}
         | {
             "JAX_PLATFORMS": "cpu",
@@ -399,6 +420,15 @@ def compiled(request, tmp_path_factory):
     return json.loads((directory / "results.json").read_text())
 
 
+# With xdist's --dist loadgroup, one process compiles an operation for both tests.
+@pytest.fixture(
+    scope="module", params=[pytest.param(op, marks=pytest.mark.xdist_group(op)) for op in OPS]
+)
+def compiled(request, tmp_path_factory):
+    """Compiles all kernels of one operation, and returns the results by kernel name."""
+    return compile_in_child(request.param, tmp_path_factory.mktemp("ptxas"))
+
+
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
 @pytest.mark.slow
 def test_no_kernel_spills_registers(compiled):
@@ -408,6 +438,52 @@ def test_no_kernel_spills_registers(compiled):
         most = next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
         faults += [f"{name}: {fault}" for fault in faults_of(result, most)]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
+@pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm: the package nvidia-cuda-nvdisasm")
+@pytest.mark.slow
+def test_main_loops_have_the_recorded_number_of_instructions(compiled):
+    """`python -m scripts.record_machine_code` records the numbers of a changed kernel."""
+    recorded = json.loads(RECORD.read_text())
+    same_ptxas = recorded["ptxas"] == ptxas_version()
+    faults = []
+    for name, result in compiled.items():
+        for entry, ptx in ptx_of(result.get("report", "")).items():
+            before = recorded["kernels"].get(name, {}).get(entry)
+            if before is None:
+                faults.append(f"{name}: expected a record of {entry}, got none")
+            elif not (same_ptxas and before["ptx"] == digest(ptx)):
+                loops = main_loops(disassemble(ptx))
+                counts = [(loop.instructions, loop.tensor) for loop in loops]
+                faults += [f"{name}: {fault}" for fault in loop_faults(before["loops"], counts)]
+    assert not faults, "\n".join(faults)
+
+
+def loop_faults(before: list[list[int]], after: list[tuple[int, int]]) -> list[str]:
+    """Compares the main loops of a kernel, by instructions per tensor core instruction.
+
+    Args:
+      before: of each loop the instructions, conditional ones, and tensor core instructions.
+      after: of each loop the instructions and tensor core instructions.
+    """
+    if len(before) != len(after):
+        return [f"expected {len(before)} main loops, got {len(after)}"]
+    return [
+        f"expected {old}, got {new} instructions per {tensor} tensor core instructions"
+        for (old, _, old_tensor), (new, tensor) in zip(before, after, strict=True)
+        if new / tensor > MOST_INSTRUCTIONS * old / old_tensor
+    ]
+
+
+def test_a_longer_loop_is_a_fault():
+    before = [[100, 20, 4], [300, 0, 8]]
+    assert loop_faults(before, [(102, 4), (260, 8)]) == []
+    assert loop_faults(before, [(198, 8), (300, 8)]) == []  # unrolled twice
+    assert loop_faults(before, [(104, 4), (300, 8)]) == [
+        "expected 100, got 104 instructions per 4 tensor core instructions"
+    ]
+    assert loop_faults(before, [(100, 4)]) == ["expected 2 main loops, got 1"]
 
 
 def faults_of(result: dict[str, Any], most_spilled: int = 0) -> list[str]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import route
-from pallas_kernels.route import counting, mosaic_gpu, mosaic_gpu_kernel, reference
+from pallas_kernels.route import counting, mosaic_gpu, reference
+from pallas_kernels.route import kernel as kernel_module
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import device
@@ -148,7 +149,7 @@ def test_kernel(tokens, experts, rule, valid):
 )
 def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
     # The interpreter supports at most 24 warpgroups: two programs have 32 warps.
-    monkeypatch.setattr(mosaic_gpu_kernel, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(kernel_module, "_MAX_PROGRAMS", 2)
     arrays = inputs(tokens, 32, rule, valid)
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 

@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int
 
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.route.lanes import (
     LANES,
     LAYOUT,
@@ -78,7 +79,6 @@ def choose_and_sort(
     chunks = range(E // LANES)
     # Experts that each warp counts: the smallest divisor of E with which the warps cover E.
     share = next(n for n in range(1, E + 1) if E % n == 0 and n * warps >= E)
-    early = interpret is None and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def route(*refs):
         logits_g, *refs = refs
@@ -87,9 +87,7 @@ def choose_and_sort(
         scores_g, experts_g, weights_g, order_g, inverse_g, sizes_g, keys_g, *cluster_barriers = (
             refs
         )
-        if early:  # programmatic dependent launch: the preceding kernel still runs
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        overlap_preceding_kernel(interpret=interpret)
         read_rows = functools.partial(load_rows, interpret=interpret)
         write_rows = functools.partial(store_rows, interpret=interpret)
         lane = thread_index(1)

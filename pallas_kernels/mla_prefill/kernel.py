@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -30,16 +29,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.mla_prefill.live_registers import keep_live
 from pallas_kernels.mla_prefill.mask import concatenate_columns, mask_columns
 from pallas_kernels.mla_prefill.queue import claim_tile, uniform
 
 WARPGROUPS = 2
 """Number of consumer warpgroups. One more is the producer."""
-ROWS = 64
-"""Queries per consumer warpgroup: the M dimension of wgmma."""
 TILE = WARPGROUPS * ROWS
-"""Queries per tile."""
+"""Queries per tile. A consumer warpgroup has ROWS of them."""
 COLUMNS = 64
 """Number of bfloat16 in a 128-byte swizzled row."""
 
@@ -49,15 +48,9 @@ _COMPUTE_REGISTERS, _COPY_REGISTERS = 240, 24
 _PARTIAL_SUMS = 8
 """Partial sums per row: two for each of the four threads that hold the row."""
 
-_LOG2E = math.log2(math.e)
-_LOWEST = -1e30
-"""Initial running maximum: finite, so that a query that sees no key gets exp2(-inf) = 0."""
-# Names that jax leaves untyped, or types for its own use.
-_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+# Names that jax types for its own use.
 _as_layout: Any = plgpu.layout_cast
 _run_state: Any = pl.run_state
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +75,6 @@ class Config:
             raise ValueError(f"expected a block of 64, 128, ... and 2 stages or more, got {self}")
         if self.programs is not None and self.programs <= 0:
             raise ValueError(f"programs: expected 1 or more, got {self.programs}")
-
-
-def _transforms() -> tuple[Any, ...]:
-    return (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))
-
-
-def _smem(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_transforms())
 
 
 def heads_together(heads: int, bytes_a_head: int, budget: int) -> int:
@@ -121,7 +106,7 @@ def attend(
     S, V = k.shape[1], v.shape[-1]
     block, stages = config.block, config.stages
     half = block // 2
-    to_log2 = scale * _LOG2E
+    to_log2 = scale * LOG2E
     interpreted = interpret is not None
     q_tiles = pl.cdiv(T, TILE)
     tiles = B * H * q_tiles
@@ -211,9 +196,6 @@ def attend(
             for i in range(2 * stages + 2):
                 plgpu.barrier_wait(free.at[i])
 
-        def spread(rows, columns):
-            return lax.broadcast_in_dim(rows, (ROWS, columns), [0])
-
         def start_softmax(s, maximum, total, bound):
             """Masks scores and starts the softmax.
 
@@ -222,22 +204,22 @@ def attend(
             """
             if bound is not None:
                 start, length, first = bound
-                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW)
+                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
                 visible = jnp.minimum(row + (start + 1 - first), length - first)
                 if interpreted:
                     column = lax.broadcasted_iota(jnp.int32, (ROWS, block), 1)
-                    s = jnp.where(column < spread(visible, block), s, -jnp.inf)
+                    s = jnp.where(column < spread_rows(visible, block), s, -jnp.inf)
                 else:
                     s = mask_columns(s, visible)
             new_maximum = jnp.maximum(maximum, s.max(axis=1) * to_log2)
             alpha = jnp.exp2(maximum - new_maximum)
-            total = total * spread(alpha, _PARTIAL_SUMS)
+            total = total * spread_rows(alpha, _PARTIAL_SUMS)
             p, total = exponentials(s[:, :half], new_maximum, total)
             return p, s[:, half:], new_maximum, total, alpha
 
         def exponentials(s, maximum, total):
             """Returns P of half a block, and the updated partial sums."""
-            p = jnp.exp2(s * to_log2 - spread(maximum, half))
+            p = jnp.exp2(s * to_log2 - spread_rows(maximum, half))
             for c in range(0, half, _PARTIAL_SUMS):
                 total = total + p[:, c : c + _PARTIAL_SUMS]
             return p, total
@@ -250,7 +232,7 @@ def attend(
             return concatenate_columns(first, second)
 
         def zeros(columns):
-            return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), _WGMMA)
+            return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
         def accumulate(issue, columns):
             """Returns the accumulator, initially zero, after ``issue`` has accumulated into it."""
@@ -259,7 +241,7 @@ def attend(
                 issue(ref)
                 return ref[...]
 
-            return pl.run_scoped(scope, _ACC((ROWS, columns), jnp.float32))
+            return pl.run_scoped(scope, ACC((ROWS, columns), jnp.float32))
 
         def scores(ref, slot):
             plgpu.wgmma(ref, q_s.at[wg], k_s.at[slot].transpose((1, 0)))
@@ -273,7 +255,7 @@ def attend(
                 p_s[wg] = p
                 plgpu.commit_smem()
                 return acc + accumulate(lambda ref: values(ref, p_s.at[wg], slot), V)
-            return _run_state(lambda ref: values(ref, p, slot))(_ACC.init(acc))
+            return _run_state(lambda ref: values(ref, p, slot))(ACC.init(acc))
 
         def clear_values(slot, first, length):
             """Zeroes values past the sequence's end, which may be NaN. Each consumer does half."""
@@ -283,8 +265,8 @@ def attend(
                 def _(c=c):
                     part = v_s.at[slot, :, pl.ds(c * COLUMNS, COLUMNS)]
                     shape = (block, COLUMNS)
-                    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
-                    old = _as_layout(part[...], _WGMMA)
+                    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+                    old = _as_layout(part[...], WGMMA)
                     part[...] = jnp.where(row < length - first, old, jnp.zeros_like(old))
 
             plgpu.commit_smem()
@@ -304,7 +286,7 @@ def attend(
                 acc_ref, s_ref, *rest_refs = refs
                 scores(s_ref, slot)
                 old = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None)
-                acc_ref[...] = old * spread(alpha, V)
+                acc_ref[...] = old * spread_rows(alpha, V)
                 values(acc_ref, p, previous)
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 # Without this barrier, and the branch in the wait for the next values, the
@@ -315,7 +297,7 @@ def attend(
                 plgpu.barrier_wait(full.at[stages + slot])
 
             if interpreted:
-                acc = add_values(acc * spread(alpha, V), p, previous)
+                acc = add_values(acc * spread_rows(alpha, V), p, previous)
                 first, s, maximum, total, alpha = softmax_of(
                     accumulate(lambda ref: scores(ref, slot), block)
                 )
@@ -324,7 +306,7 @@ def attend(
                 s, part = zeros(block), zeros(half)
                 # Placeholders for the results, of the right types and layouts.
                 acc, _, first, s, maximum, total, alpha = _run_state(overlapped)(
-                    (_ACC.init(acc), _ACC.init(s), part, part, maximum, total, maximum)
+                    (ACC.init(acc), ACC.init(s), part, part, maximum, total, maximum)
                 )
                 alpha = keep_live(alpha, acc, p)
             plgpu.barrier_arrive(free.at[stages + previous])
@@ -349,7 +331,7 @@ def attend(
             plgpu.barrier_wait(full.at[0])
             s = accumulate(lambda ref: scores(ref, 0), block)
             plgpu.barrier_arrive(free.at[0])
-            maximum = _as_layout(jnp.full((ROWS,), _LOWEST, jnp.float32), _ROW)
+            maximum = _as_layout(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
             p, s, maximum, total, alpha = start_softmax(
                 s, maximum, zeros(_PARTIAL_SUMS), (start, length, first)
             )
@@ -372,7 +354,7 @@ def attend(
             next_tile = receive_tile(n)
             acc, alpha, maximum, total, p = carry
             slot = in_ring(blocks - 1)
-            acc = add_values(acc * spread(alpha, V), p, slot)
+            acc = add_values(acc * spread_rows(alpha, V), p, slot)
             plgpu.barrier_arrive(free.at[stages + slot])
             store(*position_of(make_uniform(tile)), acc, maximum, total.sum(axis=1))
             return n + 1, *next_tile
@@ -393,8 +375,8 @@ def attend(
         def store(b, h, t0, acc, maximum, total):
             rows = pl.ds(t0 + wg * ROWS, ROWS)
             visible = total > 0.0
-            lse = maximum * (1.0 / _LOG2E) + jnp.log(total)
-            acc = acc * spread(jnp.where(visible, 1.0 / total, 0.0), V)
+            lse = maximum * (1.0 / LOG2E) + jnp.log(total)
+            acc = acc * spread_rows(jnp.where(visible, 1.0 / total, 0.0), V)
             for c in range(V // COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 columns = slice(c * COLUMNS, (c + 1) * COLUMNS)
@@ -432,10 +414,10 @@ def attend(
             jax.ShapeDtypeStruct((B, H, q_tiles * TILE), jnp.float32),
         ],
         scratch_types=[
-            _smem(WARPGROUPS, ROWS, K),
-            _smem(stages, block, K),
-            _smem(stages, block, V),
-            _smem(WARPGROUPS, ROWS, COLUMNS),
+            tiles_of(WARPGROUPS, ROWS, K),
+            tiles_of(stages, block, K),
+            tiles_of(stages, block, V),
+            tiles_of(WARPGROUPS, ROWS, COLUMNS),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             plgpu.SMEM((2,), jnp.int32),
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -444,7 +426,7 @@ def attend(
             plgpu.Barrier(num_barriers=2 * stages + 2),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2 * stages + 2),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
-            *([_smem(WARPGROUPS, ROWS, block)] if interpreted else []),
+            *([tiles_of(WARPGROUPS, ROWS, block)] if interpreted else []),
         ],
         grid=(programs,),
         grid_names=("program",),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -29,26 +28,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
 from pallas_kernels.mla_decode.clear import clear_tokens
+from pallas_kernels.mla_decode.epilogue import Part, TileResults, load_sums, merge_sums
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    ROW,
-    SLACK,
-    SLOTS,
-    TILE,
-    WGMMA,
-    masked_scores,
-    results,
-    row_vector,
-    tiles_of,
-)
-from pallas_kernels.mla_decode.rescale import publish, scale_rows
+from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, masked_scores, results
+from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
-from pallas_kernels.mosaic_ir import first_warp, meet
 
 _HALF = LATENT // 2  # latent columns per TMA copy and barrier: a slot is released half by half
 _VALUE_COLUMNS = _HALF // 2  # output columns of a value warpgroup in each half
@@ -68,17 +58,6 @@ class Config:
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
-
-
-def _store(ref: Any, value: jax.Array, interpret: Any) -> None:
-    """Stores to global memory in pieces of less than a 32-byte sector.
-
-    jax 0.12 refuses such stores unless they are requested.
-    """
-    if interpret is None and hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        ref[...] = value
 
 
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
@@ -111,23 +90,18 @@ def attend(
     pair = 2 if tiles % 2 == 0 and config.multicast else 1
     partitions = schedule.partitions
     multicast_axis = "pair" if pair == 2 else None  # cluster axis of the TMA multicast
-    early = config.early and interpret is None and hasattr(plgpu, "griddepcontrol_wait")
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
 
     def mla_decode(ql_g, qr_g, kv_g, tables_g, schedule_g, out_g, lse_g, partial_g, partial_lse_g,
              ql_s, qr_s, v_s, rope_s, vectors_s,
-             query_barriers, block_barriers, sequence_barriers, kv_free):  # fmt: skip
-        q_full, block_barriers, sequence_barriers = (
-            Barriers(each, interpret)
-            for each in (query_barriers, block_barriers, sequence_barriers)
-        )
+             *barriers_and_kv_free):  # fmt: skip
+        *barriers, kv_free = barriers_and_kv_free
+        q_full, block_barriers, sequence_barriers = (Barriers(each, interpret) for each in barriers)
         q_full.initialise([3])
         block_barriers.initialise([1] * (3 * SLOTS) + [WARPS] * (2 * SLOTS))
         sequence_barriers.initialise([2 * WARPS] * 3)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
+        overlap_preceding_kernel(config.early, interpret=interpret)
         max_s, alpha_s = vectors_s.at[0:2], vectors_s.at[2:4]
         sum_s, sum_max_s, lse_s = vectors_s.at[4:6], vectors_s.at[6:8], vectors_s.at[8]
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
@@ -135,6 +109,9 @@ def attend(
         def m0():
             """Returns the tile's first query row, recomputed at each use to save a register."""
             return (lax.axis_index("tile") * pair + lax.axis_index("pair")) * TILE
+
+        globals_ = out_g, lse_g, partial_g, partial_lse_g
+        outputs = TileResults(*globals_, lse_s, m0, rows, rows_per_copy=8, interpret=interpret)
 
         # Key block n of a partition is use n // 2 of its slot and of the slot's barriers.
         def kv_full(slot, half):  # half 2: the rope keys
@@ -404,12 +381,7 @@ def attend(
                 acc = add_block(last, acc, valid_tokens=valid_tokens, keep_slot=staged)
 
                 sequence_barriers.wait(sum_ready, i)
-                maxima = [plgpu.layout_cast(sum_max_s[k], ROW) for k in range(2)]
-                sums = [plgpu.layout_cast(sum_s[k], ROW) for k in range(2)]
-                maximum = jnp.maximum(*maxima)
-                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
-                    maxima[1] - maximum
-                )
+                maximum, total = merge_sums(*load_sums(sum_max_s, sum_s))
                 sequence_barriers.arrive(sum_free)
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
@@ -417,51 +389,26 @@ def attend(
 
                 @pl.when(wg == 0)
                 def _():
-                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
-                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
-                    plgpu.commit_smem()
+                    outputs.stage_lse(maximum, total)
 
-                def columns_of(half):
-                    return acc[:, half * _VALUE_COLUMNS : (half + 1) * _VALUE_COLUMNS]
-
-                def out_columns(half):
-                    return pl.ds(half * _HALF + wg * _VALUE_COLUMNS, _VALUE_COLUMNS)
+                # Staged in the columns of the last block that only this warpgroup reads.
+                parts = [
+                    Part(
+                        slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
+                        pl.ds(half * _HALF + wg * _VALUE_COLUMNS, _VALUE_COLUMNS),
+                        (lambda m, half=half: v_s.at[slot, half, m, columns]) if staged else None,
+                    )
+                    for half in range(2)
+                ]
 
                 @pl.when(segments == 1)
                 def _():
-                    if staged:
-                        # Staged in the columns of the block that only this warpgroup reads.
-                        for half in range(2):
-                            v_s[slot, half, :, columns] = columns_of(half).astype(jnp.bfloat16)
-                        plgpu.commit_smem()
-                        # A copy takes eight query rows, which are contiguous in shared memory.
-                        for half, m in itertools.product(range(2), range(0, rows, 8)):
-                            plgpu.copy_smem_to_gmem(
-                                v_s.at[slot, half, pl.ds(m, 8), columns],
-                                out_g.at[b, pl.ds(m0() + m, 8), out_columns(half)],
-                            )
-                    else:
-                        for half in range(2):
-                            values = columns_of(half).astype(jnp.bfloat16)
-                            _store(
-                                out_g.at[b, pl.ds(m0(), TILE), out_columns(half)], values, interpret
-                            )
-
-                    @pl.when(wg == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(
-                            lse_s.at[pl.ds(0, rows)], lse_g.at[b, pl.ds(m0(), rows)]
-                        )
+                    outputs.store(b, acc, parts, wg == 0)
 
                 @pl.when(segments > 1)
                 def _():
                     partial = schedule_g[partitions + b, 2] + lax.axis_index("partition")
-                    for half in range(2):
-                        partial_g[partial, pl.ds(m0(), TILE), out_columns(half)] = columns_of(half)
-
-                    @pl.when(wg == 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0(), TILE)])
+                    outputs.store_partial(partial, acc, parts, wg == 0)
 
                 plgpu.wait_smem_to_gmem(0)
                 if staged:

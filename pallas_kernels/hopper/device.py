@@ -1,4 +1,4 @@
-"""Shared by the Hopper kernels (Pallas Mosaic GPU): the check of the device, and its size."""
+"""The check for a Hopper GPU, and its number of multiprocessors."""
 
 from __future__ import annotations
 

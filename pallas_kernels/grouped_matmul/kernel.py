@@ -1,0 +1,450 @@
+"""The Hopper kernel of grouped_matmul and grouped_swiglu: persistent and warp-specialised.
+
+    out[m] = rhs[g(m)] @ lhs[m]                                   grouped_matmul
+    out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])      grouped_swiglu
+
+The operands are bfloat16, or float8 with a scale per row and 128 columns of lhs and per 128 x 128
+block of the matrices. It is used for these dtypes with any number of rows; bfloat16 rows with
+quantized matrices go to ``few_tokens``.
+
+One thread block runs on each multiprocessor and has three warpgroups. In the producer, one warp
+keeps a ring of stages filled by TMA. A stage has 128 bytes of K of the tile's rows of lhs and rhs.
+Two consumers each compute a half of the tile with wgmma and store it.
+
+Four things are not obvious.
+
+1.  Groups start at any row, tiled TMA copies at multiples of eight: see ``plan.scratch``.
+2.  The rows of a tile past its group's end belong to the next group, or are zeros past the end of
+    lhs. They are multiplied too but not stored, because the rows of a matmul do not mix.
+3.  With two matrices, a stage has the rows of gate and up side by side for each warpgroup. One
+    wgmma multiplies both, and a gate and its up end in the same thread's registers.
+4.  An H200 has more tensor throughput than its power limit sustains. So apart from waiting, what
+    counts is the number of other instructions: one warp issues all copies. While one wgmma runs,
+    the consumers load what they need next: scales, and once per tile the next tile's coordinates.
+
+The tensor cores accumulate bfloat16 over all of K, but float8 over one K step of 128 columns. Its
+product is then multiplied by its scales and added to float32 sums in registers.
+
+``plan`` derives sizes from shapes and names the memory, ``tile_scheduler`` assigns tiles to blocks,
+``epilogue`` stores results. benchmarks/NOTES.md records what was tried and measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.grouped_matmul.epilogue import store_tile
+from pallas_kernels.grouped_matmul.plan import (
+    ATOM,
+    CONSUMERS,
+    SCALE_BLOCK,
+    Buffers,
+    Config,
+    Plan,
+    check_shapes,
+    quantizes,
+    scratch,
+)
+from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileScheduler
+from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import load_column
+from pallas_kernels.hopper.ring import PipelineState, Ring
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows
+from pallas_kernels.hopper.warpgroup import first_warp
+
+_INTERPRETED_BLOCKS = 2
+
+
+@functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
+def matmul(
+    lhs: Float[Array, "M K"],
+    matrices: Sequence[Float[Array, "G N K"]],
+    group_sizes: Int[Array, " G"],
+    lhs_scale: Float32[Array, "M Kb"] | None,
+    matrix_scales: Sequence[Float32[Array, "G Nb Kb"]],
+    *,
+    config: Config,
+    quantize: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices.
+
+    Returns:
+      bfloat16 [M, N]; with ``quantize`` float8_e4m3fn, and one scale per row and 128 columns. Rows
+      that belong to no group are undefined.
+
+    Args:
+      lhs, matrices: all bfloat16, or all float8_e4m3fn. One matrix, or gate and up.
+      lhs_scale, matrix_scales: scales of float8 operands, one array per matrix.
+
+    Raises:
+      NotImplementedError: ``quantize``, and :func:`plan.quantizes` returns False.
+    """
+    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
+    float8, count = lhs_scale is not None, len(matrices)
+    check_shapes(config, N, K, float8, count)
+    if quantize and not quantizes(config, N, count):
+        raise NotImplementedError(
+            f"quantizes tiles of 64 x {SCALE_BLOCK}, or 128 x {SCALE_BLOCK} split along M, with N a"
+            f" multiple of {SCALE_BLOCK}, got {config} and N {N}"
+        )
+    on_gpu = interpret is None
+    # The interpreter starts a thread of the host for each warpgroup of each block.
+    blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
+    plan = Plan(config, M, N, K, float8, count, quantize, blocks, on_gpu)
+    if lhs_scale is not None and plan.tma_scales:
+        padding = max(-M % 4, plan.scale_copy_rows - M)
+        lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
+    ring_scratch = Ring.scratch(config.stages, plan.copies_per_stage, CONSUMERS, interpret)
+
+    scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
+
+    def grouped_matmul(*refs: Any) -> None:
+        end = len(refs) - len(scale_ring_scratch)
+        first = end - len(ring_scratch)
+        buffers = Buffers.of(plan, refs[:first])
+        ring, scale_ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret), None
+        if plan.unrolled:
+            scale_ring = Ring.of(2, CONSUMERS, refs[end:], interpret)
+            scale_ring.initialise()
+        ring.initialise()
+        overlap_preceding_kernel(config.early, interpret=interpret)
+        group_tiles = GroupTiles(buffers.group_sizes, config.tile_m, on_gpu=on_gpu)
+        tiles = TileScheduler(plan, group_tiles, group_tiles.count(), lax.axis_index("block"))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring, scale_ring))
+
+        @pl.when(warpgroup != CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
+
+    if count == 2:
+        grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
+    out_type = jax.ShapeDtypeStruct((M, N), plan.out_dtype)
+    scale_type = jax.ShapeDtypeStruct((M, N // SCALE_BLOCK), jnp.float32)
+    kernel = plgpu.kernel(
+        grouped_matmul,
+        out_type=(out_type, scale_type) if quantize else out_type,
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch],
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
+
+
+# ---- the producer --------------------------------------------------------------------------------
+
+
+def produce(
+    plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring, scale_ring: Ring | None
+) -> None:
+    """Copies the operands of every K step of this block's tiles to the ring. One warp calls it."""
+    config, tile_k = plan.config, plan.tile_k
+
+    def copy_stage(tile: Tile, step: Any, state: PipelineState, rows: int) -> None:
+        k = pl.ds(step * jnp.int32(tile_k), tile_k)
+        copies = []
+        for matrix, column, width, stage_row in plan.rhs_copies:
+            b = buffers.rhs_stages_untiled.at[state.stage]
+            if width < config.tile_n:
+                b = buffers.rhs_stages_untiled.at[state.stage, pl.ds(stage_row, width)]
+            window = (tile.group, pl.ds(tile.column + column, width), k)
+            copies.append(TmaCopy(buffers.matrices[matrix], window, b, tiled=False, swizzle=ATOM))
+        a = buffers.lhs_stages_untiled.at[state.stage]
+        if rows < config.tile_m:
+            a = buffers.lhs_stages_untiled.at[state.stage, pl.ds(0, rows)]
+        window = (pl.ds(tile.row, rows), k)
+        copies.append(TmaCopy(buffers.lhs, window, a, tiled=False, swizzle=ATOM))
+        if plan.tma_scales:
+            window = (step, pl.ds(tile.row - (tile.row & 3), plan.scale_copy_rows))
+            target = buffers.scale_stages.at[state.stage]
+            copies.append(TmaCopy(buffers.lhs_scale, window, target, tiled=False, swizzle=None))
+        ring.fill(state, copies)
+
+    def copy_tile(i: jax.Array, state: PipelineState) -> PipelineState:
+        tile = tiles.locate(i)
+        if scale_ring is not None:
+            blocks = pl.ds(plan.first_scale_block(tile.column), 2)
+            window = tile.group, blocks, pl.ds(0, plan.k_steps)
+            targets = [buffers.matrix_scale_tiles.at[i & 1, n] for n in range(plan.matrices)]
+            options: Any = {"tiled": False, "swizzle": None, "contiguous": True}
+            arrays = zip(buffers.matrix_scales, targets, strict=True)
+            copies = [TmaCopy(scales, window, target, **options) for scales, target in arrays]
+            scale_ring.fill(_tile_state(i), copies)
+
+        def fill(step: jax.Array, state: PipelineState, carry: tuple[()]) -> tuple[()]:
+            fewer = 0
+            for rows in plan.copy_heights:
+                last = rows == plan.copy_heights[-1]
+                if last and not fewer:
+                    copy_stage(tile, step, state, rows)
+                else:
+                    fits = (tile.rows > fewer) & ((tile.rows <= rows) | last)
+                    pl.when(fits)(functools.partial(copy_stage, tile, step, state, rows))
+                fewer = rows
+            return carry
+
+        return ring.loop(plan.k_steps, fill, state, ())[0]
+
+    ring.drain(lax.fori_loop(0, tiles.count(), copy_tile, ring.start()))
+    if scale_ring is not None:
+        scale_ring.drain(_tile_state(tiles.count()))
+
+
+def _tile_state(i: jax.Array) -> PipelineState:
+    """Returns the state of the ring of matrix scales for a block's i-th tile."""
+    return PipelineState(i & 1, lax.shift_right_logical(i, jnp.int32(1)) & 1)
+
+
+# ---- the consumers -------------------------------------------------------------------------------
+
+
+class Scales(NamedTuple):
+    """Scales of one K step, for the share of one consumer warpgroup."""
+
+    lhs: jax.Array | None  # float32 [64], one per row. None if TMA copies them to the stage.
+    rhs: tuple[jax.Array, ...]  # one scalar per ``plan.scale_width`` columns of the accumulator
+
+
+_Result = tuple[tuple[jax.Array, ...], Tile, PipelineState]
+"""Sums of the warpgroup's share of a tile side by side, the next tile and the ring's next state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """A consumer warpgroup, which computes and stores its share of every tile of its block."""
+
+    plan: Plan
+    buffers: Buffers
+    tiles: TileScheduler
+    ring: Ring
+    scale_ring: Ring | None
+    warpgroup: jax.Array
+
+    def run(self) -> None:
+        self.ring.release_all()
+        if self.scale_ring is not None:
+            self.scale_ring.release_all()
+
+        def compute_tile(i: jax.Array, carry: Any) -> Any:
+            tile, scales, state = carry
+            if self.scale_ring is not None:
+                self.scale_ring.wait_full(_tile_state(i))
+                sums, next_tile, state = self.unrolled_loop(i, tile, state)
+                self.scale_ring.release(_tile_state(i))
+            elif self.plan.float8:
+                sums, next_tile, state = self.float8_loop(i, tile, scales, state)
+            else:
+                sums, next_tile, state = self.bfloat16_loop(i, tile, state)
+            scales = first_scales(next_tile)  # before the epilogue, which hides the latency
+            store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
+            return next_tile, scales, state
+
+        def first_scales(tile: Tile) -> Scales | None:
+            if not self.plan.float8 or self.plan.unrolled:
+                return None
+            return self.load_scales(tile, 0)
+
+        first = self.tiles.locate(0)
+        carry = first, first_scales(first), self.ring.start()
+        lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
+        plgpu.wait_smem_to_gmem(0)
+
+    def prefetch_tile(self, i: jax.Array, step: jax.Array, next_tile: Tile) -> Tile:
+        """Locates the next tile in the first K step: it takes half a microsecond."""
+        return lax.cond(step == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
+
+    def bfloat16_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
+        """Sums the products of all K steps in the tensor cores, in one array."""
+        row, column = self.plan.stage_offset(self.warpgroup)
+        rows, columns = self.plan.warpgroup_tile
+
+        def accumulate(accumulator: Any) -> tuple[jax.Array, Tile, PipelineState]:
+            def step(i: jax.Array, state: PipelineState, carry: tuple[PipelineState, Tile]) -> Any:
+                previous, next_tile = carry
+                self.ring.wait_full(state)
+                a = self.buffers.lhs_stages.at[state.stage, pl.ds(row, rows)]
+                b = self.buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
+                plgpu.wgmma(accumulator, a, b.T)
+                next_tile = self.prefetch_tile(tile_index, i, next_tile)
+                plgpu.wgmma_wait(1)
+                pl.when(i > 0)(lambda: self.ring.release(previous))
+                return state, next_tile
+
+            end, (last, next_tile) = self.ring.loop(self.plan.k_steps, step, state, (state, tile))
+            sums = accumulator[...]
+            self.ring.release(last)
+            return sums, next_tile, end
+
+        sums, next_tile, end = pl.run_scoped(accumulate, ACC((rows, columns), jnp.float32))
+        return (sums,), next_tile, end
+
+    def float8_loop(
+        self, tile_index: jax.Array, tile: Tile, scales: Scales, state: PipelineState
+    ) -> _Result:
+        """Scales the product of each K step, in one array per ``plan.scale_width`` columns.
+
+        Args:
+          scales: those of the first K step.
+        """
+        plan, (_, columns) = self.plan, self.plan.warpgroup_tile
+        row, column = plan.stage_offset(self.warpgroup)
+
+        def step(i: jax.Array, state: PipelineState, carry: Any) -> Any:
+            sums, scales, next_tile = carry
+            self.ring.wait_full(state)
+
+            def multiply_and_scale(accumulator: Any) -> Any:
+                a = self.buffers.lhs_stages.at[state.stage, pl.ds(row, ROWS)]
+                b = self.buffers.rhs_stages.at[state.stage, pl.ds(column, columns)]
+                plgpu.wgmma(accumulator, a, b.T)
+                # All of this overlaps with wgmma, so that only the additions are left after it.
+                rows = self.lhs_scales(tile, scales, state)
+                factors = [rows * s for s in scales.rhs]
+                next_scales = self.load_scales(tile, jnp.minimum(i + 1, plan.k_steps - 1))
+                prefetched = self.prefetch_tile(tile_index, i, next_tile)
+                product = accumulator[...]
+                self.ring.release(state)
+                return _add_scaled(sums, product, factors), next_scales, prefetched
+
+            return pl.run_scoped(multiply_and_scale, ACC((ROWS, columns), jnp.float32))
+
+        carry = _zero_sums(plan), scales, tile
+        state, (sums, _, next_tile) = self.ring.loop(plan.k_steps, step, state, carry)
+        return sums, next_tile, state
+
+    def unrolled_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
+        """Computes :meth:`float8_loop` with all stages of the ring in one iteration.
+
+        So stages, and addresses of what they contain, are constants. The last iteration is
+        separate: it locates the next tile.
+
+        Args:
+          state: the next one, at stage 0.
+        """
+        plan, config, (_, columns) = self.plan, self.plan.config, self.plan.warpgroup_tile
+        row, _ = plan.stage_offset(self.warpgroup)
+        first_block = plan.first_scale_block(tile.column)
+        matrix_scales = self.buffers.matrix_scale_tiles
+        a: Any = self.buffers.lhs_stages_untiled
+        b: Any = self.buffers.rhs_stages_untiled
+        if plan.on_gpu:
+            a, b = wgmma.operand_base(a, row * ATOM), wgmma.operand_base(b, 0)
+
+        def rhs_scales(k: jax.Array) -> list[jax.Array]:
+            scales = []
+            for matrix in range(plan.matrices):
+                first, second = (matrix_scales[tile_index & 1, matrix, n, k] for n in range(2))
+                for c in range(0, plan.out_columns, plan.scale_width):
+                    is_second = lax.div(tile.column + c, SCALE_BLOCK) > first_block
+                    if plan.out_columns > SCALE_BLOCK and c in (0, SCALE_BLOCK):
+                        scales.append(second if c else first)  # a tile has columns of both blocks
+                    else:
+                        scales.append(jnp.where(is_second, second, first))
+            return scales
+
+        def step(stage: int, k: Any, phase: Any, carry: Any, is_last: bool) -> Any:
+            sums, product = carry
+            here = PipelineState(jnp.int32(stage), phase)
+            self.ring.wait_full(here)
+
+            def meanwhile() -> tuple[list[jax.Array], Tile]:
+                rows = self.lhs_scales(tile, Scales(None, ()), here)
+                factors = [rows * s for s in rhs_scales(k)]
+                return factors, self.tiles.locate(tile_index + 1) if is_last else tile
+
+            if plan.on_gpu:
+                offsets = stage * config.tile_m * ATOM, stage * config.tile_n * ATOM
+                started = wgmma.start_product(a, b, *offsets, product)
+                factors, next_tile = meanwhile()
+                product = wgmma.wait_for_product(started)
+            else:
+
+                def multiply(accumulator: Any) -> Any:
+                    rows = self.buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
+                    plgpu.wgmma(accumulator, rows, self.buffers.rhs_stages.at[stage].T)
+                    return *meanwhile(), accumulator[...]
+
+                accumulator = ACC((ROWS, columns), jnp.float32)
+                factors, next_tile, product = pl.run_scoped(multiply, accumulator)
+            self.ring.release(here)
+            return (_add_scaled(sums, product, factors), product), next_tile
+
+        def lap(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
+            """Takes one K step per stage."""
+            phase, next_tile = state.phase ^ (n & 1), tile
+            for stage in range(config.stages):
+                last = is_last and stage == config.stages - 1
+                carry, next_tile = step(stage, n * config.stages + stage, phase, carry, last)
+            return carry, next_tile
+
+        laps = plan.k_steps // config.stages
+        carry = _zero_sums(plan), _zeros(columns)
+        carry = lax.fori_loop(0, laps - 1, lambda n, carry: lap(n, carry, False)[0], carry)
+        (sums, _), next_tile = lap(jnp.int32(laps - 1), carry, True)
+        return sums, next_tile, PipelineState(state.stage, state.phase ^ (laps & 1))
+
+    def load_scales(self, tile: Tile, step: jax.Array | int) -> Scales:
+        """Loads the scales of a K step from global memory."""
+        plan, buffers = self.plan, self.buffers
+        row, _ = plan.stage_offset(self.warpgroup)
+        first = tile.column + plan.out_column(self.warpgroup)
+        rhs = tuple(
+            scales[tile.group, lax.div(first + c, SCALE_BLOCK), step]
+            for scales in buffers.matrix_scales
+            for c in range(0, plan.warpgroup_out_columns, plan.scale_width)
+        )
+        if plan.tma_scales:
+            return Scales(None, rhs)
+        rows: Any = {"rows": plan.M, "on_gpu": plan.on_gpu}
+        return Scales(load_column(buffers.lhs_scale, tile.row + row, step, **rows), rhs)
+
+    def lhs_scales(self, tile: Tile, scales: Scales, state: PipelineState) -> jax.Array:
+        """Returns the lhs scales, from registers or from the stage, in the layout of rows."""
+        if scales.lhs is not None:
+            return scales.lhs
+        row, _ = self.plan.stage_offset(self.warpgroup)
+        rows = self.buffers.scale_stages[state.stage, pl.ds(row + (tile.row & 3), ROWS)]
+        return plgpu.layout_cast(rows, ROW)
+
+
+def _zero_sums(plan: Plan) -> tuple[jax.Array, ...]:
+    return (_zeros(plan.scale_width),) * (plan.warpgroup_tile[1] // plan.scale_width)
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+
+
+def _add_scaled(
+    sums: tuple[jax.Array, ...], product: jax.Array, factors: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Adds a product to sums of as many columns each, times a factor per sum and row."""
+    width = product.shape[1] // len(sums)
+    return tuple(
+        s + product[:, j * width : (j + 1) * width] * spread_rows(f, width)
+        for j, (s, f) in enumerate(zip(sums, factors, strict=True))
+    )

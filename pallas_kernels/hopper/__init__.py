@@ -1,0 +1,12 @@
+"""Shared parts of the Hopper kernels (Pallas Mosaic GPU). They are independent of any operation.
+
+``device`` checks the GPU. ``ir`` emits registers' values and instructions below Pallas.
+``warpgroup`` synchronises the threads of a warpgroup, ``barriers`` warpgroups and TMA copies,
+``ring`` a producer and its consumers. ``copies`` describes TMA copies, ``tiles`` the layouts and
+buffers of tensor core operands, ``wgmma`` issues their instructions, ``launch`` starts a kernel.
+Each has a form for Pallas' interpreter, which has whole arrays and warpgroups but no threads.
+"""
+
+from pallas_kernels.hopper.device import H200_SMS, multiprocessors, require_hopper
+
+__all__ = ["H200_SMS", "multiprocessors", "require_hopper"]

@@ -1,0 +1,150 @@
+"""Barriers (mbarrier) in shared memory on which one thread arrives for a warp or for a copy.
+
+Pallas' barriers count the arrival of every thread of a warpgroup, 128 even for a TMA copy. Here one
+thread announces the bytes of all copies of a stage, and one lane arrives for its warp. A waiter
+passes the index of the barrier's use that it waits for; the first use is 0. The interpreter
+supports only Pallas' barriers, so ``Barriers`` wraps those there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.ir import REF, SCALAR, i32, inline, instruction, word
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """An array of barriers."""
+
+    memory: Any
+    """The reference that :meth:`scratch` allocates."""
+
+    interpret: Any
+    """Interpreter parameters, or None on a GPU."""
+
+    first: int = 0
+    """Index in ``memory`` of barrier 0, on a GPU."""
+
+    @staticmethod
+    def scratch(count: int, arrivals: int, interpret: Any) -> Any:
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies."""
+        if interpret is not None:
+            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        return plgpu.SMEM((2 * count,), jnp.int32)
+
+    def initialise(self, arrivals: Sequence[int], *, cluster: bool = True) -> None:
+        """Initialises the barriers. Every thread calls it before any other use.
+
+        Args:
+          arrivals: arrivals per phase of each barrier in ``memory``. A warpgroup's count as
+            ``warpgroup.WARPS``, the copies of one :meth:`fill` as 1.
+          cluster: whether to wait for the threads of the whole cluster, or only of the block.
+        """
+        if self.interpret is not None:
+            return
+
+        @inline(REF)
+        def make(words: Any) -> None:
+            leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
+            for i, count in enumerate(arrivals):
+                pointer = _barrier(words, mgpu.c(i, i32())).get_ptr()
+                nvvm.mbarrier_init(pointer, mgpu.c(count, i32()), predicate=leader)
+            instruction("fence.mbarrier_init.release.cluster;")
+            if cluster:
+                instruction("barrier.cluster.arrive.relaxed.aligned;")
+                instruction("barrier.cluster.wait.aligned;")
+            else:
+                instruction("bar.sync 0;")
+
+        make(self.memory)
+
+    def wait(self, i: Any, use: Any) -> None:
+        """Waits until use ``use`` of barrier i is complete. Only its parity counts."""
+        if self.interpret is not None:
+            plgpu.barrier_wait(self.memory.at[i])
+            return
+
+        @inline(REF, SCALAR, SCALAR)
+        def wait(words: Any, barrier: Any, use: Any) -> None:
+            odd = arith.trunci(ir.IntegerType.get_signless(1), word(use))
+            _barrier(words, word(barrier)).wait_parity(odd)
+
+        wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
+
+    def arrive(self, i: Any) -> None:
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here."""
+        if self.interpret is not None:
+            plgpu.barrier_arrive(self.memory.at[i])
+            return
+
+        @inline(REF, SCALAR)
+        def arrive(words: Any, barrier: Any) -> None:
+            instruction("bar.warp.sync 0xffffffff;")
+            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+            _barrier(words, word(barrier)).arrive(predicate=lane)
+
+        arrive(self.memory, self._index(i))
+
+    def fill(
+        self,
+        i: Any,
+        copies: Sequence[TmaCopy],
+        *,
+        scope: mgpu.ThreadSubset = mgpu.ThreadSubset.WARP,
+    ) -> None:
+        """Starts TMA copies that together complete one arrival at barrier i.
+
+        Args:
+          scope: WARP, or WARPGROUP where the calling warp is the first one of its warpgroup. One
+            thread of it issues the copies.
+        """
+        if self.interpret is not None:
+            for copy in copies:
+                copy.interpret(self.memory.at[i])
+            return
+        bytes_, starts = sum(copy.bytes for copy in copies), [copy.starts for copy in copies]
+        types = (
+            REF,
+            SCALAR,
+            [REF for _ in copies],
+            [copy.target_type for copy in copies],
+            [[SCALAR] * len(each) for each in starts],
+        )
+
+        def start(context: Any, words: Any, i: Any, sources: Any, targets: Any, starts: Any):
+            barrier, leader = _barrier(words, word(i)), mgpu.single_thread_predicate(scope)
+            barrier.arrive_expect_tx(bytes_, predicate=leader)
+            for copy, source, target, first in zip(copies, sources, targets, starts, strict=True):
+                copy.issue(context, source, first, target, barrier, leader)
+
+        inlined: Any = plgpu.inline_mgpu(arg_types=types)(start)
+        sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+        inlined(self.memory, self._index(i), sources, targets, starts)
+
+    def copy(
+        self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any = None
+    ) -> None:
+        """Starts one TMA copy to tiles, see :class:`TmaCopy`. One warp calls it."""
+        self.fill(i, [TmaCopy(source, window, target, multicast=axis)])
+
+    def _index(self, i: Any) -> Any:
+        return jnp.asarray(i + self.first if self.first else i, jnp.int32)
+
+
+def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
+    """Returns the i-th mbarrier of an array in shared memory, of two words each.
+
+    It does not track phases: the caller passes the parity to each wait.
+    """
+    phases: Any = None
+    return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)

@@ -1,0 +1,123 @@
+"""Registers and instructions below Pallas, for functions inlined with ``plgpu.inline_mgpu``.
+
+Such a function is code of a single thread. A scalar or array argument is the registers of that
+thread which hold it, in the order that its layout defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+"""Layout of a scalar, which every thread has."""
+
+REF = plgpu.RefType()
+"""Type of a reference to memory, without transforms."""
+
+
+def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
+
+    Args:
+      arguments: types or layouts of the function's arguments.
+      returns: type of its result, or a tuple of types.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
+        return inlined(lambda _, *args: function(*args))
+
+    return decorate
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def const(number: int) -> Any:
+    """Returns an i32 constant."""
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), number))
+
+
+def word(scalar: Any) -> Any:
+    """Returns the register of a scalar."""
+    return scalar.registers.flat[0]
+
+
+def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
+    """Emits inline PTX and returns its result.
+
+    Args:
+      text: PTX with operands $0, $1, ...
+      constraints: LLVM's operand constraints, such as ``"=r,r"``.
+      result: MLIR type of the result, or None.
+      effects: whether the compiler must neither move nor remove it.
+    """
+    return llvm.inline_asm(
+        result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
+    )
+
+
+def instruction(text: str, *args: Any) -> None:
+    """Emits inline PTX without a result, which is also a compiler fence for memory."""
+    constraints = ",".join(["r"] * len(args) + ["~{memory}"])
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(args), text, constraints, has_side_effects=True)
+
+
+def warp_and_lane() -> tuple[Any, Any]:
+    """Returns the index of the thread's warp in its warpgroup, and of its lane in the warp."""
+    thread = mgpu.utils.thread_idx()
+    return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
+
+
+def wgmma_row() -> Any:
+    """Returns the first of the thread's two rows of a wgmma tile. The second is 8 further on."""
+    warp, lane = warp_and_lane()
+    return arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
+
+
+def array(
+    registers: list[Any], shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
+    """Makes an array of a thread's registers, which are in the layout's order."""
+    layout = layout.to_mgpu()
+    flat = np.empty(len(registers), dtype=object)
+    flat[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=flat.reshape(layout.registers_shape(shape)),
+        _layout=layout,
+        _is_signed=is_signed,
+    )
+
+
+def shared_address(ref: Any) -> Any:
+    """Returns the i32 address of an array in shared memory."""
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+
+
+def item(register: Any, i: int) -> Any:
+    """Returns element ``i`` of a register that is a vector."""
+    position = ir.DenseI64ArrayAttr.get([i])
+    return vector.extract(register, dynamic_position=[], static_position=position)
+
+
+def float_pair(first: Any, second: Any) -> Any:
+    """Returns a register of two float32."""
+    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
+
+
+def scalar(register: Any) -> mgpu.FragmentedArray:
+    """Makes an int32 scalar of a register that is equal in all threads."""
+    return mgpu.FragmentedArray.splat(register, (), SCALAR.to_mgpu(), is_signed=True)

@@ -1,0 +1,56 @@
+"""Loads of numbers that are not contiguous in global memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.hopper.ir import REF, SCALAR, array, const, inline, wgmma_row, word
+from pallas_kernels.hopper.tiles import ROW, ROWS
+
+
+def load_column(
+    numbers: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
+) -> jax.Array:
+    """Loads 64 numbers of one column, from row ``first`` on, in the ROW layout.
+
+    The numbers are not contiguous, so TMA could copy them only from a transposed array, which takes
+    another kernel before each matmul. Loading them directly takes two loads per thread and K step,
+    which overlap with wgmma. A whole warpgroup calls this.
+
+    Args:
+      numbers: float32 [rows, columns] in global memory.
+      rows: number of rows. Past the end, the last row's number is returned.
+    """
+    column = jnp.asarray(column, jnp.int32)
+    if not on_gpu:
+        available = min(rows, ROWS)
+        start = jnp.minimum(first, rows - available)
+        return numbers[pl.ds(start, available), column][
+            jnp.minimum(first - start + jnp.arange(ROWS), available - 1)
+        ]
+
+    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
+
+    @inline(REF, SCALAR, SCALAR, returns=result)
+    def load(numbers: Any, first: Any, column: Any) -> Any:
+        f32 = ir.F32Type.get()
+        columns = ir.MemRefType(numbers.type).shape[1]
+        row, start = wgmma_row(), mgpu.utils.memref_ptr(numbers)
+        registers = []
+        for half in range(2):
+            r = arith.addi(arith.addi(word(first), row), const(8 * half))
+            r = arith.minui(r, const(rows - 1))
+            index = arith.addi(arith.muli(r, const(columns)), word(column))
+            value = llvm.load(f32, mgpu.utils.getelementptr(start, [index], f32))
+            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
+        return array(registers, (ROWS,), ROW)
+
+    return load(numbers, first, column)

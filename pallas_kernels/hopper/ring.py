@@ -1,0 +1,137 @@
+"""Ring buffer between a TMA producer and consumer warpgroups.
+
+The ring has a fixed number of stages in shared memory. Each stage has a full barrier, which the TMA
+copies complete, and an empty barrier, on which the consumers arrive when they have read the stage.
+A ``PipelineState`` is a stage and a phase bit that flips each time round. The consumers release
+every stage once before they start, so the producer waits for a release before every fill. At its
+end it waits for one more release per stage, so that no barrier is left with a pending phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.warpgroup import WARPS
+
+
+class PipelineState(NamedTuple):
+    """A stage of the ring, and the phase of its barriers."""
+
+    stage: jax.Array
+    """int32, 0 to stages - 1."""
+
+    phase: jax.Array
+    """int32, 0 or 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The barriers of a ring buffer. The stages' memory belongs to the caller."""
+
+    stages: int
+
+    consumers: int
+    """Consumer warpgroups."""
+
+    full: Barriers
+    """One barrier per stage."""
+
+    empty: Barriers
+    """One barrier per stage."""
+
+    @staticmethod
+    def scratch(stages: int, copies: int, consumers: int, interpret: Any) -> list[Any]:
+        """Returns the scratch types of a ring with ``copies`` TMA copies per stage.
+
+        On a GPU all barriers are in one array, because each array takes 1 KiB.
+        """
+        if interpret is None:
+            return [Barriers.scratch(2 * stages, 0, None)]
+        return [Barriers.scratch(stages, arrivals, interpret) for arrivals in (copies, consumers)]
+
+    @classmethod
+    def of(cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any) -> Ring:
+        """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
+        first_empty = stages if interpret is None else 0
+        full, empty = memory[0], memory[-1]
+        return cls(
+            stages,
+            consumers,
+            Barriers(full, interpret),
+            Barriers(empty, interpret, first=first_empty),
+        )
+
+    def initialise(self) -> None:
+        """Initialises the barriers. Every thread of the block calls it before any other use."""
+        arrivals = [1] * self.stages + [self.consumers * WARPS] * self.stages
+        self.full.initialise(arrivals, cluster=False)
+
+    def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
+        """Waits until the stage is empty, and starts its copies. One warp of the producer calls
+        it."""
+        self.wait_empty(state)
+        self.full.fill(state.stage, copies, scope=mgpu.ThreadSubset.WARPGROUP)
+
+    def wait_empty(self, state: PipelineState) -> None:
+        """Waits until all consumers have released the stage."""
+        self.empty.wait(state.stage, state.phase)
+
+    def wait_full(self, state: PipelineState) -> None:
+        """Waits until all copies of the stage have arrived."""
+        self.full.wait(state.stage, state.phase)
+
+    def release(self, state: PipelineState) -> None:
+        """Releases a stage. Each consumer warpgroup calls it when it has read the stage."""
+        if self.empty.interpret is not None:
+            # The memory model requires a fence between reading a stage and the copy that overwrites
+            # it, and the interpreter checks that. On a GPU the values are in registers by now.
+            plgpu.commit_smem()
+        self.empty.arrive(state.stage)
+
+    def start(self) -> PipelineState:
+        """Returns the first state."""
+        return PipelineState(jnp.int32(0), jnp.int32(0))
+
+    def next(self, state: PipelineState) -> PipelineState:
+        last = state.stage == self.stages - 1
+        return PipelineState(
+            jnp.where(last, 0, state.stage + 1), jnp.where(last, 1 - state.phase, state.phase)
+        )
+
+    def loop(
+        self, steps: int, body: Callable[..., Any], state: PipelineState, carry: Any
+    ) -> tuple[PipelineState, Any]:
+        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages.
+
+        Returns the state after them, and the last carry.
+        """
+
+        def step(i: jax.Array, carry: tuple[PipelineState, Any]) -> tuple[PipelineState, Any]:
+            state, value = carry
+            return self.next(state), body(i, state, value)
+
+        return lax.fori_loop(0, steps, step, (state, carry))
+
+    def release_all(self) -> None:
+        """Releases every stage once, before a consumer's first wait."""
+        for stage in range(self.stages):
+            self.release(PipelineState(jnp.int32(stage), jnp.int32(0)))
+
+    def drain(self, state: PipelineState) -> None:
+        """Waits until every stage is empty. The producer calls it at its end."""
+
+        def wait(_: Any, state: PipelineState) -> PipelineState:
+            self.wait_empty(state)
+            return self.next(state)
+
+        lax.fori_loop(0, self.stages, wait, state)

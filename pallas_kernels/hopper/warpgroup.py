@@ -1,0 +1,84 @@
+"""Synchronisation of the threads of a warpgroup, and what depends on a thread's warp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline
+
+WARPS = 4
+"""Warps per warpgroup."""
+
+# One hardware barrier per warpgroup. Of the sixteen, Mosaic uses barrier 0 and one per warpgroup.
+_FIRST_VOTE_BARRIER = 8
+_VOTE = """{
+    .reg .pred p, any;
+    setp.ne.b32 p, $2, 0;
+    bar.red.or.pred any, $1, 128, p;
+    selp.b32 $0, 1, 0, any;
+}"""
+
+
+def first_warp(on_gpu: bool) -> jax.Array | bool:
+    """Returns whether the thread is in its warpgroup's first warp.
+
+    The interpreter has no warps. There the result is True.
+    """
+    return warp_is(0) if on_gpu else True
+
+
+def warp_is(number: int) -> jax.Array:
+    """Returns whether the thread is in warp ``number`` of its warpgroup."""
+
+    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
+    def compare() -> Any:
+        warp = arith.remui(mgpu.utils.warp_idx(), const(4))
+        equal = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
+        return mgpu.FragmentedArray.splat(equal, (), is_signed=False)
+
+    return compare()
+
+
+def any_thread(flag: Any) -> Any:
+    """Returns whether ``flag`` is set in any thread of the warpgroup. All its threads must call it.
+
+    It is a barrier with a reduction.
+    """
+    warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
+    barrier = arith.addi(warpgroup, const(_FIRST_VOTE_BARRIER))
+    flag = arith.extui(i32(), flag)
+    voted = asm(_VOTE, "=r,r,r,~{memory}", barrier, flag, result=i32(), effects=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, voted, const(0))
+
+
+def meet(interpret: Any = None) -> None:
+    """Synchronises the threads of a warpgroup, without a fence for the asynchronous proxy.
+
+    So wgmma and TMA may not see yet what the threads have written to shared memory.
+    """
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+    inline()(mgpu.utils.warpgroup_barrier)()
+
+
+def publish(interpret: Any = None) -> None:
+    """Makes this thread's shared memory writes visible to the tensor cores and to TMA.
+
+    This is ``commit_smem`` without its barrier across the warpgroup.
+    """
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @inline()
+    def fence():
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    fence()

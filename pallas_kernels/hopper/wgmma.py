@@ -1,0 +1,138 @@
+"""wgmma of float8 operands in shared memory, with descriptors that the compiler cannot hoist.
+
+``plgpu.wgmma`` computes a descriptor per instruction. In an unrolled loop, LLVM computes those of
+all stages before the loop and keeps them in registers, which are too few. Here a descriptor is a
+base plus a constant, added in the assembly that issues the instruction. The base is made uniform,
+so that ptxas adds in uniform registers. And the first instruction of a product ignores the
+accumulator, which ``plgpu.wgmma`` cannot do: nothing has to be zeroed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hopper.ir import (
+    SCALAR,
+    array,
+    asm,
+    const,
+    float_pair,
+    i32,
+    i64,
+    inline,
+    item,
+    scalar,
+    shared_address,
+    word,
+)
+from pallas_kernels.hopper.tiles import ROWS, WGMMA
+
+_UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
+_ATOM = 128  # bytes: a row of a swizzled tile, which is the K of one product
+_K_BYTES = 32  # of one instruction
+# Upper half of a descriptor: tiles of eight rows are 1,024 bytes apart, and swizzled by 128 bytes.
+_LAYOUT = (1 << 30) | (1024 >> 4)
+
+
+def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
+    """Returns the base of an operand's descriptors, an int32 that is uniform in a warp.
+
+    Args:
+      ref: rows of 128 bytes in shared memory, swizzled and not tiled.
+      offset: bytes from ``ref`` to the warpgroup's first row, a multiple of 1,024.
+    """
+
+    @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def base(ref: Any, offset: Any) -> Any:
+        address = arith.shrui(arith.addi(shared_address(ref), word(offset)), const(4))
+        # The maximum over a warp is in a uniform register.
+        text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+        return scalar(asm(text, "=r,r", address, result=i32(), effects=True))
+
+    return base(ref, jnp.asarray(offset, jnp.int32))
+
+
+def start_product(
+    a: jax.Array, b: jax.Array, a_offset: int, b_offset: int, previous: jax.Array
+) -> jax.Array:
+    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands.
+
+    Returns:
+      float32 [64, columns], which :func:`wait_for_product` must return before any other use.
+
+    Args:
+      a, b: bases from :func:`operand_base`.
+      a_offset, b_offset: bytes from the bases to the operands, multiples of 1,024.
+      previous: float32 [64, columns], whose registers the product takes. Its value is not used, and
+        nothing may use it afterwards.
+    """
+    columns = previous.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    text = [
+        "{ .reg .b64 a, b; .reg .pred old;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for k in range(0, _ATOM, _K_BYTES):
+        text += [
+            f"add.s64 a, ${2 * count}, {(a_offset + k) // 16};",
+            f"add.s64 b, ${2 * count + 1}, {(b_offset + k) // 16};",
+            f"setp.ne.b32 old, {int(k > 0)}, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+            f" {registers}, a, b, old, 1, 1;",
+        ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
+
+    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
+    def start(a: Any, b: Any, previous: Any) -> Any:
+        operands = *_numbers(previous), _descriptor(a), _descriptor(b)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
+
+    return start(a, b, previous)
+
+
+def wait_for_product(product: jax.Array) -> jax.Array:
+    """Waits for all products that have been started, and returns this one's result."""
+    columns = product.shape[1]
+    count = columns // 2
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+    @inline(WGMMA, returns=_product_type(columns))
+    def wait(product: Any) -> Any:
+        text, numbers = "wgmma.wait_group.sync.aligned 0;", _numbers(product)
+        struct = asm(text, constraints, *numbers, result=_struct(count), effects=True)
+        return _product(struct, columns)
+
+    return wait(product)
+
+
+def _descriptor(base: Any) -> Any:
+    """Returns the i64 descriptor of an operand that starts at its base."""
+    layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), _LAYOUT << 32))
+    return arith.ori(arith.extui(i64(), word(base)), layout)
+
+
+def _product_type(columns: int) -> Any:
+    return plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=WGMMA)
+
+
+def _numbers(product: Any) -> list[Any]:
+    return [item(pair, i) for pair in product.registers.flat for i in range(2)]
+
+
+def _struct(count: int) -> Any:
+    return llvm.StructType.get_literal([ir.F32Type.get()] * count)
+
+
+def _product(struct: Any, columns: int) -> Any:
+    numbers = [llvm.extractvalue(ir.F32Type.get(), struct, [i]) for i in range(columns // 2)]
+    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+    return array(pairs, (ROWS, columns), WGMMA)

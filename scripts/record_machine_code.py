@@ -1,0 +1,106 @@
+"""Records a digest of every Hopper kernel's PTX, and the instructions of its main loops.
+
+    python -m scripts.record_machine_code
+    python -m scripts.record_machine_code --op mla_decode --record /tmp/before.json
+
+It compiles all kernels of ``tests/pallas_kernels/test_hopper_compile.py`` without a GPU, prints
+those that differ from the record, and updates it. A change that only moves code leaves the PTX as
+it is. It needs JAX's CUDA plugin, ptxas and nvdisasm (the package nvidia-cuda-nvdisasm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.kernels.machine_code import digest, disassemble, main_loops, ptx_of
+from tests.pallas_kernels.test_hopper_compile import (
+    KERNELS,
+    OPS,
+    RECORD,
+    compile_in_child,
+    ptxas_version,
+)
+
+
+def record(op: str, before: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns, by kernel and by entry of its PTX: digest, instructions in all, main loops.
+
+    A loop is ``[instructions, conditional instructions, tensor core instructions]``.
+
+    Args:
+      before: what an older record of the same ptxas has. Equal PTX is not disassembled again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = compile_in_child(op, Path(folder))
+    kernels: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        if "error" in result:
+            raise RuntimeError(f"expected {name} to compile, got {result['error']}")
+        kernels[name] = {}
+        for entry, ptx in ptx_of(result["report"]).items():
+            old = before.get(name, {}).get(entry)
+            kernels[name][entry] = old if old and old["ptx"] == digest(ptx) else counted(ptx)
+    return kernels
+
+
+def counted(ptx: str) -> dict[str, Any]:
+    code = disassemble(ptx)
+    loops = [[loop.instructions, loop.conditional, loop.tensor] for loop in main_loops(code)]
+    return {"ptx": digest(ptx), "instructions": len(code), "loops": loops}
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Returns a line for each kernel that was added, removed or changed."""
+    lines = [f"removed: {name}" for name in before if name not in after]
+    for name, entries in after.items():
+        for entry in sorted({*entries, *before.get(name, {})}):
+            old, new = before.get(name, {}).get(entry), entries.get(entry)
+            if old is None or new is None:
+                lines.append(f"{'added' if old is None else 'removed'}: {name}, {entry}")
+            elif old["ptx"] != new["ptx"]:
+                lines.append(
+                    f"{name}, {entry}: instructions {old['instructions']} -> {new['instructions']},"
+                    f" loops {old['loops']} -> {new['loops']}"
+                )
+    return lines
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--record", type=Path, default=RECORD, help="file to compare and update")
+    parser.add_argument("--op", choices=OPS, action="append", help="only this operation's kernels")
+    arguments = parser.parse_args(words)
+    old: dict[str, Any] = {"ptxas": ptxas_version(), "kernels": {}}
+    if arguments.record.exists():
+        old = json.loads(arguments.record.read_text())
+    kernels = {
+        name: entries
+        for name, entries in old["kernels"].items()
+        if name in KERNELS and KERNELS[name].op not in (arguments.op or OPS)
+    }
+    for op in arguments.op or OPS:
+        kernels |= record(op, old["kernels"] if old["ptxas"] == ptxas_version() else {})
+    kernels = {name: kernels[name] for name in KERNELS if name in kernels}
+    lines = [f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in kernels.items()]
+    arguments.record.write_text(
+        f'{{"jax": "{jax.__version__}", "ptxas": "{ptxas_version()}", "kernels": {{\n'
+        + ",\n".join(lines)
+        + "\n}}\n"
+    )
+    lines = differences(old["kernels"], kernels)
+    print("\n".join(lines) or f"the PTX of all {len(kernels)} kernels is the same")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
