@@ -19,10 +19,10 @@ from tests.support.running import optimized
 pytestmark = pytest.mark.slow
 
 PROMPTS, LENGTH, NEW = 200, 48, 32
-# Measured with these prompts (Python 3.11.7): greedy 0.777 and 0.516 on 2026-11-21; at temperature 1
-# 0.668 and 0.355 on 2026-11-26, since the first token comes from the prefill. Before, the same seeds
-# gave 0.684 and 0.376; means over three sets of seeds are 0.668 and 0.370 before, and 0.665 and 0.363
-# now, with standard errors of 0.005. With the same tokens, a loss of 0.02 is a fault, not chance.
+# Measured with these prompts (Python 3.11.7): greedy 0.777 and 0.516 on 2026-11-21; at temperature
+# 1 0.668 and 0.355 on 2026-11-26, since the first token comes from the prefill. Before, the same
+# seeds gave 0.684 and 0.376; means over three sets of seeds are 0.668 and 0.370 before, and 0.665
+# and 0.363 now, with standard errors of 0.005. With the same tokens, a loss of 0.02 is a fault.
 MIN_ACCEPTANCE = {0.0: (0.757, 0.496), 1.0: (0.648, 0.335)}
 
 
