@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import query_groups
@@ -42,10 +42,13 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import (
+    dequantize_latent,
+    float8_token_bytes,
     merge_attention,
     mla_decode,
     mla_decode_whole_sequences,
     mla_prefill,
+    quantize_latent,
     target,
 )
 from sharding import Layout
@@ -66,9 +69,17 @@ class UpProjections(NamedTuple):
     w_uv: Float[Array, "H V C"]
 
 
-def latent_cache_spec(config: ModelConfig, dtype: DTypeLike) -> LayerCacheSpec:
-    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key."""
-    return {"latent": CachedArray(config.latent_dim, dtype)}
+def latent_cache_spec(
+    config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
+) -> LayerCacheSpec:
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
+
+    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
+    """
+    if not float8:
+        return {"latent": CachedArray(config.latent_dim, dtype)}
+    width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
+    return {"latent": CachedArray(width, jnp.uint8)}
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -111,6 +122,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.o_proj = linear(H * config.v_head_dim, D)
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.whole_sequences = False  # see DeepSeekV3.attend_to_whole_sequences
+        self.float8_latents = False  # see DeepSeekV3.use_cache_dtype
         self._absorbed: UpProjections | None = None
 
     def __call__(
@@ -118,7 +130,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
-        latent = self.latents(x, rotation)
+        latent = self.read_latents(self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
         out, _ = mla_prefill(
             jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
@@ -187,7 +199,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the array that the layer caches, see :func:`latent_cache_spec`."""
-        return latent_cache_spec(self.config, dtype)
+        return latent_cache_spec(self.config, dtype, float8=self.float8_latents)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
         """Computes :meth:`up_projections` now instead of at every absorbed step.
@@ -216,13 +228,30 @@ class MultiHeadLatentAttention(nnx.Module):
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
-        """Returns what the cache stores for each token: the normed latent, then the rope key."""
+        """Returns the normed latent of each token, then its rope key."""
         C = self.config.kv_lora_rank
         compressed = self.kv_a_proj_with_mqa(x)
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
         )
+
+    def stored_latents(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
+        """Returns what the cache stores for each token, see :func:`latent_cache_spec`."""
+        latents, C = self.latents(x, rotation), self.config.kv_lora_rank
+        return quantize_latent(latents[..., :C], latents[..., C:]) if self.float8_latents else latents
+
+    def read_latents(
+        self, stored: Float[Array, "B S columns"] | UInt8[Array, "B S bytes"], dtype: DTypeLike
+    ) -> Float[Array, "B S CR"]:
+        """Returns latents and rope keys as the cache stores them."""
+        c = self.config
+        if not self.float8_latents:
+            return stored[..., : c.latent_dim].astype(dtype)
+        columns = c.kv_lora_rank, c.qk_rope_head_dim
+        return jnp.concatenate(dequantize_latent(stored, dtype, columns=columns), axis=-1)
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
         """Returns W_UK and W_UV in ``dtype``, precomputed or cut from kv_b_proj."""
@@ -277,7 +306,7 @@ class MultiHeadLatentAttention(nnx.Module):
         caches: Sequence[LayerCache],
     ) -> list[AppendedTokens]:
         """Writes to the cache what it stores of the new tokens. Returns those of each batch."""
-        return append_batches({"latent": self.latents(x, rotation)}, caches, self.layout)
+        return append_batches({"latent": self.stored_latents(x, rotation)}, caches, self.layout)
 
     def _attend_expanded(
         self,
@@ -288,7 +317,11 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns attention in the expanded form on this device, and its log-sum-exp."""
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
         latent, pages = batch.entries["latent"], batch.cache.pages["latent"]
-        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, self.expand)
+
+        def keys_values(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.expand(self.read_latents(stored, q.dtype))
+
+        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values)
 
     def _attend_absorbed(
         self,
@@ -325,8 +358,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def attend_by_heads(
         self,
         q: Float[Array, "B T H K"],
-        new: Float[Array, "B T columns"],
-        pages: Float[Array, "P page width"],
+        new: Float[Array, "B T columns"] | UInt8[Array, "B T bytes"],
+        pages: Float[Array, "P page width"] | UInt8[Array, "P page width"],
         cache: LayerCache,
         shard: PageShard,
         keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
@@ -366,7 +399,7 @@ class MultiHeadLatentAttention(nnx.Module):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
             cached = pages[table][..., : new.shape[-1]].reshape(B, block, -1)
             block_lengths = jnp.clip(lengths - i * block, 0, block)
-            keys, values = keys_values(cached.astype(q.dtype))
+            keys, values = keys_values(cached.astype(new.dtype))
             out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 

@@ -55,7 +55,8 @@ class SparseAttention(MultiHeadLatentAttention):
         B, T, _ = x.shape
         if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
-        latent, query_latent = self.latents(x, rotation), self.query_latent(x)
+        query_latent = self.query_latent(x)
+        latent = self.read_latents(self.stored_latents(x, rotation), x.dtype)
         q_nope, q_rope = self.queries(query_latent, rotation)
         indices = self.indexer.select(
             self.indexer.queries(x, query_latent, rotation),
@@ -80,7 +81,8 @@ class SparseAttention(MultiHeadLatentAttention):
         rotation: Rotation,
         caches: Sequence[LayerCache],
     ) -> list[AppendedTokens]:
-        entries = {"latent": self.latents(x, rotation)} | self.indexer.entries(x, rotation)
+        entries = {"latent": self.stored_latents(x, rotation)}
+        entries |= self.indexer.entries(x, rotation)
         queries = self.indexer.queries(x, query_latent, rotation)
         by_batch = zip(*(split_tokens(each, caches) for each in queries), strict=True)
         return [
