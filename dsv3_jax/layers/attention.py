@@ -241,7 +241,9 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         """Returns what the cache stores for each token, see :func:`latent_cache_spec`."""
         latents, C = self.latents(x, rotation), self.config.kv_lora_rank
-        return quantize_latent(latents[..., :C], latents[..., C:]) if self.float8_latents else latents
+        return (
+            quantize_latent(latents[..., :C], latents[..., C:]) if self.float8_latents else latents
+        )
 
     def read_latents(
         self, stored: Float[Array, "B S columns"] | UInt8[Array, "B S bytes"], dtype: DTypeLike
