@@ -174,9 +174,8 @@ class DeepSeekV3(nnx.Module):
         if self.attn_impl is not None:
             raise ValueError(f"cache_dtype: expected attn_impl None with it, got {self.attn_impl}")
         if cache_dtype == "fp8_index" and not self.config.has_indexer:
-            raise ValueError(
-                f"cache_dtype fp8_index: expected a model with indexers, got {self.config.model_type}"
-            )
+            kind = self.config.model_type
+            raise ValueError(f"cache_dtype fp8_index: expected a model with indexers, got {kind}")
         CacheSpec.of_config(self.config, self.dtype, cache_dtype=cache_dtype)
         for _, module in nnx.iter_modules(self):
             if isinstance(module, MultiHeadLatentAttention):

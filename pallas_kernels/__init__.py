@@ -11,8 +11,8 @@ from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode, page_width
 from pallas_kernels.mla_decode.float8_cache import (
     dequantize_latent,
+    float8_token_bytes,
     quantize_latent,
-    token_bytes as float8_token_bytes,
 )
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_decode.schedule import whole_sequences as mla_decode_whole_sequences

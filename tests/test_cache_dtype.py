@@ -136,8 +136,7 @@ def test_chunks_equal_the_whole(tmp_path, name, cache_dtype, parts):
             new = TOKENS[:, begin : begin + chunk]
             logits, cache = extend(model, new, [chunk] * BATCH, cache, form)
             want = whole[:, begin : begin + chunk]
-            # A latent at the edge between two float8 values may be rounded otherwise: the bound is
-            # for all but a few tokens.
+            # A latent at the edge between two float8 values may be rounded otherwise.
             errors = [relative_error(np.asarray(logits[b]), want[b]) for b in range(BATCH)]
             assert np.median(errors) < 1e-4
             assert max(errors) < 0.05

@@ -9,9 +9,9 @@ bytes  dtype
 ====== ============ ========================================================================
 
 The sizes are those of DeepSeek-V3, which Hopper kernels require. Other models have C bytes, C / 128
-scales and R rope columns. The fields are little endian and contiguous. A latent is ``value * scale``. Rope keys stay in
-bfloat16: their scores depend on the position and are sensitive to rounding, and they are only 64 of
-576 numbers.
+scales and R rope columns. The fields are little endian and contiguous. A latent is ``value *
+scale``. Rope keys stay in bfloat16: their scores depend on the position and are sensitive to
+rounding, and they are only 64 of 576 numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROPE_AT = SCALES_AT + 4 * (LATENT // GROUP)
 TOKEN_BYTES = ROPE_AT + 2 * ROPE
 
 
-def token_bytes(latent: int, rope: int) -> int:
+def float8_token_bytes(latent: int, rope: int) -> int:
     """Returns the bytes of a cached token with C = ``latent`` and R = ``rope`` columns.
 
     Raises:
@@ -83,7 +83,7 @@ def dequantize_latent(
       columns: C and R.
     """
     (latent, rope), batch = columns, tokens.shape[:-1]
-    groups, end = latent // GROUP, token_bytes(latent, rope)
+    groups, end = latent // GROUP, float8_token_bytes(latent, rope)
     rope_at = end - 2 * rope
 
     def field(begin: int, end: int, field_dtype: DTypeLike, *shape: int) -> jax.Array:

@@ -131,7 +131,8 @@ def test_values_in_dsml(dsml_grammars, parameters, refused):
     grammar = grammars.start(tool_call_grammar(tokenizer, [{"function": function}], parallel=False))
     for token in [*ids, END]:
         if not grammar.mask()[token // 32] >> np.uint32(token % 32) & 1:
-            assert refused is not None and tokenizer.decode([token])[0] == refused[0]
+            assert refused is not None
+            assert tokenizer.decode([token])[0] == refused[0]
             return
         if token != END:
             grammar.accept(token)
