@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
-from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
+from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
+from dsv3_jax.layers.indexer import Indexer, hadamard
 from dsv3_jax.layers.paged_cache import LayerCacheSpec
+from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.target import Target
@@ -113,6 +117,29 @@ def test_a_latent_of_another_width_comes_back():
     got = dequantize_latent(wider, columns=(256, 24))
     assert relative_error(np.asarray(got[0]), np.asarray(latent)) < 0.04
     np.testing.assert_array_equal(got[1], rope.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_keys_are_quantized_as_published():
+    """A Hadamard rotation, then one scale per key and values rounded to the nearest float8. On a
+    page, the values of all tokens come first, then their scales: 132 bytes a token in V3.2."""
+    config = ModelConfig.from_hf(CONFIGS["sparse"])
+    indexer = Indexer(config, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=None)
+    x = jax.random.normal(jax.random.key(0), (2, 8, config.hidden_size))
+    rotation = rotation_at(config, jnp.broadcast_to(jnp.arange(8), (2, 8)))
+    exact = np.asarray(indexer.entries(x, rotation)["index_key"], np.float64)
+    indexer.use_float8_keys()
+    got = {name: np.asarray(each) for name, each in indexer.entries(x, rotation).items()}
+    D = exact.shape[-1]
+    rotated = exact @ (hadamard(D) / np.sqrt(D))
+    scale = np.abs(rotated).max(axis=-1, keepdims=True) / 448
+    np.testing.assert_allclose(got["index_scale"], scale, rtol=1e-6)
+    nearest = (rotated / scale).astype(ml_dtypes.float8_e4m3fn)
+    assert np.mean(got["index_key"] == nearest) > 0.99  # others lie between two values
+    back = got["index_key"].astype(np.float64) * got["index_scale"]
+    assert relative_error(back @ hadamard(D).T / np.sqrt(D), exact) < 0.04
+    pages = PagePool.empty(CacheSpec.of_config(V32, "bfloat16", cache_dtype="fp8_index"), 2)
+    keys, scales = (pages.layers[0][name] for name in ("index_key", "index_scale"))
+    assert keys[0].nbytes + scales[0].nbytes == 64 * 132
 
 
 @pytest.mark.slow
