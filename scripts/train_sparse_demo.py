@@ -7,8 +7,8 @@ the probabilities of dense attention. As their inputs do not depend on indexers,
 layers are computed once, and each indexer is trained by itself. The data is a few modules of the
 standard library of the running interpreter; the demo's was that of CPython 3.11.7.
 
-The result is config.json, the file of the indexers' tensors, and training.json: the loss of each
-indexer, held-out losses with dense and with sparse attention, and the recall of each layer's
+The result is a directory ``model`` that ``dsv3_jax.load`` reads, and training.json: the loss of
+each indexer, held-out losses with dense and with sparse attention, and the recall of each layer's
 indexer (:func:`dsv3_jax.training.indexer.recall`).
 """
 
@@ -19,8 +19,8 @@ import dataclasses
 import functools
 import json
 import platform
+import shutil
 import sysconfig
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -36,7 +36,6 @@ from jaxtyping import Array, Float, Float32, Int
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.checkpoint.safetensors_file import write_file
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
@@ -194,16 +193,18 @@ def measure(model: DeepSeekV3, corpus: Corpus, length: int, sequences: int) -> d
     }
 
 
-def write_indexers(model: DeepSeekV3, out: Path) -> None:
-    """Writes config.json, and the published tensors that the demo's file lacks, into ``out``."""
-    demo = CheckpointReader(find("demo"))
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "model"
-        write_checkpoint(model, directory, quantization=BlockQuantization())
-        whole = CheckpointReader(directory)
-        added = {name: whole[name][...] for name in whole if name not in demo}
-        write_file(out / "indexers.safetensors", added)
-        (out / "config.json").write_bytes((directory / "config.json").read_bytes())
+def write(model: DeepSeekV3, directory: Path) -> int:
+    """Writes the model as DeepSeek publishes it, with the demo's tokenizer. Returns the bytes of
+    the tensors that the demo does not have."""
+    demo = find("demo")
+
+    def copy_tokenizer(target: Path) -> None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(demo / name, target / name)
+
+    write_checkpoint(model, directory, quantization=BlockQuantization(), add_files=copy_tokenizer)
+    before, after = CheckpointReader(demo), CheckpointReader(directory)
+    return sum(after[name].nbytes for name in after if name not in before)
 
 
 def main() -> None:
@@ -236,8 +237,8 @@ def main() -> None:
             train_indexer(layer.self_attn, inputs, rotation, options.steps, options.learning_rate)
         )
         print(f"loss {losses[-1][0]:.3f} to {losses[-1][-1]:.3f}", flush=True)
-    write_indexers(model, options.out)
     result = {
+        "added_bytes": write(model, options.out / "model"),
         "options": {
             name: value for name, value in vars(options).items() if name not in ("out", "stdlib")
         },

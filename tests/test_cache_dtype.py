@@ -121,7 +121,7 @@ def test_a_latent_of_another_width_comes_back():
 
 def test_keys_are_quantized_as_published():
     """A Hadamard rotation, then one scale per key and values rounded to the nearest float8. On a
-    page, the values of all tokens come first, then their scales: 132 bytes a token in V3.2."""
+    page, the values of all tokens come first, then their scales: 132 bytes per token in V3.2."""
     config = ModelConfig.from_hf(CONFIGS["sparse"])
     indexer = Indexer(config, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=None)
     x = jax.random.normal(jax.random.key(0), (2, 8, config.hidden_size))
