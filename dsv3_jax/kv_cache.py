@@ -28,9 +28,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import latent_cache_spec
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import index_cache_spec
+from dsv3_jax.layers.latent_cache import latent_cache_spec
 from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
 from dsv3_jax.quantization import CacheDtype
 from pallas_kernels import page_width, target
@@ -67,8 +67,12 @@ class CacheSpec:
           float8_activations: see :meth:`DeepSeekV3.use_float8_activations`.
 
         Raises:
-          ValueError: the config's sizes do not allow ``cache_dtype``.
+          ValueError: the model has no indexer for ``fp8_index``, or sizes that ``cache_dtype`` does
+            not allow.
         """
+        if cache_dtype == "fp8_index" and not config.has_indexer:
+            kind = config.model_type
+            raise ValueError(f"cache_dtype fp8_index: expected a model with indexers, got {kind}")
         float8_keys = float8_activations or cache_dtype is not None
         layer = latent_cache_spec(config, dtype, float8=cache_dtype == "fp8")
         layer |= index_cache_spec(config, dtype, float8=float8_keys)

@@ -167,15 +167,11 @@ class DeepSeekV3(nnx.Module):
         divided into chunks. Make caches and Generators afterwards.
 
         Raises:
-          ValueError: the model has no indexer for ``fp8_index``, sizes that the format does not
-            allow, or an attention variant.
+          ValueError: the model has an attention variant, or see :meth:`CacheSpec.of_config`.
         """
         check_choice("cache_dtype", cache_dtype, get_args(CacheDtype))
         if self.attn_impl is not None:
             raise ValueError(f"cache_dtype: expected attn_impl None with it, got {self.attn_impl}")
-        if cache_dtype == "fp8_index" and not self.config.has_indexer:
-            kind = self.config.model_type
-            raise ValueError(f"cache_dtype fp8_index: expected a model with indexers, got {kind}")
         CacheSpec.of_config(self.config, self.dtype, cache_dtype=cache_dtype)
         for _, module in nnx.iter_modules(self):
             if isinstance(module, MultiHeadLatentAttention):

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import query_groups
+from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
 from dsv3_jax.layers.linear import Linear, per_head_matmul
@@ -30,7 +30,6 @@ from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
     AppendedTokens,
-    CachedArray,
     LayerCache,
     LayerCacheSpec,
     LayerPages,
@@ -42,13 +41,10 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import (
-    dequantize_latent,
-    float8_token_bytes,
     merge_attention,
     mla_decode,
     mla_decode_whole_sequences,
     mla_prefill,
-    quantize_latent,
     target,
 )
 from sharding import Layout
@@ -67,19 +63,6 @@ class UpProjections(NamedTuple):
 
     w_uk: Float[Array, "H N C"]
     w_uv: Float[Array, "H V C"]
-
-
-def latent_cache_spec(
-    config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
-) -> LayerCacheSpec:
-    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
-
-    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
-    """
-    if not float8:
-        return {"latent": CachedArray(config.latent_dim, dtype)}
-    width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
-    return {"latent": CachedArray(width, jnp.uint8)}
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -130,7 +113,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
-        latent = self.read_latents(self.stored_latents(x, rotation), x.dtype)
+        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
         out, _ = mla_prefill(
             jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
@@ -198,8 +181,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.output(join_tokens(outputs)), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
-        """Returns the array that the layer caches, see :func:`latent_cache_spec`."""
-        return latent_cache_spec(self.config, dtype, float8=self.float8_latents)
+        """Returns the array that the layer caches, see :mod:`latent_cache`."""
+        return latent_cache.latent_cache_spec(self.config, dtype, float8=self.float8_latents)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
         """Computes :meth:`up_projections` now instead of at every absorbed step.
@@ -239,21 +222,9 @@ class MultiHeadLatentAttention(nnx.Module):
     def stored_latents(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
-        """Returns what the cache stores for each token, see :func:`latent_cache_spec`."""
-        latents, C = self.latents(x, rotation), self.config.kv_lora_rank
-        return (
-            quantize_latent(latents[..., :C], latents[..., C:]) if self.float8_latents else latents
-        )
-
-    def read_latents(
-        self, stored: Float[Array, "B S columns"] | UInt8[Array, "B S bytes"], dtype: DTypeLike
-    ) -> Float[Array, "B S CR"]:
-        """Returns latents and rope keys as the cache stores them."""
-        c = self.config
-        if not self.float8_latents:
-            return stored[..., : c.latent_dim].astype(dtype)
-        columns = c.kv_lora_rank, c.qk_rope_head_dim
-        return jnp.concatenate(dequantize_latent(stored, dtype, columns=columns), axis=-1)
+        """Returns what the cache stores for each token, see :mod:`latent_cache`."""
+        latents = self.latents(x, rotation)
+        return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
         """Returns W_UK and W_UV in ``dtype``, precomputed or cut from kv_b_proj."""
@@ -321,7 +292,7 @@ class MultiHeadLatentAttention(nnx.Module):
         latent, pages = batch.entries["latent"], batch.cache.pages["latent"]
 
         def keys_values(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.expand(self.read_latents(stored, q.dtype))
+            return self.expand(latent_cache.read(self.config, stored, q.dtype))
 
         return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values)
 

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers import latent_cache
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.indexer import Indexer, IndexQueries
 from dsv3_jax.layers.paged_cache import (
@@ -56,7 +57,7 @@ class SparseAttention(MultiHeadLatentAttention):
         if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
         query_latent = self.query_latent(x)
-        latent = self.read_latents(self.stored_latents(x, rotation), x.dtype)
+        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
         q_nope, q_rope = self.queries(query_latent, rotation)
         indices = self.indexer.select(
             self.indexer.queries(x, query_latent, rotation),
