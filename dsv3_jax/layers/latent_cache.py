@@ -1,4 +1,4 @@
-"""What latent attention caches of a token: its latent and rope key as numbers, or in float8."""
+"""Formats of a latent cache: latents and rope keys as numbers, or in float8."""
 
 from __future__ import annotations
 

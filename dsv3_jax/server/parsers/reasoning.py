@@ -80,9 +80,9 @@ class ReasoningParser:
             else:
                 self._state = "content"
         if self._state == "reasoning":
-            found = {text.find(end): end for end in self._ends if end in text}
-            if found:
-                begin = min(found)
+            begins = [text.find(end) for end in self._ends if end in text]
+            if begins:
+                begin = min(begins)
                 reasoning, text = text[:begin], text[begin:].removeprefix(END)
                 self._state = "content"
             else:
