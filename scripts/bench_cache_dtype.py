@@ -44,8 +44,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=0, help="0 uses all of the text")
     options = parser.parse_args()
     exact, tokenizer = dsv3_jax.load(options.model, dtype="float32", mtp=False)
+    assert tokenizer is not None
     config = exact.config
-    forms = [form for form in get_args(CacheDtype) if config.has_indexer or form == "fp8"]
+    known: tuple[CacheDtype, ...] = get_args(CacheDtype)
+    forms = [form for form in known if config.has_indexer or form == "fp8"]
     models = {"bf16": exact} | {
         form: dsv3_jax.load(options.model, dtype="float32", mtp=False, cache_dtype=form)[0]
         for form in forms
@@ -66,8 +68,8 @@ def main() -> None:
         # The first model is what the others are compared with; its own cache is exact.
         losses = compare(models, batches)
     rows = []
-    for form in models:
-        spec = CacheSpec.of_config(config, "bfloat16", cache_dtype=None if form == "bf16" else form)
+    for form, cache_dtype in (("bf16", None), *zip(forms, forms, strict=True)):
+        spec = CacheSpec.of_config(config, "bfloat16", cache_dtype=cache_dtype)
         bytes_per_token = sum(
             array.width * np.dtype(array.dtype).itemsize
             for layer in spec.layers

@@ -221,6 +221,7 @@ def main() -> None:
     options.out.mkdir(parents=True)
     start = time.perf_counter()
     demo, tokenizer = load("demo", dtype=jnp.float32)
+    assert tokenizer is not None
     config = demo.config
     some = [each for each in modules(options.stdlib) if is_sampled(each[0])]
     corpus = pack(some, tokenizer, config.bos_token_id, config.eos_token_id[0])
@@ -231,10 +232,11 @@ def main() -> None:
     for layer, inputs in zip(
         [*model.layers, *model.mtp], inputs_of_layers(model, batches), strict=True
     ):
-        T = inputs[0].shape[1]
+        T, attention = inputs[0].shape[1], layer.self_attn
+        assert isinstance(attention, SparseAttention)
         rotation = rotation_at(config, jnp.broadcast_to(jnp.arange(T), (options.batch, T)))
         losses.append(
-            train_indexer(layer.self_attn, inputs, rotation, options.steps, options.learning_rate)
+            train_indexer(attention, inputs, rotation, options.steps, options.learning_rate)
         )
         print(f"loss {losses[-1][0]:.3f} to {losses[-1][-1]:.3f}", flush=True)
     result = {

@@ -15,12 +15,14 @@ from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import Indexer, hadamard
 from dsv3_jax.layers.paged_cache import LayerCacheSpec
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.target import Target
+from dsv3_jax.quantization import CacheDtype
 from pallas_kernels import dequantize_latent, quantize_latent
 from sharding import make_layout
 from tests.support.checkpoints import (
@@ -70,7 +72,11 @@ def test_bytes_of_a_token(config, cache_dtype, expected):
 
 
 def test_a_model_caches_what_its_config_says():
-    for name, cache_dtype in (("mla", "fp8"), ("sparse", "fp8"), ("sparse", "fp8_index")):
+    cases: tuple[tuple[str, CacheDtype], ...] = (
+        *(("mla", "fp8"), ("sparse", "fp8")),
+        ("sparse", "fp8_index"),
+    )
+    for name, cache_dtype in cases:
         config = ModelConfig.from_hf(CONFIGS[name])
         model = abstract_model(config)
         model.use_cache_dtype(cache_dtype)
@@ -155,7 +161,8 @@ def test_chunks_equal_the_whole(tmp_path, name, cache_dtype, parts):
     exact = np.asarray(forward(dsv3_jax.load(tmp_path)[0], TOKENS)[0])
     assert 1e-3 < relative_error(whole, exact) < 0.2
     model, _ = dsv3_jax.load(tmp_path, cache_dtype=cache_dtype, layout=layout)
-    for form, chunk in (("expanded", 24), ("absorbed", 3)):
+    forms: dict[Form, int] = {"expanded": 24, "absorbed": 3}
+    for form, chunk in forms.items():
         cache = LatentKVCache.init(
             model.cache_spec(), BATCH, LENGTH, page_size=8 // parts, layout=layout
         )

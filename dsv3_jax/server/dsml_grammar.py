@@ -159,7 +159,8 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
         raise ValueError(
             f"tools: expected parameters of {sorted(_OBJECT)} for DSML, got {sorted(others)}"
         )
-    properties, required = dict(schema.get("properties") or {}), set(schema.get("required") or ())
+    properties: dict[str, Any] = dict(schema.get("properties") or {})
+    required: set[str] = set(schema.get("required") or ())
     properties |= {key: {} for key in sorted(required - properties.keys())}
     if "maxProperties" in schema:
         if schema["maxProperties"] != 0 and schema["maxProperties"] < len(properties):

@@ -49,6 +49,17 @@ def float8_token_bytes(latent: int, rope: int) -> int:
     return latent + 4 * (latent // GROUP) + 2 * rope
 
 
+def check_width(columns: tuple[int, int], width: int) -> None:
+    """Raises NotImplementedError unless tokens of C and R ``columns`` take ``width`` bytes, or are
+    padded to it (see ``page_width``)."""
+    expected = 0 if columns[0] % GROUP else float8_token_bytes(*columns)
+    if not expected or width not in (expected, -(-expected // 128) * 128):
+        raise NotImplementedError(
+            f"takes float8 caches of {expected or 'no'} bytes for {columns[0]} latent and"
+            f" {columns[1]} rope columns, got {width}"
+        )
+
+
 def quantize_latent(
     latent: Float[Array, "*batch C"], rope: Float[Array, "*batch R"]
 ) -> UInt8[Array, "*batch bytes"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from pallas_kernels.mla_decode.float8_cache import dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
 from pallas_kernels.softmax import masked_softmax
 
 
@@ -49,6 +49,8 @@ def attend(
     """
     B, T, _, C = q_latent.shape
     columns = C, q_rope.shape[-1]
+    if pages.dtype == jnp.uint8:
+        check_width(columns, pages.shape[-1])
     # mode="clip": entries past a sequence's length may be anything. They are masked below.
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
     if pages.dtype == jnp.uint8:

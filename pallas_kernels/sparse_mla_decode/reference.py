@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from pallas_kernels.mla_decode.float8_cache import dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
 from pallas_kernels.softmax import masked_softmax
 
 _QUERIES = 16
@@ -24,6 +24,8 @@ def sparse_mla_decode(
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     page_size, width = pages.shape[1:]
+    if pages.dtype == jnp.uint8:
+        check_width((q_latent.shape[-1], q_rope.shape[-1]), width)
     slots = token_slots(block_tables, indices, page_size)
     return attend(q_latent, q_rope, pages.reshape(-1, width), slots, scale=scale)
 

@@ -61,6 +61,7 @@ def test_tokens_are_those_of_the_whole_text(directory, layout, draft, cache_dtyp
     model, _ = dsv3_jax.load(
         directory, layout=make_layout(layout, devices=jax.devices()), cache_dtype=cache_dtype
     )
+    assert model.layout is not None
     shards, parts = (model.layout.num_shards(axis) for axis in ("batch", "cached_tokens"))
     assert (shards, parts) == {"dp_attention_ep": (8, 1), "context_parallel": (1, 8)}[layout]
     engine = Engine(
