@@ -57,6 +57,7 @@ class _Grammar:
 
     def __init__(self, rule: Rule):
         self._rule = rule
+        self._names: dict[str, str] = {}
         self.lines: list[str] = []
         """Rules, one a line."""
 
@@ -74,7 +75,7 @@ class _Grammar:
             for key, values in properties.items()
         ]
         body = " ".join(parameters)
-        if not required:  # the template separates nothing by a line break, too
+        if not required:  # the template writes an empty line then
             body = f'({body} | "\\n")' if body else '"\\n"'
         begin = f"{self._rule(_INVOKE)} {_quoted(name)} {_NAME_END}"
         self.lines[place] = f"{call}: {begin} {body} {self._rule(_INVOKE_END)}"
@@ -142,14 +143,14 @@ class _Grammar:
             )
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         text = f"(?s:.){{{least},{most}}}" if least or most != "" else "(?s:.)*"
-        terminal = f"TEXT{len(self.lines)}"
         pattern = f" & /{_whole(schema['pattern'])}<\\//" if "pattern" in schema else ""
-        self.lines.append(f"{terminal}: /{text}<\\// & ~/(?s:.)*<\\/{_MARK}(?s:.)*/{pattern}")
-        return terminal
+        return self._add(f"/{text}<\\// & ~/(?s:.)*<\\/{_MARK}(?s:.)*/{pattern}", "TEXT")
 
-    def _add(self, definition: str) -> str:
-        name = f"rule{len(self.lines)}"
-        self.lines.append(f"{name}: {definition}")
+    def _add(self, definition: str, kind: str = "rule") -> str:
+        """Returns the name of the rule or terminal with that definition. It is added once."""
+        if (name := self._names.get(definition)) is None:
+            name = self._names[definition] = f"{kind}{len(self.lines)}"
+            self.lines.append(f"{name}: {definition}")
         return name
 
 
