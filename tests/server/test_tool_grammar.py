@@ -139,6 +139,26 @@ def test_values_in_dsml(dsml_grammars, parameters, refused):
     assert refused is None
 
 
+def test_text_cannot_spell_the_end_of_a_parameter(dsml_grammars):
+    """Ordinary tokens may spell the mark, but not the closing tag, which parsers would read."""
+    tokenizer, grammars = dsml_grammars
+    function = {"name": "f", "parameters": DSML_SCHEMA}
+    source = tool_call_grammar(tokenizer, [{"function": function}], parallel=False)
+    begin = '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+    begin += parameter("text", "true", "").partition("</")[0]
+    for spelled, is_allowed in (("a ｜DSML｜ b", True), ("a </｜DSML｜ b", False)):
+        grammar = grammars.start(source)
+        for token in tokenizer.encode(begin, add_special_tokens=False, split_special_tokens=False):
+            grammar.accept(token)
+        allowed = []
+        for token in tokenizer.encode(spelled, add_special_tokens=False, split_special_tokens=True):
+            allowed.append(bool(grammar.mask()[token // 32] >> np.uint32(token % 32) & 1))
+            if not allowed[-1]:
+                break
+            grammar.accept(token)
+        assert all(allowed) == is_allowed
+
+
 @pytest.fixture(scope="module")
 def dsml_grammars(tokenizer):
     tokenizer = tokenizer.with_chat_template(chat_formats.read("deepseek-v3.2"))

@@ -35,7 +35,7 @@ def test_indexers_are_trained_and_measured(monkeypatch):
     assert after["dense"] == before["dense"]
     assert after["sparse"] != before["sparse"]
     assert after["sparse"] != after["dense"]
-    kept = dict(nnx.to_flat_state(nnx.state(dense, nnx.Param)))
+    original = dict(nnx.to_flat_state(nnx.state(dense, nnx.Param)))
     for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if "indexer" not in path:
-            np.testing.assert_array_equal(weight[...], kept[path][...])
+            np.testing.assert_array_equal(weight[...], original[path][...])
