@@ -47,7 +47,7 @@ def main() -> None:
     assert tokenizer is not None
     config = exact.config
     known: tuple[CacheDtype, ...] = get_args(CacheDtype)
-    forms = [form for form in known if config.has_indexer or form == "fp8"]
+    forms: list[CacheDtype] = [form for form in known if config.has_indexer or form == "fp8"]
     models = {"bf16": exact} | {
         form: dsv3_jax.load(options.model, dtype="float32", mtp=False, cache_dtype=form)[0]
         for form in forms
@@ -68,7 +68,9 @@ def main() -> None:
         # The first model is what the others are compared with; its own cache is exact.
         losses = compare(models, batches)
     rows = []
-    for form, cache_dtype in (("bf16", None), *zip(forms, forms, strict=True)):
+    cache_dtypes: list[CacheDtype | None] = [None, *forms]
+    for cache_dtype in cache_dtypes:
+        form = cache_dtype or "bf16"
         spec = CacheSpec.of_config(config, "bfloat16", cache_dtype=cache_dtype)
         bytes_per_token = sum(
             array.width * np.dtype(array.dtype).itemsize
