@@ -28,10 +28,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention import latent_cache_spec
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import index_cache_spec
+from dsv3_jax.layers.latent_cache import latent_cache_spec
 from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
+from dsv3_jax.quantization import CacheDtype
 from pallas_kernels import page_width, target
 from sharding import Layout
 
@@ -56,15 +57,25 @@ class CacheSpec:
         dtype: DTypeLike,
         *,
         mtp: bool = False,
+        cache_dtype: CacheDtype | None = None,
         float8_activations: bool = False,
     ) -> CacheSpec:
         """Returns the spec of every model of this config and dtype, without building one.
 
         Args:
+          cache_dtype: see :meth:`DeepSeekV3.use_cache_dtype`.
           float8_activations: see :meth:`DeepSeekV3.use_float8_activations`.
+
+        Raises:
+          ValueError: the model has no indexer for ``fp8_index``, or sizes that ``cache_dtype`` does
+            not allow.
         """
-        index = index_cache_spec(config, dtype, float8=float8_activations)
-        layer = latent_cache_spec(config, dtype) | index
+        if cache_dtype == "fp8_index" and not config.has_indexer:
+            kind = config.model_type
+            raise ValueError(f"cache_dtype fp8_index: expected a model with indexers, got {kind}")
+        float8_keys = float8_activations or cache_dtype is not None
+        layer = latent_cache_spec(config, dtype, float8=cache_dtype == "fp8")
+        layer |= index_cache_spec(config, dtype, float8=float8_keys)
         return cls((layer,) * config.num_hidden_layers, (layer,) if mtp else ())
 
 

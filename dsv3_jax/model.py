@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
+from dsv3_jax.field_checks import check_choice
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
@@ -32,7 +33,7 @@ from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.outputs import Aux, Hidden
-from dsv3_jax.quantization import BlockQuantization, Quantization
+from dsv3_jax.quantization import BlockQuantization, CacheDtype, Quantization
 from sharding import Layout, Placement
 
 
@@ -158,6 +159,26 @@ class DeepSeekV3(nnx.Module):
             elif isinstance(module, Indexer):
                 module.use_float8_keys()
 
+    def use_cache_dtype(self, cache_dtype: CacheDtype) -> None:
+        """Makes attention cache float8: indexer keys, or latents and indexer keys.
+
+        A key takes 132 bytes of DeepSeek-V3.2's 256, a latent with its rope key 656 of 1,152.
+        Attention without a cache rounds them alike, so that logits do not depend on how a text is
+        divided into chunks. Make caches and Generators afterwards.
+
+        Raises:
+          ValueError: the model has an attention variant, or see :meth:`CacheSpec.of_config`.
+        """
+        check_choice("cache_dtype", cache_dtype, get_args(CacheDtype))
+        if self.attn_impl is not None:
+            raise ValueError(f"cache_dtype: expected attn_impl None with it, got {self.attn_impl}")
+        CacheSpec.of_config(self.config, self.dtype, cache_dtype=cache_dtype)
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, MultiHeadLatentAttention):
+                module.float8_latents = cache_dtype == "fp8"
+            elif isinstance(module, Indexer):
+                module.use_float8_keys()
+
     def use_attn_impl(self, attn_impl: AttnImpl | None) -> None:
         """Makes decode use one of the five attention variants of :mod:`dsv3_jax.attn_impl`.
 
@@ -166,8 +187,10 @@ class DeepSeekV3(nnx.Module):
 
         Raises:
           ValueError: an unknown name, a variant that does not run on a mesh, or a model with
-            sparse attention, which has no variants.
+            sparse attention or float8 latents, which has no variants.
         """
+        if attn_impl is not None and any(x.self_attn.float8_latents for x in self.layers):
+            raise ValueError(f"attn_impl: expected None with cache_dtype fp8, got {attn_impl}")
         check_variant(self.config, attn_impl, self.layout)
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):

@@ -1,10 +1,14 @@
-"""Formats of quantized weights."""
+"""Formats of quantized weights, and of caches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dsv3_jax.field_checks import check_choice, check_fields, is_size
+
+CacheDtype = Literal["fp8", "fp8_index"]
+"""Format of a cache in float8: of latents and indexer keys, or of indexer keys alone."""
 
 
 @dataclass(frozen=True)

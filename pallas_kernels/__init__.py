@@ -9,7 +9,11 @@ from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_q
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode, page_width
-from pallas_kernels.mla_decode.float8_cache import dequantize_latent, quantize_latent
+from pallas_kernels.mla_decode.float8_cache import (
+    dequantize_latent,
+    float8_token_bytes,
+    quantize_latent,
+)
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_decode.schedule import whole_sequences as mla_decode_whole_sequences
 from pallas_kernels.mla_prefill.api import mla_prefill
@@ -31,6 +35,7 @@ __all__ = [
     "block_dequant",
     "block_quant",
     "dequantize_latent",
+    "float8_token_bytes",
     "grouped_matmul",
     "grouped_swiglu",
     "integer_quant",

@@ -270,6 +270,16 @@ def quantization() -> str:
     return markdown(header, rows)
 
 
+def cache_dtype() -> str:
+    header = ("cache", ">KL, nats", ">top-1 agreement", ">loss, nats", ">bytes per token")
+    rows = (
+        [r["form"], f"{r['kl']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['loss']:.4f}",
+         f"{r['bytes_per_token']:,}"]
+        for r in read("cache_dtype_demo")["rows"]
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
 def conversion() -> str:
     header = ("command", ">seconds", ">speed relative to cp -r", ">written, GB", ">peak memory, GB")
     rows = (
@@ -309,7 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         kernels, kernels_by_kind, decode, prefill, two_gpus, all_layers, speculation, quantization,
-        conversion, cpu, cold_start, summary,
+        cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
 

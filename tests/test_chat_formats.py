@@ -68,6 +68,12 @@ REASONING = [
     *RESULTS[2:],
     assistant("Rome 21, Oslo 3.", reasoning_content="Got it."),
 ]
+REASONED_TWICE = [
+    *REASONING,
+    user("More"),
+    assistant("Looking.", tool_calls=[call(2, "get_weather", "{}")], reasoning_content="Again."),
+    tool(2, "5 C"),
+]
 VALUES = '{"a": "x\\n<b>", "n": 3, "l": [1, "é"], "o": {"k": null}, "t": true}'
 KINDS = [
     CALLS[0],
@@ -314,6 +320,42 @@ KINDS = [
             "functions.get_weather:0\n"
             "21 C<|im_end|><|im_assistant|>assistant<|im_middle|>",
             id="kimi-k2-spoken",
+        ),
+        pytest.param(
+            "kimi-k2-thinking",
+            REASONED_TWICE,
+            {"tools": TOOLS},
+            "<|im_system|>tool_declare"
+            '<|im_middle|>[{"type":"function","function":{"name":"get_weather","description":'
+            '"Weather of a '
+            'city.","parameters":{"type":"object","properties":{"city":{"type":"string"}},"re'
+            'quired":["city"]}}}]<|im_end|><|im_system|>system<|im_middle|>You are Kimi, an '
+            "AI assistant created by Moonshot AI.<|im_end|><|im_user|>user"
+            "<|im_middle|>Weather in Rome and Oslo?<|im_end|><|im_assistant|>assistant"
+            "<|im_middle|><think></think>"
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+            '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
+            '<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{"city": '
+            '"Oslo"}<|tool_call_end|><|tool_calls_section_end|><|im_end|><|im_system|>tool'
+            "<|im_middle|>## Return of functions.get_weather:0\n"
+            "21 C<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.get_weather:1\n"
+            "3 C<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>Rome 21, Oslo 3."
+            "<|im_end|><|im_user|>user<|im_middle|>More<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|><think>Again.</think>Looking."
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:2"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+            "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:2\n"
+            "5 C<|im_end|><|im_assistant|>assistant<|im_middle|>",
+            id="kimi-k2-thinking-reasoned-twice",
+        ),
+        pytest.param(
+            "kimi-k2-thinking",
+            CHAT,
+            {},
+            "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>Hi"
+            "<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>Hello!<|im_end|>"
+            "<|im_user|>user<|im_middle|>1+1?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+            id="kimi-k2-thinking-chat",
         ),
         pytest.param(
             "moonlight",

@@ -150,6 +150,22 @@ def test_sparse_attention_without_kernels_is_noted(capsys, tmp_path):
     assert "note: this project has no kernels for sparse attention" in out
 
 
+def test_a_cache_in_float8(capsys, tmp_path):
+    """Latents of 32 + 8 numbers and keys of 16 in bfloat16, or keys of 16 bytes with a scale."""
+    (tmp_path / "config.json").write_text(json.dumps(sparse_config()))
+    cached = {}
+    for more in ((), ("--cache-dtype", "fp8_index")):
+        assert plan("--json", *more, model=str(tmp_path), context="127") == 0
+        result = finite(capsys.readouterr().out)
+        cached[result["cache_dtype"]] = result["bytes"]["decode"]["cache"]
+    assert cached["fp8_index"] / cached[None] == (80 + 16 + 4) / (80 + 32)
+    assert plan("--cache-dtype", "fp8_index") == 2
+    message = "cache_dtype fp8_index: expected a model with indexers, got deepseek_v3"
+    assert message in capsys.readouterr().err
+    assert plan("--cache-dtype", "fp8", model=str(tmp_path), context="127") == 2
+    assert "expected a latent of a multiple of 128 columns, got 32" in capsys.readouterr().err
+
+
 def test_help_offers_models_that_can_be_planned(capsys):
     assert run("plan", "--help") == 0
     out = capsys.readouterr().out

@@ -15,7 +15,7 @@ MOST_SECONDS = 180  # per cell
 ids = [path.stem for path in NOTEBOOKS]
 
 
-def test_the_eight():
+def test_the_nine():
     assert ids == [
         "01_quickstart",
         "02_mla_two_ways",
@@ -25,6 +25,7 @@ def test_the_eight():
         "06_capacity_and_cost",
         "07_convert_finetune_export",
         "08_serving",
+        "09_sparse_attention",
     ]
 
 

@@ -27,6 +27,17 @@ def test_attention_of_other_words_is_refused():
         attention.attention_forms({"absorbed": np.ones((2, 3))}, ["a", "b"])
 
 
+def test_selection():
+    p, selected = np.array([0.5, 0.25, 0.125, 0.125]), np.array([True, False, False, True])
+    figure = attention.selection(p, selected, "where")
+    assert {"not selected: 38% of the attention", "selected: 62%", "where"} <= texts(figure)
+    rest, chosen = figure.axes[0].lines
+    np.testing.assert_array_equal(chosen.get_xydata(), [[0, 0.5], [3, 0.125]])
+    np.testing.assert_array_equal(rest.get_xdata(), [1, 2])
+    with pytest.raises(ValueError, match=r"selected: expected \[4\], got \[3\]"):
+        attention.selection(p, selected[:3])
+
+
 def test_cache_bytes():
     figure = attention.cache_bytes(
         {"one": {"keys": 1_234_000, "latents": 7_890}, "other": {"keys": 1e3}}

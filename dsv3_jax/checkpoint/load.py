@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.generation_config import with_end_tokens
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.quantization import IntegerQuantization
+from dsv3_jax.quantization import CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 
@@ -43,6 +43,7 @@ def load(
     dtype: DTypeLike | None = None,
     quantization: Literal["fp8", "int8", "int4"] | None = None,
     activations: Literal["float8"] | None = None,
+    cache_dtype: CacheDtype | None = None,
     mtp: bool = True,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
@@ -63,6 +64,9 @@ def load(
       activations: ``"float8"`` also rounds the activations that are multiplied by float8 weights,
         if there are many rows, as in prompts and large batches. DeepSeek's own inference does this.
         None rounds no activations.
+      cache_dtype: ``"fp8"`` makes attention cache latents and indexer keys in float8,
+        ``"fp8_index"`` indexer keys alone; see
+        :meth:`~dsv3_jax.model.DeepSeekV3.use_cache_dtype`. None caches ``dtype``.
       mtp: also load the multi-token prediction layers, if the checkpoint has them.
       mesh: shards the model over the devices of the mesh. Each process reads only its own shards.
       rules: mesh axes of each logical axis. The default is :data:`sharding.DEFAULT_RULES`.
@@ -92,6 +96,8 @@ def load(
                 "activations='float8': expected quantization='fp8', got"
                 f" quantization={quantization!r}"
             )
+    if cache_dtype is not None:
+        check_choice("cache_dtype", cache_dtype, get_args(CacheDtype))
     if dtype is not None:
         check_choice("dtype", _dtype_name(dtype), DTYPES)
     _check_type("mtp", mtp, bool, "True or False")
@@ -133,6 +139,8 @@ def load(
         raise ValueError(os_error_message(error)) from None
     if activations is not None:
         model.use_float8_activations()
+    if cache_dtype is not None:
+        model.use_cache_dtype(cache_dtype)
     return model, tokenizer
 
 

@@ -44,6 +44,7 @@ class LocalChat:
                 self.model,
                 dtype=arguments.dtype,
                 quantization=arguments.quantization,
+                cache_dtype=arguments.cache_dtype,
                 layout=make_layout_from(arguments),
             )
         assert tokenizer is not None

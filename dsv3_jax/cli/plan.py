@@ -91,6 +91,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
         batch=arguments.batch,
         context=arguments.context,
         quantization=arguments.quantization,
+        cache_dtype=arguments.cache_dtype,
         mtp=arguments.mtp,
         engine=engine,
         **given,

@@ -77,7 +77,8 @@ def _needs(deployment: Deployment, memory: dict[str, MemoryUse], model: str) -> 
         **{
             name: getattr(deployment, name)
             for name in (
-                *("batch", "context", "quantization", "activations", "exchange"),
+                *("batch", "context", "quantization", "activations"),
+                *("cache_dtype", "exchange"),
                 *("float8_dispatch", "mtp", "redundant_experts", "prefill_chunk"),
             )
         },

@@ -63,6 +63,7 @@ def _generate(
             arguments.model,
             dtype=arguments.dtype,
             quantization=arguments.quantization,
+            cache_dtype=arguments.cache_dtype,
             activations=arguments.activations,
             layout=layout,
         )

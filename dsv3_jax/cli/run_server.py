@@ -117,6 +117,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
             arguments.model,
             dtype=arguments.dtype,
             quantization=arguments.quantization,
+            cache_dtype=arguments.cache_dtype,
             layout=layout,
         )
     seconds = time.perf_counter() - began

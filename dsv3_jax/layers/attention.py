@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import query_groups
+from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
 from dsv3_jax.layers.linear import Linear, per_head_matmul
@@ -30,7 +30,6 @@ from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
     AppendedTokens,
-    CachedArray,
     LayerCache,
     LayerCacheSpec,
     LayerPages,
@@ -64,11 +63,6 @@ class UpProjections(NamedTuple):
 
     w_uk: Float[Array, "H N C"]
     w_uv: Float[Array, "H V C"]
-
-
-def latent_cache_spec(config: ModelConfig, dtype: DTypeLike) -> LayerCacheSpec:
-    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key."""
-    return {"latent": CachedArray(config.latent_dim, dtype)}
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -111,6 +105,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.o_proj = linear(H * config.v_head_dim, D)
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.whole_sequences = False  # see DeepSeekV3.attend_to_whole_sequences
+        self.float8_latents = False  # see DeepSeekV3.use_cache_dtype
         self._absorbed: UpProjections | None = None
 
     def __call__(
@@ -118,7 +113,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
-        latent = self.latents(x, rotation)
+        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
         out, _ = mla_prefill(
             jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
@@ -186,8 +181,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.output(join_tokens(outputs)), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
-        """Returns the array that the layer caches, see :func:`latent_cache_spec`."""
-        return latent_cache_spec(self.config, dtype)
+        """Returns the array that the layer caches, see :mod:`latent_cache`."""
+        return latent_cache.latent_cache_spec(self.config, dtype, float8=self.float8_latents)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
         """Computes :meth:`up_projections` now instead of at every absorbed step.
@@ -216,13 +211,20 @@ class MultiHeadLatentAttention(nnx.Module):
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
-        """Returns what the cache stores for each token: the normed latent, then the rope key."""
+        """Returns the normed latent of each token, then its rope key."""
         C = self.config.kv_lora_rank
         compressed = self.kv_a_proj_with_mqa(x)
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
         )
+
+    def stored_latents(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
+        """Returns what the cache stores for each token, see :mod:`latent_cache`."""
+        latents = self.latents(x, rotation)
+        return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
         """Returns W_UK and W_UV in ``dtype``, precomputed or cut from kv_b_proj."""
@@ -277,7 +279,7 @@ class MultiHeadLatentAttention(nnx.Module):
         caches: Sequence[LayerCache],
     ) -> list[AppendedTokens]:
         """Writes to the cache what it stores of the new tokens. Returns those of each batch."""
-        return append_batches({"latent": self.latents(x, rotation)}, caches, self.layout)
+        return append_batches({"latent": self.stored_latents(x, rotation)}, caches, self.layout)
 
     def _attend_expanded(
         self,
@@ -288,7 +290,11 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns attention in the expanded form on this device, and its log-sum-exp."""
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
         latent, pages = batch.entries["latent"], batch.cache.pages["latent"]
-        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, self.expand)
+
+        def keys_values(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.expand(latent_cache.read(self.config, stored, q.dtype))
+
+        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values)
 
     def _attend_absorbed(
         self,
@@ -325,8 +331,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def attend_by_heads(
         self,
         q: Float[Array, "B T H K"],
-        new: Float[Array, "B T columns"],
-        pages: Float[Array, "P page width"],
+        new: Float[Array, "B T columns"] | UInt8[Array, "B T bytes"],
+        pages: Float[Array, "P page width"] | UInt8[Array, "P page width"],
         cache: LayerCache,
         shard: PageShard,
         keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
@@ -366,7 +372,7 @@ class MultiHeadLatentAttention(nnx.Module):
             table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
             cached = pages[table][..., : new.shape[-1]].reshape(B, block, -1)
             block_lengths = jnp.clip(lengths - i * block, 0, block)
-            keys, values = keys_values(cached.astype(q.dtype))
+            keys, values = keys_values(cached.astype(new.dtype))
             out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
             return merge_attention(*carry, out.astype(jnp.float32), lse)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.nn import logsumexp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dsv3_jax.layers.paged_cache import PageShard
 from pallas_kernels import merge_attention, mla_decode
@@ -22,8 +22,8 @@ _GATHERED_BYTES = 4 << 20
 def attend_local(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    latent: Float[Array, "B T CR"],
-    pages: Float[Array, "P page width"],
+    latent: Float[Array, "B T CR"] | UInt8[Array, "B T bytes"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     starts: Int[Array, " B"],
     shard: PageShard,
@@ -40,7 +40,7 @@ def attend_local(
     tokens are few and are not read from the cache.
 
     Args:
-      latent: latents of the new tokens, which are cached already.
+      latent: what the cache stores for the new tokens. They are cached already.
       pages, block_tables: the pages on this device.
       starts: number of tokens per sequence that all devices together had cached before.
     """

@@ -51,13 +51,22 @@ class IndexQueries(NamedTuple):
 def index_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
-    """Returns what an indexer caches: nothing in models without one."""
-    if config.index_head_dim is None:
+    """Returns what an indexer caches: nothing in models without one.
+
+    In float8 a page has the values of all its tokens in one array, and their scales in another.
+
+    Raises:
+      ValueError: ``index_head_dim`` is not a power of two, so that there is no Hadamard matrix for
+        float8 keys.
+    """
+    if (D := config.index_head_dim) is None:
         return {}
     if not float8:
-        return {"index_key": CachedArray(config.index_head_dim, dtype)}
+        return {"index_key": CachedArray(D, dtype)}
+    if D & (D - 1):
+        raise ValueError(f"index_head_dim: expected a power of two for float8 keys, got {D}")
     return {
-        "index_key": CachedArray(config.index_head_dim, jnp.float8_e4m3fn),
+        "index_key": CachedArray(D, jnp.float8_e4m3fn),
         "index_scale": CachedArray(1, jnp.float32),
     }
 
@@ -92,11 +101,9 @@ class Indexer(nnx.Module):
         leaves exact dot products as they are.
 
         Raises:
-          ValueError: ``index_head_dim`` is not a power of two, so that there is no such matrix.
+          ValueError: see :func:`index_cache_spec`.
         """
-        D = self.k_norm.weight.shape[0]
-        if D & (D - 1):
-            raise ValueError(f"index_head_dim: expected a power of two for float8 keys, got {D}")
+        index_cache_spec(self.config, jnp.float32, float8=True)
         self.float8_keys = True
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:

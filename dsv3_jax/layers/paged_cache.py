@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from sharding import Layout
 
@@ -31,7 +31,7 @@ class CachedArray(NamedTuple):
 LayerCacheSpec = dict[str, CachedArray]
 """The page arrays of one layer, by name. An attention's ``cache_spec`` returns it."""
 
-LayerPages = dict[str, Float[Array, "P page _"]]
+LayerPages = dict[str, Shaped[Array, "P page _"]]
 """One layer's page arrays, by the names of its :data:`LayerCacheSpec`. Arrays may be wider than
 their spec, see :func:`pallas_kernels.page_width`. Unwritten slots are zero."""
 
@@ -116,7 +116,7 @@ class PageShard(NamedTuple):
 
 
 def append(
-    new: Mapping[str, Float[Array, "B T _"]], cache: LayerCache, layout: Layout | None
+    new: Mapping[str, Shaped[Array, "B T _"]], cache: LayerCache, layout: Layout | None
 ) -> tuple[LayerCache, PageShard]:
     """Writes T new tokens per sequence after the cached ones, if they belong to this device.
 
@@ -141,7 +141,7 @@ def append(
 class AppendedTokens(NamedTuple):
     """New tokens of one batch, after those of all batches were written to the cache."""
 
-    entries: Mapping[str, Float[Array, "B T _"]]
+    entries: Mapping[str, Shaped[Array, "B T _"]]
     """The values that each page array stores for them."""
     cache: LayerCache
     """With the page arrays of this device."""
@@ -152,7 +152,7 @@ class AppendedTokens(NamedTuple):
 
 
 def append_batches(
-    entries: Mapping[str, Float[Array, "_ _ _"]],
+    entries: Mapping[str, Shaped[Array, "_ _ _"]],
     caches: Sequence[LayerCache],
     layout: Layout | None,
 ) -> list[AppendedTokens]:
@@ -181,12 +181,12 @@ def append_batches(
 
 
 def write(
-    pages: Float[Array, "P page width"],
+    pages: Shaped[Array, "P page width"],
     block_tables: Int[Array, "B max_pages"],
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
-    values: Float[Array, "B T columns"],
-) -> Float[Array, "P page width"]:
+    values: Shaped[Array, "B T columns"],
+) -> Shaped[Array, "P page width"]:
     """Stores the values of ``valid`` tokens at their positions.
 
     Other tokens are dropped. So are positions past the end of the block table, and pages whose

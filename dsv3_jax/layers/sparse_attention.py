@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers import latent_cache
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.indexer import Indexer, IndexQueries
 from dsv3_jax.layers.paged_cache import (
@@ -55,7 +56,8 @@ class SparseAttention(MultiHeadLatentAttention):
         B, T, _ = x.shape
         if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
-        latent, query_latent = self.latents(x, rotation), self.query_latent(x)
+        query_latent = self.query_latent(x)
+        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
         q_nope, q_rope = self.queries(query_latent, rotation)
         indices = self.indexer.select(
             self.indexer.queries(x, query_latent, rotation),
@@ -80,7 +82,8 @@ class SparseAttention(MultiHeadLatentAttention):
         rotation: Rotation,
         caches: Sequence[LayerCache],
     ) -> list[AppendedTokens]:
-        entries = {"latent": self.latents(x, rotation)} | self.indexer.entries(x, rotation)
+        entries = {"latent": self.stored_latents(x, rotation)}
+        entries |= self.indexer.entries(x, rotation)
         queries = self.indexer.queries(x, query_latent, rotation)
         by_batch = zip(*(split_tokens(each, caches) for each in queries), strict=True)
         return [

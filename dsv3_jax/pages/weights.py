@@ -34,9 +34,10 @@ def model_digest(model: DeepSeekV3) -> str:
         name: [str(array.dtype), list(array.shape), np.asarray(_checksum(array)).tolist()]
         for name, array in sorted(arrays.items())
     }
-    float8 = any(
-        getattr(module, "float8_activations", False) for _, module in nnx.iter_modules(model)
-    )
+    float8 = [
+        any(getattr(module, option, False) for _, module in nnx.iter_modules(model))
+        for option in ("float8_activations", "float8_latents", "float8_keys")
+    ]
     parts = [repr(model.config), str(model.dtype), float8, weights]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

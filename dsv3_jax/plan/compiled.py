@@ -140,6 +140,8 @@ def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
     model = model_shapes(deployment).model
     if deployment.activations:
         model.use_float8_activations()
+    if deployment.cache_dtype is not None:
+        model.use_cache_dtype(deployment.cache_dtype)
     model.lay_out(layout)
     sharding_of = stored_shardings(model, layout)
     graph, state = nnx.split(model)

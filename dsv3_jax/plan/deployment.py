@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import jax.numpy as jnp
 
@@ -11,7 +12,7 @@ from dsv3_jax.field_checks import check_choice
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan.target import Target
-from dsv3_jax.quantization import QUANTIZATIONS
+from dsv3_jax.quantization import QUANTIZATIONS, CacheDtype
 from sharding import PRESETS, Exchange, Layout, abstract_layout
 
 
@@ -61,6 +62,8 @@ class Deployment:
     """Form of the weights, a key of ``QUANTIZATIONS``."""
     activations: str | None = None
     """``"float8"`` if activations are rounded to float8, as in :func:`dsv3_jax.load`; else None."""
+    cache_dtype: CacheDtype | None = None
+    """Format of the cache, as in :func:`dsv3_jax.load`; None for bfloat16."""
     exchange: Exchange = "all_gather"
     float8_dispatch: bool = False
     """Whether tokens travel to experts on other devices in float8."""
@@ -85,6 +88,9 @@ class Deployment:
                 f"activations: expected quantization fp8 with {self.activations} activations, got"
                 f" {self.quantization}"
             )
+        if self.cache_dtype is not None:
+            check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
+            _ = self.cache_spec  # refuses what the model does not allow
         for name, least in (
             *(("batch", 1), ("context", 1), ("prefill_chunk", 1)),
             ("redundant_experts", 0),
@@ -116,6 +122,7 @@ class Deployment:
             self.config,
             jnp.bfloat16,
             mtp=self.mtp,
+            cache_dtype=self.cache_dtype,
             float8_activations=self.activations is not None,
         )
 

@@ -105,7 +105,7 @@ class Conversation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[type[ToolParser]]
     ) -> AnswerParser:
         return AnswerParser(
-            ReasoningParser.of_prompt(tokenizer, prompt),
+            ReasoningParser.of_prompt(tokenizer, prompt, tools[0].ends_reasoning if tools else ()),
             tools[0]() if tools else None,
             tokenizer.special_tokens if tools else (),
             parallel=self.parallel_calls,

@@ -22,6 +22,7 @@ import llguidance
 import numpy as np
 
 from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.schema_limits import MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
@@ -114,6 +115,10 @@ class Grammars:
         self._end_tokens = list(end_tokens)
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._tags = _tag_ids(tokenizer)
+        # The grammar would not see what comes after them.
+        self._ends_reasoning = [
+            i for i, text in tokenizer.control_tokens.items() if text in KimiK2Parser.ends_reasoning
+        ]
         self._compiled: collections.OrderedDict[GrammarSource, llguidance.LLMatcher] = (
             collections.OrderedDict()
         )
@@ -155,7 +160,7 @@ class Grammars:
             source.field,
             begins_in,
             tags=self._tags or (-1, -1),
-            free=TokenMask.of(self._vocab_size, banned=self._end_tokens),
+            free=TokenMask.of(self._vocab_size, banned=[*self._end_tokens, *self._ends_reasoning]),
         )
 
     def close(self) -> None:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsv3_jax.server.dsml_grammar import dsml_grammar
 from dsv3_jax.server.grammar import JSON_OPTIONS, GrammarSource
 from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
 from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
+from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.section_parser import SectionParser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
@@ -37,18 +39,17 @@ def tool_call_grammar(
       parallel: whether an answer may contain several calls.
 
     Raises:
-      ValueError: the format of the model's calls is not supported, or a schema exceeds a limit.
+      ValueError: a schema exceeds a limit, or the format of the model's calls cannot express it.
     """
     parser = find_tool_parser(tokenizer)
-    if not (issubclass(parser, SectionParser) and parser in _HEADERS):
-        raise ValueError(
-            "tool_choice: expected auto or none, as there is no grammar for the format in which"
-            " this model writes tool calls"
-        )
 
     def rule(text: str) -> str:
         return _rule(tokenizer, text)
 
+    if parser is DeepSeekV32Parser:
+        text = dsml_grammar(rule, [tool["function"] for tool in tools], parallel=parallel)
+        return GrammarSource("lark", text, "tools", is_trusted=True)
+    assert issubclass(parser, SectionParser)
     before, after = _HEADERS[parser]
     before = before.format(separator=rule(_SEPARATOR))
     calls, arguments = [], []

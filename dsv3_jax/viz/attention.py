@@ -49,6 +49,35 @@ def attention_forms(
     return figure
 
 
+def selection(probabilities: npt.ArrayLike, selected: npt.ArrayLike, title: str = "") -> Figure:
+    """Plots the attention probabilities of one query over the positions of the tokens, and which
+    tokens sparse attention selects. The axis of probabilities is logarithmic.
+
+    Args:
+      probabilities: positive numbers [S].
+      selected: booleans [S].
+
+    Raises:
+      ValueError: the arrays have different shapes.
+    """
+    p, is_selected = np.asarray(probabilities), np.asarray(selected)
+    if p.shape != is_selected.shape:
+        raise ValueError(f"selected: expected {list(p.shape)}, got {list(is_selected.shape)}")
+    figure = new_figure(9.0, 3.6)
+    axes: Any = figure.subplots()
+    positions = np.arange(len(p))
+    for name, mask, color in (
+        (f"not selected: {p[~is_selected].sum():.0%} of the attention", ~is_selected, "0.7"),
+        (f"selected: {p[is_selected].sum():.0%}", is_selected, "tab:blue"),
+    ):
+        axes.plot(positions[mask], p[mask], "o", ms=3, color=color, label=name)
+    axes.set(yscale="log", xlabel="position", ylabel="attention probability")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.14), ncols=2, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
 def cache_bytes(sizes: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
     """Plots the cache size per token, with one panel per model and one bar per variant.
 

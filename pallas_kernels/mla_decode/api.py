@@ -30,7 +30,7 @@ def page_width(columns: int, platform: str) -> int:
 def mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page width"] | UInt8[Array, "P page 656"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
@@ -52,9 +52,9 @@ def mla_decode(
       q_rope: the rotated rope queries.
       pages: the layer's cache. Token s of sequence b is in page ``block_tables[b, s // page]`` at
         slot ``s % page``. Columns past C + R are ignored, see :func:`page_width`. If uint8, tokens
-        are in the format of :func:`pallas_kernels.quantize_latent`, with C = 512 and R = 64, and
-        are read as :func:`pallas_kernels.dequantize_latent` returns them in q_latent's dtype;
-        ``mosaic_gpu`` rounds the scales to bfloat16 and requires them to be below 2^8.
+        are in the format of :func:`pallas_kernels.quantize_latent`, and are read as
+        :func:`pallas_kernels.dequantize_latent` returns them in q_latent's dtype. ``mosaic_gpu``
+        takes C = 512 and R = 64, rounds the scales to bfloat16 and requires them to be below 2^8.
       block_tables: page numbers. Entries past a sequence's length may be anything.
       lengths: cached tokens per sequence, *including* its T queries. A query that sees no token
         (``lengths < T - t``) returns zeros and an LSE of -inf. A query that would see past the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES, dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
 from pallas_kernels.softmax import masked_softmax
 
 
@@ -48,17 +48,14 @@ def attend(
       ``out`` and the log-sum-exp, both float32.
     """
     B, T, _, C = q_latent.shape
-    float8 = pages.dtype == jnp.uint8
-    widths = (C, q_rope.shape[-1], pages.shape[-1])
-    if float8 and widths != (LATENT, ROPE, TOKEN_BYTES):
-        raise NotImplementedError(
-            f"takes float8 caches of {LATENT} latent and {ROPE} rope columns in {TOKEN_BYTES}"
-            f" bytes, got {widths}"
-        )
+    columns = C, q_rope.shape[-1]
+    if pages.dtype == jnp.uint8:
+        check_width(columns, pages.shape[-1])
     # mode="clip": entries past a sequence's length may be anything. They are masked below.
     cached = pages.at[block_tables].get(mode="clip").reshape(B, -1, pages.shape[-1])
-    if float8:
-        cached = jnp.concatenate(dequantize_latent(cached, q_latent.dtype), axis=-1)
+    if pages.dtype == jnp.uint8:
+        latent_and_rope = dequantize_latent(cached, q_latent.dtype, columns=columns)
+        cached = jnp.concatenate(latent_and_rope, axis=-1)
     cached = cached[..., : C + q_rope.shape[-1]]
     s = first + jnp.arange(cached.shape[1])
     visible = jnp.minimum(lengths[:, None] - T + 1 + jnp.arange(T), end)

@@ -13,7 +13,7 @@ BACKENDS = {"reference": reference.sparse_mla_decode}
 def sparse_mla_decode(
     q_latent: Float[Array, "B T H C"],
     q_rope: Float[Array, "B T H R"],
-    pages: Float[Array, "P page width"] | UInt8[Array, "P page 656"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
     block_tables: Int[Array, "B max_pages"],
     indices: Int[Array, "B T K"],
     *,

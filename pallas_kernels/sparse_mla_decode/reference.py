@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES, dequantize_latent
+from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
 from pallas_kernels.softmax import masked_softmax
 
 _QUERIES = 16
@@ -24,12 +24,8 @@ def sparse_mla_decode(
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     page_size, width = pages.shape[1:]
-    C, R = q_latent.shape[-1], q_rope.shape[-1]
-    if pages.dtype == jnp.uint8 and (C, R, width) != (LATENT, ROPE, TOKEN_BYTES):
-        raise NotImplementedError(
-            f"takes float8 caches of {LATENT} latent and {ROPE} rope columns in {TOKEN_BYTES}"
-            f" bytes, got {(C, R, width)}"
-        )
+    if pages.dtype == jnp.uint8:
+        check_width((q_latent.shape[-1], q_rope.shape[-1]), width)
     slots = token_slots(block_tables, indices, page_size)
     return attend(q_latent, q_rope, pages.reshape(-1, width), slots, scale=scale)
 
@@ -64,7 +60,9 @@ def attend(
         q, slots = query
         gathered = tokens.at[slots].get(mode="clip")
         if tokens.dtype == jnp.uint8:
-            gathered = jnp.concatenate(dequantize_latent(gathered, q.dtype), axis=-1)
+            columns = C, q.shape[-1] - C
+            latent_and_rope = dequantize_latent(gathered, q.dtype, columns=columns)
+            gathered = jnp.concatenate(latent_and_rope, axis=-1)
         is_token = slots >= 0
         # The slot that -1 leads to may contain anything, even NaN: zero it, because 0 * NaN is NaN.
         gathered = jnp.where(is_token[:, None], gathered[:, : q.shape[-1]], 0)

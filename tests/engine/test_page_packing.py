@@ -16,7 +16,7 @@ SPEC = CacheSpec(
         {"latent": CachedArray(6, jnp.bfloat16), "scale": CachedArray(1, jnp.float32)},
         {"latent": CachedArray(6, jnp.bfloat16), "key": CachedArray(3, jnp.float8_e4m3fn)},
     ),
-    ({"latent": CachedArray(6, jnp.bfloat16)},),
+    ({"latent": CachedArray(7, jnp.uint8)},),
 )
 PAGE_SIZE = 4
 FORMAT = PageFormat.of(SPEC, PAGE_SIZE)

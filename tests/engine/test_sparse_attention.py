@@ -2,7 +2,7 @@
 
 Requests attend to 16 of up to 120 tokens. Their tokens are the most probable ones of a pass over
 the whole text on one device, whether pages come from the prefix cache, return from the host after a
-preemption, hold rejected drafts, or lie on eight devices.
+preemption, hold rejected drafts, are in float8, or lie on eight devices.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ def directory(tmp_path_factory):
     return home
 
 
-@pytest.fixture(scope="module")
-def on_one_device(directory) -> DeepSeekV3:
-    return dsv3_jax.load(directory)[0]
-
-
 def check_tokens(model: DeepSeekV3, handles: list[EngineRequest]) -> None:
     """Each new token has the largest logit after the tokens before it."""
     padded, lengths = np.zeros((COUNT, MAX_LEN), int), []
@@ -55,11 +50,18 @@ def check_tokens(model: DeepSeekV3, handles: list[EngineRequest]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "draft"),
-    [("dp_attention_ep", "mtp"), ("context_parallel", None)],
+    ("layout", "draft", "cache_dtype"),
+    [
+        ("dp_attention_ep", "mtp", None),
+        ("dp_attention_ep", "mtp", "fp8_index"),
+        ("context_parallel", None, None),
+    ],
 )
-def test_tokens_are_those_of_the_whole_text(directory, on_one_device, layout, draft):
-    model, _ = dsv3_jax.load(directory, layout=make_layout(layout, devices=jax.devices()))
+def test_tokens_are_those_of_the_whole_text(directory, layout, draft, cache_dtype):
+    model, _ = dsv3_jax.load(
+        directory, layout=make_layout(layout, devices=jax.devices()), cache_dtype=cache_dtype
+    )
+    assert model.layout is not None
     shards, parts = (model.layout.num_shards(axis) for axis in ("batch", "cached_tokens"))
     assert (shards, parts) == {"dp_attention_ep": (8, 1), "context_parallel": (1, 8)}[layout]
     engine = Engine(
@@ -75,15 +77,16 @@ def test_tokens_are_those_of_the_whole_text(directory, on_one_device, layout, dr
         # A shard has room for the longest request and little else.
         cache_tokens=(MAX_LEN + 2 * PAGE_SIZE) * shards,
     )
-    assert {"latent", "index_key"} <= {
-        name.split("'")[1] for name in page_arrays(engine._executor._launcher.state.pool)
-    }
+    pool = page_arrays(engine._executor._launcher.state.pool)
+    stored = {name.split("'")[1]: array.dtype for name, array in pool.items()}
+    assert {"latent", "index_key"} <= stored.keys()
+    assert (stored["index_key"].itemsize == 1) == (cache_dtype is not None)
     handles = [
         engine.submit(each.prompt, max_new_tokens=each.max_new_tokens, ignore_eos=each.ignore_eos)
         for each in trace(COUNT)
     ]
     run(engine)
-    check_tokens(on_one_device, handles)
+    check_tokens(dsv3_jax.load(directory, cache_dtype=cache_dtype)[0], handles)
     stats = engine.stats()
     if shards == 1:
         assert stats.preemptions > 0

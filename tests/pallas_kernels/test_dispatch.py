@@ -222,6 +222,7 @@ WITHOUT_BACK_ENDS = {
     "mla_decode_whole_sequences",
     "quantize_latent",
     "dequantize_latent",
+    "float8_token_bytes",
 }
 
 

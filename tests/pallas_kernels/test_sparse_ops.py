@@ -108,5 +108,5 @@ def test_float8_cache():
     got, want = (attend(q_latent, q_rope, pages, tables, indices) for pages in (tokens, plain))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(NotImplementedError, match="takes float8 caches of 512 latent"):
+    with pytest.raises(NotImplementedError, match="for 8 latent and 64 rope columns, got 656"):
         sparse_mla_decode(q_latent[..., :8], q_rope, tokens, tables, indices, scale=0.05)

@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.1", "kimi-k2"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "kimi-k2"])
 def test_random_texts_of_the_grammar_are_valid_calls(tokenizer, name, parallel):
     tokenizer = tokenizer.with_chat_template(chat_formats.read(name))
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [END])
@@ -51,7 +51,9 @@ def test_random_texts_of_the_grammar_are_valid_calls(tokenizer, name, parallel):
                 assert allowed == [END]
                 break
             # Short arguments: as few digits and spaces as possible.
-            enders = [t for t in allowed if tokenizer.decode([t]).strip().endswith(("}", "e"))]
+            enders = [
+                t for t in allowed if tokenizer.decode([t]).strip().endswith(("}", "e", "</"))
+            ]
             token = rng.choice(enders if enders and rng.random() < 0.7 else allowed)
             grammar.accept(token)
             tokens.append(token)
@@ -75,12 +77,121 @@ def test_random_texts_of_the_grammar_are_valid_calls(tokenizer, name, parallel):
     assert (counts == {1}) == (not parallel)
 
 
+DSML_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "short": {"anyOf": [{"type": "string", "minLength": 2, "maxLength": 3}, {"type": "null"}]},
+        "path": {"type": "string", "pattern": "^[a-z]+/[0-9]$"},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/Choice"}},
+        "choice": {"$ref": "#/$defs/Choice"},
+        "any": {"description": "anything"},
+    },
+    "required": ["text"],
+    "$defs": {"Choice": {"enum": ["a", "ab", 3]}},
+}
+
+
+def parameter(key: str, flag: str, value: str) -> str:
+    return f'<｜DSML｜parameter name="{key}" string="{flag}">{value}</｜DSML｜parameter>\n'
+
+
+@pytest.mark.parametrize(
+    ("parameters", "refused"),
+    [
+        ([("text", "true", "<b>x</b>\n</p </")], None),
+        ([("text", "true", "")], None),
+        ([("text", "false", "3")], "fal"),
+        ([("text", "true", "a"), ("short", "true", "abc")], None),
+        ([("text", "true", "a"), ("short", "true", "a")], "｜"),
+        ([("text", "true", "a"), ("short", "true", "abcd")], "d"),
+        ([("text", "true", "a"), ("short", "false", "null")], None),
+        ([("text", "true", "a"), ("path", "true", "ab/3")], None),
+        ([("text", "true", "a"), ("path", "true", "ab")], "</"),
+        ([("text", "true", "a"), ("list", "false", '["a", 3]')], None),
+        ([("text", "true", "a"), ("list", "false", "[4]")], "4"),
+        ([("text", "true", "a"), ("choice", "true", "ab")], None),
+        ([("text", "true", "a"), ("choice", "false", "3")], None),
+        ([("text", "true", "a"), ("choice", "true", "3")], "3"),
+        ([("text", "true", "a"), ("any", "false", '{"a": [1]}')], None),
+        ([("text", "true", "a"), ("any", "true", '{"a": [1]}')], None),
+        ([("text", "true", "a"), ("other", "true", "b")], "other"),
+        ([("any", "true", "a"), ("text", "true", "a")], "any"),
+        ([], "\n"),
+    ],
+)
+def test_values_in_dsml(dsml_grammars, parameters, refused):
+    """Strings are raw text, other values JSON, and both obey the schema."""
+    tokenizer, grammars = dsml_grammars
+    body = "".join(parameter(*each) for each in parameters) or "\n"
+    text = f'<｜DSML｜invoke name="f">\n{body}</｜DSML｜invoke>\n'
+    text = f"\n\n<｜DSML｜function_calls>\n{text}</｜DSML｜function_calls>"
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+    function = {"name": "f", "parameters": DSML_SCHEMA}
+    grammar = grammars.start(tool_call_grammar(tokenizer, [{"function": function}], parallel=False))
+    for token in [*ids, END]:
+        if not grammar.mask()[token // 32] >> np.uint32(token % 32) & 1:
+            assert refused is not None
+            assert tokenizer.decode([token])[0] == refused[0]
+            return
+        if token != END:
+            grammar.accept(token)
+    assert refused is None
+
+
+def test_text_cannot_spell_the_end_of_a_parameter(dsml_grammars):
+    """Ordinary tokens may spell the mark, but not the closing tag, which parsers would read."""
+    tokenizer, grammars = dsml_grammars
+    function = {"name": "f", "parameters": DSML_SCHEMA}
+    source = tool_call_grammar(tokenizer, [{"function": function}], parallel=False)
+    begin = '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+    begin += parameter("text", "true", "").partition("</")[0]
+    for spelled, is_allowed in (("a ｜DSML｜ b", True), ("a </｜DSML｜ b", False)):
+        grammar = grammars.start(source)
+        for token in tokenizer.encode(begin, add_special_tokens=False, split_special_tokens=False):
+            grammar.accept(token)
+        allowed = []
+        for token in tokenizer.encode(spelled, add_special_tokens=False, split_special_tokens=True):
+            allowed.append(bool(grammar.mask()[token // 32] >> np.uint32(token % 32) & 1))
+            if not allowed[-1]:
+                break
+            grammar.accept(token)
+        assert all(allowed) == is_allowed
+
+
+@pytest.fixture(scope="module")
+def dsml_grammars(tokenizer):
+    tokenizer = tokenizer.with_chat_template(chat_formats.read("deepseek-v3.2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [END])
+    grammars.load()
+    yield tokenizer, grammars
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"anyOf": [{}]}, r"expected parameters of .* for DSML, got \['anyOf'\]"),
+        ({"properties": {'a"': {}}}, "a parameter's name without quotation marks"),
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, r"got \['format'\]"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "a \\$ref to a part of the schema"),
+        (
+            {"properties": {"a": {"$ref": "#/properties/a"}}},
+            "no circle of references",
+        ),
+        ({"properties": {"a": {"const": "x｜DSML｜"}}}, "a choice without ｜DSML｜"),
+    ],
+)
+def test_refusals_of_dsml(dsml_grammars, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        tool_call_grammar(
+            dsml_grammars[0],
+            [{"function": {"name": "f", "parameters": parameters}}],
+            parallel=True,
+        )
+
+
 def test_refusals(tokenizer):
-    other = tokenizer.with_chat_template(chat_formats.read("deepseek-v3.2"))
-    with pytest.raises(
-        ValueError, match="tool_choice: expected auto or none, as there is no gramm"
-    ):
-        tool_call_grammar(other, TOOLS, parallel=True)
     function = {"name": "f", "parameters": {"properties": {"x": {"multipleOf": 999983}}}}
     with pytest.raises(ValueError, match="tools: multipleOf: expected 10000 or less"):
         tool_call_grammar(tokenizer, [{"function": function}], parallel=True)

@@ -192,6 +192,21 @@ def test_malformed_markup_is_content(parser, text, content, calls):
         assert result[0] == text
 
 
+@pytest.mark.parametrize("cut", [*range(1, 12), None])
+def test_calls_end_the_reasoning_of_kimi(cut):
+    """Also where the marker arrives in two pieces. Without tools, it is reasoning."""
+    text = f"hm <|{kimi(('f', '1'))}"
+    begin = text.index(KIMI[0])
+    for ends, expected in (
+        (KimiK2Parser.ends_reasoning, ("", [("f", "1")], "hm <|")),
+        ((), ("", [], text)),
+    ):
+        parser = AnswerParser(ReasoningParser("reasoning", ends), KimiK2Parser())
+        assert parts(split(parser, text, [] if cut is None else [begin + cut])) == expected
+    parser = AnswerParser(ReasoningParser("reasoning", KimiK2Parser.ends_reasoning))
+    assert parts(split(parser, f"hm</think>{text}", [])) == (text, [], "hm")
+
+
 def test_kimi_writes_ids():
     events = KimiK2Parser().add(kimi(("f", "{}"), ("f", "{}")))
     assert [event.id for event in events if isinstance(event, CallBegin)] == [

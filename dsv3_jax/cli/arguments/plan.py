@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draft one token per step with the MTP layer, and assume that it is always accepted",
     )
+    shared.add_cache_dtype(parser)
     chosen = parser.add_argument_group(
         "settings that are chosen together with the layout",
         "Without --layout, those that are not given are chosen too. With --layout they have the"

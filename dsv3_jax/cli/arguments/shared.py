@@ -53,7 +53,7 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dtype`` and ``--quantization``."""
+    """Adds ``--dtype``, ``--quantization`` and ``--cache-dtype``."""
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
@@ -64,6 +64,17 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         choices=["fp8", "int8", "int4"],
         help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
         " a store (default: dequantize them to --dtype)",
+    )
+    add_cache_dtype(parser)
+
+
+def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--cache-dtype``."""
+    parser.add_argument(
+        "--cache-dtype",
+        choices=["fp8", "fp8_index"],
+        help="cache latents and indexer keys in float8, or with fp8_index indexer keys alone"
+        " (default: the dtype of activations)",
     )
 
 

@@ -24,6 +24,7 @@ class KimiK2Parser(SectionParser):
     call_begin = "<|tool_call_begin|>"
     arguments_begin = "<|tool_call_argument_begin|>"
     call_ends = ("<|tool_call_end|>",)
+    ends_reasoning = (section_begin,)  # Kimi-K2-Thinking calls tools while it reasons
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:

@@ -32,26 +32,31 @@ class ReasoningParser:
     Args:
       state: part in which the text begins. ``"undecided"`` means that it is reasoning if it begins
         with ``<think>``, after white space at most.
+      ends: markers that end reasoning in place of ``</think>``, and belong to the content.
     """
 
-    def __init__(self, state: Part):
+    def __init__(self, state: Part, ends: Sequence[str] = ()):
         self._state: Part = state
+        self._ends = (END, *ends)
         self._pending = ""  # may be the beginning of a tag
 
     @classmethod
-    def of_prompt(cls, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningParser:
+    def of_prompt(
+        cls, tokenizer: Tokenizer, prompt: Sequence[int], ends: Sequence[str] = ()
+    ) -> ReasoningParser:
         """Returns the parser of text after a prompt.
 
         Args:
           prompt: ids of a conversation up to the beginning of the answer.
+          ends: see the class.
         """
         tag = tokenizer.encode(END, add_special_tokens=False, split_special_tokens=False)
         if len(tag) != 1:
             return cls("content")  # the model knows no reasoning
         end = tokenizer.decode(prompt[-4:], skip_special_tokens=False).rstrip()
         if end.endswith(BEGIN):
-            return cls("reasoning")
-        return cls("content" if end.endswith(END) else "undecided")
+            return cls("reasoning", ends)
+        return cls("content" if end.endswith(END) else "undecided", ends)
 
     @property
     def part(self) -> Part:
@@ -75,17 +80,19 @@ class ReasoningParser:
             else:
                 self._state = "content"
         if self._state == "reasoning":
-            reasoning, tag, rest = text.partition(END)
-            if tag:
-                self._state, text = "content", rest
+            begins = [text.find(end) for end in self._ends if end in text]
+            if begins:
+                begin = min(begins)
+                reasoning, text = text[:begin], text[begin:].removeprefix(END)
+                self._state = "content"
             else:
-                cut = 0 if is_last else _overlap(text)
+                cut = 0 if is_last else max(_overlap(text, end) for end in self._ends)
                 self._pending = text[len(text) - cut :]
                 return Parts(reasoning=text[: len(text) - cut])
         return Parts(reasoning, text)
 
 
-def _overlap(text: str) -> int:
-    """Returns the length of the longest suffix that is a proper prefix of the closing tag."""
-    longest = min(len(text), len(END) - 1)
-    return next((n for n in range(longest, 0, -1) if END.startswith(text[-n:])), 0)
+def _overlap(text: str, marker: str) -> int:
+    """Returns the length of the longest suffix that is a proper prefix of a marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import uuid
 from collections.abc import Collection
+from typing import ClassVar
 
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event
 from dsv3_jax.server.parsers.marker_reader import MarkerReader
@@ -16,6 +17,9 @@ from dsv3_jax.server.parsers.marker_reader import MarkerReader
 
 class ToolParser(abc.ABC):
     """Follows one text. The events do not depend on its pieces, apart from where text is split."""
+
+    ends_reasoning: ClassVar[tuple[str, ...]] = ()
+    """Markers with which a model may end its reasoning, without ``</think>``."""
 
     def __init__(self) -> None:
         self._reader = MarkerReader(self._markers, self._read_text, self._read_marker)
