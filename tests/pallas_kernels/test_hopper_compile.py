@@ -166,6 +166,16 @@ def routed(tokens: int, experts: int, K: int, groups: int, topk_groups: int) -> 
     return Kernel("pallas_kernels.route.mosaic_gpu", arrays, {"rule": rule})
 
 
+def sparse_decode(queries: int, heads: int, rows: int = 64, **options: Any) -> Kernel:
+    """sparse_mla_decode of 2,048 tokens per query."""
+    dense = decode(queries, heads, rows).arrays
+    arrays = {name: x for name, x in dense.items() if name != "lengths"}
+    arrays["indices"] = Struct((rows, queries, 2048), I32)
+    return Kernel(
+        "pallas_kernels.sparse_mla_decode.mosaic_gpu", arrays, {"scale": 192**-0.5, **options}
+    )
+
+
 def kernels() -> dict[str, Kernel]:
     """Returns all kernels that must compile. A new kernel or setting is a line here."""
     table = {
@@ -207,6 +217,12 @@ def kernels() -> dict[str, Kernel]:
         )
     table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
     table["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
+    # One tile, two tiles, a last tile that is not full, and queries that are split.
+    table |= {
+        f"sparse_mla_decode h{heads} sq{queries}": sparse_decode(queries, heads)
+        for heads, queries in [(128, 1), (128, 2), (64, 1), (16, 5), (72, 1)]
+    }
+    table["sparse_mla_decode one row"] = sparse_decode(1, 128, rows=1)
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),

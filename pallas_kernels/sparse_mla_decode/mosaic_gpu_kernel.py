@@ -1,0 +1,441 @@
+"""The Hopper kernel of attention to selected tokens, for tiles of 64 heads of a query.
+
+A program processes a share of all queries' key blocks (:mod:`work`), 64 tokens after the other. Its
+three warpgroups are specialised and synchronise only through barriers:
+
+* The producer gathers the tokens of a key block into one of two slots in shared memory, 16 bytes
+  per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead and prefetches
+  them into the L2 cache one block ahead. Of tokens that do not exist it writes zeros, so that no
+  data of the cache is read for an index of -1.
+* Two consumers compute. Consumer 0 computes the scores S = Q K^T of the first block of each pair,
+  consumer 1 those of the second, and each overwrites its block's rope keys, which are no longer
+  needed, with P = exp(S - maximum). Both accumulate P V, each for 256 of the 512 output columns, in
+  registers. The running maximum is passed from one to the other. The tensor cores compute half of a
+  block's scores, then P V of the other consumer's last block, then the other half.
+
+So one consumer's softmax overlaps with the other's matmuls. Scores are scaled to base 2. Queries
+that fall into several shares are merged by :func:`merge_kernel.merge_partials`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.float8_registers import fence_shared
+from pallas_kernels.mla_decode.kernel_parts import (
+    ACC,
+    LOG2E,
+    NO_SCORE,
+    ROW,
+    SLACK,
+    SLOTS,
+    TILE,
+    WGMMA,
+    results,
+    row_vector,
+    tiles_of,
+)
+from pallas_kernels.mla_decode.rescale import publish, scale_rows
+from pallas_kernels.mosaic_ir import first_warp, meet
+from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
+
+_HALF = LATENT // 2
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
+_SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72  # per thread: 2 * consumer + producer <= 504
+_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning parameters that do not change any result."""
+
+    prefetch: bool = True
+    """Whether tokens are prefetched into the L2 cache before they are copied."""
+
+    early: bool = True
+    """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
+
+
+@functools.partial(jax.jit, static_argnames=("work", "page", "scale", "config", "interpret"))
+def attend(
+    q_latent: BFloat16[Array, "Q M C"],
+    q_rope: BFloat16[Array, "Q M R"],
+    tokens: BFloat16[Array, "slots C+R"],
+    block_tables: Int32[Array, "B max_pages"],
+    indices: Int32[Array, "Q K"],
+    *,
+    work: Work,
+    page: int,
+    scale: float,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[BFloat16[Array, "Q M C"], Float32[Array, "Q M"], _Partials]:
+    """Attention of each query's M heads, padded to whole tiles if M > 64, to its K tokens.
+
+    Returns:
+      ``out`` and ``lse``, written for queries that are not split, and the partial results and their
+      log-sum-exps of the queries that are.
+    """
+    Q, M, _ = q_latent.shape
+    rows, tiles = min(TILE, M), -(-M // TILE)
+    gpu, pages, queries = interpret is None, len(tokens) // page, Q // len(block_tables)
+    early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
+
+    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g, segments_g,
+                   out_g, lse_g, partial_g, partial_lse_g,
+                   ql_s, qr_s, v_s, rope_s, vectors_s, sums_s,
+                   full, free, ready, q_full, by_both):  # fmt: skip
+        full, free, ready, q_full, by_both = (
+            Barriers(each, interpret) for each in (full, free, ready, q_full, by_both)
+        )
+        full.initialise([gather.THREADS] * (2 * SLOTS))  # halves of each slot
+        free.initialise([WARPS] * (2 * SLOTS))
+        ready.initialise([WARPS] * (3 * SLOTS))
+        q_full.initialise([3])
+        by_both.initialise([2 * WARPS] * 2)  # both consumers arrive
+        if early:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
+        max_s, alpha_s, penalties_s, lse_s = (
+            vectors_s.at[0:2], vectors_s.at[2:4], vectors_s.at[4:6], vectors_s.at[6]
+        )  # fmt: skip
+        partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
+        m0 = lax.axis_index("tile") * TILE
+        begin = jnp.minimum(partition * work.share, work.total)
+        end = jnp.minimum(begin + work.share, work.total)
+        first_query = lax.div(begin, jnp.int32(work.pairs))
+        queries_here = jnp.where(
+            end > begin, lax.div(end - 1, jnp.int32(work.pairs)) - first_query + 1, 0
+        )
+        q_free, sums_ready = 0, 1  # of by_both
+
+        def penalties_ready(slot):
+            return 3 * slot
+
+        def max_ready(slot):
+            return 3 * slot + 1
+
+        def p_ready(slot):
+            return 3 * slot + 2
+
+        def producer_warpgroup():
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            blocks, last = 2 * (end - begin), 2 * end - 1
+
+            def sequence_of(block):
+                return lax.div(block, jnp.int32(2 * work.pairs * queries))
+
+            def fetch_queries(i):
+                @pl.when(first_warp(gpu))
+                def _():
+                    @pl.when(i > 0)
+                    def _():
+                        by_both.wait(q_free, i - 1)
+
+                    m, q = pl.ds(m0, rows), first_query + i
+                    for half in range(2):
+                        window = q, m, pl.ds(_HALF * half, _HALF)
+                        q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
+                    window = q, m, pl.ds(0, ROPE)
+                    q_full.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
+
+            def load(n):
+                block = jnp.minimum(2 * begin + n, last)
+                return gather.load_indices(indices_g, block) if gpu else block
+
+            def find(n, indices):
+                b = sequence_of(jnp.minimum(2 * begin + n, last))
+                if gpu:
+                    return gather.find_slots(tables_g, b, indices, page, pages)
+                return gather.interpreted_slots(indices_g, tables_g, indices, b, page, pages)
+
+            def copy(slot, half, slots):
+                v, rope = v_s.at[slot, half], rope_s.at[slot]
+                if gpu:
+                    gather.copy_half(v, rope, kv_g, slots, half)
+                    gather.arrive_when_copied(full.memory, 2 * slot + half)
+                    return
+                found = gather.interpreted_tokens(kv_g, slots)
+                v[...] = found[:, half * _HALF : (half + 1) * _HALF]
+                if half:
+                    rope[...] = found[:, LATENT:]
+                full.arrive(2 * slot + half)
+
+            def fill(n, carry):
+                """Copies block n of the share. The carry has the slots of blocks n and n + 1."""
+                slots, next_slots, indices = carry
+                later_slots, indices = find(n + 2, indices), load(n + 3)
+                if config.prefetch and gpu:
+                    gather.prefetch_tokens(kv_g, next_slots)
+                slot, use = n & 1, lax.shift_right_logical(n, jnp.int32(1))
+                for half in range(2):
+
+                    @pl.when(use > 0)
+                    def _(half=half):
+                        free.wait(2 * slot + half, use - 1)
+
+                    if half:
+                        if gpu:
+                            gather.write_penalties(penalties_s.at[slot], slots)
+                        else:
+                            penalties_s[slot] = jnp.where(slots < 0, -jnp.inf, 0.0)
+                        ready.arrive(penalties_ready(slot))
+                    copy(slot, half, slots)
+                block = 2 * begin + n
+
+                @pl.when((n == 0) | (lax.rem(block, jnp.int32(2 * work.pairs)) == 0))
+                def _():
+                    fetch_queries(lax.div(block, jnp.int32(2 * work.pairs)) - first_query)
+
+                return next_slots, later_slots, indices
+
+            @pl.when(blocks > 0)
+            def _():
+                slots, next_slots = (find(n, load(n)) for n in range(2))
+                lax.fori_loop(0, blocks, fill, (slots, next_slots, load(2)))
+                # A program may exit only after every arrival at its barriers has happened.
+                for i in range(2 * SLOTS):
+                    free.wait(i, end - begin - 1)
+
+                @pl.when(first_warp(gpu))
+                def _():
+                    by_both.wait(q_free, queries_here - 1)
+
+        def consumer_warpgroup(own):
+            """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            other = 1 - own
+
+            def add_scores(acc, n, halves=(0, 1)):
+                # Always zero, but the compiler cannot tell. Otherwise it would compute the
+                # descriptors before the loop and keep them in registers.
+                zero = lax.shift_right_logical(n, jnp.int32(24))
+                slot = own + zero
+                for half in halves:
+                    full.wait(2 * own + half, n)
+                    fence_shared(interpret)  # cp.async writes like an ordinary store
+                    keys = v_s.at[slot, half].transpose((1, 0))
+                    plgpu.wgmma(acc, ql_s.at[half + zero], keys)
+                if 1 in halves:
+                    plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
+
+            def scores(n, halves=(0, 1)):
+                def multiply(acc):
+                    add_scores(acc, n, halves)
+                    return acc[...]
+
+                return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
+
+            def add_values(acc, slot):
+                """Returns ``acc + P V``."""
+
+                def multiply(acc_ref):
+                    if gpu:
+                        acc_ref[...] = acc
+                    plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, own])
+                    return acc_ref[...]
+
+                added = pl.run_scoped(multiply, ACC((TILE, _HALF), jnp.float32))
+                return added if gpu else acc + added
+
+            def rescale_to_other(acc, n):
+                """Returns ``acc`` relative to the other consumer's maximum, when P is ready."""
+                ready.wait(max_ready(other), n)
+                alpha = plgpu.layout_cast(alpha_s[other], ROW)
+                acc = scale_rows(acc, alpha, interpret=interpret)
+                ready.wait(p_ready(other), n)
+                return acc
+
+            def softmax(s, n, before, own_max, total):
+                """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
+                ready.wait(penalties_ready(own), n)
+                penalties = plgpu.layout_cast(penalties_s[own], _COLUMN)
+                s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
+                maximum = s.max(axis=1)
+                running = jnp.where(maximum > before + SLACK, maximum, before)
+                alpha = jnp.exp2(before - running)
+                max_s[own], alpha_s[own] = running, alpha
+                ready.arrive(max_ready(own))
+                p = jnp.exp2(s - lax.broadcast_in_dim(running, s.shape, [0]))
+                meet(interpret)  # the matmuls of all four warps have read the rope keys
+                rope_s[own] = p.astype(jnp.bfloat16)
+                publish(interpret)
+                ready.arrive(p_ready(own))
+                # Row sums of eight columns each. A thread's own are reduced at the end.
+                block_sums = functools.reduce(
+                    jnp.add, (p[:, c : c + _SUM_COLUMNS] for c in range(0, BLOCK, _SUM_COLUMNS))
+                )
+                factor = jnp.exp2(own_max - running)
+                total = total * lax.broadcast_in_dim(factor, total.shape, [0]) + block_sums
+                return alpha, running, total
+
+            def first_block(n, acc, *sums):
+                """Processes consumer 0's first block of a segment; nothing overlaps with it."""
+                _, *sums = softmax(scores(n), n, row_vector(NO_SCORE), *sums)
+                return release(add_values(acc, own), own, own), *sums
+
+            def add_block(n, acc, *sums):
+                """Computes the scores of block n, P V of the other's last block, and P V of n."""
+                n_other = n - other  # consumer 0 adds block 1 of the previous pair
+
+                def softmax_of(s):
+                    return softmax(s, n, plgpu.layout_cast(max_s[other], ROW), *sums)
+
+                def overlapped(s_ref, acc_ref):
+                    add_scores(s_ref, n, halves=(0,))
+                    acc_ref[...] = rescale_to_other(acc, n_other)
+                    plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
+                    add_scores(s_ref, n, halves=(1,))
+                    # P V is complete: only the second half's latent and rope scores remain.
+                    plgpu.wgmma_wait(2)
+                    free.arrive(2 * other + own)
+                    softmax_results = softmax_of(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
+                    return acc_ref[...], *softmax_results
+
+                if gpu:
+                    acc, alpha, *sums = pl.run_scoped(
+                        overlapped,
+                        ACC((TILE, BLOCK), jnp.float32),
+                        ACC((TILE, _HALF), jnp.float32),
+                    )
+                else:  # the interpreter has no two accumulators at once
+                    s = scores(n, (0,))
+                    acc = add_values(rescale_to_other(acc, n_other), other)
+                    s = s + scores(n, (1,))
+                    release(acc, other, own)
+                    alpha, *sums = softmax_of(s)
+                acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
+                return acc, *sums
+
+            def release(acc, slot, half):
+                free.arrive(2 * slot + half)
+                return acc
+
+            def run_segment(i, done):
+                """Attends to the share's part of a query; ``done`` counts the pairs before it."""
+                q = first_query + i
+                count = jnp.minimum((q + 1) * work.pairs, end) - begin - done
+                zeros = [
+                    plgpu.layout_cast(jnp.full((TILE, width), 0.0, jnp.float32), WGMMA)
+                    for width in (_HALF, _SUM_COLUMNS)
+                ]
+                state: Any = zeros[0], row_vector(NO_SCORE), zeros[1]
+                q_full.wait(0, i)
+                if own == 0:
+                    state = first_block(done, *state)
+
+                    def step(k, state):
+                        acc, *sums = add_block(done + k, *state)
+                        return release(acc, 0, own), *sums
+
+                    state = lax.fori_loop(1, count, step, state)
+                else:
+
+                    def step(k, state):
+                        return keep_last(k, add_block(done + k, *state))
+
+                    def keep_last(k, state):
+                        # The segment's last slot stays: its half becomes the output's buffer.
+                        pl.when(k < count - 1)(lambda: free.arrive(2 * own + own))
+                        return state
+
+                    state = lax.fori_loop(0, count, step, state)
+                acc, *sums = state
+                by_both.arrive(q_free)
+                if own == 0:
+                    acc = add_values(rescale_to_other(acc, done + count - 1), other)
+                finish_segment(i, q, acc, *sums)
+                return done + count
+
+            def finish_segment(i, q, acc, own_max, own_sums):
+                # Double buffered: the other consumer may still read the previous segment's sums.
+                buffer = 2 * (i & 1)
+                sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
+                by_both.arrive(sums_ready)
+                by_both.wait(sums_ready, i)
+                maxima, sums = (
+                    [plgpu.layout_cast(sums_s[kind, buffer + k], ROW) for k in range(2)]
+                    for kind in range(2)
+                )
+                maximum = jnp.maximum(*maxima)
+                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
+                    maxima[1] - maximum
+                )
+                inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
+                acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
+                segments, columns = segments_g[q, 0], pl.ds(own * _HALF, _HALF)
+
+                if own == 0:
+                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
+                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
+                    plgpu.commit_smem()
+
+                @pl.when(segments == 1)
+                def _():
+                    # Staged in the half of slot 1 that only this warpgroup reads.
+                    v_s[1, own] = acc.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        v_s.at[1, own, pl.ds(0, rows)], out_g.at[q, pl.ds(m0, rows), columns]
+                    )
+                    if own == 0:
+                        plgpu.copy_smem_to_gmem(
+                            lse_s.at[pl.ds(0, rows)], lse_g.at[q, pl.ds(m0, rows)]
+                        )
+
+                @pl.when(segments > 1)
+                def _():
+                    partial = segments_g[q, 1] + partition
+                    partial_g[partial, pl.ds(m0, TILE), columns] = acc
+                    if own == 0:
+                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0, TILE)])
+
+                plgpu.wait_smem_to_gmem(0)
+                free.arrive(2 * 1 + own)
+
+            lax.fori_loop(0, queries_here, run_segment, jnp.int32(0))
+
+        pl.when(wg == 2)(producer_warpgroup)
+        for own in range(2):  # separate code for each, so that addresses are constants
+            pl.when(wg == own)(functools.partial(consumer_warpgroup, own))
+
+    out, lse, *partials = plgpu.kernel(
+        sparse_mla,
+        out_type=results(Q, M, work.partitions),
+        scratch_types=[
+            tiles_of(2, TILE, _HALF),
+            tiles_of(1, TILE, ROPE),
+            tiles_of(SLOTS, 2, BLOCK, _HALF),
+            tiles_of(SLOTS, BLOCK, ROPE),
+            plgpu.SMEM((7, TILE), jnp.float32),  # one array, because each is padded to 1 KiB
+            plgpu.SMEM((2, 4, TILE), jnp.float32),
+            Barriers.scratch(2 * SLOTS, 1, interpret),
+            Barriers.scratch(2 * SLOTS, 1, interpret),
+            Barriers.scratch(3 * SLOTS, 1, interpret),
+            Barriers.scratch(1, 3, interpret),
+            Barriers.scratch(2, 2, interpret),
+        ],
+        # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
+        grid=(work.partitions, tiles),
+        grid_names=("partition", "tile"),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if gpu else {"interpret": interpret}),
+    )(q_latent, q_rope, tokens, block_tables, indices, jnp.asarray(work.segments()))
+    return out, lse, tuple(partials)
