@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.float8_cache import LATENT
 from pallas_kernels.mosaic_ir import (
     REF,
     SCALAR,
@@ -203,6 +203,17 @@ def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
     arrive(words, jnp.asarray(barrier, jnp.int32))
 
 
+def opaque_zero() -> jax.Array:
+    """Returns zero, which the compiler does not know, and which it must not move out of a loop."""
+
+    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def make() -> Any:
+        zero = asm("mov.b32 $0, 0;", "=r", result=i32(), effects=True)
+        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
+
+    return make()
+
+
 def interpreted_tokens(tokens: Any, slots: jax.Array) -> jax.Array:
     """Returns the columns of the tokens in these slots, zeros for -1; used by the interpreter."""
     gathered = tokens[...][jnp.maximum(slots, 0)]
@@ -247,6 +258,3 @@ def _only(numbers: Any) -> Any:
 def _shared(ref: Any) -> Any:
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
 
-
-WIDTH = LATENT + ROPE
-"""Columns of a bfloat16 token."""

@@ -31,7 +31,7 @@ def sparse_mla_decode(
 
     Args:
       work: division of the key blocks among programs; :func:`plan` by default. It depends on the
-        shapes alone, and it decides which queries are split and merged, hence the last rounding.
+        shapes alone. The number of pieces affects the last rounding.
       config: tuning parameters.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
@@ -40,17 +40,21 @@ def sparse_mla_decode(
     dtypes = {str(x.dtype) for x in (q_latent, q_rope, pages)}
     if dtypes != {"bfloat16"}:
         raise NotImplementedError(f"takes bfloat16, got {', '.join(sorted(dtypes))}")
-    widths = C, q_rope.shape[-1], pages.shape[-1]
-    if widths != (LATENT, ROPE, LATENT + ROPE):
+    Q, (_, page, width) = B * T, pages.shape
+    if (C, q_rope.shape[-1]) != (LATENT, ROPE):
         raise NotImplementedError(
-            f"takes {LATENT} latent and {ROPE} rope columns in tokens of {LATENT + ROPE}, got"
-            f" {widths}"
+            f"takes {LATENT} latent and {ROPE} rope columns, got {(C, q_rope.shape[-1])}"
+        )
+    if width < LATENT + ROPE or width % 8:
+        raise NotImplementedError(
+            f"takes tokens of {LATENT + ROPE} columns or more in multiples of 8, got {width}"
         )
     if H % 8:
         raise NotImplementedError(f"takes a multiple of 8 heads, got {H}")
+    if 0 in indices.shape or not len(pages):
+        raise NotImplementedError(f"takes no empty arrays, got indices {indices.shape}")
     if scale < 0:
         raise NotImplementedError(f"takes a scale of 0 or more, got {scale}")
-    Q, (_, page, width) = B * T, pages.shape
     # Pad to pairs of key blocks, and to whole tiles of heads unless there is only one tile.
     indices = jnp.pad(
         indices.reshape(Q, -1).astype(jnp.int32),
@@ -71,22 +75,21 @@ def sparse_mla_decode(
         config=config or Config(),
         interpret=interpret,
     )
-    split = work.split_queries()
-    if split[0, 3]:
+    if work.pieces > 1:
         out, lse = merge_partials(
-            out, lse, partials, partial_lse, jnp.asarray(split), interpret=interpret
-        )
+            out, lse, partials, partial_lse, jnp.asarray(work.partial_results()),
+            interpret=interpret,
+        )  # fmt: skip
     return out[:, :H].reshape(B, T, H, C), lse[:, :H].reshape(B, T, H)
 
 
-def plan(queries: int, heads: int, indices: int, *, whole: bool = False) -> Work:
+def plan(queries: int, heads: int, indices: int) -> Work:
     """Divides the work so that the programs fill the default device once.
 
     Args:
       queries: queries of all sequences.
       heads: heads H.
       indices: padded number of indices per query.
-      whole: whether no query may be split.
     """
     tiles = -(-heads // TILE)
-    return divide(queries, indices, max(1, multiprocessors() // tiles), whole=whole)
+    return divide(queries, indices, max(1, multiprocessors() // tiles))

@@ -1,7 +1,6 @@
 """The Hopper kernel of attention to selected tokens, for tiles of 64 heads of a query.
 
-A program processes a share of all queries' key blocks (:mod:`work`), 64 tokens after the other. Its
-three warpgroups are specialised and synchronise only through barriers:
+A program processes consecutive pieces of queries (:mod:`work`), in key blocks of 64 tokens. Its three warpgroups are specialised and synchronise only through barriers:
 
 * The producer gathers the tokens of a key block into one of two slots in shared memory, 16 bytes
   per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead and prefetches
@@ -13,8 +12,8 @@ three warpgroups are specialised and synchronise only through barriers:
   registers. The running maximum is passed from one to the other. The tensor cores compute half of a
   block's scores, then P V of the other consumer's last block, then the other half.
 
-So one consumer's softmax overlaps with the other's matmuls. Scores are scaled to base 2. Queries
-that fall into several shares are merged by :func:`merge_kernel.merge_partials`.
+So one consumer's softmax overlaps with the other's matmuls. Scores are scaled to base 2. If queries
+are cut into pieces, :func:`merge_kernel.merge_partials` merges the partial results.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 _HALF = LATENT // 2
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72  # per thread: 2 * consumer + producer <= 504
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56  # per thread: 2 * consumer + producer <= 504
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
@@ -73,7 +72,7 @@ class Config:
 def attend(
     q_latent: BFloat16[Array, "Q M C"],
     q_rope: BFloat16[Array, "Q M R"],
-    tokens: BFloat16[Array, "slots C+R"],
+    tokens: BFloat16[Array, "slots width"],
     block_tables: Int32[Array, "B max_pages"],
     indices: Int32[Array, "Q K"],
     *,
@@ -86,15 +85,15 @@ def attend(
     """Attention of each query's M heads, padded to whole tiles if M > 64, to its K tokens.
 
     Returns:
-      ``out`` and ``lse``, written for queries that are not split, and the partial results and their
-      log-sum-exps of the queries that are.
+      ``out`` and ``lse``, and the partial results and their log-sum-exps. Only the latter are
+      written if queries are cut into several pieces, and otherwise only the former.
     """
     Q, M, _ = q_latent.shape
     rows, tiles = min(TILE, M), -(-M // TILE)
     gpu, pages, queries = interpret is None, len(tokens) // page, Q // len(block_tables)
     early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
-    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g, segments_g,
+    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g,
                    out_g, lse_g, partial_g, partial_lse_g,
                    ql_s, qr_s, v_s, rope_s, vectors_s, sums_s,
                    full, free, ready, q_full, by_both):  # fmt: skip
@@ -112,14 +111,11 @@ def attend(
         max_s, alpha_s, penalties_s, lse_s = (
             vectors_s.at[0:2], vectors_s.at[2:4], vectors_s.at[4:6], vectors_s.at[6]
         )  # fmt: skip
-        partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
-        m0 = lax.axis_index("tile") * TILE
-        begin = jnp.minimum(partition * work.share, work.total)
-        end = jnp.minimum(begin + work.share, work.total)
-        first_query = lax.div(begin, jnp.int32(work.pairs))
-        queries_here = jnp.where(
-            end > begin, lax.div(end - 1, jnp.int32(work.pairs)) - first_query + 1, 0
-        )
+        wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
+        first_piece = lax.axis_index("program") * work.share
+        piece_count = jnp.minimum(work.total - first_piece, work.share)
+        begin = work.first_pair(first_piece)
+        end = work.first_pair(first_piece + piece_count)
         q_free, sums_ready = 0, 1  # of by_both
 
         def penalties_ready(slot):
@@ -145,7 +141,7 @@ def attend(
                     def _():
                         by_both.wait(q_free, i - 1)
 
-                    m, q = pl.ds(m0, rows), first_query + i
+                    m, q = pl.ds(m0, rows), work.query(first_piece + i)
                     for half in range(2):
                         window = q, m, pl.ds(_HALF * half, _HALF)
                         q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
@@ -171,12 +167,12 @@ def attend(
                 found = gather.interpreted_tokens(kv_g, slots)
                 v[...] = found[:, half * _HALF : (half + 1) * _HALF]
                 if half:
-                    rope[...] = found[:, LATENT:]
+                    rope[...] = found[:, LATENT : LATENT + ROPE]
                 full.arrive(2 * slot + half)
 
             def fill(n, carry):
-                """Copies block n of the share. The carry has the slots of blocks n and n + 1."""
-                slots, next_slots, indices = carry
+                """Copies block n. The carry has the slots of blocks n and n + 1, and more."""
+                slots, next_slots, indices, pieces = carry
                 later_slots, indices = find(n + 2, indices), load(n + 3)
                 if config.prefetch and gpu:
                     gather.prefetch_tokens(kv_g, next_slots)
@@ -194,25 +190,19 @@ def attend(
                             penalties_s[slot] = jnp.where(slots < 0, -jnp.inf, 0.0)
                         ready.arrive(penalties_ready(slot))
                     copy(slot, half, slots)
-                block = 2 * begin + n
+                is_first = work.is_first_block(2 * begin + n)
+                pl.when(is_first)(lambda: fetch_queries(pieces))
+                return next_slots, later_slots, indices, pieces + is_first.astype(jnp.int32)
 
-                @pl.when((n == 0) | (lax.rem(block, jnp.int32(2 * work.pairs)) == 0))
-                def _():
-                    fetch_queries(lax.div(block, jnp.int32(2 * work.pairs)) - first_query)
+            slots, next_slots = (find(n, load(n)) for n in range(2))
+            lax.fori_loop(0, blocks, fill, (slots, next_slots, load(2), jnp.int32(0)))
+            # A program may exit only after every arrival at its barriers has happened.
+            for i in range(2 * SLOTS):
+                free.wait(i, end - begin - 1)
 
-                return next_slots, later_slots, indices
-
-            @pl.when(blocks > 0)
+            @pl.when(first_warp(gpu))
             def _():
-                slots, next_slots = (find(n, load(n)) for n in range(2))
-                lax.fori_loop(0, blocks, fill, (slots, next_slots, load(2)))
-                # A program may exit only after every arrival at its barriers has happened.
-                for i in range(2 * SLOTS):
-                    free.wait(i, end - begin - 1)
-
-                @pl.when(first_warp(gpu))
-                def _():
-                    by_both.wait(q_free, queries_here - 1)
+                by_both.wait(q_free, piece_count - 1)
 
         def consumer_warpgroup(own):
             """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
@@ -220,9 +210,9 @@ def attend(
             other = 1 - own
 
             def add_scores(acc, n, halves=(0, 1)):
-                # Always zero, but the compiler cannot tell. Otherwise it would compute the
-                # descriptors before the loop and keep them in registers.
-                zero = lax.shift_right_logical(n, jnp.int32(24))
+                # The compiler cannot tell that it is zero. Otherwise it would compute the descriptors
+                # before the loop and keep them in registers.
+                zero = gather.opaque_zero() if gpu else 0
                 slot = own + zero
                 for half in halves:
                     full.wait(2 * own + half, n)
@@ -283,7 +273,7 @@ def attend(
                 return alpha, running, total
 
             def first_block(n, acc, *sums):
-                """Processes consumer 0's first block of a segment; nothing overlaps with it."""
+                """Processes consumer 0's first block of a piece; nothing overlaps with it."""
                 _, *sums = softmax(scores(n), n, row_vector(NO_SCORE), *sums)
                 return release(add_values(acc, own), own, own), *sums
 
@@ -324,10 +314,10 @@ def attend(
                 free.arrive(2 * slot + half)
                 return acc
 
-            def run_segment(i, done):
-                """Attends to the share's part of a query; ``done`` counts the pairs before it."""
-                q = first_query + i
-                count = jnp.minimum((q + 1) * work.pairs, end) - begin - done
+            def run_piece(i, done):
+                """Attends to the program's i-th piece; ``done`` counts the pairs before it."""
+                piece = first_piece + i
+                count = work.first_pair(piece + 1) - begin - done
                 zeros = [
                     plgpu.layout_cast(jnp.full((TILE, width), 0.0, jnp.float32), WGMMA)
                     for width in (_HALF, _SUM_COLUMNS)
@@ -348,7 +338,7 @@ def attend(
                         return keep_last(k, add_block(done + k, *state))
 
                     def keep_last(k, state):
-                        # The segment's last slot stays: its half becomes the output's buffer.
+                        # The piece's last slot stays: its half becomes the output's buffer.
                         pl.when(k < count - 1)(lambda: free.arrive(2 * own + own))
                         return state
 
@@ -357,11 +347,11 @@ def attend(
                 by_both.arrive(q_free)
                 if own == 0:
                     acc = add_values(rescale_to_other(acc, done + count - 1), other)
-                finish_segment(i, q, acc, *sums)
+                finish_piece(i, piece, acc, *sums)
                 return done + count
 
-            def finish_segment(i, q, acc, own_max, own_sums):
-                # Double buffered: the other consumer may still read the previous segment's sums.
+            def finish_piece(i, piece, acc, own_max, own_sums):
+                # Double buffered: the other consumer may still read the previous piece's sums.
                 buffer = 2 * (i & 1)
                 sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
                 by_both.arrive(sums_ready)
@@ -376,15 +366,14 @@ def attend(
                 )
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
-                segments, columns = segments_g[q, 0], pl.ds(own * _HALF, _HALF)
+                columns = pl.ds(own * _HALF, _HALF)
 
                 if own == 0:
                     lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
                     lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
                     plgpu.commit_smem()
-
-                @pl.when(segments == 1)
-                def _():
+                if work.pieces == 1:
+                    q = work.query(piece)
                     # Staged in the half of slot 1 that only this warpgroup reads.
                     v_s[1, own] = acc.astype(jnp.bfloat16)
                     plgpu.commit_smem()
@@ -395,18 +384,14 @@ def attend(
                         plgpu.copy_smem_to_gmem(
                             lse_s.at[pl.ds(0, rows)], lse_g.at[q, pl.ds(m0, rows)]
                         )
-
-                @pl.when(segments > 1)
-                def _():
-                    partial = segments_g[q, 1] + partition
-                    partial_g[partial, pl.ds(m0, TILE), columns] = acc
+                else:
+                    partial_g[piece, pl.ds(m0, TILE), columns] = acc
                     if own == 0:
-                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[partial, pl.ds(m0, TILE)])
-
+                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[piece, pl.ds(m0, TILE)])
                 plgpu.wait_smem_to_gmem(0)
                 free.arrive(2 * 1 + own)
 
-            lax.fori_loop(0, queries_here, run_segment, jnp.int32(0))
+            lax.fori_loop(0, piece_count, run_piece, jnp.int32(0))
 
         pl.when(wg == 2)(producer_warpgroup)
         for own in range(2):  # separate code for each, so that addresses are constants
@@ -414,7 +399,7 @@ def attend(
 
     out, lse, *partials = plgpu.kernel(
         sparse_mla,
-        out_type=results(Q, M, work.partitions),
+        out_type=results(Q, M, 1 if work.pieces == 1 else -(-work.total // 2)),
         scratch_types=[
             tiles_of(2, TILE, _HALF),
             tiles_of(1, TILE, ROPE),
@@ -429,13 +414,13 @@ def attend(
             Barriers.scratch(2, 2, interpret),
         ],
         # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
-        grid=(work.partitions, tiles),
-        grid_names=("partition", "tile"),
+        grid=(work.programs, tiles),
+        grid_names=("program", "tile"),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         **({} if gpu else {"interpret": interpret}),
-    )(q_latent, q_rope, tokens, block_tables, indices, jnp.asarray(work.segments()))
+    )(q_latent, q_rope, tokens, block_tables, indices)
     return out, lse, tuple(partials)

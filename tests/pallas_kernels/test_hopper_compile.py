@@ -34,9 +34,11 @@ from pallas_kernels.route.reference import Rule
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
 # tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
-# have 128 accumulators and the scores of a block.
+# have 128 accumulators and the scores of a block. One query's partial results are stored with spills,
+# outside the loop over key blocks.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
+    "sparse_mla_decode one row": 12,
     "mla_decode h32 sq1": 4,
     "mla_decode h16 sq2": 64,
     "mla_decode h8 sq3": 64,
@@ -45,7 +47,8 @@ MOST_SPILLED = {
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
-# route ranks signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the interpreter.
+# These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the interpreter.
+SIGNED = ("route", "top_k")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
@@ -176,6 +179,25 @@ def sparse_decode(queries: int, heads: int, rows: int = 64, **options: Any) -> K
     )
 
 
+def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> Kernel:
+    """sparse_index of ``rows`` sequences with ``pages`` pages each."""
+    arrays = {
+        "q": Struct((rows, queries, heads, 128), dtype),
+        "weights": Struct((rows, queries, heads), F32),
+        "pages": Struct((rows * pages, 64, 128), dtype),
+        "block_tables": Struct((rows, pages), I32),
+        "lengths": Struct((rows,), I32),
+    }
+    if dtype == FP8:
+        arrays["scales"] = Struct((rows * pages, 64, 1), F32)
+    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
+
+
+def selection(rows: int, S: int, k: int = 2048) -> Kernel:
+    """top_k of ``rows`` rows of S scores."""
+    return Kernel("pallas_kernels.top_k.mosaic_gpu", {"scores": Struct((rows, S), F32)}, {"k": k})
+
+
 def kernels() -> dict[str, Kernel]:
     """Returns all kernels that must compile. A new kernel or setting is a line here."""
     table = {
@@ -220,9 +242,18 @@ def kernels() -> dict[str, Kernel]:
     # One tile, two tiles, a last tile that is not full, and queries that are split.
     table |= {
         f"sparse_mla_decode h{heads} sq{queries}": sparse_decode(queries, heads)
-        for heads, queries in [(128, 1), (128, 2), (64, 1), (16, 5), (72, 1)]
+        for heads, queries in [(128, 1), (128, 2), (64, 1), (16, 5), (40, 1)]
     }
     table["sparse_mla_decode one row"] = sparse_decode(1, 128, rows=1)
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
+            shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
+            table[shape] = index(queries, rows, pages, dtype)
+    table |= {
+        "top_k 64 rows of 32768": selection(64, 32768),
+        "top_k one row of 163840": selection(1, 163840),
+        "top_k k 2000": selection(8, 100_000, k=2000),
+    }
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),
@@ -316,7 +347,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
     results = {}
     # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    if op == "route":
+    if op in SIGNED:
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     for number, (name, kernel) in enumerate(KERNELS.items()):
         if kernel.op == op:
@@ -329,7 +360,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
                 continue
             report = output.read_text()
             results[name] = {"seconds": seconds, "report": report}
-            if op == "route":
+            if op in SIGNED:
                 results[name]["unsigned"] = len(UNSIGNED.findall(report))
     return results
 
