@@ -6,7 +6,7 @@ how often each value of the next bits occurs, and these counts determine the nex
 pass writes the indices of all larger integers and of the first equal ones. A warpgroup has its own
 histogram and a contiguous part of the row, whose place in the result follows from the histograms of
 the parts before it, so the indices are in order. A row of 131,072 scores (512 KB) stays in the L2
-cache, from which a multiprocessor reads it in about 5 us.
+cache. Each pass takes a multiprocessor about 5 us, at 64 bytes per cycle.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MAX_K = 4096
 _BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """(lowest bit, number of bits) of the digits of an integer, from the highest."""
+_TOGETHER = 4  # chunks that are loaded before any is used, to hide the latency of the L2 cache
+_LARGEST = 2**31 - 1
 _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 
 
@@ -68,8 +70,24 @@ def select(
             plgpu.barrier_wait(barrier)
 
         def load(chunk):
-            scores = scores_g[row, pl.ds(chunk * CHUNK, CHUNK)]
+            scores = scores_g[row, pl.ds(jnp.minimum(chunk, chunks - 1) * CHUNK, CHUNK)]
             return ordered(plgpu.layout_cast(scores, layout_of(CHUNK)))
+
+        def for_chunks(use, carry, smallest):
+            """Calls ``use(chunk, keys, smallest, carry)`` for the chunks of this warpgroup's part.
+
+            For chunks past its end, ``smallest`` is larger than all keys.
+            """
+
+            def use_together(i, carry):
+                numbers = [first + i * _TOGETHER + j for j in range(_TOGETHER)]
+                keys = [load(number) for number in numbers]
+                for number, of_chunk in zip(numbers, keys, strict=True):
+                    limit = jnp.where(number < end, smallest, _LARGEST)
+                    carry = use(number, of_chunk, limit, carry)
+                return carry
+
+            return lax.fori_loop(0, lax.div(end - first + _TOGETHER - 1, i32(_TOGETHER)), use_together, carry)
 
         def filled(size, value):
             return plgpu.layout_cast(jnp.full((size,), value, i32), layout_of(size))
@@ -91,19 +109,19 @@ def select(
             histogram[...] = filled(_BINS, 0)
             meet(interpret)
 
-            def count_chunk(chunk, _):
-                keys = load(chunk)
+            def count_chunk(chunk, keys, smallest, _):
+                del chunk
                 if low + size == 32:  # the first digit has the sign
                     digits = lax.shift_right_arithmetic(keys, filled(CHUNK, low)) + _BINS // 2
-                    counted = keys > _MINUS_INFINITY
+                    counted = keys > smallest
                 else:
                     digits = lax.shift_right_arithmetic(keys, filled(CHUNK, low)) & (2**size - 1)
                     high = lax.shift_right_arithmetic(keys, filled(CHUNK, low + size))
-                    counted = (high == prefix) & (keys > _MINUS_INFINITY)
+                    counted = (high == prefix) & (keys > smallest)
                 digits = jnp.where(counted, digits, filled(CHUNK, -1))
                 add_to_histogram(histogram, digits, interpret=interpret)
 
-            lax.fori_loop(first, end, count_chunk, None)
+            for_chunks(count_chunk, None, i32(_MINUS_INFINITY))
             meet_all()
             width = _BINS // W
             part = pl.ds(wg * width, width)
@@ -141,10 +159,9 @@ def select(
         chosen_s[...] = filled(padded_k, -1)
         meet(interpret)
 
-        def write_chunk(chunk, before):
+        def write_chunk(chunk, keys, threshold, before):
             """Writes a chunk's indices, after ``before`` larger and equal ones."""
             larger_before, equal_before = before
-            keys = load(chunk)
             larger, equal = keys > threshold, keys == threshold
             # Both kinds are counted at once, in halves of an integer.
             ones = jnp.where(larger, filled(CHUNK, 1), filled(CHUNK, 0))
@@ -161,7 +178,7 @@ def select(
                 equal_before + lax.shift_right_logical(of_chunk, i32(16)),
             )
 
-        lax.fori_loop(first, end, write_chunk, (larger_before, equal_before))
+        for_chunks(write_chunk, (larger_before, equal_before), threshold)
         meet_all()
 
         @pl.when(wg == 0)

@@ -116,18 +116,32 @@ class SparseMlaDecodeCases:
 
 
 class SparseMlaPrefillCases:
-    """Each back-end subclasses this and sets ``implementation``."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
+    dtype: ClassVar[str] = "float32"
+    widths: ClassVar[tuple[int, int]] = (24, 8)
+    heads: ClassVar[int] = 2
+    tokens: ClassVar[int] = 24
 
-    def test_equals_decode_over_one_page_each(self):
-        """Compared with float64. Tokens that no query chose are NaN."""
-        x = Inputs.random((24, 24), K=7, T=24, page=24, max_pages=1, widths=(24, 8))
+    def inputs(self) -> tuple[Inputs, Array]:
+        """Returns two sequences, and their latents [B, S, CR]: NaN where no query chose them."""
+        S = self.tokens
+        x = Inputs.random(
+            (S, S), K=7, T=S, H=self.heads, page=S, max_pages=1, widths=self.widths,
+            dtype=self.dtype,
+        )  # fmt: skip
         latents = x.dense.pages[x.dense.block_tables[:, 0]]
         chosen = [set(of_sequence.ravel()) for of_sequence in x.indices]
         for b, s in np.ndindex(*latents.shape[:2]):
             latents[b, s] = latents[b, s] if s in chosen[b] else np.nan
+        return x, latents
+
+    def test_equals_decode_over_one_page_each(self):
+        """Compared with float64. Tokens that no query chose are NaN."""
+        x, latents = self.inputs()
         op = _compiled(sparse_mla_prefill, self.implementation, x.dense.scale)
-        arrays = [device(a, "float32") for a in (x.dense.q_latent, x.dense.q_rope, latents)]
-        for got, want in zip(op(*arrays, x.indices), x.expected(), strict=True):
-            check(np.asarray(got), want, TOLERANCES["float32"])
+        arrays = [device(a, self.dtype) for a in (x.dense.q_latent, x.dense.q_rope, latents)]
+        (out, lse), (want_out, want_lse) = op(*arrays, x.indices), x.expected()
+        check(np.asarray(out), want_out, max(TOLERANCES["float32"], tolerance(self.dtype)))
+        check(np.ravel(lse), np.ravel(want_lse), TOLERANCES["float32"])

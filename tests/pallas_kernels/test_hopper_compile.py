@@ -47,7 +47,8 @@ MOST_SPILLED = {
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
-# These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the interpreter.
+# These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the
+# interpreter.
 SIGNED = ("route", "top_k")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
@@ -179,6 +180,17 @@ def sparse_decode(queries: int, heads: int, rows: int = 64, **options: Any) -> K
     )
 
 
+def sparse_prefill(queries: int, heads: int, keys: int) -> Kernel:
+    """sparse_mla_prefill of one sequence with 2,048 tokens per query."""
+    arrays = {
+        "q_latent": Struct((1, queries, heads, 512), BF16),
+        "q_rope": Struct((1, queries, heads, 64), BF16),
+        "latents": Struct((1, keys, 576), BF16),
+        "indices": Struct((1, queries, 2048), I32),
+    }
+    return Kernel("pallas_kernels.sparse_mla_prefill.mosaic_gpu", arrays, {"scale": 192**-0.5})
+
+
 def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> Kernel:
     """sparse_index of ``rows`` sequences with ``pages`` pages each."""
     arrays = {
@@ -249,6 +261,7 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
+    table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
         "top_k one row of 163840": selection(1, 163840),

@@ -1,4 +1,4 @@
-"""The Hopper kernel of sparse_mla_decode: run on a GPU, or interpreted with race detection."""
+"""The Hopper kernel of sparse_mla_decode and sparse_mla_prefill: run on a GPU, or interpreted with race detection."""
 
 import dataclasses
 import functools
@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import sparse_mla_decode
+from pallas_kernels import sparse_mla_decode, sparse_mla_prefill
 from pallas_kernels.mla_decode import merge_kernel
 from pallas_kernels.sparse_mla_decode import mosaic_gpu
 from pallas_kernels.sparse_mla_decode.work import Work, divide
+from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.sparse_mla_cases import SparseMlaDecodeCases
+from tests.pallas_kernels.numerics import TOLERANCES, check, device
+from tests.pallas_kernels.sparse_mla_cases import SparseMlaDecodeCases, SparseMlaPrefillCases
 
 
 @functools.cache
@@ -92,6 +94,43 @@ class TestMosaicGpu(SparseMlaDecodeCases):
         )
         for got, want in zip(self.run(moved), self.run(x), strict=True):
             np.testing.assert_array_equal(got, want[order])
+
+
+@kernel_runs
+class TestPrefillMosaicGpu(SparseMlaPrefillCases):
+    @staticmethod
+    def implementation(q_latent, q_rope, latents, indices, *, scale):
+        (B, T, _), work = indices.shape, None
+        if not ON_GPU:
+            work = divide(B * T, 128, 2)
+        return prefill.sparse_mla_prefill(
+            q_latent, q_rope, latents, indices, scale=scale, work=work, interpret=INTERPRET
+        )
+
+    dtype = "bfloat16"
+    widths = (512, 64)
+    heads = 8
+    tokens = 9
+
+    @pytest.mark.slow
+    def test_gradient_is_the_reference_s(self):
+        x, latents = self.inputs()
+        arrays = [
+            device(a, self.dtype)
+            for a in (x.dense.q_latent, x.dense.q_rope, np.nan_to_num(latents))
+        ]
+
+        def gradients(op):
+            def loss(*arrays):
+                return jnp.sum(op(*arrays, jax.device_put(x.indices), scale=0.3)[0] ** 2)
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+        ours = gradients(self.implementation)
+        reference = functools.partial(sparse_mla_prefill, implementation="reference")
+        for got, want in zip(ours, gradients(reference), strict=True):
+            rows = (np.asarray(a, np.float64).reshape(1, -1) for a in (got, want))
+            check(*rows, 4 * TOLERANCES["bfloat16"])
 
 
 @pytest.mark.parametrize(("queries", "programs"), [(1, 66), (33, 66), (40, 66), (200, 132), (7, 3)])
