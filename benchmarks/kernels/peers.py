@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import clock
+from benchmarks.kernels import clock, sparse_peers
 from benchmarks.kernels.marlin import (
     BITS,
     block_sizes,
@@ -45,6 +45,7 @@ from benchmarks.kernels.shapes import (
     Decode,
     Grouped,
     Prefill,
+    SparseCase,
     Swiglu,
     decoded,
     guessed_us,
@@ -113,6 +114,8 @@ def jit_compiler(environment: Mapping[str, str]) -> str:
 
 
 def make(case: Case, seed: int) -> Inputs:
+    if isinstance(case, SparseCase):
+        return sparse_peers.make(case, seed)
     random = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -180,7 +183,10 @@ def _latent_of(tokens: Tensor) -> Tensor:
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
-    if isinstance(case, Swiglu):
+    if isinstance(case, SparseCase):
+        for name, parts in sparse_peers.peers_of(case, functools.partial(_load, directory)):
+            yield name, functools.partial(_sparse, name, parts)
+    elif isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
     elif isinstance(case, Decode) and case.dtype != "bf16":
@@ -205,6 +211,15 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
         for rows in block_sizes(case.M, len(case.sizes)):
             name = f"Marlin, blocks of {rows} rows"
             yield name, functools.partial(_marlin, case, rows, name, directory)
+
+
+def _load(directory: Path, library: str) -> Any:
+    return {"flash_mla": flash_mla, "deep_gemm": deep_gemm}[library](directory)
+
+
+def _sparse(name: str, parts: Callable[[], sparse_peers.Parts]) -> Peer:
+    prepare, call, rows = parts()
+    return Peer(name, prepare, call, rows)
 
 
 def _softmax_scale(case: Decode | Prefill) -> float:
@@ -482,8 +497,11 @@ def _unsigned_with_bias(bits: int) -> int:
 
 def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
     """Returns None if sampled rows of ``out`` agree with float32, else a message."""
-    sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
-    got, want = sample[type(case)](case, x, out)
+    if isinstance(case, SparseCase):
+        got, want = sparse_peers.sample(case, x, out)
+    else:
+        sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
+        got, want = sample[type(case)](case, x, out)
     error = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
     return None if error <= TOLERANCE else f"wrong: relative error {error:.3g}"
 
