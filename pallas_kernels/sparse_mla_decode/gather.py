@@ -135,10 +135,10 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
 
     Args:
       tile: bfloat16 [64, columns] in shared memory, tiled and swizzled.
-      tokens: bfloat16 [slots, width] in global memory.
-      first: first column to copy.
+      tokens: [slots, width] in global memory.
+      first: first byte of a token to copy.
     """
-    columns, token_bytes = tile.shape[1], 2 * tokens.shape[1]
+    columns, token_bytes = tile.shape[1], tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
     tiles = columns // 64
 
     @inline(_TILES, REF, PER_THREAD)
@@ -167,7 +167,7 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
                 to = (i // 2 * tiles + j) * _TILE_BYTES + i % 2 * 512
                 text.append(f"""
                 cp.async.cg.shared.global.L2::256B [{("even", "odd")[i % 2]} + {to}],
-                    [from + {2 * first + 128 * j}], 16, size;""")
+                    [from + {first + 128 * j}], 16, size;""")
         text.append("}")
         source = arith.addi(base, arith.extui(i64(), arith.shli(chunk, const(4))))
         operands = target, _only(slots), token, source
@@ -183,9 +183,9 @@ def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> No
       v: bfloat16 [64, 256] in shared memory.
       rope: bfloat16 [64, 64] in shared memory.
     """
-    copy_columns(v, tokens, slots, half * LATENT // 2)
+    copy_columns(v, tokens, slots, half * LATENT)
     if half:
-        copy_columns(rope, tokens, slots, LATENT)
+        copy_columns(rope, tokens, slots, 2 * LATENT)
 
 
 def arrive_when_copied(words: Any, barrier: jax.Array) -> None:

@@ -1,4 +1,7 @@
-"""sparse_mla_decode on Hopper GPUs: bfloat16, latent width 512, rope width 64, pages of any size."""
+"""sparse_mla_decode on Hopper GPUs: bfloat16 queries, latent width 512, rope width 64.
+
+The cache is bfloat16 or in the format of :mod:`float8_cache`, in pages of any size.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config, attend
@@ -37,7 +40,8 @@ def sparse_mla_decode(
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
-    dtypes = {str(x.dtype) for x in (q_latent, q_rope, pages)}
+    float8 = pages.dtype == jnp.uint8
+    dtypes = {str(x.dtype) for x in (q_latent, q_rope, *([] if float8 else [pages]))}
     if dtypes != {"bfloat16"}:
         raise NotImplementedError(f"takes bfloat16, got {', '.join(sorted(dtypes))}")
     Q, (_, page, width) = B * T, pages.shape
@@ -45,7 +49,9 @@ def sparse_mla_decode(
         raise NotImplementedError(
             f"takes {LATENT} latent and {ROPE} rope columns, got {(C, q_rope.shape[-1])}"
         )
-    if width < LATENT + ROPE or width % 8:
+    if float8 and width != TOKEN_BYTES:
+        raise NotImplementedError(f"takes float8 tokens of {TOKEN_BYTES} bytes, got {width}")
+    if not float8 and (width < LATENT + ROPE or width % 8):
         raise NotImplementedError(
             f"takes tokens of {LATENT + ROPE} columns or more in multiples of 8, got {width}"
         )

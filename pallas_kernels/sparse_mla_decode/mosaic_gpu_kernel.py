@@ -1,11 +1,13 @@
 """The Hopper kernel of attention to selected tokens, for tiles of 64 heads of a query.
 
-A program processes consecutive pieces of queries (:mod:`work`), in key blocks of 64 tokens. Its three warpgroups are specialised and synchronise only through barriers:
+A program processes consecutive pieces of queries (:mod:`work`), in key blocks of 64 tokens. Its
+three warpgroups are specialised and synchronise only through barriers:
 
 * The producer gathers the tokens of a key block into one of two slots in shared memory, 16 bytes
   per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead and prefetches
-  them into the L2 cache one block ahead. Of tokens that do not exist it writes zeros, so that no
-  data of the cache is read for an index of -1.
+  them into the L2 cache one block ahead. It writes zeros for tokens that do not exist. Tokens of a
+  float8 cache go through registers, where they become bfloat16, half of a block at a time
+  (:mod:`unpack`).
 * Two consumers compute. Consumer 0 computes the scores S = Q K^T of the first block of each pair,
   consumer 1 those of the second, and each overwrites its block's rope keys, which are no longer
   needed, with P = exp(S - maximum). Both accumulate P V, each for 256 of the 512 output columns, in
@@ -27,11 +29,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
 from pallas_kernels.mla_decode.barriers import WARPS, Barriers
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.float8_registers import fence_shared
+from pallas_kernels.mla_decode.float8_registers import (
+    fence_shared,
+    store_half,
+    wait_rope_copies,
+)
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,
     LOG2E,
@@ -47,13 +53,14 @@ from pallas_kernels.mla_decode.kernel_parts import (
 )
 from pallas_kernels.mla_decode.rescale import publish, scale_rows
 from pallas_kernels.mosaic_ir import first_warp, meet
-from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode import gather, unpack
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 
 _HALF = LATENT // 2
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56  # per thread: 2 * consumer + producer <= 504
+# Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
+_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
@@ -72,7 +79,7 @@ class Config:
 def attend(
     q_latent: BFloat16[Array, "Q M C"],
     q_rope: BFloat16[Array, "Q M R"],
-    tokens: BFloat16[Array, "slots width"],
+    tokens: BFloat16[Array, "slots width"] | UInt8[Array, "slots 656"],
     block_tables: Int32[Array, "B max_pages"],
     indices: Int32[Array, "Q K"],
     *,
@@ -90,6 +97,8 @@ def attend(
     """
     Q, M, _ = q_latent.shape
     rows, tiles = min(TILE, M), -(-M // TILE)
+    float8 = tokens.dtype == jnp.uint8
+    registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
     gpu, pages, queries = interpret is None, len(tokens) // page, Q // len(block_tables)
     early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
@@ -100,7 +109,8 @@ def attend(
         full, free, ready, q_full, by_both = (
             Barriers(each, interpret) for each in (full, free, ready, q_full, by_both)
         )
-        full.initialise([gather.THREADS] * (2 * SLOTS))  # halves of each slot
+        # Halves of each slot. By cp.async, every thread signals its own copies.
+        full.initialise([WARPS if float8 else gather.THREADS] * (2 * SLOTS))
         free.initialise([WARPS] * (2 * SLOTS))
         ready.initialise([WARPS] * (3 * SLOTS))
         q_full.initialise([3])
@@ -128,7 +138,7 @@ def attend(
             return 3 * slot + 2
 
         def producer_warpgroup():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
             blocks, last = 2 * (end - begin), 2 * end - 1
 
             def sequence_of(block):
@@ -158,13 +168,25 @@ def attend(
                     return gather.find_slots(tables_g, b, indices, page, pages)
                 return gather.interpreted_slots(indices_g, tables_g, indices, b, page, pages)
 
-            def copy(slot, half, slots):
+            def fetch(slots, half):
+                return unpack.fetch_half(kv_g, slots, half) if float8 and gpu else ()
+
+            def copy(slot, half, slots, fetched):
                 v, rope = v_s.at[slot, half], rope_s.at[slot]
+                if gpu and float8:
+                    if half:
+                        unpack.copy_rope(rope, kv_g, slots)
+                    store_half(v, *fetched, jnp.int32(BLOCK))
+                    if half:
+                        wait_rope_copies()
+                    fence_shared()
+                    full.arrive(2 * slot + half)
+                    return
                 if gpu:
                     gather.copy_half(v, rope, kv_g, slots, half)
                     gather.arrive_when_copied(full.memory, 2 * slot + half)
                     return
-                found = gather.interpreted_tokens(kv_g, slots)
+                found = (unpack if float8 else gather).interpreted_tokens(kv_g, slots)
                 v[...] = found[:, half * _HALF : (half + 1) * _HALF]
                 if half:
                     rope[...] = found[:, LATENT : LATENT + ROPE]
@@ -172,7 +194,7 @@ def attend(
 
             def fill(n, carry):
                 """Copies block n. The carry has the slots of blocks n and n + 1, and more."""
-                slots, next_slots, indices, pieces = carry
+                slots, next_slots, indices, pieces, fetched = carry
                 later_slots, indices = find(n + 2, indices), load(n + 3)
                 if config.prefetch and gpu:
                     gather.prefetch_tokens(kv_g, next_slots)
@@ -189,13 +211,16 @@ def attend(
                         else:
                             penalties_s[slot] = jnp.where(slots < 0, -jnp.inf, 0.0)
                         ready.arrive(penalties_ready(slot))
-                    copy(slot, half, slots)
+                    copy(slot, half, slots, fetched)
+                    fetched = fetch(next_slots if half else slots, 1 - half)
                 is_first = work.is_first_block(2 * begin + n)
                 pl.when(is_first)(lambda: fetch_queries(pieces))
-                return next_slots, later_slots, indices, pieces + is_first.astype(jnp.int32)
+                pieces = pieces + is_first.astype(jnp.int32)
+                return next_slots, later_slots, indices, pieces, fetched
 
             slots, next_slots = (find(n, load(n)) for n in range(2))
-            lax.fori_loop(0, blocks, fill, (slots, next_slots, load(2), jnp.int32(0)))
+            carry = slots, next_slots, load(2), jnp.int32(0), fetch(slots, 0)
+            lax.fori_loop(0, blocks, fill, carry)
             # A program may exit only after every arrival at its barriers has happened.
             for i in range(2 * SLOTS):
                 free.wait(i, end - begin - 1)
@@ -206,7 +231,7 @@ def attend(
 
         def consumer_warpgroup(own):
             """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             other = 1 - own
 
             def add_scores(acc, n, halves=(0, 1)):

@@ -170,14 +170,12 @@ def routed(tokens: int, experts: int, K: int, groups: int, topk_groups: int) -> 
     return Kernel("pallas_kernels.route.mosaic_gpu", arrays, {"rule": rule})
 
 
-def sparse_decode(queries: int, heads: int, rows: int = 64, **options: Any) -> Kernel:
+def sparse_decode(queries: int, heads: int, rows: int = 64, float8: bool = False) -> Kernel:
     """sparse_mla_decode of 2,048 tokens per query."""
-    dense = decode(queries, heads, rows).arrays
+    dense = decode(queries, heads, rows, float8=float8).arrays
     arrays = {name: x for name, x in dense.items() if name != "lengths"}
     arrays["indices"] = Struct((rows, queries, 2048), I32)
-    return Kernel(
-        "pallas_kernels.sparse_mla_decode.mosaic_gpu", arrays, {"scale": 192**-0.5, **options}
-    )
+    return Kernel("pallas_kernels.sparse_mla_decode.mosaic_gpu", arrays, {"scale": 192**-0.5})
 
 
 def sparse_prefill(queries: int, heads: int, keys: int) -> Kernel:
@@ -255,6 +253,10 @@ def kernels() -> dict[str, Kernel]:
     table |= {
         f"sparse_mla_decode h{heads} sq{queries}": sparse_decode(queries, heads)
         for heads, queries in [(128, 1), (128, 2), (64, 1), (16, 5), (40, 1)]
+    }
+    table |= {
+        f"sparse_mla_decode_float8 h{heads} sq{queries}": sparse_decode(queries, heads, float8=True)
+        for heads, queries in [(128, 1), (16, 5)]
     }
     table["sparse_mla_decode one row"] = sparse_decode(1, 128, rows=1)
     for name, dtype in (("fp8", FP8), ("bf16", BF16)):

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import sparse_mla_decode, sparse_mla_prefill
+from pallas_kernels import (
+    dequantize_latent,
+    quantize_latent,
+    sparse_mla_decode,
+    sparse_mla_prefill,
+)
 from pallas_kernels.mla_decode import merge_kernel
 from pallas_kernels.sparse_mla_decode import mosaic_gpu
 from pallas_kernels.sparse_mla_decode.work import Work, divide
@@ -77,6 +82,25 @@ class TestMosaicGpu(SparseMlaDecodeCases):
     def test_pieces_are_merged(self, H, T, piece):
         """Three programs have pieces of different lengths; tiles of heads that are not full."""
         self.check(self.wide(H=H, T=T), kernel(3, piece))
+
+    @pytest.mark.parametrize(
+        ("H", "T", "piece"), [(8, 1, None), pytest.param(72, 2, 2, marks=pytest.mark.slow)]
+    )
+    def test_float8_cache(self, H, T, piece):
+        """Compared with bfloat16 pages of the same values. Unused slots contain NaN."""
+        x = self.wide(H=H, T=T)
+        pages = jnp.asarray(x.dense.pages, jnp.float32)
+        stored = quantize_latent(pages[..., :512], pages[..., 512:])
+        values = jnp.concatenate(dequantize_latent(stored, jnp.bfloat16), axis=-1)
+        dense = dataclasses.replace(x.dense, pages=np.asarray(values, np.float64))
+        want_out, want_lse = dataclasses.replace(x, dense=dense).expected()
+        unused = np.isnan(x.dense.pages).any(-1, keepdims=True)
+        stored = jnp.where(unused, jnp.uint8(255), stored)
+        op = jax.jit(functools.partial(kernel(3, piece), scale=x.dense.scale))
+        q_latent, q_rope, _, tables, _ = x.dense.arrays()
+        out, lse = op(q_latent, q_rope, stored, tables, x.indices)
+        check(np.asarray(out), want_out, TOLERANCES["bfloat16"])
+        check(np.ravel(lse), np.ravel(want_lse), TOLERANCES["float32"])
 
     @pytest.mark.slow
     def test_result_does_not_depend_on_the_place_in_the_batch(self):
