@@ -1,4 +1,4 @@
-"""Cases of sparse attention in the kernel benchmark: sizes, and checks that notice wrong results."""
+"""Cases of sparse attention in the kernel benchmark, and checks that notice wrong results."""
 
 import functools
 import json
@@ -14,6 +14,7 @@ from benchmarks.kernels.sparse_shapes import Index, SparseAttention, SparseCase,
 
 TINY = [
     SparseAttention(2, 130, 2, 8, topk=40),
+    SparseAttention(2, 130, 1, 8, topk=40, dtype="fp8"),
     SparseAttention(1, 100, 9, 8, topk=20, op="sparse_mla_prefill"),
     Index(2, 128, 2),
     TopK(3, 500, 40),
@@ -45,7 +46,7 @@ def test_flops_and_bytes(case, gflop, megabytes):
 
 
 def test_roofs():
-    """Of the indexer the memory, of attention the arithmetic, of the selection again the memory."""
+    """Memory limits the indexer and the selection, arithmetic limits attention."""
     best = {"bf16_tflops": 700.0, "fp8_tflops": 1300.0}
     roofs = [
         report.roof_us(case, best)

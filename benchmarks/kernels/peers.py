@@ -52,6 +52,7 @@ from benchmarks.kernels.shapes import (
     page_tables,
     rotation,
 )
+from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 from benchmarks.kernels.workers import Reply, reason, serve
 
 Tensor = torch.Tensor
@@ -132,7 +133,7 @@ def make(case: Case, seed: int) -> Inputs:
         pages = normal(int(tables.max()) + 1, PAGE, LATENT + ROPE)
         return {
             "q": normal(B, T, H, LATENT + ROPE),
-            "pages": _float8_tokens(pages) if case.dtype == "fp8" else pages,
+            "pages": float8_tokens(pages) if case.dtype == "fp8" else pages,
             "tables": tables,
             "lengths": torch.tensor(case.lengths, device="cuda", dtype=torch.int32),
         }
@@ -159,23 +160,6 @@ def make(case: Case, seed: int) -> Inputs:
         "k": normal(B, S, H, case.K),
         "v": normal(B, S, H, case.V),
     }
-
-
-def _float8_tokens(pages: Tensor) -> Tensor:
-    """Quantizes to [..., 656] bytes: float8 latent, float32 group scales, bfloat16 rope."""
-    latent = pages[..., :LATENT].float().unflatten(-1, (-1, BLOCK))
-    scale = latent.abs().amax(-1, keepdim=True) / 448
-    values = (latent / scale).to(torch.float8_e4m3fn).flatten(-2)
-    parts = values, scale.squeeze(-1), pages[..., LATENT:].contiguous()
-    return torch.cat([part.view(torch.uint8) for part in parts], -1)
-
-
-def _latent_of(tokens: Tensor) -> Tensor:
-    """Dequantizes the result of :func:`_float8_tokens` to float32 [..., 576]."""
-    values, scale, rope = tokens.split([LATENT, 16, 2 * ROPE], -1)
-    scale = scale.contiguous().view(torch.float32).repeat_interleave(BLOCK, -1)
-    latent = values.contiguous().view(torch.float8_e4m3fn).float() * scale
-    return torch.cat([latent, rope.contiguous().view(torch.bfloat16).float()], -1)
 
 
 # ---- the peers of each op ------------------------------------------------------------------------
@@ -516,7 +500,7 @@ def _sample_decode(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor
     b, length = case.rows - 1, case.lengths[-1]
     page_numbers = x["tables"][b, : -(-length // PAGE)].long()
     cache = x["pages"][page_numbers].flatten(0, 1)[:length]
-    cache = _latent_of(cache) if case.dtype == "fp8" else cache.float()
+    cache = latent_of(cache) if case.dtype == "fp8" else cache.float()
     scores = torch.einsum("thc,sc->ths", x["q"][b].float(), cache) * _softmax_scale(case)
     last = length - case.queries + torch.arange(case.queries, device="cuda")
     return out[b], torch.einsum("ths,sc->thc", _softmax_of(scores, last), cache[:, :LATENT])

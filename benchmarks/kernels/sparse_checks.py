@@ -90,7 +90,9 @@ def build_ragged(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays, 
     by_page = used.reshape(case.rows, -1, PAGE)
     slots = jnp.zeros(arrays["pages"].shape[:2], bool)
     slots = slots.at[arrays["block_tables"]].set(by_page)
-    return arrays | {"pages": jnp.where(slots[..., None], arrays["pages"], jnp.nan)}, want
+    # In a float8 cache, 255 is NaN in all three fields of a token.
+    nan = jnp.uint8(255) if case.dtype == "fp8" else jnp.asarray(jnp.nan, jnp.bfloat16)
+    return arrays | {"pages": jnp.where(slots[..., None], arrays["pages"], nan)}, want
 
 
 def _attend(case: SparseAttention, arrays: Arrays) -> Checked:

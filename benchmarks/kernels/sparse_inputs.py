@@ -19,6 +19,7 @@ from benchmarks.kernels.sparse_shapes import (
     SparseCase,
     TopK,
 )
+from pallas_kernels import quantize_latent
 
 Arrays = dict[str, jax.Array]
 Host = dict[str, np.ndarray]
@@ -62,7 +63,10 @@ def build(case: SparseCase, key: jax.Array, host_arrays: Arrays) -> Arrays:
     }
     if case.op == "sparse_mla_prefill":
         return arrays | {"latents": normal(2, B, case.cached, LATENT + ROPE)}
-    return arrays | host_arrays | {"pages": normal(2, pages, PAGE, LATENT + ROPE)}
+    cached = normal(2, pages, PAGE, LATENT + ROPE)
+    if case.dtype == "fp8":
+        cached = quantize_latent(cached[..., :LATENT], cached[..., LATENT:])
+    return arrays | host_arrays | {"pages": cached}
 
 
 def spread_indices(case: SparseAttention, key: jax.Array) -> jax.Array:

@@ -1,20 +1,20 @@
 """The peers of sparse attention's kernels: FlashMLA, DeepGEMM and torch.
 
 FlashMLA's sparse kernel for a bfloat16 cache is the one that engines use for prefill. It takes
-every query on its own, so that it can decode as well. DeepGEMM's kernels leave out of ``sparse_index``
-the -inf of hidden tokens, and torch.topk the order of indices.
+every query on its own, so that it can decode as well. DeepGEMM's kernels do not write the -inf of
+hidden tokens, and torch.topk does not sort the indices.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.sparse_shapes import (
+    FLOAT8_TOKEN,
     INDEX_COLUMNS,
     INDEX_HEADS,
     LATENT,
@@ -25,6 +25,7 @@ from benchmarks.kernels.sparse_shapes import (
     SparseCase,
     TopK,
 )
+from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]
@@ -65,9 +66,10 @@ def make(case: SparseCase, seed: int) -> Inputs:
     index = torch.arange(case.topk, device="cuda") * width + within.long().minimum(width - 1)
     page = tables.long().gather(1, (index // PAGE).clamp(max=per_row - 1).view(B, -1))
     slots = page.view(index.shape) * PAGE + index % PAGE
+    tokens = normal(B * per_row * PAGE, LATENT + ROPE)
     return {
         "q": normal(B, T, case.heads, LATENT + ROPE),
-        "tokens": normal(B * per_row * PAGE, LATENT + ROPE),
+        "tokens": float8_tokens(tokens) if case.dtype == "fp8" else tokens,
         "slots": slots.masked_fill(index >= visible, -1).int(),
     }
 
@@ -80,7 +82,9 @@ def peers_of(
     Args:
       load: returns the library "flash_mla" or "deep_gemm".
     """
-    if isinstance(case, SparseAttention):
+    if isinstance(case, SparseAttention) and case.dtype == "fp8":
+        yield "FlashMLA sparse", functools.partial(_flash_mla_float8, case, load)
+    elif isinstance(case, SparseAttention):
         yield "FlashMLA sparse", functools.partial(_flash_mla, case, load)
     elif isinstance(case, TopK):
         yield "torch.topk", functools.partial(_torch_topk, case)
@@ -105,6 +109,27 @@ def _flash_mla(case: SparseAttention, load: Callable[[str], Any]) -> Parts:
         return out.view(case.rows, case.queries, heads, LATENT)[:, :, : case.heads]
 
     return prepare, call, convert
+
+
+def _flash_mla_float8(case: SparseAttention, load: Callable[[str], Any]) -> Parts:
+    """FlashMLA's decode kernel for a float8 cache, without the plan that it makes once per step."""
+    ops = load("flash_mla")
+    heads = max(case.heads, 64)
+
+    def run(prepared: Any, plan: tuple[Tensor | None, Tensor | None]) -> Any:
+        q, pages, slots = prepared
+        return ops.sparse_decode_fwd(
+            q, pages, slots, None, None, *plan, None, None, None, LATENT, SCALE, None
+        )
+
+    def prepare(x: Inputs) -> Any:
+        q = torch.nn.functional.pad(x["q"], (0, 0, 0, heads - case.heads))
+        pages = x["tokens"].view(torch.float8_e4m3fn).view(-1, PAGE, 1, FLOAT8_TOKEN)
+        prepared = q, pages, x["slots"]
+        *_, metadata, splits = run(prepared, (None, None))
+        return prepared, (metadata, splits)
+
+    return prepare, lambda prepared: run(*prepared)[0], lambda _, out: out[:, :, : case.heads]
 
 
 def _deep_gemm_paged(case: Index, load: Callable[[str], Any]) -> Parts:
@@ -165,6 +190,7 @@ def sample(case: SparseCase, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
         want = (x["weights"][-1, -1] @ products) * x["scales"][order].flatten()[: case.cached]
         return out[-1, -1][None].float(), want[None]
     slots = x["slots"][-1, -1]
-    tokens = x["tokens"][slots.clamp(min=0).long()].float()
+    tokens = x["tokens"][slots.clamp(min=0).long()]
+    tokens = latent_of(tokens) if case.dtype == "fp8" else tokens.float()
     scores = (x["q"][-1, -1].float() @ tokens.T * SCALE).masked_fill(slots < 0, -torch.inf)
     return out[-1, -1], scores.softmax(-1) @ tokens[:, :LATENT]

@@ -14,8 +14,8 @@ INDEX_HEADS, INDEX_COLUMNS, TOPK = 64, 128, 2048
 class SparseAttention:
     """A case of sparse_mla_decode or sparse_mla_prefill.
 
-    Each of ``rows`` sequences has ``cached`` tokens and ``queries`` queries, each of which reads
-    ``topk`` tokens, spread over all that it sees.
+    Each of ``rows`` sequences has ``cached`` tokens and ``queries`` queries. A query reads ``topk``
+    tokens, spread over all that it sees.
     """
 
     rows: int
@@ -25,7 +25,8 @@ class SparseAttention:
     topk: int = TOPK
     core: bool = True
     op: Literal["sparse_mla_decode", "sparse_mla_prefill"] = "sparse_mla_decode"
-    dtype: Literal["bf16"] = "bf16"
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    """Format of the cache."""
 
     @property
     def shape(self) -> str:
@@ -40,7 +41,8 @@ class SparseAttention:
         """Bytes of all operands; queries of a sequence may share tokens, but not indices."""
         per_query = self.heads * (2 * (2 * LATENT + ROPE) + 4) + 4 * self.topk
         tokens = min(self.cached, self.queries * self.topk)
-        return self.rows * (tokens * 2 * (LATENT + ROPE) + self.queries * per_query)
+        per_token = FLOAT8_TOKEN if self.dtype == "fp8" else 2 * (LATENT + ROPE)
+        return self.rows * (tokens * per_token + self.queries * per_query)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,10 @@ def sparse_cases() -> list[list[SparseCase]]:
             (64, 1, 16), (64, 5, 16),
         ]
     ]  # fmt: skip
+    decode += [
+        SparseAttention(rows, 32768, queries, heads, dtype="fp8")
+        for rows, queries, heads in [(1, 1, 128), (64, 1, 128), (128, 2, 128), (64, 1, 16)]
+    ]
     prefill = [
         SparseAttention(1, cached, 4096, heads, op="sparse_mla_prefill")
         for cached, heads in [(8192, 128), (32768, 128), (32768, 64)]

@@ -44,8 +44,7 @@ def sparse_index(
         raise NotImplementedError(f"takes scales of width 1, got {scales.shape[-1]}")
     if (pages.shape[1], D) != (PAGE, COLUMNS):
         raise NotImplementedError(
-            f"takes pages of {PAGE} tokens and keys of {COLUMNS} columns, got"
-            f" {(pages.shape[1], D)}"
+            f"takes pages of {PAGE} tokens and keys of {COLUMNS} columns, got {(pages.shape[1], D)}"
         )
     if J % 8 or not 0 < J <= 256:
         raise NotImplementedError(f"takes 8 to 256 heads in multiples of 8, got {J}")

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.kernel_parts import ACC, ROW, WGMMA
+from pallas_kernels.mla_decode.kernel_parts import ACC, ROW
 from pallas_kernels.mosaic_ir import meet
 
 PAGE, COLUMNS = 64, 128
@@ -81,7 +81,7 @@ def score(
     """Scores the tokens of each table for G groups of Tg queries.
 
     Args:
-      queries: number of queries T, of which the last group may lack some.
+      queries: number of queries T. The last group may have fewer than the others.
     """
     B, G, rows, _ = q.shape
     J, float8 = weights.shape[-1], scales is not None

@@ -257,4 +257,3 @@ def _only(numbers: Any) -> Any:
 
 def _shared(ref: Any) -> Any:
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
-

@@ -186,10 +186,10 @@ def attend(
                     gather.copy_half(v, rope, kv_g, slots, half)
                     gather.arrive_when_copied(full.memory, 2 * slot + half)
                     return
-                found = (unpack if float8 else gather).interpreted_tokens(kv_g, slots)
-                v[...] = found[:, half * _HALF : (half + 1) * _HALF]
+                block = (unpack if float8 else gather).interpreted_tokens(kv_g, slots)
+                v[...] = block[:, half * _HALF : (half + 1) * _HALF]
                 if half:
-                    rope[...] = found[:, LATENT : LATENT + ROPE]
+                    rope[...] = block[:, LATENT : LATENT + ROPE]
                 full.arrive(2 * slot + half)
 
             def fill(n, carry):
@@ -235,8 +235,8 @@ def attend(
             other = 1 - own
 
             def add_scores(acc, n, halves=(0, 1)):
-                # The compiler cannot tell that it is zero. Otherwise it would compute the descriptors
-                # before the loop and keep them in registers.
+                # The compiler cannot tell that it is zero. Otherwise it would compute the
+                # descriptors before the loop and keep them in registers.
                 zero = gather.opaque_zero() if gpu else 0
                 slot = own + zero
                 for half in halves:

@@ -1,4 +1,4 @@
-"""sparse_mla_prefill on Hopper GPUs: the kernel of sparse_mla_decode, with each sequence one page."""
+"""sparse_mla_prefill on Hopper GPUs: sparse_mla_decode's kernel, with each sequence one page."""
 
 from __future__ import annotations
 

@@ -87,7 +87,9 @@ def select(
                     carry = use(number, of_chunk, limit, carry)
                 return carry
 
-            return lax.fori_loop(0, lax.div(end - first + _TOGETHER - 1, i32(_TOGETHER)), use_together, carry)
+            return lax.fori_loop(
+                0, lax.div(end - first + _TOGETHER - 1, i32(_TOGETHER)), use_together, carry
+            )
 
         def filled(size, value):
             return plgpu.layout_cast(jnp.full((size,), value, i32), layout_of(size))

@@ -94,9 +94,7 @@ def total(values: jax.Array, scratch: Any, *, interpret: Any) -> jax.Array:
     return _scan(values, scratch)[1]
 
 
-def prefix_sums(
-    values: jax.Array, scratch: Any, *, interpret: Any
-) -> tuple[jax.Array, jax.Array]:
+def prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the numbers before each one, and the sum of all; see :func:`total`.
 
     Args:
@@ -174,9 +172,7 @@ def ordered(scores: jax.Array) -> jax.Array:
 def _numbers(values: Any) -> list[Any]:
     """Returns a thread's numbers, in order."""
     return [
-        vector.extract(
-            register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
-        )
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
         for register in values.registers.flat
         for i in range(_PER_REGISTER)
     ]

@@ -75,9 +75,7 @@ class SparseMlaDecodeCases:
         shapes = {"dtype": self.dtype, "widths": self.widths, "H": self.heads}
         return Inputs.random(lengths, K, **(shapes | kwargs))
 
-    def run(
-        self, x: Inputs, implementation: Operation | None = None
-    ) -> tuple[npt.NDArray, ...]:
+    def run(self, x: Inputs, implementation: Operation | None = None) -> tuple[npt.NDArray, ...]:
         q_latent, q_rope, pages, tables, _ = x.dense.arrays()
         chosen = implementation or self.implementation
         op = _compiled(sparse_mla_decode, chosen, x.dense.scale)

@@ -1,4 +1,7 @@
-"""The Hopper kernel of sparse_mla_decode and sparse_mla_prefill: run on a GPU, or interpreted with race detection."""
+"""The Hopper kernel of sparse_mla_decode and sparse_mla_prefill.
+
+It runs on a GPU, or interpreted with race detection.
+"""
 
 import dataclasses
 import functools

@@ -18,9 +18,7 @@ class TestMosaicGpu(TopKCases):
     """Most rows are shorter than the four chunks of 512 scores that two warpgroups load first."""
 
     implementation = staticmethod(
-        functools.partial(
-            mosaic_gpu.top_k, warpgroups=8 if ON_GPU else 2, interpret=INTERPRET
-        )
+        functools.partial(mosaic_gpu.top_k, warpgroups=8 if ON_GPU else 2, interpret=INTERPRET)
     )
 
     def test_ties_in_several_parts(self):
