@@ -3,11 +3,11 @@
 A program processes consecutive pieces of queries (:mod:`work`), in key blocks of 64 tokens. Its
 three warpgroups are specialised and synchronise only through barriers:
 
-* The producer gathers the tokens of a key block into one of two slots in shared memory, 16 bytes
-  per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead and prefetches
-  them into the L2 cache one block ahead. It writes zeros for tokens that do not exist. Tokens of a
-  float8 cache go through registers, where they become bfloat16, half of a block at a time
-  (:mod:`unpack`).
+* The producer (:mod:`producer`) gathers the tokens of a key block into one of two slots in shared
+  memory, 16 bytes per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead
+  and prefetches them into the L2 cache one block ahead. It writes zeros for tokens that do not
+  exist. Tokens of a float8 cache go through registers, where they become bfloat16, half of a block
+  at a time (:mod:`unpack`).
 * Two consumers compute. Consumer 0 computes the scores S = Q K^T of the first block of each pair,
   consumer 1 those of the second, and each overwrites its block's rope keys, which are no longer
   needed, with P = exp(S - maximum). Both accumulate P V, each for 256 of the 512 output columns, in
@@ -31,13 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.mla_decode.barriers import WARPS
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.float8_registers import (
-    fence_shared,
-    store_half,
-    wait_rope_copies,
-)
+from pallas_kernels.mla_decode.float8_registers import fence_shared
 from pallas_kernels.mla_decode.kernel_parts import (
     ACC,
     LOG2E,
@@ -52,8 +48,17 @@ from pallas_kernels.mla_decode.kernel_parts import (
     tiles_of,
 )
 from pallas_kernels.mla_decode.rescale import publish, scale_rows
-from pallas_kernels.mosaic_ir import first_warp, meet
-from pallas_kernels.sparse_mla_decode import gather, unpack
+from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode.producer import Cache, fill_slots
+from pallas_kernels.sparse_mla_decode.signals import (
+    Q_FREE,
+    SUMS_READY,
+    Signals,
+    max_ready,
+    p_ready,
+    penalties_ready,
+)
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 
 _HALF = LATENT // 2
@@ -99,22 +104,16 @@ def attend(
     rows, tiles = min(TILE, M), -(-M // TILE)
     float8 = tokens.dtype == jnp.uint8
     registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
-    gpu, pages, queries = interpret is None, len(tokens) // page, Q // len(block_tables)
+    gpu, queries = interpret is None, Q // len(block_tables)
     early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
     def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g,
                    out_g, lse_g, partial_g, partial_lse_g,
                    ql_s, qr_s, v_s, rope_s, vectors_s, sums_s,
-                   full, free, ready, q_full, by_both):  # fmt: skip
-        full, free, ready, q_full, by_both = (
-            Barriers(each, interpret) for each in (full, free, ready, q_full, by_both)
-        )
-        # Halves of each slot. By cp.async, every thread signals its own copies.
-        full.initialise([WARPS if float8 else gather.THREADS] * (2 * SLOTS))
-        free.initialise([WARPS] * (2 * SLOTS))
-        ready.initialise([WARPS] * (3 * SLOTS))
-        q_full.initialise([3])
-        by_both.initialise([2 * WARPS] * 2)  # both consumers arrive
+                   *barriers):  # fmt: skip
+        signals = Signals.of(barriers, interpret)
+        # By cp.async every thread signals its own copies.
+        signals.initialise(WARPS if float8 else gather.THREADS)
         if early:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
@@ -125,109 +124,23 @@ def attend(
         first_piece = lax.axis_index("program") * work.share
         piece_count = jnp.minimum(work.total - first_piece, work.share)
         begin = work.first_pair(first_piece)
-        end = work.first_pair(first_piece + piece_count)
-        q_free, sums_ready = 0, 1  # of by_both
-
-        def penalties_ready(slot):
-            return 3 * slot
-
-        def max_ready(slot):
-            return 3 * slot + 1
-
-        def p_ready(slot):
-            return 3 * slot + 2
 
         def producer_warpgroup():
             plgpu.set_max_registers(registers[1], action="decrease")
-            blocks, last = 2 * (end - begin), 2 * end - 1
-
-            def sequence_of(block):
-                return lax.div(block, jnp.int32(2 * work.pairs * queries))
+            cache = Cache(kv_g, tables_g, indices_g, page, queries, interpret)
 
             def fetch_queries(i):
-                @pl.when(first_warp(gpu))
-                def _():
-                    @pl.when(i > 0)
-                    def _():
-                        by_both.wait(q_free, i - 1)
-
-                    m, q = pl.ds(m0, rows), work.query(first_piece + i)
-                    for half in range(2):
-                        window = q, m, pl.ds(_HALF * half, _HALF)
-                        q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
-                    window = q, m, pl.ds(0, ROPE)
-                    q_full.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
-
-            def load(n):
-                block = jnp.minimum(2 * begin + n, last)
-                return gather.load_indices(indices_g, block) if gpu else block
-
-            def find(n, indices):
-                b = sequence_of(jnp.minimum(2 * begin + n, last))
-                if gpu:
-                    return gather.find_slots(tables_g, b, indices, page, pages)
-                return gather.interpreted_slots(indices_g, tables_g, indices, b, page, pages)
-
-            def fetch(slots, half):
-                return unpack.fetch_half(kv_g, slots, half) if float8 and gpu else ()
-
-            def copy(slot, half, slots, fetched):
-                v, rope = v_s.at[slot, half], rope_s.at[slot]
-                if gpu and float8:
-                    if half:
-                        unpack.copy_rope(rope, kv_g, slots)
-                    store_half(v, *fetched, jnp.int32(BLOCK))
-                    if half:
-                        wait_rope_copies()
-                    fence_shared()
-                    full.arrive(2 * slot + half)
-                    return
-                if gpu:
-                    gather.copy_half(v, rope, kv_g, slots, half)
-                    gather.arrive_when_copied(full.memory, 2 * slot + half)
-                    return
-                block = (unpack if float8 else gather).interpreted_tokens(kv_g, slots)
-                v[...] = block[:, half * _HALF : (half + 1) * _HALF]
-                if half:
-                    rope[...] = block[:, LATENT : LATENT + ROPE]
-                full.arrive(2 * slot + half)
-
-            def fill(n, carry):
-                """Copies block n. The carry has the slots of blocks n and n + 1, and more."""
-                slots, next_slots, indices, pieces, fetched = carry
-                later_slots, indices = find(n + 2, indices), load(n + 3)
-                if config.prefetch and gpu:
-                    gather.prefetch_tokens(kv_g, next_slots)
-                slot, use = n & 1, lax.shift_right_logical(n, jnp.int32(1))
+                m, q = pl.ds(m0, rows), work.query(first_piece + i)
                 for half in range(2):
+                    window = q, m, pl.ds(_HALF * half, _HALF)
+                    signals.q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
+                window = q, m, pl.ds(0, ROPE)
+                signals.q_full.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
 
-                    @pl.when(use > 0)
-                    def _(half=half):
-                        free.wait(2 * slot + half, use - 1)
-
-                    if half:
-                        if gpu:
-                            gather.write_penalties(penalties_s.at[slot], slots)
-                        else:
-                            penalties_s[slot] = jnp.where(slots < 0, -jnp.inf, 0.0)
-                        ready.arrive(penalties_ready(slot))
-                    copy(slot, half, slots, fetched)
-                    fetched = fetch(next_slots if half else slots, 1 - half)
-                is_first = work.is_first_block(2 * begin + n)
-                pl.when(is_first)(lambda: fetch_queries(pieces))
-                pieces = pieces + is_first.astype(jnp.int32)
-                return next_slots, later_slots, indices, pieces, fetched
-
-            slots, next_slots = (find(n, load(n)) for n in range(2))
-            carry = slots, next_slots, load(2), jnp.int32(0), fetch(slots, 0)
-            lax.fori_loop(0, blocks, fill, carry)
-            # A program may exit only after every arrival at its barriers has happened.
-            for i in range(2 * SLOTS):
-                free.wait(i, end - begin - 1)
-
-            @pl.when(first_warp(gpu))
-            def _():
-                by_both.wait(q_free, piece_count - 1)
+            fill_slots(
+                cache, (v_s, rope_s, penalties_s), signals, work, (first_piece, piece_count),
+                fetch_queries, prefetch=config.prefetch,
+            )  # fmt: skip
 
         def consumer_warpgroup(own):
             """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
@@ -240,7 +153,7 @@ def attend(
                 zero = gather.opaque_zero() if gpu else 0
                 slot = own + zero
                 for half in halves:
-                    full.wait(2 * own + half, n)
+                    signals.full.wait(2 * own + half, n)
                     fence_shared(interpret)  # cp.async writes like an ordinary store
                     keys = v_s.at[slot, half].transpose((1, 0))
                     plgpu.wgmma(acc, ql_s.at[half + zero], keys)
@@ -268,27 +181,27 @@ def attend(
 
             def rescale_to_other(acc, n):
                 """Returns ``acc`` relative to the other consumer's maximum, when P is ready."""
-                ready.wait(max_ready(other), n)
+                signals.ready.wait(max_ready(other), n)
                 alpha = plgpu.layout_cast(alpha_s[other], ROW)
                 acc = scale_rows(acc, alpha, interpret=interpret)
-                ready.wait(p_ready(other), n)
+                signals.ready.wait(p_ready(other), n)
                 return acc
 
             def softmax(s, n, before, own_max, total):
                 """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
-                ready.wait(penalties_ready(own), n)
+                signals.ready.wait(penalties_ready(own), n)
                 penalties = plgpu.layout_cast(penalties_s[own], _COLUMN)
                 s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
                 maximum = s.max(axis=1)
                 running = jnp.where(maximum > before + SLACK, maximum, before)
                 alpha = jnp.exp2(before - running)
                 max_s[own], alpha_s[own] = running, alpha
-                ready.arrive(max_ready(own))
+                signals.ready.arrive(max_ready(own))
                 p = jnp.exp2(s - lax.broadcast_in_dim(running, s.shape, [0]))
                 meet(interpret)  # the matmuls of all four warps have read the rope keys
                 rope_s[own] = p.astype(jnp.bfloat16)
                 publish(interpret)
-                ready.arrive(p_ready(own))
+                signals.ready.arrive(p_ready(own))
                 # Row sums of eight columns each. A thread's own are reduced at the end.
                 block_sums = functools.reduce(
                     jnp.add, (p[:, c : c + _SUM_COLUMNS] for c in range(0, BLOCK, _SUM_COLUMNS))
@@ -316,7 +229,7 @@ def attend(
                     add_scores(s_ref, n, halves=(1,))
                     # P V is complete: only the second half's latent and rope scores remain.
                     plgpu.wgmma_wait(2)
-                    free.arrive(2 * other + own)
+                    signals.free.arrive(2 * other + own)
                     softmax_results = softmax_of(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
                     return acc_ref[...], *softmax_results
 
@@ -336,7 +249,7 @@ def attend(
                 return acc, *sums
 
             def release(acc, slot, half):
-                free.arrive(2 * slot + half)
+                signals.free.arrive(2 * slot + half)
                 return acc
 
             def run_piece(i, done):
@@ -348,7 +261,7 @@ def attend(
                     for width in (_HALF, _SUM_COLUMNS)
                 ]
                 state: Any = zeros[0], row_vector(NO_SCORE), zeros[1]
-                q_full.wait(0, i)
+                signals.q_full.wait(0, i)
                 if own == 0:
                     state = first_block(done, *state)
 
@@ -364,12 +277,12 @@ def attend(
 
                     def keep_last(k, state):
                         # The piece's last slot stays: its half becomes the output's buffer.
-                        pl.when(k < count - 1)(lambda: free.arrive(2 * own + own))
+                        pl.when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
                         return state
 
                     state = lax.fori_loop(0, count, step, state)
                 acc, *sums = state
-                by_both.arrive(q_free)
+                signals.by_both.arrive(Q_FREE)
                 if own == 0:
                     acc = add_values(rescale_to_other(acc, done + count - 1), other)
                 finish_piece(i, piece, acc, *sums)
@@ -379,8 +292,8 @@ def attend(
                 # Double buffered: the other consumer may still read the previous piece's sums.
                 buffer = 2 * (i & 1)
                 sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
-                by_both.arrive(sums_ready)
-                by_both.wait(sums_ready, i)
+                signals.by_both.arrive(SUMS_READY)
+                signals.by_both.wait(SUMS_READY, i)
                 maxima, sums = (
                     [plgpu.layout_cast(sums_s[kind, buffer + k], ROW) for k in range(2)]
                     for kind in range(2)
@@ -414,7 +327,7 @@ def attend(
                     if own == 0:
                         plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[piece, pl.ds(m0, TILE)])
                 plgpu.wait_smem_to_gmem(0)
-                free.arrive(2 * 1 + own)
+                signals.free.arrive(2 * 1 + own)
 
             lax.fori_loop(0, piece_count, run_piece, jnp.int32(0))
 
@@ -432,11 +345,7 @@ def attend(
             tiles_of(SLOTS, BLOCK, ROPE),
             plgpu.SMEM((7, TILE), jnp.float32),  # one array, because each is padded to 1 KiB
             plgpu.SMEM((2, 4, TILE), jnp.float32),
-            Barriers.scratch(2 * SLOTS, 1, interpret),
-            Barriers.scratch(2 * SLOTS, 1, interpret),
-            Barriers.scratch(3 * SLOTS, 1, interpret),
-            Barriers.scratch(1, 3, interpret),
-            Barriers.scratch(2, 2, interpret),
+            *Signals.scratch(interpret),
         ],
         # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
         grid=(work.programs, tiles),
