@@ -34,11 +34,9 @@ from pallas_kernels.route.reference import Rule
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
 # tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
-# have 128 accumulators and the scores of a block. A single query's partial results are stored with
-# spills, outside the loop over key blocks.
+# have 128 accumulators and the scores of a block.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
-    "sparse_mla_decode one row": 12,
     "mla_decode h32 sq1": 4,
     "mla_decode h16 sq2": 64,
     "mla_decode h8 sq3": 64,
