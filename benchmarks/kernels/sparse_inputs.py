@@ -31,7 +31,7 @@ def host(case: SparseCase, seed: int) -> Host:
         return {}
     per_row = -(-case.cached // PAGE)
     order = np.random.default_rng(seed).permutation(case.rows * per_row)
-    arrays = {"block_tables": order.reshape(case.rows, per_row).astype(np.int32)}
+    arrays: Host = {"block_tables": order.reshape(case.rows, per_row).astype(np.int32)}
     if isinstance(case, Index):
         arrays["lengths"] = np.full(case.rows, case.cached, np.int32)
     return arrays

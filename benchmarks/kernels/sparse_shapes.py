@@ -110,7 +110,7 @@ def check_key(case: SparseCase) -> str:
 
 def sparse_cases() -> list[list[SparseCase]]:
     """Returns the cases of each operation."""
-    decode = [
+    decode: list[SparseCase] = [
         SparseAttention(rows, 32768, queries, heads)
         for rows, queries, heads in [
             (1, 1, 128), (16, 1, 128), (64, 1, 128), (128, 1, 128), (128, 2, 128), (64, 1, 64),
@@ -121,12 +121,12 @@ def sparse_cases() -> list[list[SparseCase]]:
         SparseAttention(rows, 32768, queries, heads, dtype="fp8")
         for rows, queries, heads in [(1, 1, 128), (64, 1, 128), (128, 2, 128), (64, 1, 16)]
     ]
-    prefill = [
+    prefill: list[SparseCase] = [
         SparseAttention(1, cached, 4096, heads, op="sparse_mla_prefill")
         for cached, heads in [(8192, 128), (32768, 128), (32768, 64)]
     ]
-    index = [Index(b, s, t) for b, s, t in [(1, 131072, 1), (64, 4096, 1), (64, 32768, 1),
+    index: list[SparseCase] = [Index(b, s, t) for b, s, t in [(1, 131072, 1), (64, 4096, 1), (64, 32768, 1),
              (64, 32768, 2), (8, 131072, 1), (1, 8192, 4096), (1, 32768, 2048)]]  # fmt: skip
-    top_k = [TopK(b, s) for b, s in [(1, 32768), (64, 4096), (64, 32768), (64, 131072),
+    top_k: list[SparseCase] = [TopK(b, s) for b, s in [(1, 32768), (64, 4096), (64, 32768), (64, 131072),
              (1, 131072), (1024, 32768)]]  # fmt: skip
     return [decode, prefill, index, top_k]

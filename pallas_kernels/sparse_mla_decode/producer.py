@@ -89,7 +89,7 @@ def fill_slots(
     def find(n, indices):
         return cache.find(jnp.minimum(first + n, end - 1), indices)
 
-    def fetch(slots, half):
+    def fetch(slots, half) -> Any:
         return unpack.fetch_half(tokens, slots, half) if float8 and gpu else ()
 
     def copy(slot, half, slots, fetched):

@@ -153,6 +153,7 @@ def select(
             return prefix, wanted - larger, larger_before, equal_before
 
         state: Any = i32(0), None, i32(0)
+        equal_before: Any = None
         for low, size in _DIGITS:
             *state, equal_before = find_digit(low, size, *state)
         threshold, ties, larger_before = state

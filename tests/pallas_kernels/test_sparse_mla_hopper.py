@@ -123,17 +123,19 @@ class TestMosaicGpu(SparseMlaDecodeCases):
             np.testing.assert_array_equal(got, want[order])
 
 
+def prefill_kernel(q_latent, q_rope, latents, indices, *, scale):
+    """The back-end with two programs."""
+    (B, T, _), work = indices.shape, None
+    if not ON_GPU:
+        work = divide(B * T, 128, 2)
+    return prefill.sparse_mla_prefill(
+        q_latent, q_rope, latents, indices, scale=scale, work=work, interpret=INTERPRET
+    )
+
+
 @kernel_runs
 class TestPrefillMosaicGpu(SparseMlaPrefillCases):
-    @staticmethod
-    def implementation(q_latent, q_rope, latents, indices, *, scale):
-        (B, T, _), work = indices.shape, None
-        if not ON_GPU:
-            work = divide(B * T, 128, 2)
-        return prefill.sparse_mla_prefill(
-            q_latent, q_rope, latents, indices, scale=scale, work=work, interpret=INTERPRET
-        )
-
+    implementation = staticmethod(prefill_kernel)
     dtype = "bfloat16"
     widths = (512, 64)
     heads = 8
@@ -153,11 +155,11 @@ class TestPrefillMosaicGpu(SparseMlaPrefillCases):
 
             return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
 
-        ours = gradients(self.implementation)
+        ours = gradients(prefill_kernel)
         reference = functools.partial(sparse_mla_prefill, implementation="reference")
         for got, want in zip(ours, gradients(reference), strict=True):
-            rows = (np.asarray(a, np.float64).reshape(1, -1) for a in (got, want))
-            check(*rows, 4 * TOLERANCES["bfloat16"])
+            got, want = (np.asarray(a, np.float64).reshape(1, -1) for a in (got, want))
+            check(got, want, 4 * TOLERANCES["bfloat16"])
 
 
 @pytest.mark.parametrize(("queries", "programs"), [(1, 66), (33, 66), (40, 66), (200, 132), (7, 3)])
