@@ -125,8 +125,10 @@ def sparse_cases() -> list[list[SparseCase]]:
         SparseAttention(1, cached, 4096, heads, op="sparse_mla_prefill")
         for cached, heads in [(8192, 128), (32768, 128), (32768, 64)]
     ]
-    index: list[SparseCase] = [Index(b, s, t) for b, s, t in [(1, 131072, 1), (64, 4096, 1), (64, 32768, 1),
-             (64, 32768, 2), (8, 131072, 1), (1, 8192, 4096), (1, 32768, 2048)]]  # fmt: skip
-    top_k: list[SparseCase] = [TopK(b, s) for b, s in [(1, 32768), (64, 4096), (64, 32768), (64, 131072),
-             (1, 131072), (1024, 32768)]]  # fmt: skip
-    return [decode, prefill, index, top_k]
+    indexer = [
+        (1, 131072, 1), (64, 4096, 1), (64, 32768, 1), (64, 32768, 2), (8, 131072, 1),
+        (1, 8192, 4096), (1, 32768, 2048),
+    ]  # fmt: skip
+    index: list[SparseCase] = [Index(b, s, t) for b, s, t in indexer]
+    rows = [(1, 32768), (64, 4096), (64, 32768), (64, 131072), (1, 131072), (1024, 32768)]
+    return [decode, prefill, index, [TopK(b, s) for b, s in rows]]
