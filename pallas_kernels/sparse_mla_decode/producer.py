@@ -92,12 +92,13 @@ def fill_slots(
     def fetch(slots, half) -> Any:
         return unpack.fetch_half(tokens, slots, half) if float8 and gpu else ()
 
-    def copy(slot, half, slots, fetched):
+    def copy(slot, half, slots, fetched: Any):
         v, rope = v_s.at[slot, half], rope_s.at[slot]
         if gpu and float8:
             if half:
                 unpack.copy_rope(rope, tokens, slots)
-            store_half(v, *fetched, jnp.int32(BLOCK))
+            words, scales = fetched
+            store_half(v, words, scales, jnp.int32(BLOCK))
             if half:
                 wait_rope_copies()
             fence_shared()
