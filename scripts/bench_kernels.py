@@ -58,6 +58,7 @@ from benchmarks.kernels.shapes import (
     WARM_S,
     Case,
     Grouped,
+    Index,
     cases,
     check_key,
     encoded,
@@ -211,6 +212,7 @@ class Bench:
         """
         grouped = [case for case in chosen if isinstance(case, Grouped)]
         compiled = [encoded(case) for case in grouped if case.dtype in ("bf16", "fp8")]
+        compiled += [encoded(case) for case in chosen if isinstance(case, Index)]
         count = min(WARM_WORKERS, len(compiled))
         shares = [compiled[i::count] for i in range(count)]
         for dtype in ("int8", "int4"):

@@ -150,6 +150,10 @@ _PURPOSE = {
     "mla_prefill": "attention, prefill",
     "grouped_matmul": "expert matmuls",
     "grouped_swiglu": "expert gate, up and SwiGLU",
+    "sparse_mla_decode": "sparse attention, decode",
+    "sparse_mla_prefill": "sparse attention, prefill",
+    "sparse_index": "sparse attention, indexer",
+    "top_k": "sparse attention, selection",
 }
 
 

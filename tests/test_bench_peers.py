@@ -10,7 +10,7 @@ from benchmarks.kernels.shapes import PAGE, Decode
 torch = pytest.importorskip("torch", reason="torch comes with the parity extra")
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-from benchmarks.kernels import marlin, peers  # noqa: E402 (they import torch)
+from benchmarks.kernels import marlin, peers, torch_cache  # noqa: E402 (they import torch)
 
 
 def test_marlins_matrices():
@@ -36,11 +36,11 @@ def test_marlins_rows():
 
 def test_float8_cache_has_the_same_format_in_torch_and_jax():
     x = torch.randn(2, PAGE, 576, generator=torch.manual_seed(0)).bfloat16()
-    stored = peers._float8_tokens(x)
+    stored = torch_cache.float8_tokens(x)
     assert stored.shape == (2, PAGE, 656)
     dense = checks.dense_pages(Decode(3, 100, 2, 4, dtype="fp8"), jnp.asarray(stored.numpy()))
     dense = np.asarray(dense.astype(jnp.float32))
-    np.testing.assert_allclose(peers._latent_of(stored).numpy(), dense, rtol=2.0**-8)
+    np.testing.assert_allclose(torch_cache.latent_of(stored).numpy(), dense, rtol=2.0**-8)
     np.testing.assert_allclose(dense, x.float().numpy(), rtol=2.0**-4, atol=2.0**-8)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import inputs
+from benchmarks.kernels import inputs, sparse_checks
 from benchmarks.kernels.inputs import Arrays, Host, options
 from benchmarks.kernels.shapes import (
     BLOCK,
@@ -21,6 +21,7 @@ from benchmarks.kernels.shapes import (
     Decode,
     Grouped,
     Prefill,
+    SparseCase,
     Swiglu,
 )
 from pallas_kernels import dequantize_latent
@@ -92,11 +93,16 @@ class Ragged:
 
     def build(self, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
         """Returns the arguments and the expected result. To be traced."""
+        if isinstance(self.case, SparseCase):
+            with jax.default_matmul_precision("highest"):
+                return sparse_checks.build_ragged(self.case, key, host)
         builders = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
         with jax.default_matmul_precision("highest"):
             return builders[_kind(self.case)](self, key, host)
 
     def defined(self, result: Checked) -> Checked:
+        if isinstance(self.case, SparseCase):
+            return sparse_checks.comparable(self.case, result)
         return result[0][: self.rows], result[1]
 
 
@@ -114,6 +120,8 @@ def seeds(case: Case) -> range:
 
 
 def ragged(case: Case, seed: int) -> Ragged:
+    if isinstance(case, SparseCase):
+        return Ragged(*sparse_checks.ragged(case, seed))
     rng = np.random.default_rng(seed)
     if isinstance(case, Decode):
         lengths = np.array([case.queries, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300], np.int32)
@@ -246,6 +254,9 @@ def _ragged_prefill(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays,
 
 def spot(case: Case, arrays: Arrays, result: Checked) -> tuple[jax.Array, jax.Array]:
     """Returns :func:`errors` of sampled rows of a result. To be traced."""
+    if isinstance(case, SparseCase):
+        with jax.default_matmul_precision("highest"):
+            return errors(*sparse_checks.spot(case, arrays, result))
     builders = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
     with jax.default_matmul_precision("highest"):
         return errors(*builders[_kind(case)](case, arrays, result))

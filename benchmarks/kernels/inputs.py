@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.integers import random_int4, random_int8
+from benchmarks.kernels import sparse_inputs
 from benchmarks.kernels.shapes import (
     BLOCK,
     LATENT,
@@ -19,6 +20,7 @@ from benchmarks.kernels.shapes import (
     Decode,
     Grouped,
     Prefill,
+    SparseCase,
     Swiglu,
     page_tables,
 )
@@ -39,6 +41,8 @@ def random_key(seed: int) -> jax.Array:
 
 def host(case: Case, seed: int) -> Host:
     """Returns the integer arrays, made by NumPy, that :func:`build` takes."""
+    if isinstance(case, SparseCase):
+        return sparse_inputs.host(case, seed)
     if isinstance(case, Decode):
         lengths = np.asarray(case.lengths, np.int32)
         return {"block_tables": page_tables(case, seed), "lengths": lengths}
@@ -51,6 +55,8 @@ def host(case: Case, seed: int) -> Host:
 def build(case: Case, key: jax.Array, host_arrays: dict[str, Any]) -> Arrays:
     """Returns the op's arguments. To be traced. ``host_arrays`` is the result of :func:`host`."""
     host_arrays = {name: jnp.asarray(x) for name, x in host_arrays.items()}
+    if isinstance(case, SparseCase):
+        return sparse_inputs.build(case, key, host_arrays)
     if isinstance(case, Decode):
         return _decode(case, key) | host_arrays
     if isinstance(case, Grouped):
@@ -124,6 +130,8 @@ def _prefill(case: Prefill, key: jax.Array) -> Arrays:
 
 def options(case: Case) -> dict[str, Any]:
     """Returns the op's keyword arguments that are not arrays."""
+    if isinstance(case, SparseCase):
+        return sparse_inputs.options(case)
     if isinstance(case, Grouped):
         block = {"int8": (1, case.K), "int4": (1, BLOCK)}.get(case.dtype, (BLOCK, BLOCK))
         return {"block_shape": block}

@@ -29,7 +29,9 @@ from benchmarks.kernels.shapes import (
     WINDOWS,
     Case,
     Decode,
+    Index,
     Prefill,
+    SparseCase,
     check_key,
     decoded,
     guessed_us,
@@ -242,6 +244,12 @@ def xla_call(case: Case) -> Call | str:
         return functools.partial(_dense_decode, case)
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
+    if isinstance(case, Index):
+        return call_of(case, "blocked")
+    if isinstance(case, SparseCase):
+        if case.op == "sparse_mla_prefill":
+            return "too slow here: it gathers the tokens of a few queries at a time"
+        return call_of(case, "reference")
     if case.M * len(case.sizes) * case.columns * case.K > 4e12:
         return f"too slow here: {EVERY_GROUP}"
     if case.dtype != "bf16" and len(case.sizes) * case.columns * case.K > 2e9:

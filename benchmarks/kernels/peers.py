@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import clock
+from benchmarks.kernels import clock, sparse_peers
 from benchmarks.kernels.marlin import (
     BITS,
     block_sizes,
@@ -45,12 +45,14 @@ from benchmarks.kernels.shapes import (
     Decode,
     Grouped,
     Prefill,
+    SparseCase,
     Swiglu,
     decoded,
     guessed_us,
     page_tables,
     rotation,
 )
+from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 from benchmarks.kernels.workers import Reply, reason, serve
 
 Tensor = torch.Tensor
@@ -113,6 +115,8 @@ def jit_compiler(environment: Mapping[str, str]) -> str:
 
 
 def make(case: Case, seed: int) -> Inputs:
+    if isinstance(case, SparseCase):
+        return sparse_peers.make(case, seed)
     random = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -129,7 +133,7 @@ def make(case: Case, seed: int) -> Inputs:
         pages = normal(int(tables.max()) + 1, PAGE, LATENT + ROPE)
         return {
             "q": normal(B, T, H, LATENT + ROPE),
-            "pages": _float8_tokens(pages) if case.dtype == "fp8" else pages,
+            "pages": float8_tokens(pages) if case.dtype == "fp8" else pages,
             "tables": tables,
             "lengths": torch.tensor(case.lengths, device="cuda", dtype=torch.int32),
         }
@@ -158,29 +162,15 @@ def make(case: Case, seed: int) -> Inputs:
     }
 
 
-def _float8_tokens(pages: Tensor) -> Tensor:
-    """Quantizes to [..., 656] bytes: float8 latent, float32 group scales, bfloat16 rope."""
-    latent = pages[..., :LATENT].float().unflatten(-1, (-1, BLOCK))
-    scale = latent.abs().amax(-1, keepdim=True) / 448
-    values = (latent / scale).to(torch.float8_e4m3fn).flatten(-2)
-    parts = values, scale.squeeze(-1), pages[..., LATENT:].contiguous()
-    return torch.cat([part.view(torch.uint8) for part in parts], -1)
-
-
-def _latent_of(tokens: Tensor) -> Tensor:
-    """Dequantizes the result of :func:`_float8_tokens` to float32 [..., 576]."""
-    values, scale, rope = tokens.split([LATENT, 16, 2 * ROPE], -1)
-    scale = scale.contiguous().view(torch.float32).repeat_interleave(BLOCK, -1)
-    latent = values.contiguous().view(torch.float8_e4m3fn).float() * scale
-    return torch.cat([latent, rope.contiguous().view(torch.bfloat16).float()], -1)
-
-
 # ---- the peers of each op ------------------------------------------------------------------------
 
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
-    if isinstance(case, Swiglu):
+    if isinstance(case, SparseCase):
+        for name, parts in sparse_peers.peers_of(case, functools.partial(_load, directory)):
+            yield name, functools.partial(_sparse, name, parts)
+    elif isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
     elif isinstance(case, Decode) and case.dtype != "bf16":
@@ -205,6 +195,15 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
         for rows in block_sizes(case.M, len(case.sizes)):
             name = f"Marlin, blocks of {rows} rows"
             yield name, functools.partial(_marlin, case, rows, name, directory)
+
+
+def _load(directory: Path, library: str) -> Any:
+    return {"flash_mla": flash_mla, "deep_gemm": deep_gemm}[library](directory)
+
+
+def _sparse(name: str, parts: Callable[[], sparse_peers.Parts]) -> Peer:
+    prepare, call, rows = parts()
+    return Peer(name, prepare, call, rows)
 
 
 def _softmax_scale(case: Decode | Prefill) -> float:
@@ -482,8 +481,11 @@ def _unsigned_with_bias(bits: int) -> int:
 
 def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
     """Returns None if sampled rows of ``out`` agree with float32, else a message."""
-    sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
-    got, want = sample[type(case)](case, x, out)
+    if isinstance(case, SparseCase):
+        got, want = sparse_peers.sample(case, x, out)
+    else:
+        sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
+        got, want = sample[type(case)](case, x, out)
     error = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
     return None if error <= TOLERANCE else f"wrong: relative error {error:.3g}"
 
@@ -498,7 +500,7 @@ def _sample_decode(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor
     b, length = case.rows - 1, case.lengths[-1]
     page_numbers = x["tables"][b, : -(-length // PAGE)].long()
     cache = x["pages"][page_numbers].flatten(0, 1)[:length]
-    cache = _latent_of(cache) if case.dtype == "fp8" else cache.float()
+    cache = latent_of(cache) if case.dtype == "fp8" else cache.float()
     scores = torch.einsum("thc,sc->ths", x["q"][b].float(), cache) * _softmax_scale(case)
     last = length - case.queries + torch.arange(case.queries, device="cuda")
     return out[b], torch.einsum("ths,sc->thc", _softmax_of(scores, last), cache[:, :LATENT])

@@ -12,12 +12,26 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.kernels import sparse_shapes
+from benchmarks.kernels.sparse_shapes import (
+    FLOAT8_TOKEN,
+    LATENT,
+    PAGE,
+    ROPE,
+    Index,
+    SparseAttention,
+    SparseCase,
+    TopK,
+    sparse_cases,
+)
+
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
-OPS = ("mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill")
+OPS = (
+    "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
+    "sparse_mla_prefill", "sparse_index", "top_k",
+)  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-LATENT, ROPE, PAGE = 512, 64, 64
-FLOAT8_TOKEN = 656  # bytes per token in a float8 cache
 BLOCK = 128  # block size of float8 scales, and columns per int4 scale
 WORKING_SET = 320e6  # bytes of rotated inputs: six times an H200's L2 cache
 WINDOWS, WINDOW_S = 5, 0.02  # per turn; a kernel has several turns
@@ -163,7 +177,7 @@ class Prefill:
         return self.rows * self.heads * (query_bytes + self.keys * 2 * (self.K + self.V))
 
 
-Case = Decode | Grouped | Prefill
+Case = Decode | Grouped | Prefill | SparseCase
 
 
 def key(case: Case) -> str:
@@ -176,6 +190,8 @@ def check_key(case: Case) -> str:
         return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
     if isinstance(case, Grouped):
         return f"{case.op} {case.dtype} {case.N}x{case.K}"
+    if isinstance(case, SparseCase):
+        return sparse_shapes.check_key(case)
     return f"{case.op} {case.K}/{case.V}"
 
 
@@ -190,6 +206,10 @@ def decoded(fields: dict[str, Any]) -> Case:
         "grouped_matmul": Grouped,
         "grouped_swiglu": Swiglu,
         "mla_prefill": Prefill,
+        "sparse_mla_decode": SparseAttention,
+        "sparse_mla_prefill": SparseAttention,
+        "sparse_index": Index,
+        "top_k": TopK,
     }
     for name in {"sizes", "ragged"} & set(fields):
         fields = fields | {name: tuple(fields[name])}
@@ -209,7 +229,7 @@ def rotation(case: Case, us: float, most: int = CALLS) -> tuple[int, int]:
 
 def float8_arithmetic(case: Case) -> bool:
     """Returns whether a case multiplies in float8. Other 8-bit and 4-bit cases use bfloat16."""
-    return case.dtype == "fp8" and isinstance(case, Grouped)
+    return case.dtype == "fp8" and isinstance(case, Grouped | Index)
 
 
 def guessed_us(case: Case) -> float:
@@ -335,7 +355,8 @@ def cases() -> list[Case]:
     """Returns all cases once: core cases first, ops interleaved for runs that end early."""
     order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
-    for of_op in (prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()):
+    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()]
+    for of_op in (*dense, *sparse_cases()):
         for i, case in enumerate(of_op):
             order_of.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sparse_index import blocked, reference
+from pallas_kernels.sparse_index import blocked, mosaic_gpu, reference
 
 BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.sparse_index,
     "blocked": blocked.sparse_index,
     "reference": reference.sparse_index,
 }

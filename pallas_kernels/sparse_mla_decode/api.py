@@ -5,9 +5,12 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sparse_mla_decode import reference
+from pallas_kernels.sparse_mla_decode import mosaic_gpu, reference
 
-BACKENDS = {"reference": reference.sparse_mla_decode}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.sparse_mla_decode,
+    "reference": reference.sparse_mla_decode,
+}
 
 
 def sparse_mla_decode(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sparse_mla_prefill import reference
+from pallas_kernels.sparse_mla_prefill import mosaic_gpu, reference
 
-BACKENDS = {"reference": reference.sparse_mla_prefill}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.sparse_mla_prefill,
+    "reference": reference.sparse_mla_prefill,
+}
 
 
 def sparse_mla_prefill(

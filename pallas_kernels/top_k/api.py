@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.top_k import reference
+from pallas_kernels.top_k import mosaic_gpu, reference
 
-BACKENDS = {"reference": reference.top_k}
+BACKENDS = {"mosaic_gpu": mosaic_gpu.top_k, "reference": reference.top_k}
 
 
 def top_k(

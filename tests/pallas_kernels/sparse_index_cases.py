@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -14,6 +15,10 @@ from pallas_kernels.dispatch import Implementation
 from tests.pallas_kernels.numerics import TOLERANCES, Array, check, device, random_e4m3, rounded
 
 _STRAY_ENTRIES = (10**6, -1, 0, -(10**6), 2**31 - 1)
+
+
+Operation = Implementation | Callable[..., jax.Array]
+"""An ``implementation`` argument of sparse_index, or a back-end's function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Inputs:
             scales=rounded(scales, "float32") if float8 else None,
         )
 
-    def run(self, implementation: Implementation) -> Array:
+    def run(self, implementation: Operation) -> Array:
         arrays = (
             device(self.q, self.dtype),
             device(self.weights, "float32"),
@@ -91,49 +96,65 @@ class Inputs:
 
 
 @functools.cache
-def compiled(implementation: Implementation):
+def compiled(implementation: Operation):
+    if callable(implementation):
+        return jax.jit(implementation)
     return jax.jit(functools.partial(sparse_index, implementation=implementation))
 
 
 class SparseIndexCases:
-    """Each back-end subclasses this and sets ``implementation``."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
+    dtype: ClassVar[str] = "float32"
+    page: ClassVar[int] = 8
+    heads: ClassVar[int] = 3
+    width: ClassVar[int] = 12
+    float8_bound: ClassVar[float] = TOLERANCES["float32"]
+
+    def random(self, lengths: tuple[int, ...], **kwargs) -> Inputs:
+        """Random inputs. Lengths are given as for pages of eight tokens."""
+        shapes = {"dtype": self.dtype, "page": self.page, "J": self.heads, "D": self.width}
+        longer = tuple(length // 8 * self.page + length % 8 for length in lengths)
+        return Inputs.random(longer, **(shapes | kwargs))
 
     def check(self, x: Inputs) -> None:
-        got, want = x.run(self.implementation), x.expected()
+        self.check_result(x, x.run(self.implementation))
+
+    def check_result(self, x: Inputs, got: Array) -> None:
+        want = x.expected()
         assert got.dtype == np.float32
         # A row at a time: products of bfloat16 and float8 are exact in float32.
-        check(got, want, TOLERANCES["float32"])
+        check(got, want, self.float8_bound if x.scales is not None else TOLERANCES["float32"])
 
     def test_queries_and_ragged_lengths(self):
         """Query t sees one token more than the query before, and none past a sequence's end."""
-        self.check(Inputs.random((21, 4, 8, 24, 9, 0), T=4))
+        self.check(self.random((21, 4, 8, 24, 9, 0), T=4))
 
     def test_heads_and_long_table(self):
-        self.check(Inputs.random((40, 130), J=16, page=8, max_pages=90))
+        self.check(self.random((40, 130), J=16, max_pages=90))
 
     def test_padding_past_the_table(self):
-        x = Inputs.random((34, 7), T=4)
+        x = self.random((34, 7), T=4)
         got, want = x.run(self.implementation), x.expected()
         check(got[0, :2], want[0, :2], TOLERANCES["float32"])
         check(got[1], want[1], TOLERANCES["float32"])
 
     def test_bfloat16(self):
-        self.check(Inputs.random((21, 2), T=2, dtype="bfloat16"))
+        self.check(self.random((21, 2), T=2, dtype="bfloat16"))
 
     def test_float8_keys_with_scales(self):
-        self.check(Inputs.random((21, 2), T=2, dtype="float8_e4m3fn"))
+        self.check(self.random((21, 2), T=2, dtype="float8_e4m3fn"))
 
     def test_wider_pages(self):
-        x = Inputs.random((21, 2), T=2)
-        pages = np.pad(x.pages, ((0, 0), (0, 0), (0, 20)), constant_values=np.nan)
+        x = self.random((21, 2), T=2)
+        pages = np.pad(x.pages, ((0, 0), (0, 0), (0, 32)), constant_values=np.nan)
         self.check(dataclasses.replace(x, pages=pages))
 
     def test_heads_below_zero_count_nothing(self):
         """A key opposite to every query scores 0, also where the weights are negative."""
-        x = Inputs.random((8,), T=1)
+        x = self.random((8,), T=1)
         opposite = dataclasses.replace(
             x, q=np.abs(x.q), pages=-np.abs(x.pages), weights=-np.abs(x.weights)
         )
-        assert (jnp.asarray(opposite.run(self.implementation))[0, 0, :8] == 0).all()
+        assert (jnp.asarray(opposite.run(self.implementation))[0, 0, : self.page] == 0).all()

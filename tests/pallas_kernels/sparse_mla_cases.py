@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -51,24 +52,38 @@ class Inputs:
         return out, lse
 
 
+Operation = Implementation | Callable[..., Any]
+"""An ``implementation`` argument of an operation, or a back-end's function."""
+
+
 @functools.cache
-def _compiled(op, implementation: Implementation, scale: float):
+def _compiled(op, implementation: Operation, scale: float):
+    if callable(implementation):
+        return jax.jit(functools.partial(implementation, scale=scale))
     return jax.jit(functools.partial(op, scale=scale, implementation=implementation))
 
 
 class SparseMlaDecodeCases:
-    """Each back-end subclasses this and sets ``implementation``."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
+    dtype: ClassVar[str] = "float32"
+    widths: ClassVar[tuple[int, int]] = (24, 8)
+    heads: ClassVar[int] = 2
 
-    def run(self, x: Inputs) -> tuple[npt.NDArray, ...]:
+    def random(self, lengths: tuple[int, ...], K: int, **kwargs) -> Inputs:
+        shapes = {"dtype": self.dtype, "widths": self.widths, "H": self.heads}
+        return Inputs.random(lengths, K, **(shapes | kwargs))
+
+    def run(self, x: Inputs, implementation: Operation | None = None) -> tuple[npt.NDArray, ...]:
         q_latent, q_rope, pages, tables, _ = x.dense.arrays()
-        op = _compiled(sparse_mla_decode, self.implementation, x.dense.scale)
+        chosen = implementation or self.implementation
+        op = _compiled(sparse_mla_decode, chosen, x.dense.scale)
         return tuple(map(np.asarray, op(q_latent, q_rope, pages, tables, x.indices)))
 
-    def check(self, x: Inputs) -> None:
+    def check(self, x: Inputs, implementation: Operation | None = None) -> None:
         """The pool's unwritten slots are NaN, so that a token read by mistake shows."""
-        (out, lse), (want_out, want_lse) = self.run(x), x.expected()
+        (out, lse), (want_out, want_lse) = self.run(x, implementation), x.expected()
         assert out.dtype == x.dense.dtype
         assert lse.dtype == np.float32
         check(out, want_out, max(TOLERANCES["float32"], tolerance(x.dense.dtype)))
@@ -76,41 +91,55 @@ class SparseMlaDecodeCases:
 
     def test_ragged_selections(self):
         """Queries with all K tokens, fewer and none."""
-        x = Inputs.random((40, 5, 0, 33), K=12, T=5, widths=(24, 8))
+        x = self.random((40, 5, 0, 33), K=12, T=5)
         assert {0, 12} <= set((x.indices >= 0).sum(-1).ravel()) | {12}
         self.check(x)
 
     def test_many_queries(self):
-        self.check(Inputs.random((60, 24), K=9, T=23, widths=(24, 8)))
+        self.check(self.random((60, 24), K=9, T=23))
 
     def test_no_token_at_all(self):
-        x = Inputs.random((20, 3), K=6, widths=(24, 8))
+        x = self.random((20, 3), K=6)
         blind = dataclasses.replace(x, indices=np.full_like(x.indices, -1))
         out, lse = self.run(blind)
         assert (out == 0).all()
         assert (lse == -np.inf).all()
 
     def test_bfloat16(self):
-        self.check(Inputs.random((40, 17), K=12, T=2, widths=(24, 8), dtype="bfloat16"))
+        self.check(self.random((40, 17), K=12, T=2, dtype="bfloat16"))
 
     def test_pages_wider_than_tokens(self):
-        x = Inputs.random((40, 17), K=12, T=2, widths=(24, 8))
+        x = self.random((40, 17), K=12, T=2)
         self.check(dataclasses.replace(x, dense=x.dense.wider()))
 
 
 class SparseMlaPrefillCases:
-    """Each back-end subclasses this and sets ``implementation``."""
+    """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
+    dtype: ClassVar[str] = "float32"
+    widths: ClassVar[tuple[int, int]] = (24, 8)
+    heads: ClassVar[int] = 2
+    tokens: ClassVar[int] = 24
 
-    def test_equals_decode_over_one_page_each(self):
-        """Compared with float64. Tokens that no query chose are NaN."""
-        x = Inputs.random((24, 24), K=7, T=24, page=24, max_pages=1, widths=(24, 8))
+    def inputs(self) -> tuple[Inputs, Array]:
+        """Returns two sequences, and their latents [B, S, CR]: NaN where no query chose them."""
+        S = self.tokens
+        x = Inputs.random(
+            (S, S), K=7, T=S, H=self.heads, page=S, max_pages=1, widths=self.widths,
+            dtype=self.dtype,
+        )  # fmt: skip
         latents = x.dense.pages[x.dense.block_tables[:, 0]]
         chosen = [set(of_sequence.ravel()) for of_sequence in x.indices]
         for b, s in np.ndindex(*latents.shape[:2]):
             latents[b, s] = latents[b, s] if s in chosen[b] else np.nan
+        return x, latents
+
+    def test_equals_decode_over_one_page_each(self):
+        """Compared with float64. Tokens that no query chose are NaN."""
+        x, latents = self.inputs()
         op = _compiled(sparse_mla_prefill, self.implementation, x.dense.scale)
-        arrays = [device(a, "float32") for a in (x.dense.q_latent, x.dense.q_rope, latents)]
-        for got, want in zip(op(*arrays, x.indices), x.expected(), strict=True):
-            check(np.asarray(got), want, TOLERANCES["float32"])
+        arrays = [device(a, self.dtype) for a in (x.dense.q_latent, x.dense.q_rope, latents)]
+        (out, lse), (want_out, want_lse) = op(*arrays, x.indices), x.expected()
+        check(np.asarray(out), want_out, max(TOLERANCES["float32"], tolerance(self.dtype)))
+        check(np.ravel(lse), np.ravel(want_lse), TOLERANCES["float32"])

@@ -53,7 +53,9 @@ RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
-# route ranks signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the interpreter.
+# These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the
+# interpreter.
+SIGNED = ("route", "top_k")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
@@ -174,6 +176,44 @@ def routed(tokens: int, experts: int, K: int, groups: int, topk_groups: int) -> 
     return Kernel("pallas_kernels.route.mosaic_gpu", arrays, {"rule": rule})
 
 
+def sparse_decode(queries: int, heads: int, rows: int = 64, float8: bool = False) -> Kernel:
+    """sparse_mla_decode of 2,048 tokens per query."""
+    dense = decode(queries, heads, rows, float8=float8).arrays
+    arrays = {name: x for name, x in dense.items() if name != "lengths"}
+    arrays["indices"] = Struct((rows, queries, 2048), I32)
+    return Kernel("pallas_kernels.sparse_mla_decode.mosaic_gpu", arrays, {"scale": 192**-0.5})
+
+
+def sparse_prefill(queries: int, heads: int, keys: int) -> Kernel:
+    """sparse_mla_prefill of one sequence with 2,048 tokens per query."""
+    arrays = {
+        "q_latent": Struct((1, queries, heads, 512), BF16),
+        "q_rope": Struct((1, queries, heads, 64), BF16),
+        "latents": Struct((1, keys, 576), BF16),
+        "indices": Struct((1, queries, 2048), I32),
+    }
+    return Kernel("pallas_kernels.sparse_mla_prefill.mosaic_gpu", arrays, {"scale": 192**-0.5})
+
+
+def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> Kernel:
+    """sparse_index of ``rows`` sequences with ``pages`` pages each."""
+    arrays = {
+        "q": Struct((rows, queries, heads, 128), dtype),
+        "weights": Struct((rows, queries, heads), F32),
+        "pages": Struct((rows * pages, 64, 128), dtype),
+        "block_tables": Struct((rows, pages), I32),
+        "lengths": Struct((rows,), I32),
+    }
+    if dtype == FP8:
+        arrays["scales"] = Struct((rows * pages, 64, 1), F32)
+    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
+
+
+def selection(rows: int, S: int, k: int = 2048) -> Kernel:
+    """top_k of ``rows`` rows of S scores."""
+    return Kernel("pallas_kernels.top_k.mosaic_gpu", {"scores": Struct((rows, S), F32)}, {"k": k})
+
+
 def kernels() -> dict[str, Kernel]:
     """Returns all kernels that must compile. A new kernel or setting is a line here."""
     table = {
@@ -215,6 +255,26 @@ def kernels() -> dict[str, Kernel]:
         )
     table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
     table["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
+    # One tile, two tiles, a last tile that is not full, and queries that are split.
+    table |= {
+        f"sparse_mla_decode h{heads} sq{queries}": sparse_decode(queries, heads)
+        for heads, queries in [(128, 1), (128, 2), (64, 1), (16, 5), (40, 1)]
+    }
+    table |= {
+        f"sparse_mla_decode_float8 h{heads} sq{queries}": sparse_decode(queries, heads, float8=True)
+        for heads, queries in [(128, 1), (16, 5)]
+    }
+    table["sparse_mla_decode one row"] = sparse_decode(1, 128, rows=1)
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
+            shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
+            table[shape] = index(queries, rows, pages, dtype)
+    table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
+    table |= {
+        "top_k 64 rows of 32768": selection(64, 32768),
+        "top_k one row of 163840": selection(1, 163840),
+        "top_k k 2000": selection(8, 100_000, k=2000),
+    }
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),
@@ -329,7 +389,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
                 continue
             report = output.read_text()
             results[name] = {"seconds": seconds, "report": report}
-            if op == "route":
+            if op in SIGNED:
                 results[name]["unsigned"] = len(UNSIGNED.findall(report))
     return results
 

@@ -1,5 +1,7 @@
 """Test cases that every back-end of top_k must pass; see TopKCases."""
 
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -20,15 +22,25 @@ def expected(scores: np.ndarray, k: int) -> np.ndarray:
     return out
 
 
+Operation = Implementation | Callable[..., jax.Array]
+"""An ``implementation`` argument of top_k, or a back-end's function."""
+
+
+@functools.cache
+def compiled(implementation: Operation, k: int) -> Callable[..., jax.Array]:
+    if callable(implementation):
+        return jax.jit(functools.partial(implementation, k=k))
+    return jax.jit(functools.partial(top_k, k=k, implementation=implementation))
+
+
 class TopKCases:
     """Each back-end subclasses this and sets ``implementation``."""
 
-    implementation: ClassVar[Implementation]
+    implementation: ClassVar[Operation]
 
     def check(self, scores: np.ndarray, k: int) -> np.ndarray:
         scores = scores.astype(np.float32)
-        run = jax.jit(top_k, static_argnums=1, static_argnames="implementation")
-        got = np.asarray(run(scores, k, implementation=self.implementation))
+        got = np.asarray(compiled(self.implementation, k)(scores))
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, expected(scores, k))
         return got

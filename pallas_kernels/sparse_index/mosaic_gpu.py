@@ -1,0 +1,68 @@
+"""sparse_index on Hopper GPUs: keys of 128 columns in pages of 64 tokens, bfloat16 or float8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.hopper import require_hopper
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import COLUMNS, PAGE, Config, plan, score
+
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def sparse_index(
+    q: Float[Array, "B T J D"],
+    weights: Float32[Array, "B T J"],
+    pages: Float[Array, "P page width"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scales: Float32[Array, "P page scale_width"] | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float32[Array, "B T S"]:
+    """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
+
+    The tensor cores sum products of float8 with fewer bits than float32 has, about 14.
+
+    Args:
+      config: tuning parameters, by default :func:`plan`'s.
+      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
+    """
+    require_hopper(interpret)
+    B, T, J, D = q.shape
+    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, FLOAT8):
+        raise NotImplementedError(
+            f"takes queries and keys of bfloat16 or float8_e4m3fn, got {q.dtype} and {pages.dtype}"
+        )
+    if (scales is None) != (q.dtype == jnp.bfloat16):
+        raise NotImplementedError(f"takes scales of float8 keys only, got {q.dtype}")
+    if scales is not None and scales.shape[-1] != 1:
+        raise NotImplementedError(f"takes scales of width 1, got {scales.shape[-1]}")
+    if (pages.shape[1], D) != (PAGE, COLUMNS):
+        raise NotImplementedError(
+            f"takes pages of {PAGE} tokens and keys of {COLUMNS} columns, got {(pages.shape[1], D)}"
+        )
+    if J % 8 or not 0 < J <= 256:
+        raise NotImplementedError(f"takes 8 to 256 heads in multiples of 8, got {J}")
+    if pages.shape[2] * pages.dtype.itemsize % 16 or 0 in (B, T, *pages.shape, *block_tables.shape):
+        raise NotImplementedError(f"takes no empty arrays and aligned pages, got {pages.shape}")
+    config = config or plan(B, T, J, block_tables.shape[1])
+    # Groups of queries are scored together. Pad to whole groups.
+    padded = -T % config.queries
+    q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
+    weights = jnp.pad(weights, ((0, 0), (0, padded), (0, 0)))
+    return score(
+        q.reshape(B, -1, config.queries * J, D),
+        weights.reshape(B, -1, config.queries, J),
+        pages,
+        block_tables.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+        None if scales is None else scales[..., 0],
+        queries=T,
+        config=config,
+        interpret=interpret,
+    )

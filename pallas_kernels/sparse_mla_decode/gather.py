@@ -1,0 +1,259 @@
+"""Per-thread code of the producer: looks up a key block's tokens and copies them to shared memory.
+
+A key block has 64 tokens, and warp w handles tokens 16 w to 16 w + 15. Lane l has the index of
+token 16 w + l % 16, in one register. TMA cannot gather rows on Hopper, so each thread copies 16
+bytes at a time by cp.async: eight threads copy 128 bytes of a token, which are one row of a
+swizzled tile. Copies of tokens that do not exist read nothing and write zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mla_decode.float8_cache import LATENT
+from pallas_kernels.mosaic_ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    warp_and_lane,
+    word,
+)
+
+PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+"""Layout of one number per thread."""
+
+THREADS = 128
+_TOKENS = 16  # per warp and key block
+_PASSES = 4  # a warp copies 128 bytes of four tokens per instruction
+_TILE_BYTES = 8 * 128  # of a swizzled tile: eight tokens, 64 columns
+_TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+_NUMBERS = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=PER_THREAD)
+
+
+def load_indices(indices: Any, block: jax.Array) -> jax.Array:
+    """Loads each thread's index of key block ``block`` of all queries.
+
+    Args:
+      indices: [queries, indices] in global memory.
+    """
+
+    @inline(REF, SCALAR, returns=_NUMBERS)
+    def load(indices: Any, block: Any) -> Any:
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(indices))
+        token = arith.addi(arith.muli(word(block), const(4 * _TOKENS)), _token())
+        return _number(_load(base, token))
+
+    return load(indices, block)
+
+
+def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, pages: int) -> Any:
+    """Returns ``page number * page + slot`` of each thread's token, or -1 if there is none.
+
+    Args:
+      tables: block tables [B, max_pages] in global memory. Entries are clipped to the pool.
+      indices: result of :func:`load_indices`.
+      page: tokens per page.
+      pages: number of pages in the pool.
+    """
+    max_pages = tables.shape[1]
+
+    @inline(REF, SCALAR, PER_THREAD, returns=_NUMBERS)
+    def find(tables: Any, sequence: Any, indices: Any) -> Any:
+        index = _only(indices)
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(tables))
+        entry = arith.minui(arith.divui(index, const(page)), const(max_pages - 1))
+        entry = arith.addi(arith.muli(word(sequence), const(max_pages)), entry)
+        number = arith.maxsi(arith.minsi(_load(base, entry), const(pages - 1)), const(0))
+        slot = arith.addi(arith.muli(number, const(page)), arith.remui(index, const(page)))
+        exists = arith.cmpi(arith.CmpIPredicate.sge, index, const(0))
+        return _number(arith.select(exists, slot, const(-1)))
+
+    return find(tables, jnp.asarray(sequence, jnp.int32), indices)
+
+
+def prefetch_tokens(tokens: Any, slots: jax.Array) -> None:
+    """Prefetches the tokens in these slots into the L2 cache, one instruction per token.
+
+    Args:
+      tokens: [slots, width] in global memory.
+    """
+    size = tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
+
+    @inline(REF, PER_THREAD)
+    def prefetch(tokens: Any, slots: Any) -> None:
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(tokens))
+        _, lane = warp_and_lane()
+        text = f"""{{
+            .reg .b64 at;
+            .reg .pred there;
+            setp.ge.s32 there, $0, 0;
+            setp.lt.and.s32 there, $1, {_TOKENS}, there;
+            mad.wide.s32 at, $0, {size}, $2;
+            @there cp.async.bulk.prefetch.L2.global [at], {size};
+        }}"""
+        asm(text, "r,r,l", _only(slots), lane, base, effects=True)
+
+    prefetch(tokens, slots)
+
+
+def write_penalties(penalties: Any, slots: jax.Array) -> None:
+    """Stores what is added to each token's scores: 0, or -inf if the token does not exist.
+
+    Args:
+      penalties: float32 [64] in shared memory.
+    """
+
+    @inline(REF, PER_THREAD)
+    def write(penalties: Any, slots: Any) -> None:
+        at = arith.addi(_shared(penalties), arith.shli(_token(), const(2)))
+        text = """{
+            .reg .b32 penalty;
+            .reg .pred there;
+            setp.ge.s32 there, $1, 0;
+            selp.b32 penalty, 0, 0xFF800000, there;
+            st.shared.b32 [$0], penalty;
+        }"""
+        asm(text, "r,r", at, _only(slots), effects=True)
+
+    write(penalties, slots)
+
+
+def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
+    """Starts copying columns of a key block. :func:`arrive_when_copied` signals their arrival.
+
+    Args:
+      tile: bfloat16 [64, columns] in shared memory, tiled and swizzled.
+      tokens: [slots, width] in global memory.
+      first: first byte of a token to copy.
+    """
+    columns, token_bytes = tile.shape[1], tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
+    tiles = columns // 64
+
+    @inline(_TILES, REF, PER_THREAD)
+    def copy(tile: Any, tokens: Any, slots: Any) -> None:
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(tokens))
+        warp, lane = warp_and_lane()
+        token, chunk = arith.shrui(lane, const(3)), arith.andi(lane, const(7))
+        row = arith.addi(
+            arith.muli(warp, const(2 * tiles * _TILE_BYTES)), arith.shli(token, const(7))
+        )
+        swizzled = arith.shli(arith.xori(chunk, token), const(4))
+        target = arith.addi(_shared(tile), arith.addi(row, swizzled))
+        text = [
+            "{ .reg .b32 lane, slot, size, even, odd; .reg .b64 from; .reg .pred there;",
+            "mov.b32 even, $0; xor.b32 odd, $0, 64;",
+        ]
+        for i in range(_PASSES):  # tokens 4 i + lane / 8 of the warp
+            text.append(f"""
+                add.s32 lane, $2, {4 * i};
+                shfl.sync.idx.b32 slot, $1, lane, 0x1f, 0xffffffff;
+                setp.ge.s32 there, slot, 0;
+                selp.b32 size, 16, 0, there;
+                max.s32 slot, slot, 0;
+                mad.wide.s32 from, slot, {token_bytes}, $3;""")
+            for j in range(tiles):
+                to = (i // 2 * tiles + j) * _TILE_BYTES + i % 2 * 512
+                text.append(f"""
+                cp.async.cg.shared.global.L2::256B [{("even", "odd")[i % 2]} + {to}],
+                    [from + {first + 128 * j}], 16, size;""")
+        text.append("}")
+        source = arith.addi(base, arith.extui(i64(), arith.shli(chunk, const(4))))
+        operands = target, _only(slots), token, source
+        asm("\n".join(text), "r,r,r,l,~{memory}", *operands, effects=True)
+
+    copy(tile, tokens, slots)
+
+
+def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> None:
+    """Starts copying half of the latents of a key block, and with the second half the rope keys.
+
+    Args:
+      v: bfloat16 [64, 256] in shared memory.
+      rope: bfloat16 [64, 64] in shared memory.
+    """
+    copy_columns(v, tokens, slots, half * LATENT)
+    if half:
+        copy_columns(rope, tokens, slots, 2 * LATENT)
+
+
+def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
+    """Arrives at a barrier in every thread, when the copies that the thread has started are done.
+
+    Args:
+      words: mbarriers of two words each in shared memory.
+    """
+
+    @inline(REF, SCALAR)
+    def arrive(words: Any, barrier: Any) -> None:
+        at = arith.addi(_shared(words), arith.shli(word(barrier), const(3)))
+        asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r,~{memory}", at, effects=True)
+
+    arrive(words, jnp.asarray(barrier, jnp.int32))
+
+
+def opaque_zero() -> jax.Array:
+    """Returns zero, which the compiler does not know, and which it must not move out of a loop."""
+
+    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def make() -> Any:
+        zero = asm("mov.b32 $0, 0;", "=r", result=i32(), effects=True)
+        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
+
+    return make()
+
+
+def interpreted_tokens(tokens: Any, slots: jax.Array) -> jax.Array:
+    """Returns the columns of the tokens in these slots, zeros for -1; used by the interpreter."""
+    gathered = tokens[...][jnp.maximum(slots, 0)]
+    return jnp.where((slots >= 0)[:, None], gathered, jnp.zeros_like(gathered))
+
+
+def interpreted_slots(
+    indices: Any, tables: Any, block: jax.Array, sequence: jax.Array, page: int, pages: int
+) -> jax.Array:
+    """Returns what :func:`find_slots` does, in the order of the tokens, [64]."""
+    index = indices[...].reshape(-1, 4 * _TOKENS)[block]
+    table = tables[...][sequence]
+    number = table[jnp.clip(index // page, 0, len(table) - 1)]
+    slots = jnp.clip(number, 0, pages - 1) * page + index % page
+    return jnp.where(index < 0, -1, slots)
+
+
+def _token() -> Any:
+    """Returns the index of the thread's token in a key block."""
+    warp, lane = warp_and_lane()
+    return arith.addi(arith.muli(warp, const(_TOKENS)), arith.andi(lane, const(_TOKENS - 1)))
+
+
+def _load(base: Any, index: Any) -> Any:
+    address = arith.addi(base, arith.extui(i64(), arith.shli(index, const(2))))
+    return asm("ld.global.b32 $0, [$1];", "=r,l", address, result=i32(), effects=True)
+
+
+def _number(register: Any) -> Any:
+    register = vector.broadcast(ir.VectorType.get((1,), i32()), register)
+    return array([register], (THREADS,), PER_THREAD, is_signed=True)
+
+
+def _only(numbers: Any) -> Any:
+    return vector.extract(
+        numbers.registers.item(),
+        dynamic_position=[],
+        static_position=ir.DenseI64ArrayAttr.get([0]),
+    )
+
+
+def _shared(ref: Any) -> Any:
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))

@@ -1,0 +1,360 @@
+"""The Hopper kernel of attention to selected tokens, for tiles of 64 heads of a query.
+
+A program processes consecutive pieces of queries (:mod:`work`), in key blocks of 64 tokens. Its
+three warpgroups are specialised and synchronise only through barriers:
+
+* The producer (:mod:`producer`) gathers the tokens of a key block into one of two slots in shared
+  memory, 16 bytes per thread and instruction (:mod:`gather`). It looks tokens up three blocks ahead
+  and prefetches them into the L2 cache one block ahead. It writes zeros for tokens that do not
+  exist. Tokens of a float8 cache go through registers, where they become bfloat16, half of a block
+  at a time (:mod:`unpack`).
+* Two consumers compute. Consumer 0 computes the scores S = Q K^T of the first block of each pair,
+  consumer 1 those of the second, and each overwrites its block's rope keys, which are no longer
+  needed, with P = exp(S - maximum). Both accumulate P V, each for 256 of the 512 output columns, in
+  registers. The running maximum is passed from one to the other. The tensor cores compute half of a
+  block's scores, then P V of the other consumer's last block, then the other half.
+
+So one consumer's softmax overlaps with the other's matmuls. Scores are scaled to base 2. If queries
+are cut into pieces, :func:`merge_kernel.merge_partials` merges the partial results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
+
+from pallas_kernels.mla_decode.barriers import WARPS
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.float8_registers import fence_shared
+from pallas_kernels.mla_decode.kernel_parts import (
+    ACC,
+    LOG2E,
+    NO_SCORE,
+    ROW,
+    SLACK,
+    SLOTS,
+    TILE,
+    WGMMA,
+    results,
+    row_vector,
+    tiles_of,
+)
+from pallas_kernels.mla_decode.rescale import publish, scale_rows
+from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode.producer import Cache, fill_slots
+from pallas_kernels.sparse_mla_decode.signals import (
+    Q_FREE,
+    SUMS_READY,
+    Signals,
+    max_ready,
+    p_ready,
+    penalties_ready,
+)
+from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
+
+_HALF = LATENT // 2
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
+_SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
+# Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
+_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
+_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning parameters that do not change any result."""
+
+    prefetch: bool = True
+    """Whether tokens are prefetched into the L2 cache before they are copied."""
+
+    early: bool = True
+    """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
+
+
+@functools.partial(jax.jit, static_argnames=("work", "page", "scale", "config", "interpret"))
+def attend(
+    q_latent: BFloat16[Array, "Q M C"],
+    q_rope: BFloat16[Array, "Q M R"],
+    tokens: BFloat16[Array, "slots width"] | UInt8[Array, "slots 656"],
+    block_tables: Int32[Array, "B max_pages"],
+    indices: Int32[Array, "Q K"],
+    *,
+    work: Work,
+    page: int,
+    scale: float,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[BFloat16[Array, "Q M C"], Float32[Array, "Q M"], _Partials]:
+    """Attention of each query's M heads, padded to whole tiles if M > 64, to its K tokens.
+
+    Returns:
+      ``out`` and ``lse``, and the partial results and their log-sum-exps. Only the latter are
+      written if queries are cut into several pieces, and otherwise only the former.
+    """
+    Q, M, _ = q_latent.shape
+    rows, tiles = min(TILE, M), -(-M // TILE)
+    float8 = tokens.dtype == jnp.uint8
+    registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
+    gpu, queries = interpret is None, Q // len(block_tables)
+    early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
+
+    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g,
+                   out_g, lse_g, partial_g, partial_lse_g,
+                   ql_s, qr_s, v_s, rope_s, vectors_s, sums_s,
+                   *barriers):  # fmt: skip
+        signals = Signals.of(barriers, interpret)
+        # By cp.async every thread signals its own copies.
+        signals.initialise(WARPS if float8 else gather.THREADS)
+        if early:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
+        max_s, alpha_s, penalties_s, lse_s = (
+            vectors_s.at[0:2], vectors_s.at[2:4], vectors_s.at[4:6], vectors_s.at[6]
+        )  # fmt: skip
+        wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
+        first_piece = lax.axis_index("program") * work.share
+        piece_count = jnp.minimum(work.total - first_piece, work.share)
+        begin = work.first_pair(first_piece)
+
+        def producer_warpgroup():
+            plgpu.set_max_registers(registers[1], action="decrease")
+            cache = Cache(kv_g, tables_g, indices_g, page, queries, interpret)
+
+            def fetch_queries(i):
+                m, q = pl.ds(m0, rows), work.query(first_piece + i)
+                for half in range(2):
+                    window = q, m, pl.ds(_HALF * half, _HALF)
+                    signals.q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
+                window = q, m, pl.ds(0, ROPE)
+                signals.q_full.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
+
+            fill_slots(
+                cache, (v_s, rope_s, penalties_s), signals, work, (first_piece, piece_count),
+                fetch_queries, prefetch=config.prefetch,
+            )  # fmt: skip
+
+        def consumer_warpgroup(own):
+            """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
+            plgpu.set_max_registers(registers[0], action="increase")
+            other = 1 - own
+
+            def add_scores(acc, n, halves=(0, 1)):
+                # The compiler cannot tell that it is zero. Otherwise it would compute the
+                # descriptors before the loop and keep them in registers.
+                zero = gather.opaque_zero() if gpu else 0
+                slot = own + zero
+                for half in halves:
+                    signals.full.wait(2 * own + half, n)
+                    fence_shared(interpret)  # cp.async writes like an ordinary store
+                    keys = v_s.at[slot, half].transpose((1, 0))
+                    plgpu.wgmma(acc, ql_s.at[half + zero], keys)
+                if 1 in halves:
+                    plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
+
+            def scores(n, halves=(0, 1)):
+                def multiply(acc):
+                    add_scores(acc, n, halves)
+                    return acc[...]
+
+                return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
+
+            def add_values(acc, slot):
+                """Returns ``acc + P V``."""
+
+                def multiply(acc_ref):
+                    if gpu:
+                        acc_ref[...] = acc
+                    plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, own])
+                    return acc_ref[...]
+
+                added = pl.run_scoped(multiply, ACC((TILE, _HALF), jnp.float32))
+                return added if gpu else acc + added
+
+            def rescale_to_other(acc, n):
+                """Returns ``acc`` relative to the other consumer's maximum, when P is ready."""
+                signals.ready.wait(max_ready(other), n)
+                alpha = plgpu.layout_cast(alpha_s[other], ROW)
+                acc = scale_rows(acc, alpha, interpret=interpret)
+                signals.ready.wait(p_ready(other), n)
+                return acc
+
+            def softmax(s, n, before, own_max, total):
+                """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
+                signals.ready.wait(penalties_ready(own), n)
+                penalties = plgpu.layout_cast(penalties_s[own], _COLUMN)
+                s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
+                maximum = s.max(axis=1)
+                running = jnp.where(maximum > before + SLACK, maximum, before)
+                alpha = jnp.exp2(before - running)
+                max_s[own], alpha_s[own] = running, alpha
+                signals.ready.arrive(max_ready(own))
+                p = jnp.exp2(s - lax.broadcast_in_dim(running, s.shape, [0]))
+                meet(interpret)  # the matmuls of all four warps have read the rope keys
+                rope_s[own] = p.astype(jnp.bfloat16)
+                publish(interpret)
+                signals.ready.arrive(p_ready(own))
+                # Row sums of eight columns each. A thread's own are reduced at the end.
+                block_sums = functools.reduce(
+                    jnp.add, (p[:, c : c + _SUM_COLUMNS] for c in range(0, BLOCK, _SUM_COLUMNS))
+                )
+                factor = jnp.exp2(own_max - running)
+                total = total * lax.broadcast_in_dim(factor, total.shape, [0]) + block_sums
+                return alpha, running, total
+
+            def first_block(n, acc, *sums):
+                """Processes consumer 0's first block of a piece; nothing overlaps with it."""
+                _, *sums = softmax(scores(n), n, row_vector(NO_SCORE), *sums)
+                return release(add_values(acc, own), own, own), *sums
+
+            def add_block(n, acc, *sums):
+                """Computes the scores of block n, P V of the other's last block, and P V of n."""
+                n_other = n - other  # consumer 0 adds block 1 of the previous pair
+
+                def softmax_of(s):
+                    return softmax(s, n, plgpu.layout_cast(max_s[other], ROW), *sums)
+
+                def overlapped(s_ref, acc_ref):
+                    add_scores(s_ref, n, halves=(0,))
+                    acc_ref[...] = rescale_to_other(acc, n_other)
+                    plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
+                    add_scores(s_ref, n, halves=(1,))
+                    # P V is complete: only the second half's latent and rope scores remain.
+                    plgpu.wgmma_wait(2)
+                    signals.free.arrive(2 * other + own)
+                    softmax_results = softmax_of(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
+                    return acc_ref[...], *softmax_results
+
+                if gpu:
+                    acc, alpha, *sums = pl.run_scoped(
+                        overlapped,
+                        ACC((TILE, BLOCK), jnp.float32),
+                        ACC((TILE, _HALF), jnp.float32),
+                    )
+                else:  # the interpreter has no two accumulators at once
+                    s = scores(n, (0,))
+                    acc = add_values(rescale_to_other(acc, n_other), other)
+                    s = s + scores(n, (1,))
+                    release(acc, other, own)
+                    alpha, *sums = softmax_of(s)
+                acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
+                return acc, *sums
+
+            def release(acc, slot, half):
+                signals.free.arrive(2 * slot + half)
+                return acc
+
+            def run_piece(i, done):
+                """Attends to the program's i-th piece; ``done`` counts the pairs before it."""
+                piece = first_piece + i
+                count = work.first_pair(piece + 1) - begin - done
+                zeros = [
+                    plgpu.layout_cast(jnp.full((TILE, width), 0.0, jnp.float32), WGMMA)
+                    for width in (_HALF, _SUM_COLUMNS)
+                ]
+                state: Any = zeros[0], row_vector(NO_SCORE), zeros[1]
+                signals.q_full.wait(0, i)
+                if own == 0:
+                    state = first_block(done, *state)
+
+                    def step(k, state):
+                        acc, *sums = add_block(done + k, *state)
+                        return release(acc, 0, own), *sums
+
+                    state = lax.fori_loop(1, count, step, state)
+                else:
+
+                    def step(k, state):
+                        return keep_last(k, add_block(done + k, *state))
+
+                    def keep_last(k, state):
+                        # The piece's last slot stays: its half becomes the output's buffer.
+                        pl.when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
+                        return state
+
+                    state = lax.fori_loop(0, count, step, state)
+                acc, *sums = state
+                signals.by_both.arrive(Q_FREE)
+                if own == 0:
+                    acc = add_values(rescale_to_other(acc, done + count - 1), other)
+                finish_piece(i, piece, acc, *sums)
+                return done + count
+
+            def finish_piece(i, piece, acc, own_max, own_sums):
+                # Double buffered: the other consumer may still read the previous piece's sums.
+                buffer = 2 * (i & 1)
+                sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
+                signals.by_both.arrive(SUMS_READY)
+                signals.by_both.wait(SUMS_READY, i)
+                maxima, sums = (
+                    [plgpu.layout_cast(sums_s[kind, buffer + k], ROW) for k in range(2)]
+                    for kind in range(2)
+                )
+                maximum = jnp.maximum(*maxima)
+                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
+                    maxima[1] - maximum
+                )
+                inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
+                acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
+                columns = pl.ds(own * _HALF, _HALF)
+
+                if own == 0:
+                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
+                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
+                    plgpu.commit_smem()
+                if work.pieces == 1:
+                    q = work.query(piece)
+                    # Staged in the half of slot 1 that only this warpgroup reads.
+                    v_s[1, own] = acc.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        v_s.at[1, own, pl.ds(0, rows)], out_g.at[q, pl.ds(m0, rows), columns]
+                    )
+                    if own == 0:
+                        plgpu.copy_smem_to_gmem(
+                            lse_s.at[pl.ds(0, rows)], lse_g.at[q, pl.ds(m0, rows)]
+                        )
+                else:
+                    partial_g[piece, pl.ds(m0, TILE), columns] = acc
+                    if own == 0:
+                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[piece, pl.ds(m0, TILE)])
+                plgpu.wait_smem_to_gmem(0)
+                signals.free.arrive(2 * 1 + own)
+
+            lax.fori_loop(0, piece_count, run_piece, jnp.int32(0))
+
+        pl.when(wg == 2)(producer_warpgroup)
+        for own in range(2):  # separate code for each, so that addresses are constants
+            pl.when(wg == own)(functools.partial(consumer_warpgroup, own))
+
+    out, lse, *partials = plgpu.kernel(
+        sparse_mla,
+        out_type=results(Q, M, 1 if work.pieces == 1 else -(-work.total // 2)),
+        scratch_types=[
+            tiles_of(2, TILE, _HALF),
+            tiles_of(1, TILE, ROPE),
+            tiles_of(SLOTS, 2, BLOCK, _HALF),
+            tiles_of(SLOTS, BLOCK, ROPE),
+            plgpu.SMEM((7, TILE), jnp.float32),  # one array, because each is padded to 1 KiB
+            plgpu.SMEM((2, 4, TILE), jnp.float32),
+            *Signals.scratch(interpret),
+        ],
+        # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
+        grid=(work.programs, tiles),
+        grid_names=("program", "tile"),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if gpu else {"interpret": interpret}),
+    )(q_latent, q_rope, tokens, block_tables, indices)
+    return out, lse, tuple(partials)

@@ -1,0 +1,54 @@
+"""sparse_mla_prefill on Hopper GPUs: sparse_mla_decode's kernel, with each sequence one page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.sparse_mla_decode import mosaic_gpu as decode
+from pallas_kernels.sparse_mla_decode.work import Work
+from pallas_kernels.sparse_mla_prefill import reference
+
+
+def sparse_mla_prefill(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    latents: Float[Array, "B S CR"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+    work: Work | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Implements :func:`pallas_kernels.sparse_mla_prefill`. Its gradient is the reference's.
+
+    Args:
+      work: division of the key blocks among programs, by default :func:`decode.plan`'s.
+      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
+    """
+    one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
+
+    @jax.custom_vjp
+    def attend(*inputs: jax.Array):
+        q_latent, q_rope, latents, indices = inputs
+        return decode.sparse_mla_decode(
+            q_latent, q_rope, latents, one_page_each, indices, scale=scale, work=work,
+            interpret=interpret,
+        )  # fmt: skip
+
+    def forward(*inputs: jax.Array):
+        return attend(*inputs), inputs
+
+    def backward(inputs, cotangents):
+        *differentiable, indices = inputs
+
+        def of_floats(q_latent, q_rope, latents):
+            return reference.sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=scale)
+
+        return *jax.vjp(of_floats, *differentiable)[1](cotangents), None
+
+    attend.defvjp(forward, backward)
+    return attend(q_latent, q_rope, latents, indices)

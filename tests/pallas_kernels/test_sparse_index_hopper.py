@@ -1,0 +1,107 @@
+"""The Hopper kernel of sparse_index: run on a GPU, or interpreted with race detection."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import sparse_index
+from pallas_kernels.sparse_index import mosaic_gpu
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config, plan
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.numerics import TOLERANCES
+from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
+
+
+@functools.cache
+def kernel(config: Config | None = None):
+    return functools.partial(mosaic_gpu.sparse_index, config=config, interpret=INTERPRET)
+
+
+@kernel_runs
+class TestMosaicGpu(SparseIndexCases):
+    implementation = staticmethod(kernel())
+    dtype = "bfloat16"
+    page = 64
+    heads = 8
+    width = 128
+    # The tensor cores keep about 14 bits when they add products of float8.
+    float8_bound = 2.0**-10 if ON_GPU else TOLERANCES["float32"]
+    # The same as test_queries_and_ragged_lengths.
+    test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
+
+    def test_heads_and_long_table(self):
+        """Several programs per sequence; the last one has fewer pages than the others."""
+        self.check(self.random((40, 130), J=16, max_pages=19))
+
+    @pytest.mark.parametrize(
+        ("T", "queries", "dtype"),
+        [
+            (5, 3, "float8_e4m3fn"),
+            pytest.param(4, 4, "bfloat16", marks=pytest.mark.slow),
+            pytest.param(3, 1, "float8_e4m3fn", marks=pytest.mark.slow),
+        ],
+    )
+    def test_groups_of_queries(self, T, queries, dtype):
+        """64 heads. The last group lacks a query; more pages per warpgroup than its ring has."""
+        x = self.random((75, 36, 0), T=T, J=64, max_pages=9, dtype=dtype)
+        config = Config(queries=queries, pages=5, stages=2)
+        got = x.run(kernel(config))
+        assert got.shape[1] == T
+        self.check_result(x, got)
+
+
+def test_plan_fills_the_device():
+    """Groups of at most 256 rows; several programs per multiprocessor if there is enough work."""
+    assert plan(64, 1, 64, 512) == Config(queries=1, pages=15)
+    assert plan(64, 5, 64, 512).queries == 3
+    assert plan(1, 4096, 64, 512) == Config(queries=4, pages=12)
+    assert plan(1, 1, 64, 512).pages == 4
+
+
+def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2):
+    scales = None if scales is None else jnp.ones((8, page, scales), jnp.float32)
+    return (
+        (
+            jnp.ones((B, T, J, D), dtype),
+            jnp.ones((B, T, J), jnp.float32),
+            jnp.ones((8, page, D), dtype),
+            jnp.zeros((B, 4), jnp.int32),
+            jnp.ones(B, jnp.int32),
+        ),
+        scales,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "got float32"),
+        ({"page": 32}, r"got \(32, 128\)"),
+        ({"D": 64}, r"got \(64, 64\)"),
+        ({"J": 12}, "got 12"),
+        ({"dtype": "float8_e4m3fn"}, "scales of float8 keys only, got float8_e4m3fn"),
+        ({"dtype": "float8_e4m3fn", "scales": 128}, "width 1, got 128"),
+    ],
+)
+def test_refusals(changes, message):
+    given, scales = arrays(**changes)
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu.sparse_index(*given, scales=scales, interpret=object())
+
+
+@off_gpu
+def test_no_gpu():
+    given, _ = arrays()
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
+        sparse_index(*given, implementation="mosaic_gpu")
+
+
+def test_lowers_for_cuda(monkeypatch):
+    """Lowering checks shared memory size and register layouts without a GPU."""
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    given, scales = arrays(T=2, dtype="float8_e4m3fn", scales=1)
+    f = jax.jit(functools.partial(mosaic_gpu.sparse_index, scales=scales))
+    text = f.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

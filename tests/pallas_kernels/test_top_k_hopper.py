@@ -1,0 +1,55 @@
+"""The Hopper kernel of top_k: run on a GPU, or interpreted with race detection."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import top_k
+from pallas_kernels.top_k import mosaic_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.top_k_cases import TopKCases
+
+
+@kernel_runs
+class TestMosaicGpu(TopKCases):
+    """Most rows are shorter than the four chunks of 512 scores that two warpgroups load first."""
+
+    implementation = staticmethod(
+        functools.partial(mosaic_gpu.top_k, warpgroups=8 if ON_GPU else 2, interpret=INTERPRET)
+    )
+
+    def test_ties_in_several_parts(self):
+        """Every warpgroup has scores above the threshold, and ties that are and are not chosen."""
+        scores = np.random.default_rng(1).integers(-2, 3, (1, 2300)).astype(float)
+        scores[:, ::7] = -np.inf
+        for k in (900, 1300):
+            self.check(scores, k)
+
+    @pytest.mark.slow
+    def test_hidden_parts(self):
+        """A warpgroup whose part has no finite score, and fewer finite scores than k."""
+        scores = np.random.default_rng(4).standard_normal((2, 2048))
+        scores[0, 700:] = scores[1, :1500] = -np.inf
+        self.check(scores, 600)
+
+
+def test_more_than_the_result_fits_is_refused():
+    with pytest.raises(NotImplementedError, match="4096 at most, got 4097"):
+        mosaic_gpu.top_k(jnp.zeros((1, 8192)), 4097, interpret=object())
+
+
+@off_gpu
+def test_no_gpu():
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
+        top_k(jnp.zeros((1, 64)), 4, implementation="mosaic_gpu")
+
+
+def test_lowers_for_cuda(monkeypatch):
+    """Lowering checks shared memory size and register layouts without a GPU."""
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    f = jax.jit(functools.partial(mosaic_gpu.top_k, k=2048))
+    text = f.trace(jnp.zeros((2, 4096))).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

@@ -1,0 +1,75 @@
+"""Sparse attention compiled for TPUs that are not there, at DeepSeek-V3.2's sizes, by XLA alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import sparse_index, sparse_mla_decode, sparse_mla_prefill, top_k
+from tests.pallas_kernels.tpu_topology import compile_for, needs_libtpu
+
+pytestmark = [needs_libtpu, pytest.mark.slow]
+CHIP = "v5p"
+
+shape = jax.ShapeDtypeStruct
+BF16, I32, F32 = jnp.bfloat16, jnp.int32, jnp.float32
+CONTEXT, PAGE = 32768, 64
+
+
+def queries(B, T, H):
+    return shape((B, T, H, 512), BF16), shape((B, T, H, 64), BF16)
+
+
+def cache(B, dtype=BF16, width=640):
+    pages = shape((B * CONTEXT // PAGE, PAGE, width), dtype)
+    return pages, shape((B, CONTEXT // PAGE), I32)
+
+
+def selected(B, T, K=2048):
+    return shape((B, T, K), I32)
+
+
+def index(B, T, dtype):
+    """Arguments of sparse_index with 64 heads."""
+    scales = None
+    if dtype != BF16:
+        scales = shape((B * CONTEXT // PAGE, PAGE, 1), F32)
+    arrays = (
+        shape((B, T, 64, 128), dtype),
+        shape((B, T, 64), F32),
+        *cache(B, dtype, 128),
+        shape((B,), I32),
+    )
+    return arrays, scales
+
+
+def check(program, most_bytes):
+    """The program fits: it makes no copy of the cache, nor of what it reads of it at once."""
+    assert program.memory_analysis().temp_size_in_bytes < most_bytes
+
+
+def test_sparse_decode():
+    f = functools.partial(sparse_mla_decode, scale=0.135)
+    check(compile_for(CHIP, f, *queries(8, 1, 128), *cache(8), selected(8, 1)), 2**29)
+
+
+def test_sparse_prefill():
+    f = functools.partial(sparse_mla_prefill, scale=0.135)
+    latents = shape((1, CONTEXT, 576), BF16)
+    check(compile_for(CHIP, f, *queries(1, 512, 128), latents, selected(1, 512)), 2**30)
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float8_e4m3fn])
+def test_index(dtype):
+    arrays, scales = index(8, 2, dtype)
+
+    def f(arrays, scales):
+        return sparse_index(*arrays, scales=scales)
+
+    check(compile_for(CHIP, f, arrays, scales), 2**28)
+
+
+def test_top_k():
+    f = functools.partial(top_k, k=2048)
+    check(compile_for(CHIP, f, shape((8, 1, 8192), F32)), 2**28)
