@@ -35,7 +35,6 @@ from pallas_kernels.hopper.ir import (
     word,
 )
 from pallas_kernels.hopper.tiles import TILES, WGMMA
-from pallas_kernels.hopper.warpgroup import publish
 from pallas_kernels.mla_decode.float8_cache import (
     GROUP,
     LATENT,
@@ -45,8 +44,6 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
 )
 from pallas_kernels.mla_decode.schedule import BLOCK
-
-fence_shared = publish  # its former name
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # per warp

@@ -9,26 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.tiles import WGMMA
 from pallas_kernels.mla_decode.float8_cache import LATENT
 from pallas_kernels.mla_decode.schedule import BLOCK
-
-# Some of these are imported from here under their former path.
-__all__ = [
-    "ACC",
-    "LOG2E",
-    "NO_SCORE",
-    "ROW",
-    "SLACK",
-    "SLOTS",
-    "TILE",
-    "WGMMA",
-    "masked_scores",
-    "results",
-    "row_vector",
-    "tiles_of",
-]
 
 TILE = 64  # query rows of a program: the M of one wgmma instruction
 SLOTS = 2  # key blocks in shared memory

@@ -20,9 +20,7 @@ from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels.hopper.ir import inline, item
 from pallas_kernels.hopper.tiles import ROW, WGMMA
-from pallas_kernels.hopper.warpgroup import any_thread, publish
-
-__all__ = ["publish", "scale_rows"]  # the former path of publish
+from pallas_kernels.hopper.warpgroup import any_thread
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:

@@ -28,8 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.kernel_parts import ACC, ROW
-from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.hopper.tiles import ACC, ROW
+from pallas_kernels.hopper.warpgroup import meet
 
 PAGE, COLUMNS = 64, 128
 _MOST_ROWS = 256  # of one wgmma instruction: heads of all queries of a group

@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mla_decode.float8_cache import LATENT
-from pallas_kernels.mosaic_ir import (
+from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
     array,
@@ -30,6 +29,7 @@ from pallas_kernels.mosaic_ir import (
     warp_and_lane,
     word,
 )
+from pallas_kernels.mla_decode.float8_cache import LATENT
 
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 """Layout of one number per thread."""

@@ -31,24 +31,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
-from pallas_kernels.mla_decode.barriers import WARPS
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
+from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.float8_registers import fence_shared
-from pallas_kernels.mla_decode.kernel_parts import (
-    ACC,
-    LOG2E,
-    NO_SCORE,
-    ROW,
-    SLACK,
-    SLOTS,
-    TILE,
-    WGMMA,
-    results,
-    row_vector,
-    tiles_of,
-)
-from pallas_kernels.mla_decode.rescale import publish, scale_rows
-from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, results
+from pallas_kernels.mla_decode.rescale import scale_rows
 from pallas_kernels.sparse_mla_decode import gather
 from pallas_kernels.sparse_mla_decode.producer import Cache, fill_slots
 from pallas_kernels.sparse_mla_decode.signals import (
@@ -154,7 +142,7 @@ def attend(
                 slot = own + zero
                 for half in halves:
                     signals.full.wait(2 * own + half, n)
-                    fence_shared(interpret)  # cp.async writes like an ordinary store
+                    publish(interpret)  # cp.async writes like an ordinary store
                     keys = v_s.at[slot, half].transpose((1, 0))
                     plgpu.wgmma(acc, ql_s.at[half + zero], keys)
                 if 1 in halves:

@@ -10,14 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.warpgroup import first_warp, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.float8_registers import (
-    fence_shared,
-    store_half,
-    wait_rope_copies,
-)
+from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
-from pallas_kernels.mosaic_ir import first_warp
 from pallas_kernels.sparse_mla_decode import gather, unpack
 from pallas_kernels.sparse_mla_decode.signals import Q_FREE, Signals, penalties_ready
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
@@ -101,7 +97,7 @@ def fill_slots(
             store_half(v, words, scales, jnp.int32(BLOCK))
             if half:
                 wait_rope_copies()
-            fence_shared()
+            publish()
             signals.full.arrive(2 * slot + half)
             return
         if gpu:

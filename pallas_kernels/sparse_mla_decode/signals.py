@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_kernels.mla_decode.barriers import WARPS, Barriers
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
 
 Q_FREE, SUMS_READY = 0, 1

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.hopper.ir import REF, array, asm, const, i32, i64, inline, warp_and_lane
 from pallas_kernels.mla_decode.float8_cache import (
     GROUP,
     LATENT,
@@ -24,7 +25,6 @@ from pallas_kernels.mla_decode.float8_cache import (
     dequantize_latent,
 )
 from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
-from pallas_kernels.mosaic_ir import REF, array, asm, const, i32, i64, inline, warp_and_lane
 from pallas_kernels.sparse_mla_decode.gather import PER_THREAD, THREADS, copy_columns
 
 _HALF = LATENT // 2

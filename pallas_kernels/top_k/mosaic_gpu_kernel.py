@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.mosaic_ir import meet
+from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.top_k.registers import (
     add_to_histogram,
     layout_of,

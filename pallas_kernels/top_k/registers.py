@@ -12,16 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_ir import (
-    REF,
-    SCALAR,
-    array,
-    asm,
-    const,
-    i32,
-    inline,
-    warp_and_lane,
-)
+from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, inline, warp_and_lane
 
 _PER_REGISTER = 4  # numbers of a thread that are adjacent
 
