@@ -73,15 +73,15 @@ def deploy(app: Any, name: str) -> None:
     serve.run(app, name=name, route_prefix="/")
 
 
-def running_replicas(name: str) -> int:
+def running_replicas(name: str, deployment: str = "engine") -> int:
     """Returns the number of an application's replicas that take requests."""
-    states: Any = serve.status().applications[name].deployments["engine"].replica_states
+    states: Any = serve.status().applications[name].deployments[deployment].replica_states
     return states.get("RUNNING", 0)
 
 
-def replica_processes(name: str) -> list[int]:
+def replica_processes(name: str, deployment: str = "engine") -> list[int]:
     """Returns the process ids of an application's replicas."""
-    title = f"ray::ServeReplica:{name}:engine".encode()
+    title = f"ray::ServeReplica:{name}:{deployment}".encode()
     processes = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended

@@ -14,8 +14,11 @@ from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.serve import check_arguments
 from dsv3_jax.generation.settings import check
 
-_OF_THE_PROCESS = ("host", "port", "distributed", "one_process")
-"""Flags of ``dsv3 serve`` that a replica has no use for."""
+_OF_THE_PROCESS = ("host", "port", "distributed", "one_process", "transfer_port")
+_OF_THE_ROLE = ("role", "prefill_url", "prefill_api_key_file")
+"""Flags of ``dsv3 serve`` that a replica has no use for: it knows its address and its peers."""
+_OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
+"""Flags that prefill replicas do not get."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,23 @@ class Autoscaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefillPool:
+    """Settings of the prefill replicas, where they differ from those of the other replicas."""
+
+    serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Flags of ``dsv3 serve``, in addition to those of the application or instead of them."""
+    autoscaling: Autoscaling = Autoscaling()
+    """Number of replicas. An open request of theirs is a prompt."""
+    resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
+    """Resources that Ray reserves for a replica."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> PrefillPool:
+        """Returns the settings with these values, see :meth:`AppSettings.of`."""
+        return _make(cls, _with_autoscaling(values))
+
+
+@dataclasses.dataclass(frozen=True)
 class AppSettings:
     """Settings of an application: one model, its replicas, and the fronts before them."""
 
@@ -62,6 +82,9 @@ class AppSettings:
     """Number of replicas."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
     """Resources that Ray reserves for a replica, such as ``{"num_cpus": 4, "num_gpus": 8}``."""
+    prefill: PrefillPool | None = None
+    """Replicas that compute the pages of prompts, see docs/disaggregation.md. The other replicas
+    then pull these pages and generate. None: each replica does both."""
     hosts: int = 1
     """Hosts of a replica. The engine runs in one process, so that more than one is refused."""
     fronts: int = 1
@@ -78,14 +101,15 @@ class AppSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> AppSettings:
-        """Returns the settings with these values. Those of ``autoscaling`` may be a mapping.
+        """Returns the settings with these values. Those of ``autoscaling`` and ``prefill`` may be
+        mappings.
 
         Raises:
           ValueError: a value has no setting, or is out of range.
         """
-        given = dict(values)
-        if isinstance(scaling := given.get("autoscaling"), Mapping):
-            given["autoscaling"] = _make(Autoscaling, scaling)
+        given = _with_autoscaling(values)
+        if isinstance(pool := given.get("prefill"), Mapping):
+            given["prefill"] = PrefillPool.of(pool)
         return _make(cls, given)
 
     def __post_init__(self) -> None:
@@ -102,15 +126,28 @@ class AppSettings:
                 " processes, so that a replica is one process with the accelerators of one host"
             )
         _ = self.arguments  # which checks them
+        if self.prefill is not None:
+            _ = self.prefill_arguments
 
     @property
     def arguments(self) -> argparse.Namespace:
-        """The arguments of a replica, as ``dsv3 serve`` parses them."""
-        words = ["--model", self.model]
-        for name, value in self.serve.items():
-            flag = name.replace("_", "-")
-            if flag.replace("-", "_") in (*_OF_THE_PROCESS, "model"):
+        """The arguments of a replica that answers requests, as ``dsv3 serve`` parses them."""
+        return self._parsed(self.serve, "both" if self.prefill is None else "decode")
+
+    @property
+    def prefill_arguments(self) -> argparse.Namespace:
+        """The arguments of a prefill replica."""
+        assert self.prefill is not None, "expected settings with a prefill pool"
+        flags = {**_by_name(self.serve), **_by_name(self.prefill.serve)}
+        kept = {name: flags[name] for name in flags if name not in _OF_DECODE}
+        return self._parsed(kept, "prefill")
+
+    def _parsed(self, flags: Mapping[str, Any], role: str) -> argparse.Namespace:
+        words = ["--model", self.model, "--role", role]
+        for name, value in _by_name(flags).items():
+            if name in (*_OF_THE_PROCESS, *_OF_THE_ROLE, "model"):
                 raise ValueError(f"serve: {name}: expected a flag of the engine or its API, got it")
+            flag = name.replace("_", "-")
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 words += [f"--{flag}"] if each is True else [f"--{flag}", str(each)]
         parser = _Parser(prog="serve", add_help=False, allow_abbrev=False)
@@ -127,8 +164,18 @@ class AppSettings:
     @property
     def target_ongoing_requests(self) -> float:
         """Open requests of a replica at which the number of replicas stays."""
-        given = self.autoscaling.target_ongoing_requests
-        return math.ceil(0.75 * self.arguments.max_running) if given is None else given
+        return _target(self.autoscaling, self.arguments)
+
+    @property
+    def prefill_target_ongoing_requests(self) -> float:
+        """Open prompts of a prefill replica at which their number stays."""
+        assert self.prefill is not None, "expected settings with a prefill pool"
+        return _target(self.prefill.autoscaling, self.prefill_arguments)
+
+
+def _target(scaling: Autoscaling, arguments: argparse.Namespace) -> float:
+    given = scaling.target_ongoing_requests
+    return math.ceil(0.75 * arguments.max_running) if given is None else given
 
 
 class _Parser(Parser):
@@ -136,6 +183,19 @@ class _Parser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"serve: {message}")
+
+
+def _by_name(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flags by their names with underscores."""
+    return {name.replace("-", "_"): value for name, value in flags.items()}
+
+
+def _with_autoscaling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values in which ``autoscaling`` is no mapping."""
+    given = dict(values)
+    if isinstance(scaling := given.get("autoscaling"), Mapping):
+        given["autoscaling"] = _make(Autoscaling, scaling)
+    return given
 
 
 def _make(kind: type, values: Mapping[str, Any]) -> Any:
