@@ -83,8 +83,8 @@ class RoleProcess:
             self._process.kill()
             return self._process.wait()
 
-    def wait_until_ready(self, seconds: float = 300) -> None:
-        """Waits until it serves."""
+    def wait_until_ready(self, seconds: float = 1200) -> None:
+        """Waits until it serves. On a busy machine its programs compile for minutes."""
         self._wait_for("/ready", lambda text: True, seconds)
 
     def wait_until_idle(self, seconds: float = 60) -> dict[str, float]:

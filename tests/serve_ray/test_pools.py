@@ -14,8 +14,15 @@ from benchmarks.serving.small_replica import SmallPrefillReplica, SmallReplica, 
 from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
 
+directory = pathlib.Path(sys.argv[1])
 settings = AppSettings.of({
-    "serve": {"max_running": 4, "max_waiting": 60, "dtype": "float32", "prefill_seconds": 20},
+    "serve": {
+        "max_running": 4,
+        "max_waiting": 60,
+        "dtype": "float32",
+        "prefill_seconds": 60,
+        "program_store": directory / "programs",
+    },
     "resources": {"num_cpus": 0},
     "prefill": {
         "serve": {"host_cache_gib": 0.1},
@@ -24,11 +31,12 @@ settings = AppSettings.of({
     },
 })
 rng = random.Random(0)
-prompts = [rng.choices(range(300, 2000), k=rng.randint(65, 230)) for _ in range(48)]
-options = [{"max_tokens": 6, "temperature": 0.8 * (i % 2), "seed": i} for i in range(48)]
+prompts = [rng.choices(range(300, 2000), k=rng.randint(65, 150)) for _ in range(24)]
+options = [{"max_tokens": 4, "temperature": 0.8 * (i % 2), "seed": i} for i in range(24)]
 
 def expected():
     with make_small_engine(settings.prefill_arguments).engine as engine:
+        engine.warm_up(directory / "programs")  # which the replicas load
         handles = [
             engine.submit(prompt, max_new_tokens=o["max_tokens"], temperature=o["temperature"],
                           seed=o["seed"], ignore_eos=True)
@@ -58,17 +66,17 @@ async def play(url):
         return await figure("dsv3:prefill_peer_up") == 2
 
     async def has_pulled():
-        return await figure("dsv3:remote_prefill_pages_total") >= 8
+        return await figure("dsv3:remote_prefill_pages_total") >= 4
 
     async with aiohttp.ClientSession() as session:
         await until(has_both)
-        asked = [asyncio.create_task(answer_to(i)) for i in range(32)]
+        asked = [asyncio.create_task(answer_to(i)) for i in range(16)]
         await until(has_pulled)
         ray_cluster.kill(ray_cluster.replica_processes("test", "prefill")[0])
         answers = await asyncio.gather(*asked)
         pulled = await figure("dsv3:remote_prefill_pages_total")
         # The one that is left, and perhaps one in place of the other, go on.
-        answers += await asyncio.gather(*(answer_to(i) for i in range(32, 48)))
+        answers += await asyncio.gather(*(answer_to(i) for i in range(16, 24)))
         return {
             "answers": answers,
             "pulled": pulled,
@@ -77,7 +85,7 @@ async def play(url):
         }
 
 right = expected()
-with ray_cluster.cluster(pathlib.Path(sys.argv[1]), 1) as url:
+with ray_cluster.cluster(directory, 1) as url:
     ray_cluster.deploy(application(settings, SmallReplica, SmallPrefillReplica), "test")
     print(json.dumps({"expected": right, **asyncio.run(play(url))}))
 """
@@ -87,4 +95,4 @@ with ray_cluster.cluster(pathlib.Path(sys.argv[1]), 1) as url:
 def test_a_killed_prefill_replica_changes_no_token():
     result = result_of(CODE)
     assert result["answers"] == result["expected"]
-    assert result["pulled_at_the_end"] > result["pulled"] >= 8
+    assert result["pulled_at_the_end"] > result["pulled"] >= 4
