@@ -12,6 +12,7 @@ from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
 _STORE_BYTES = 80 * 2**20  # of shared memory; Ray takes no less
 ENVIRONMENT = {
@@ -29,23 +30,45 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def cluster(directory: Path, cpus: int) -> Iterator[str]:
+def cluster(directory: Path, cpus: int, *, nodes: int = 1) -> Iterator[str]:
     """Starts Ray, and yields the URL of its HTTP proxy on loopback.
 
     Args:
       directory: for Ray's logs and sockets; its path must be short.
-      cpus: cores that Ray believes in. Each replica reserves one.
+      cpus: cores that Ray believes in, of each node. Each replica reserves one.
+      nodes: number of nodes, all of them on this machine.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    _start(directory, cpus)
+    simulated = None
+    if nodes == 1:
+        _start(directory, cpus)
+    else:
+        simulated = _start_nodes(directory, cpus, nodes)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
+        if simulated is not None:
+            simulated.shutdown()
+
+
+def _start_nodes(directory: Path, cpus: int, nodes: int) -> Cluster:
+    """Starts several nodes, each with processes of its own."""
+    options = {
+        "num_cpus": cpus,
+        "object_store_memory": _STORE_BYTES,
+        "include_dashboard": False,
+        "temp_dir": str(directory),
+    }
+    simulated = Cluster(initialize_head=True, head_node_args=options)
+    for _ in range(nodes - 1):
+        simulated.add_node(num_cpus=cpus, object_store_memory=_STORE_BYTES)
+    ray.init(address=simulated.address, log_to_driver=False)
+    return simulated
 
 
 def _start(directory: Path, cpus: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 import dsv3_jax
+from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, tiers_of
 from dsv3_jax.cli.run_server import MadeEngine
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
 from dsv3_jax.serve_ray.replica import EngineReplica
@@ -16,12 +17,18 @@ from dsv3_jax.server.settings import ServerSettings
 MAX_LEN = 256
 
 
-def make_small_engine(arguments: argparse.Namespace) -> MadeEngine:
+def make_small_engine(
+    arguments: argparse.Namespace, process: Leader | Follower | None = None
+) -> MadeEngine:
     """Returns an engine of the demo with few programs, and what its server needs."""
-    model, tokenizer = dsv3_jax.load("demo", dtype=arguments.dtype)
+    layout = make_layout_from(arguments)
+    model, tokenizer = dsv3_jax.load("demo", dtype=arguments.dtype, layout=layout)
     assert tokenizer is not None
     slots = arguments.max_running
-    buckets = Buckets(decodes=(slots,), chunks=(1,), chunk_tokens=32, max_steps=1).single()
+    shards = 1 if layout is None else layout.num_shards("batch")
+    buckets = Buckets(
+        decodes=(slots // shards,), chunks=(1,), chunk_tokens=32, max_steps=1
+    ).single()
     remote = remote_of(arguments, model)
     engine = Engine(
         model,
@@ -30,6 +37,7 @@ def make_small_engine(arguments: argparse.Namespace) -> MadeEngine:
         max_running=slots,
         buckets=buckets,
         tiers=tiers_of(arguments, remote),
+        process=process,
     )
     settings = ServerSettings(
         "demo",
@@ -43,14 +51,20 @@ def make_small_engine(arguments: argparse.Namespace) -> MadeEngine:
 class SmallReplica(EngineReplica):
     """A replica of the demo with few programs."""
 
-    def make_engine(self, arguments: argparse.Namespace) -> MadeEngine:
+    @staticmethod
+    def make_engine(
+        arguments: argparse.Namespace, process: Leader | Follower | None = None
+    ) -> MadeEngine:
         """Returns the engine and what its server needs."""
-        return make_small_engine(arguments)
+        return make_small_engine(arguments, process)
 
 
 class SmallPrefillReplica(PrefillReplica):
     """A prefill replica of the demo with few programs."""
 
-    def make_engine(self, arguments: argparse.Namespace) -> MadeEngine:
+    @staticmethod
+    def make_engine(
+        arguments: argparse.Namespace, process: Leader | Follower | None = None
+    ) -> MadeEngine:
         """Returns the engine and what its server needs."""
-        return make_small_engine(arguments)
+        return make_small_engine(arguments, process)

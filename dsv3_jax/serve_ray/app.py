@@ -14,6 +14,7 @@ from ray.serve.config import (  # pyright: ignore[reportMissingImports]
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
 from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, front_builder
+from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
 from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
 from dsv3_jax.serve_ray.replica import EngineReplica
 from dsv3_jax.serve_ray.router import PrefixRouter
@@ -59,7 +60,8 @@ def application(
     engines = serve.deployment(
         replica,
         name=ENGINE,
-        ray_actor_options=_actor_options(settings.resources),
+        ray_actor_options=actor_options(settings.resources),
+        **({} if settings.hosts == 1 else _hosts_options(settings)),
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued_requests,
         autoscaling_config=_autoscaling(settings.autoscaling, settings.target_ongoing_requests),
@@ -86,7 +88,7 @@ def application(
         prefills = serve.deployment(
             prefill_replica,
             name=PREFILL,
-            ray_actor_options=_actor_options(pool.resources),
+            ray_actor_options=actor_options(pool.resources),
             autoscaling_config=_autoscaling(
                 pool.autoscaling, settings.prefill_target_ongoing_requests
             ),
@@ -112,8 +114,9 @@ def _autoscaling(scaling: Autoscaling, target_ongoing_requests: float) -> Autosc
     )
 
 
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns Ray's options of an actor with these resources."""
-    known = {name: resources[name] for name in resources if name in ("num_cpus", "num_gpus")}
-    others = {name: resources[name] for name in resources if name not in known}
-    return {**known, **({"resources": others} if others else {})}
+def _hosts_options(settings: AppSettings) -> dict[str, Any]:
+    """Returns the options of a deployment whose replicas have several hosts."""
+    return {
+        "placement_group_bundles": bundles(settings),
+        "placement_group_strategy": STRATEGY,
+    }

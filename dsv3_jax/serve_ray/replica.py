@@ -16,9 +16,11 @@ from starlette.types import Message
 from dsv3_jax.cli.run_server import MadeEngine, make_engine
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.engine import Follower, Leader
 from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE
 from dsv3_jax.serve_ray.broadcast import results_of
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
+from dsv3_jax.serve_ray.hosts import Hosts
 from dsv3_jax.serve_ray.prefill_peers import keep_current
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.app import create_app
@@ -60,9 +62,16 @@ class Replica:
             self.check()
             await asyncio.sleep(0.05)
 
-    def make_engine(self, arguments: argparse.Namespace) -> MadeEngine:
-        """Returns the engine and what its server needs."""
-        return make_engine(arguments, draft_of(arguments), depth_of(arguments))
+    @staticmethod
+    def make_engine(
+        arguments: argparse.Namespace, process: Leader | Follower | None = None
+    ) -> MadeEngine:
+        """Returns the engine and what its server needs.
+
+        Args:
+          process: the part of this process if the replica has several.
+        """
+        return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
 
     async def metrics(self) -> tuple[str, str]:
         """Returns the replica's id and its figures in Prometheus' text format."""
@@ -106,14 +115,28 @@ class EngineReplica(Replica):
     """
 
     async def __init__(self, settings: AppSettings, prefill: DeploymentHandle | None = None):
-        made = await asyncio.to_thread(self.make_engine, settings.arguments)
-        await self.start(made)
+        if settings.hosts == 1:
+            self._hosts = None
+            made = await asyncio.to_thread(self.make_engine, settings.arguments)
+            await self.start(made)
+        else:
+            self._hosts = Hosts(settings, type(self).make_engine)
+            made = await self._hosts.start()
+            await self.start(made)
+            self.closing.callback(self._hosts.close)
+            await self._hosts.wait_until_ready()
         if prefill is not None:
             assert made.remote is not None, "the role is decode"
             looking = asyncio.create_task(
                 keep_current(made.remote.peers, lambda: results_of(prefill, "address"))
             )
             self.closing.callback(looking.cancel)
+
+    def check(self) -> None:
+        """Raises EngineFailedError if the engine failed, or another process of its mesh."""
+        super().check()
+        if self._hosts is not None:
+            self._hosts.check()
 
     async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yields the messages of the response to a call.

@@ -17,6 +17,12 @@ from dsv3_jax.generation.settings import check
 _OF_THE_PROCESS = ("host", "port", "distributed", "one_process", "transfer_port")
 _OF_THE_ROLE = ("role", "prefill_url", "prefill_api_key_file")
 """Flags of ``dsv3 serve`` that a replica has no use for: it knows its address and its peers."""
+_OF_ONE_HOST = {
+    "host_cache_gib": "each host has a part of a page",
+    "disk_cache": "each host has a part of a page",
+    "program_store": "compiled programs have only been loaded on one host; compile_cache works",
+}
+"""Flags that replicas of several hosts cannot have, and why."""
 _OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
 """Flags that prefill replicas do not get."""
 
@@ -86,7 +92,8 @@ class AppSettings:
     """Replicas that compute the pages of prompts, see docs/disaggregation.md. The other replicas
     then pull these pages and generate. None: each replica does both."""
     hosts: int = 1
-    """Hosts of a replica. The engine runs in one process, so that more than one is refused."""
+    """Hosts of a replica, each a node of Ray with ``resources`` of its own. With more than one,
+    ``serve`` needs a ``layout``, which is over the devices of all."""
     fronts: int = 1
     """Processes that receive requests and send them to replicas."""
     attempts: int = 3
@@ -120,14 +127,27 @@ class AppSettings:
         check("max_queued_requests", self.max_queued_requests, expected, Integral, 1)
         expected = "seconds from 0.1 to 3600"
         check("health_check_period_s", self.health_check_period_s, expected, Real, 0.1, 3600)
-        if self.hosts != 1:
-            raise ValueError(
-                f"hosts: expected 1, got {self.hosts}; the engine does not run on a mesh of several"
-                " processes, so that a replica is one process with the accelerators of one host"
-            )
-        _ = self.arguments  # which checks them
+        check("hosts", self.hosts, "an integer of at least 1", Integral, 1)
+        arguments = self.arguments  # which checks them
+        if self.hosts > 1:
+            self._check_hosts(arguments)
         if self.prefill is not None:
             _ = self.prefill_arguments
+
+    def _check_hosts(self, arguments: argparse.Namespace) -> None:
+        """Raises ValueError for what a replica of several hosts cannot have."""
+        if arguments.layout is None:
+            raise ValueError(f"hosts: expected a layout in serve with {self.hosts} hosts, got none")
+        if not any(self.resources.values()):
+            raise ValueError(f"resources: expected some of each of {self.hosts} hosts, got none")
+        if self.prefill is not None:
+            reason = _OF_ONE_HOST["host_cache_gib"]
+            raise ValueError(f"prefill: expected none with {self.hosts} hosts, got one; {reason}")
+        for name, reason in _OF_ONE_HOST.items():
+            if value := getattr(arguments, name):
+                raise ValueError(
+                    f"{name}: expected none with {self.hosts} hosts, got {value}; {reason}"
+                )
 
     @property
     def arguments(self) -> argparse.Namespace:
