@@ -8,6 +8,7 @@ import dsv3_jax
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, tiers_of
 from dsv3_jax.cli.run_server import MadeEngine
+from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
@@ -18,7 +19,10 @@ MAX_LEN = 256
 
 
 def make_small_engine(
-    arguments: argparse.Namespace, process: Leader | Follower | None = None
+    arguments: argparse.Namespace,
+    process: Leader | Follower | None = None,
+    *,
+    max_len: int = MAX_LEN,
 ) -> MadeEngine:
     """Returns an engine of the demo with few programs, and what its server needs."""
     layout = make_layout_from(arguments)
@@ -33,15 +37,16 @@ def make_small_engine(
     engine = Engine(
         model,
         tokenizer,
-        MAX_LEN,
+        max_len,
         max_running=slots,
+        draft=draft_of(arguments),
         buckets=buckets,
         tiers=tiers_of(arguments, remote),
         process=process,
     )
     settings = ServerSettings(
         "demo",
-        MAX_LEN,
+        max_len,
         max_requests=slots + arguments.max_waiting,
         program_store=arguments.program_store,
     )
