@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # Workers are 15 below other processes otherwise, and starve on a busy machine.
     "RAY_worker_niceness": "0",
+    # Ray kills its own processes when others have taken the machine's memory.
+    "RAY_memory_monitor_refresh_ms": "0",
     # A machine with few cores is slow while engines compile.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -58,6 +60,9 @@ def cluster(directory: Path, cpus: int, *, nodes: int = 1) -> Iterator[str]:
 
 def _start_nodes(directory: Path, cpus: int, nodes: int) -> Cluster:
     """Starts several nodes, each with processes of its own."""
+    # Ray writes the address of the newest cluster into this directory, which has to exist.
+    os.environ["RAY_TMPDIR"] = str(directory)
+    (directory / "ray").mkdir()
     options = {
         "num_cpus": cpus,
         "object_store_memory": _STORE_BYTES,
