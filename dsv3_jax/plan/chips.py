@@ -66,6 +66,7 @@ CHIPS: dict[str, Chip] = {
     "h800": dataclasses.replace(_H100, link_bandwidth=200e9),
     "h20": dataclasses.replace(
         _H100,
+        l2_bandwidth=None,  # it has fewer multiprocessors
         memory=97_871 * _MIB - _CUDA,
         memory_bandwidth=4e12,
         bf16_flops=148e12,
