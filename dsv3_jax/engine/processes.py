@@ -168,8 +168,8 @@ def check_settings(**settings: Any) -> None:
     for name, value in settings.items():
         if value:
             raise ValueError(
-                f"{name}: expected none on a mesh of several processes, got {value!r:.100}; it"
-                " reads or writes arrays of which each process has a part"
+                f"{name}: expected none on a mesh of several processes, got {value!r:.100}; each"
+                " process has a part of the arrays alone"
             )
 
 

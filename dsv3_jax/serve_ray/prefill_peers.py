@@ -16,7 +16,7 @@ PERIOD_SECONDS = 1.0
 
 
 class PrefillAddress(NamedTuple):
-    """Where a prefill replica serves HTTP."""
+    """The address of a prefill replica's own HTTP server."""
 
     url: str
     """With the address of its node."""
@@ -36,11 +36,11 @@ async def keep_current(peers: Peers, addresses: Callable[[], Awaitable[list[Pref
     """
     while True:
         try:
-            found = await addresses()
+            given = await addresses()
         except TimeoutError:
             logger.warning("prefill replicas: expected all addresses within seconds, got none")
         else:
-            new = dict(found)
+            new = dict(given)
             if new.keys() != {peer.url for peer in peers.all}:
                 logger.info("prefill replicas: %s", ", ".join(new) or "none")
             peers.replace(new)

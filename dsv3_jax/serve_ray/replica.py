@@ -32,13 +32,13 @@ _ENDING_SECONDS = 5
 
 
 class Replica:
-    """What replicas of all roles have: an engine, the application of ``dsv3 serve``, and answers to
-    Ray Serve's questions."""
+    """The parts that replicas of all roles have: an engine, the application of ``dsv3 serve``, and
+    answers to Ray Serve's questions."""
 
     app: FastAPI
     service: Service
     closing: contextlib.AsyncExitStack
-    """What ends with the replica, the last one first."""
+    """The parts that end with the replica, the last one first."""
 
     async def start(self, made: MadeEngine, *, sender: Sender | None = None) -> None:
         """Starts the application, and returns when all programs are compiled.

@@ -159,8 +159,8 @@ class AppSettings:
         """The arguments of a prefill replica."""
         assert self.prefill is not None, "expected settings with a prefill pool"
         flags = {**_by_name(self.serve), **_by_name(self.prefill.serve)}
-        kept = {name: flags[name] for name in flags if name not in _OF_DECODE}
-        return self._parsed(kept, "prefill")
+        shared = {name: flags[name] for name in flags if name not in _OF_DECODE}
+        return self._parsed(shared, "prefill")
 
     def _parsed(self, flags: Mapping[str, Any], role: str) -> argparse.Namespace:
         words = ["--model", self.model, "--role", role]

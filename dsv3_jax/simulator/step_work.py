@@ -32,8 +32,8 @@ class StepWork:
     all_tokens: int
     """Tokens of all shards, of decoding requests and of chunks."""
     repeated_keys: int = 0
-    """Those among ``decode_keys`` and ``prompt_keys`` that another request of the step reads too:
-    tokens of a shared prefix, beyond the first time."""
+    """Tokens of shared prefixes in ``decode_keys`` and ``prompt_keys``, beyond the first request of
+    the step that reads them."""
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What the flags of a role ask for."""
+"""The parts of a server that the flags of a role ask for."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ def test_peers_follow_the_replicas(monkeypatch):
 
     async def addresses():
         seen.append({peer.url: peer.api_key for peer in peers.all})
-        found = next(looks, "end")
-        if found == "end":
+        given = next(looks, "end")
+        if given == "end":
             raise asyncio.CancelledError
-        if found is None:
+        if given is None:
             raise TimeoutError
-        return found
+        return given
 
     async def run():
         with contextlib.suppress(asyncio.CancelledError):
