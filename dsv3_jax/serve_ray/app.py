@@ -57,7 +57,7 @@ def application(
       prefill_replica: class of the prefill replicas, if there are any.
     """
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
-    engines = serve.deployment(
+    engines: Any = serve.deployment(
         replica,
         name=ENGINE,
         ray_actor_options=actor_options(settings.resources),
@@ -73,7 +73,7 @@ def application(
         ),
     )
     most = settings.max_requests * settings.autoscaling.max_replicas
-    fronts = serve.deployment(
+    fronts: Any = serve.deployment(
         serve.ingress(front_builder(settings))(),
         name="front",
         num_replicas=settings.fronts,
@@ -85,7 +85,7 @@ def application(
     if pool is None:
         engine = engines.bind(settings)
     else:
-        prefills = serve.deployment(
+        prefills: Any = serve.deployment(
             prefill_replica,
             name=PREFILL,
             ray_actor_options=actor_options(pool.resources),
@@ -96,7 +96,7 @@ def application(
             health_check_period_s=settings.health_check_period_s,
         )
         engine = engines.bind(settings, prefills.bind(settings))
-    return fronts.bind(engine)  # pyright: ignore[reportFunctionMemberAccess]
+    return fronts.bind(engine)
 
 
 def _autoscaling(scaling: Autoscaling, target_ongoing_requests: float) -> AutoscalingConfig:

@@ -61,15 +61,15 @@ class Hosts:
         self.leader = Leader(address, settings.hosts - 1, key)
         self._coordinator = f"{address}:{_free_port()}"
         group = ray.util.get_current_placement_group()
-        self._actors = [
-            ray.remote(_FollowerProcess)
-            .options(
+        assert group is not None, "a deployment of several hosts has a placement group"
+        follower_process: Any = ray.remote(_FollowerProcess)
+        self._actors: list[Any] = [
+            follower_process.options(
                 **actor_options(settings.resources),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
                 ),
-            )
-            .remote()
+            ).remote()
             for number in range(1, settings.hosts)
         ]
         follower = Follower(self.leader.address, key)
