@@ -184,14 +184,6 @@ def smallest_over_processes(number: int) -> int:
     return -int(max_over_processes(-number))
 
 
-def put(buffer: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Returns arguments of a step on the devices. Every process of the mesh has the same, which is
-    not compared: that would take a collective."""
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(buffer, sharding)
-    return jax.make_array_from_callback(buffer.shape, sharding, buffer.__getitem__)
-
-
 def global_arrays(
     make: Callable[[], Any], shardings: Sequence[jax.sharding.Sharding], structure: Any
 ) -> Any:
