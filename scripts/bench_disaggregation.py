@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import collections
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -60,6 +61,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="rounds with kills")
     parser.add_argument("--part", type=float, default=0.2, help="share of the requests in a round")
     parser.add_argument("--transfer", choices=("http", "jax"), default="http")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="engines of one program and 1,024 tokens, for a machine with few cores",
+    )
     parser.add_argument("--draft", choices=("none", "mtp"), default="mtp")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
@@ -216,17 +222,21 @@ def main(words: Sequence[str]) -> int:
     work = arguments.work or Path(tempfile.mkdtemp(prefix="disaggregation-"))
     work.mkdir(parents=True, exist_ok=True)
     flags = ["--model", "demo", "--draft", arguments.draft, "--dtype", arguments.dtype]
-    flags += ["--max-running", "16", "--max-len", "2048", "--cache-tokens", "8192"]
+    if arguments.small:
+        flags += ["--max-running", "4", "--max-len", "1024", "--one-process"]
+    else:
+        flags += ["--max-running", "16", "--max-len", "2048", "--cache-tokens", "8192"]
     flags += ["--program-store", str(work / "programs")]
     ports = free_ports(5)
+    process = functools.partial(RoleProcess, is_small=arguments.small)
     transfer = ["--transfer", arguments.transfer]
     prefill = [
-        RoleProcess(f"prefill {i}", port, [*flags, "--role", "prefill", *transfer], work / f"p{i}")
+        process(f"prefill {i}", port, [*flags, "--role", "prefill", *transfer], work / f"p{i}")
         for i, port in enumerate(ports[:2])
     ]
     peers = [word for each in prefill for word in ("--prefill-url", each.url)]
     decode = [
-        RoleProcess(
+        process(
             f"decode {i}",
             port,
             [*flags, "--role", "decode", *transfer, *peers, "--prefill-seconds", "10"],
@@ -234,7 +244,7 @@ def main(words: Sequence[str]) -> int:
         )
         for i, port in enumerate(ports[2:4])
     ]
-    single = RoleProcess("single", ports[4], flags, work / "single")
+    single = process("single", ports[4], flags, work / "single")
     bodies = random_requests(arguments.requests, rng)
     result: dict[str, Any] = {
         **machine.description(),
@@ -243,6 +253,7 @@ def main(words: Sequence[str]) -> int:
         "requests": arguments.requests,
         "transfer": arguments.transfer,
         "draft": arguments.draft,
+        "small": arguments.small,
         "rounds": [],
     }
     with running([single]):

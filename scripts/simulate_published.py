@@ -1,4 +1,4 @@
-"""Simulates DeepSeek-V3 on 16 to 304 H800 under the load of DeepSeek's own service.
+"""Simulates DeepSeek-V3 on 16 to 320 H800 under the load of DeepSeek's own service.
 
     python -m scripts.simulate_published --out benchmarks/results/simulated_h800.json
     python -m scripts.simulate_published --read benchmarks/results/simulated_h800.json \\
@@ -96,14 +96,19 @@ class Size:
 
     devices: int
     prefill_units: int = 0
-    """Units of 32 GPUs; the rest is one decode unit. 0 for one unified replica."""
+    """Units of 32 GPUs; the rest are decode units. 0 for one unified replica."""
+    decode_units: int = 1
+    """Units of 144 GPUs, if there are units."""
 
     @property
     def nodes(self) -> int:
         return self.devices // 8
 
 
-SIZES = (Size(16), Size(32), Size(64), Size(128), Size(176, 1), Size(272, 4), Size(304, 5))
+SIZES = (
+    *(Size(16), Size(32), Size(64), Size(128)),
+    *(Size(176, 1), Size(272, 4), Size(304, 5), Size(320, 1, 2)),
+)
 
 
 def slice_efficiency() -> Efficiency:
@@ -165,7 +170,7 @@ def cluster(size: Size, efficiency: Efficiency, shards: ShardCache) -> ClusterSe
             disk_seconds_per_token=CACHE_BYTES / DISK_BYTES_PER_S,
         )
     return ClusterSettings(
-        pool(144, "deepseek_decode_ep144", 1, SLOTS, chunks=1, resumes=True),
+        pool(144, "deepseek_decode_ep144", size.decode_units, SLOTS, chunks=1, resumes=True),
         pool(32, "deepseek_prefill_ep32", size.prefill_units, 64, chunks=4),
         CACHE_BYTES / TRANSFER_BYTES_PER_S,
         CACHE_BYTES / DISK_BYTES_PER_S,
@@ -260,7 +265,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             a = pools["prefill"]["prompt_tokens_per_second_per_node"]
             b = pools["decode"]["output_tokens_per_second_per_node"]
             by_pool = f"{a:,.0f}, {b:,.0f}"
-        kind = f"{row['prefill_units']} x 32 + 144" if row["prefill_units"] else "unified"
+        kind = "unified"
+        if row["prefill_units"]:
+            decode = "144" if _decode_units(row) == 1 else f"{_decode_units(row)} x 144"
+            kind = f"{row['prefill_units']} x 32 + {decode}"
         ttft, tpot = row["ttft_ms"], row["tpot_ms"]
         lines.append(
             f"| {row['devices']} ({kind}) | {row['load']:g} |"
@@ -270,6 +278,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f" {row['limit']} |"
         )
     return "\n".join(lines)
+
+
+def _decode_units(row: Mapping[str, Any]) -> int:
+    """Returns the decode units of a row. Rows of earlier runs have one and do not say so."""
+    return row.get("decode_units", 1)
 
 
 def _seconds(percentiles: Mapping[str, float], name: str) -> str:
@@ -291,7 +304,7 @@ def days(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Hour]]:
         best = max(in_time, key=lambda row: row["rate"] / row["nodes"])
         simulated = (
             Unit(PREFILL_NODES, best["rate"] / best["prefill_units"]),
-            Unit(DECODE_NODES, best["rate"]),
+            Unit(DECODE_NODES, best["rate"] / _decode_units(best)),
         )
         result["simulated capacity"] = scale(load, simulated)
     return result

@@ -30,6 +30,17 @@ signal.signal(signal.SIGUSR1, check)
 sys.exit(main(sys.argv[1:]))
 """
 
+_SMALL_CHILD = """
+from benchmarks.serving.small_replica import make_small_engine
+from dsv3_jax.cli import run_server
+
+def make(arguments, draft, depth):
+    return make_small_engine(arguments, max_len=arguments.max_len)
+
+run_server.make_engine = make
+"""
+"""The engine has one program, which several processes on few cores compile or load soon."""
+
 
 def free_ports(count: int) -> list[int]:
     """Returns ports of the loopback address that nobody listens on now."""
@@ -47,9 +58,13 @@ class RoleProcess:
       name: for messages.
       flags: of ``dsv3 serve``, without its address.
       log: file that its messages are appended to.
+      is_small: whether its engine has one program, see :mod:`benchmarks.serving.small_replica`.
     """
 
-    def __init__(self, name: str, port: int, flags: Sequence[str], log: Path):
+    def __init__(
+        self, name: str, port: int, flags: Sequence[str], log: Path, *, is_small: bool = False
+    ):
+        self._code = (_SMALL_CHILD if is_small else "") + _CHILD
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.kills = 0
@@ -61,7 +76,7 @@ class RoleProcess:
     def start(self) -> None:
         """Starts the process."""
         with self._log.open("ab") as log:
-            command = [sys.executable, "-c", _CHILD, *self._words]
+            command = [sys.executable, "-c", self._code, *self._words]
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
             self._process = subprocess.Popen(command, stderr=log, env=environment)
         self._counts.clear()
@@ -83,8 +98,8 @@ class RoleProcess:
             self._process.kill()
             return self._process.wait()
 
-    def wait_until_ready(self, seconds: float = 300) -> None:
-        """Waits until it serves."""
+    def wait_until_ready(self, seconds: float = 1200) -> None:
+        """Waits until it serves. On a busy machine its programs compile for minutes."""
         self._wait_for("/ready", lambda text: True, seconds)
 
     def wait_until_idle(self, seconds: float = 60) -> dict[str, float]:

@@ -44,7 +44,7 @@ def remote_of(arguments: argparse.Namespace, model: DeepSeekV3) -> RemotePrefill
     has_mtp = model.config.num_nextn_predict_layers > 0
     format = PageFormat.of(model.cache_spec(mtp=has_mtp), DEFAULT_PAGE_SIZE)
     return RemotePrefill(
-        Peers(arguments.prefill_url),
+        Peers(arguments.prefill_url or ()),
         JaxReceiver() if arguments.transfer == "jax" else HttpReceiver(),
         page_size=format.page_size,
         max_page_bytes=format.num_bytes,
@@ -61,12 +61,17 @@ def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> Cac
         host_bytes = host_bytes or _PREFILL_HOST_BYTES
     if not (host_bytes or arguments.disk_cache or remote):
         return None
-    tiers = CacheTiers(host_bytes, arguments.disk_cache, int(arguments.disk_cache_gib * 2**30))
+    tiers = CacheTiers(
+        host_bytes,
+        arguments.disk_cache,
+        int(arguments.disk_cache_gib * 2**30),
+        sources=() if remote is None else (remote,),
+    )
     if remote is None:
         return tiers
     # The source itself ends at its time, and then has the pages that came so far.
     seconds = max(_prefill_seconds(arguments) + 1, tiers.load_seconds)
-    return dataclasses.replace(tiers, sources=(remote,), load_seconds=seconds)
+    return dataclasses.replace(tiers, load_seconds=seconds)
 
 
 def _prefill_seconds(arguments: argparse.Namespace) -> float:

@@ -20,7 +20,7 @@ from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.frontend.process import run_with_http_process
@@ -62,8 +62,17 @@ class MadeEngine(NamedTuple):
     """The source of pages of a server with the role ``decode``."""
 
 
-def make_engine(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> MadeEngine:
+def make_engine(
+    arguments: argparse.Namespace,
+    draft: str | None,
+    depth: int | str,
+    *,
+    process: Leader | Follower | None = None,
+) -> MadeEngine:
     """Loads the model, and returns its engine.
+
+    Args:
+      process: the part of this process on a mesh of several processes, see :class:`Engine`.
 
     Raises:
       ValueError: the model, the chat template, the layout or the keys are refused.
@@ -92,6 +101,7 @@ def make_engine(arguments: argparse.Namespace, draft: str | None, depth: int | s
             draft_depth=depth,
             tiers=tiers_of(arguments, remote),
             targets=latency_targets(arguments),
+            process=process,
         )
     settings = ServerSettings(
         model_name=arguments.served_name or arguments.model,

@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 from numbers import Integral, Real
 
-from dsv3_jax.cli.roles import check_role
+from dsv3_jax.cli.roles import check_prefill_urls, check_role
 from dsv3_jax.generation.settings import check, check_draft
 
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
             f" {', '.join(missing)}; found none"
         )
     check_arguments(arguments)
+    check_prefill_urls(arguments)
 
     from dsv3_jax.cli.run_server import run_server
 

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
@@ -26,6 +26,8 @@ class Peer:
     """For example ``http://10.0.0.7:8000``."""
     host: str
     port: int
+    api_key: str | None = None
+    """Key of this server alone, or None."""
     open_tokens: int = 0
     """Prompt tokens of the requests that it is working on for this server."""
     open_requests: int = 0
@@ -35,7 +37,7 @@ class Peer:
     """Time on the clock until which it gets no requests."""
 
     @classmethod
-    def of(cls, url: str) -> Peer:
+    def of(cls, url: str, api_key: str | None = None) -> Peer:
         """Returns the peer at a URL.
 
         Raises:
@@ -47,20 +49,21 @@ class Peer:
             raise ValueError(f"prefill URL: expected http://HOST:PORT, got {url!r}")
         assert parts.hostname is not None
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        return cls(url.rstrip("/"), parts.hostname, port)
+        return cls(url.rstrip("/"), parts.hostname, port, api_key)
 
 
 class Peers:
     """A choice of peers. All methods can be called from any thread.
 
+    Args:
+      urls: of the peers. There may be none until :meth:`replace`.
+
     Raises:
-      ValueError: a URL has another form or is given twice, or there is none.
+      ValueError: a URL has another form or is given twice.
     """
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic):
         self.all = [Peer.of(url) for url in urls]
-        if not self.all:
-            raise ValueError("prefill URLs: expected at least one, got none")
         if len({peer.url for peer in self.all}) < len(self.all):
             raise ValueError(f"prefill URLs: expected different ones, got {', '.join(urls)}")
         self._clock = clock
@@ -77,6 +80,18 @@ class Peers:
         """Whether each peer's last request succeeded, by URL. A new peer counts as up."""
         with self._lock:
             return {peer.url: not peer.failures for peer in self.all}
+
+    def replace(self, api_keys: Mapping[str, str | None]) -> None:
+        """Changes the peers to those at these URLs. What is known of a peer that stays is kept, and
+        requests to one that does not stay go on.
+
+        Args:
+          api_keys: the key of each peer, by URL. A server with another key is another peer.
+        """
+        with self._lock:
+            known = {(peer.url, peer.api_key): peer for peer in self.all}
+            given = [Peer.of(url, key) for url, key in api_keys.items()]
+            self.all = [known.get((peer.url, peer.api_key), peer) for peer in given]
 
     def at(self, host: str | None, port: int | None) -> Peer | None:
         """Returns the peer at an address, or None."""

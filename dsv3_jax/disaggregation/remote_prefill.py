@@ -41,7 +41,7 @@ class RemotePrefill:
       max_page_bytes: most bytes of a page's contents. A larger one is refused before it is read.
       seconds: longest time for the pages of a prompt; after it the engine computes the rest.
       min_pages: fewer pages are left to the engine.
-      api_key: key that the peers expect, or None.
+      api_key: key that peers without one of their own expect, or None.
       max_open: most prompts under way. Others wait, within their time.
     """
 
@@ -66,7 +66,7 @@ class RemotePrefill:
         self._max_page_bytes = max_page_bytes
         self._seconds = seconds
         self._min_pages = min_pages
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._room = asyncio.Semaphore(max_open)
         self._counts = RemoteCounts()
         self._session: aiohttp.ClientSession | None = None
@@ -200,7 +200,10 @@ class RemotePrefill:
             transfer=self._receiver.name,
         )
         session = self._opened_session()
-        async with session.post(peer.url + PATH, json=body.model_dump()) as response:
+        key = peer.api_key or self._api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = peer.url + PATH
+        async with session.post(url, json=body.model_dump(), headers=headers) as response:
             if response.status != 200:
                 message = (await response.content.read(_SHOWN_BYTES)).decode("utf-8", "replace")
                 raise _RefusedError(response.status, message)
@@ -223,7 +226,6 @@ class RemotePrefill:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             )

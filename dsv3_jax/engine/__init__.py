@@ -28,6 +28,7 @@ page_saves.py       pages that are to be saved to it; pure Python
 page_packing.py     copies of pages between the pool and records that leave the engine
 page_transfer.py    that store: the tiers of dsv3_jax.pages, and the threads that move pages
 executor.py         dispatch of plans, and their results
+processes.py        an engine on a mesh of several processes: one leads, the others follow
 grammar.py          which tokens of a request may come next, decided on the host
 prompt_logprobs.py  log-probabilities of prompt tokens
 output.py           tokens, text and log-probabilities on the host
@@ -44,6 +45,7 @@ timeline.py         samples of these figures over time
 from dsv3_jax.engine.engine import Engine
 from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.grammar import Grammar
+from dsv3_jax.engine.processes import Follower, Leader
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import QueueFullError
 from dsv3_jax.engine.sla_controller import LatencyTargets
@@ -56,8 +58,10 @@ __all__ = [
     "EngineError",
     "EngineRequest",
     "EngineStats",
+    "Follower",
     "Grammar",
     "LatencyTargets",
+    "Leader",
     "QueueFullError",
     "RequestError",
 ]

@@ -11,6 +11,11 @@ the smallest ``load - HIT_WORTH * hit``. A popular prefix therefore attracts req
 until others are that much less loaded. Then one of them computes the prefix as well, and from then
 on they share the requests.
 
+Prefill needs no figure of its own. A step prefills a bounded number of chunks on each shard, and
+the scheduler admits a request only to a shard that has chunks left in this step. Prompts thus wait
+in one queue before all shards, and not on a shard whose earlier prompts are long: tokens balance
+themselves, as by :func:`sharding.balancers.assign_prefill`.
+
 :mod:`sharding.balancers` assigns whole batches of requests at once, and knows no prefixes.
 """
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numbers
 
-import jax
-
+from dsv3_jax.engine.processes import spans_processes
 from dsv3_jax.generation.settings import check
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
 
 
-def check_model(model: DeepSeekV3) -> None:
-    """Raises ValueError for a model that the engine cannot run."""
+def check_model(model: DeepSeekV3, *, is_led: bool = False) -> None:
+    """Raises ValueError for a model that the engine cannot run.
+
+    Args:
+      is_led: whether one of the processes of its mesh makes the plans.
+    """
     if not isinstance(model, DeepSeekV3):
         raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
     if model.attn_impl is not None:
@@ -20,11 +23,10 @@ def check_model(model: DeepSeekV3) -> None:
             f"model: expected attn_impl None, got {model.attn_impl!r}; the variants are for"
             " comparison in a Generator"
         )
-    mesh = None if model.layout is None else model.layout.mesh
-    if isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process:
+    if spans_processes(model.layout) and not is_led:
         raise ValueError(
             "model: expected a mesh of this process's devices, got one that spans processes; their"
-            " schedulers would make different plans"
+            " schedulers would make different plans, unless process= is a Leader or a Follower"
         )
 
 

@@ -36,6 +36,13 @@ from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.page_swap import RequestCopier
 from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.engine.pool_layout import PoolLayout
+from dsv3_jax.engine.processes import (
+    Follower,
+    Leader,
+    check_settings,
+    smallest_over_processes,
+    spans_processes,
+)
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
@@ -82,6 +89,8 @@ class Engine:
       swap_tokens: size of the host memory for preempted requests in deterministic mode, in tokens.
         None takes the size of the cache. It is allocated as it is used.
       count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
+      process: the part of this process on a mesh of several processes: a Leader, or a Follower,
+        whose engine gets no requests, see :mod:`dsv3_jax.engine.processes`.
       targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
         than it could, see :class:`dsv3_jax.engine.sla_controller.SlaController`.
 
@@ -111,8 +120,12 @@ class Engine:
         tiers: CacheTiers | None = None,
         count_routing: bool = False,
         targets: LatencyTargets | None = None,
+        process: Leader | Follower | None = None,
     ):
-        check_model(model)
+        check_model(model, is_led=process is not None)
+        self._process = process
+        if process is not None:
+            check_settings(tiers=tiers, deterministic=deterministic, count_routing=count_routing)
         config = model.config
         longest = config.max_position_embeddings
         expected = f"2 to {longest} (max_position_embeddings)"
@@ -157,8 +170,12 @@ class Engine:
         pages = pages_per_device(
             model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
         )
+        if spans_processes(layout):
+            pages = smallest_over_processes(pages)
         pool = PoolLayout.of(layout, pages, page_size)
-        state = programs.empty_state(pool.num_pages)
+        state = programs.new_state(pool.num_pages)
+        if isinstance(process, Leader):
+            programs.on_launch = process.send
         self._transfer = (
             None if tiers is None else PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
         )
@@ -285,6 +302,8 @@ class Engine:
     def _submit(
         self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
     ) -> list[EngineRequest]:
+        if isinstance(self._process, Follower):
+            raise EngineError("request: expected the leader's engine, got a follower's")
         outputs = self._intake.outputs(requests, grammars, options)
         self._loop.add(*outputs)
         return [output.handle for output in outputs]
@@ -315,6 +334,12 @@ class Engine:
         began = time.perf_counter()
         self._executor.warm_up(directory)
         return time.perf_counter() - began
+
+    def follow(self) -> None:
+        """Launches the leader's steps until the leader ends, see
+        :class:`~dsv3_jax.engine.processes.Follower`. Call it after :meth:`warm_up`."""
+        assert isinstance(self._process, Follower), "expected an engine with process=Follower(...)"
+        self._process.run(self._executor.replay)
 
     def step(self) -> bool:
         """Runs one turn of the loop: plans and dispatches a step, and reads earlier results.
@@ -368,6 +393,7 @@ class Engine:
             or its arrays differ in number, shape, dtype or sharding.
           EngineError: the engine failed or was shut down.
         """
+        check_settings(use=None if self._process is None else "another model")
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
         transfer = None if keep_prefix_cache else self._transfer
@@ -431,6 +457,8 @@ class Engine:
           timeout: seconds to wait for them. Those that are left are cancelled.
         """
         self._loop.shutdown(drain=drain, timeout=timeout)
+        if isinstance(self._process, Leader):
+            self._process.close()
 
     def __enter__(self) -> Engine:
         return self

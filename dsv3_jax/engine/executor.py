@@ -107,6 +107,7 @@ class Executor:
         self._copier = copier
         self._transfer = transfer
         self._saving: Future[None] | None = None
+        self._replayed: Future[StepOutput] | None = None
         self._swapped: dict[ScheduledRequest, SwappedRequest] = {}
 
     @property
@@ -156,6 +157,13 @@ class Executor:
         launch = functools.partial(self._launch, plan, buffer, shape, swaps)
         output = self._launcher.launch(launch)
         self._in_flight.append(_Dispatched(plan, shape, swaps, output))
+
+    def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
+        """Launches a step that the leader of a mesh of processes has planned. Its results are not
+        read here, but an error is raised by the next call."""
+        if self._replayed is not None and self._replayed.done():
+            self._replayed.result()
+        self._replayed = self._launcher.launch(lambda state: self.programs(state, buffer, shape))
 
     def save(self, saves: Sequence[PageSave]) -> None:
         """Launches copies of pages to the tiers without a step."""

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
+from dsv3_jax.engine.processes import global_arrays, spans_processes
 from dsv3_jax.engine.program_store import ProgramStore, environment
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.state_sharding import shard_state, state_shapes
@@ -75,6 +76,8 @@ class Programs:
     ):
         self.buckets = buckets
         self.num_slots = num_slots
+        self.on_launch: Callable[[np.ndarray, StepShape], object] | None = None
+        """Is called before each step with its arguments, in the thread that launches it."""
         self.compiled_after_warm_up = 0
         """Number of programs that were compiled while requests were waiting for them."""
         self._is_warm = False
@@ -240,8 +243,14 @@ class Programs:
                 logger.warning("compiling a step after warm-up: %s", shape)
             compiled = self._compiled[shape] = self.compile(self._lower(state, shape), shape)
         leaves, structure = jax.tree.flatten(state)
+        if self.on_launch is not None:
+            self.on_launch(buffer, shape)
         device_buffer = self.on_device(buffer)
         leaves, output = compiled(self.leaves, leaves, device_buffer)
+        if self._platform == "cpu" and spans_processes(self.layout):
+            # XLA's CPU client launches and runs programs on one small thread pool, where the
+            # collectives of several at a time can block each other.
+            jax.block_until_ready(output)
         return jax.tree.unflatten(structure, leaves), output
 
     def on_device(self, buffer: np.ndarray) -> jax.Array:
@@ -267,6 +276,14 @@ class Programs:
             else jnp.zeros(self._counts_shape, jnp.int32),
         )
         return shard_state(state, self.layout)
+
+    def new_state(self, num_pages: int) -> SlotState:
+        """Returns :meth:`empty_state`, on a mesh of several processes too."""
+        if not spans_processes(self.layout):
+            return self.empty_state(num_pages)
+        shapes, structure = self.state_shapes(num_pages)
+        shardings = [shape.sharding for shape in shapes]
+        return global_arrays(lambda: self.empty_state(num_pages), shardings, structure)
 
     def state_shapes(self, num_pages: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         """Returns shape, dtype and sharding of each array of :meth:`empty_state`, and the state's

@@ -39,9 +39,14 @@ class Chip:
     are."""
     internode_bandwidth: float = 0.0
     """Bandwidth of one device to other nodes, in bytes/s in one direction."""
+    l2_bandwidth: float | None = None
+    """Rate of reads from the second-level cache, in bytes/s. None if it is not known."""
     has_kernels: bool = True
     """Whether this project's Pallas kernels run on it. The GPU kernels need a Hopper GPU."""
 
+
+_HOPPER_L2 = 7e12
+"""No data sheet has it. 4,000 bytes per clock of 1.755 GHz, near what microbenchmarks report."""
 
 # NVIDIA: data sheets of the SXM modules (H100, H200, A100), of DGX B200 and of GB200 NVL72, divided
 # by the number of GPUs. FLOP/s are dense: half of the figures with sparsity. The H800 is an H100
@@ -49,7 +54,9 @@ class Chip:
 # list. One direction is half of NVLink's figure. Memory is what nvidia-smi reports. Between nodes:
 # one adapter per GPU, 400 Gb/s InfiniBand as in the DeepSeek-V3 report, section 3.1, and in DGX
 # B200 and GB200 NVL72; 200 Gb/s in DGX A100.
-_H100 = Chip(81_559 * _MIB - _CUDA, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8, 50e9)
+_H100 = Chip(
+    81_559 * _MIB - _CUDA, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8, 50e9, l2_bandwidth=_HOPPER_L2
+)
 _A100 = Chip(81_920 * _MIB - _CUDA, 2.039e12, 312e12, None, 300e9, 8, 25e9, has_kernels=False)
 _B200 = Chip(183_359 * _MIB - _CUDA, 8e12, 2250e12, 4500e12, 900e9, 8, 50e9, has_kernels=False)
 
@@ -59,6 +66,7 @@ CHIPS: dict[str, Chip] = {
     "h800": dataclasses.replace(_H100, link_bandwidth=200e9),
     "h20": dataclasses.replace(
         _H100,
+        l2_bandwidth=None,  # it has fewer multiprocessors
         memory=97_871 * _MIB - _CUDA,
         memory_bandwidth=4e12,
         bf16_flops=148e12,

@@ -13,10 +13,12 @@ from ray.serve.config import (  # pyright: ignore[reportMissingImports]
 )
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
-from dsv3_jax.serve_ray.front_process import ENGINE, front_builder
+from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, front_builder
+from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
+from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
 from dsv3_jax.serve_ray.replica import EngineReplica
 from dsv3_jax.serve_ray.router import PrefixRouter
-from dsv3_jax.serve_ray.settings import AppSettings
+from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
 
 _ENDING_SECONDS = 10
 """Time to end after open requests had theirs."""
@@ -44,21 +46,25 @@ def app_from_config(values: Mapping[str, Any]) -> serve.Application:
 
 
 def application(
-    settings: AppSettings, replica: type[EngineReplica] = EngineReplica
+    settings: AppSettings,
+    replica: type[EngineReplica] = EngineReplica,
+    prefill_replica: type[PrefillReplica] = PrefillReplica,
 ) -> serve.Application:
     """Returns the application with these settings.
 
     Args:
-      replica: class of the replicas.
+      replica: class of the replicas that answer requests.
+      prefill_replica: class of the prefill replicas, if there are any.
     """
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
-    engines = serve.deployment(
+    engines: Any = serve.deployment(
         replica,
         name=ENGINE,
-        ray_actor_options=_actor_options(settings.resources),
+        ray_actor_options=actor_options(settings.resources),
+        **({} if settings.hosts == 1 else _hosts_options(settings)),
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued_requests,
-        autoscaling_config=_autoscaling(settings),
+        autoscaling_config=_autoscaling(settings.autoscaling, settings.target_ongoing_requests),
         graceful_shutdown_timeout_s=drain_seconds,
         health_check_period_s=settings.health_check_period_s,
         request_router_config=RequestRouterConfig(
@@ -67,7 +73,7 @@ def application(
         ),
     )
     most = settings.max_requests * settings.autoscaling.max_replicas
-    fronts = serve.deployment(
+    fronts: Any = serve.deployment(
         serve.ingress(front_builder(settings))(),
         name="front",
         num_replicas=settings.fronts,
@@ -75,15 +81,29 @@ def application(
         max_ongoing_requests=most + settings.max_queued_requests,
         graceful_shutdown_timeout_s=drain_seconds,
     )
-    return fronts.bind(engines.bind(settings))  # pyright: ignore[reportFunctionMemberAccess]
+    pool = settings.prefill
+    if pool is None:
+        engine = engines.bind(settings)
+    else:
+        prefills: Any = serve.deployment(
+            prefill_replica,
+            name=PREFILL,
+            ray_actor_options=actor_options(pool.resources),
+            autoscaling_config=_autoscaling(
+                pool.autoscaling, settings.prefill_target_ongoing_requests
+            ),
+            graceful_shutdown_timeout_s=drain_seconds,
+            health_check_period_s=settings.health_check_period_s,
+        )
+        engine = engines.bind(settings, prefills.bind(settings))
+    return fronts.bind(engine)
 
 
-def _autoscaling(settings: AppSettings) -> AutoscalingConfig:
-    scaling = settings.autoscaling
+def _autoscaling(scaling: Autoscaling, target_ongoing_requests: float) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=scaling.min_replicas,
         max_replicas=scaling.max_replicas,
-        target_ongoing_requests=settings.target_ongoing_requests,
+        target_ongoing_requests=target_ongoing_requests,
         upscale_delay_s=scaling.upscale_delay_s,
         downscale_delay_s=scaling.downscale_delay_s,
         look_back_period_s=scaling.look_back_period_s,
@@ -94,8 +114,9 @@ def _autoscaling(settings: AppSettings) -> AutoscalingConfig:
     )
 
 
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns Ray's options of an actor with these resources."""
-    known = {name: resources[name] for name in resources if name in ("num_cpus", "num_gpus")}
-    others = {name: resources[name] for name in resources if name not in known}
-    return {**known, **({"resources": others} if others else {})}
+def _hosts_options(settings: AppSettings) -> dict[str, Any]:
+    """Returns the options of a deployment whose replicas have several hosts."""
+    return {
+        "placement_group_bundles": bundles(settings),
+        "placement_group_strategy": STRATEGY,
+    }

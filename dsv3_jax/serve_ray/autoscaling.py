@@ -7,6 +7,8 @@ from typing import Any
 
 CACHE_USAGE = "cache_usage"
 """Name of the figure that every replica reports: share of its cache in use, from 0 to 1."""
+OPEN_REQUESTS = "open_requests"
+"""Name of a figure of prefill replicas: prompts that run and wait, which come past Ray Serve."""
 
 
 def wanted_replicas(
@@ -44,11 +46,15 @@ class QueueAndCachePolicy:
           context: Ray Serve's AutoscalingContext.
         """
         running = set(context.running_replicas)
-        usages = (context.aggregated_metrics or {}).get(CACHE_USAGE, {})
+        # Figures of replicas that have ended are kept for a while.
+        usages, prompts = (
+            [number for replica, number in figures.items() if replica in running]
+            for name in (CACHE_USAGE, OPEN_REQUESTS)
+            for figures in [(context.aggregated_metrics or {}).get(name, {})]
+        )
         wanted = wanted_replicas(
-            context.total_num_requests,
-            # Figures of replicas that have ended are kept for a while.
-            [usage for replica, usage in usages.items() if replica in running],
+            context.total_num_requests + sum(prompts),
+            usages,
             target_requests=context.config.target_ongoing_requests,
             target_cache_usage=self._target_cache_usage,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
@@ -21,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
+from dsv3_jax.serve_ray.broadcast import results_of
 from dsv3_jax.serve_ray.call import Call, EngineFailedError
 from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, Replicas
 from dsv3_jax.serve_ray.metrics import merged
@@ -29,10 +32,11 @@ from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
 from dsv3_jax.server.body_limit import BodyLimit
 
 ENGINE = "engine"
-"""Name of the deployment of replicas."""
+"""Name of the deployment of replicas that answer requests."""
+PREFILL = "prefill"
+"""Name of the deployment of prefill replicas."""
 
 _LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, EngineFailedError)
-_METRICS_SECONDS = 5
 _BODY_SECONDS = 30.0
 
 
@@ -41,16 +45,21 @@ def front_builder(settings: AppSettings) -> Callable[[], Starlette]:
 
     def build() -> Starlette:
         app_name = serve.get_replica_context().app_name
-        return make_front(serve.get_deployment_handle(ENGINE, app_name), settings)
+        names = [ENGINE] if settings.prefill is None else [ENGINE, PREFILL]
+        handles = [serve.get_deployment_handle(name, app_name) for name in names]
+        return make_front(handles[0], settings, others=handles[1:])
 
     return build
 
 
-def make_front(handle: DeploymentHandle, settings: AppSettings) -> Starlette:
+def make_front(
+    handle: DeploymentHandle, settings: AppSettings, *, others: Sequence[DeploymentHandle] = ()
+) -> Starlette:
     """Returns the application of a front.
 
     Args:
-      handle: the replicas.
+      handle: the replicas that answer requests.
+      others: further replicas whose figures /metrics has.
     """
     arguments = settings.arguments
     streaming = handle.options(method_name="respond", stream=True)
@@ -70,10 +79,9 @@ def make_front(handle: DeploymentHandle, settings: AppSettings) -> Starlette:
             response.cancel()
 
     async def metrics() -> bytes:
-        answers = await handle.broadcast("metrics").results_async(
-            timeout_s=_METRICS_SECONDS, return_exceptions=True
-        )
-        return merged(dict(each for each in answers if not isinstance(each, BaseException)))
+        handles = [handle, *others]
+        texts = await asyncio.gather(*(results_of(each, "metrics") for each in handles))
+        return merged(dict(itertools.chain(*texts)))
 
     front = Front(Replicas(open_call, metrics), attempts=settings.attempts)
     # The first one sees a request first.

@@ -1,4 +1,4 @@
-"""A replica: an actor with an engine and the application of ``dsv3 serve``."""
+"""Replicas: an actor with an engine and the application of ``dsv3 serve``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 
+from fastapi import FastAPI
 from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.types import Message
 
 from dsv3_jax.cli.run_server import MadeEngine, make_engine
 from dsv3_jax.cli.serve import depth_of, draft_of
+from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.engine import Follower, Leader
 from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE
+from dsv3_jax.serve_ray.broadcast import results_of
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
+from dsv3_jax.serve_ray.hosts import Hosts
+from dsv3_jax.serve_ray.prefill_peers import keep_current
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.service import Service
@@ -24,32 +31,112 @@ _ENDING_SECONDS = 5
 """Time in which a failed engine's requests get their errors before the process ends."""
 
 
-class EngineReplica:
+class Replica:
+    """The parts that replicas of all roles have: an engine, the application of ``dsv3 serve``, and
+    answers to Ray Serve's questions."""
+
+    app: FastAPI
+    service: Service
+    closing: contextlib.AsyncExitStack
+    """The parts that end with the replica, the last one first."""
+
+    async def start(self, made: MadeEngine, *, sender: Sender | None = None) -> None:
+        """Starts the application, and returns when all programs are compiled.
+
+        Args:
+          sender: gives pages to decode replicas, or None.
+        """
+        self.id = serve.get_replica_context().replica_id.unique_id
+        self.app = create_app(
+            made.engine, made.tokenizer, made.settings, sender=sender, remote=made.remote
+        )
+        self.service = self.app.state.service
+        self.closing = contextlib.AsyncExitStack()
+        if made.remote is not None:
+            self.closing.callback(made.remote.close)  # after the engine
+        await self.closing.enter_async_context(self.app.router.lifespan_context(self.app))
+        self.closing.enter_context(
+            Watchdog(self.service, self._stop, lambda: os._exit(1), _ENDING_SECONDS)
+        )
+        while not self.service.is_ready:
+            self.check()
+            await asyncio.sleep(0.05)
+
+    @staticmethod
+    def make_engine(
+        arguments: argparse.Namespace, process: Leader | Follower | None = None
+    ) -> MadeEngine:
+        """Returns the engine and what its server needs.
+
+        Args:
+          process: the part of this process if the replica has several.
+        """
+        return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
+
+    async def metrics(self) -> tuple[str, str]:
+        """Returns the replica's id and its figures in Prometheus' text format."""
+        text = await self.service.in_thread(self.service.metrics.text)
+        return self.id, text.decode()
+
+    async def check_health(self) -> None:
+        """Raises if the engine failed, or its device seems to be stuck. Ray Serve then replaces
+        the replica."""
+        self.check()
+        seconds, limit = self.service.engine.step_seconds, self.service.settings.stuck_seconds
+        if seconds > limit / 2:
+            raise EngineFailedError(f"engine: a step has taken {seconds:.1f} s so far")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the figures that the autoscaling policy reads."""
+        stats = await self.service.in_thread(self.service.engine.stats)
+        return {CACHE_USAGE: stats.cache_usage}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "closing"):
+            await self.closing.aclose()
+
+    def check(self) -> None:
+        """Raises EngineFailedError if the engine failed."""
+        if self.service.failure is not None:
+            raise EngineFailedError(str(self.service.failure))
+
+    def _stop(self) -> None:
+        """Is called when the engine failed. New calls get an error, which sends them elsewhere."""
+        self.service.is_ready = False
+
+
+class EngineReplica(Replica):
     """Serves calls with an engine. Ray Serve sends it calls once its constructor has returned, and
     when it is to end, waits for open calls before it deletes it.
 
     Args:
       settings: of the application.
+      prefill: the prefill replicas, if there is a pool of them.
     """
 
-    async def __init__(self, settings: AppSettings):
-        arguments = settings.arguments
-        self._id = serve.get_replica_context().replica_id.unique_id
-        made = await asyncio.to_thread(self.make_engine, arguments)
-        self._app = create_app(made.engine, made.tokenizer, made.settings)
-        self._service: Service = self._app.state.service
-        self._closing = contextlib.AsyncExitStack()
-        await self._closing.enter_async_context(self._app.router.lifespan_context(self._app))
-        self._closing.enter_context(
-            Watchdog(self._service, self._stop, lambda: os._exit(1), _ENDING_SECONDS)
-        )
-        while not self._service.is_ready:
-            self._check()
-            await asyncio.sleep(0.05)
+    async def __init__(self, settings: AppSettings, prefill: DeploymentHandle | None = None):
+        if settings.hosts == 1:
+            self._hosts = None
+            made = await asyncio.to_thread(self.make_engine, settings.arguments)
+            await self.start(made)
+        else:
+            self._hosts = Hosts(settings, type(self).make_engine)
+            made = await self._hosts.start()
+            await self.start(made)
+            self.closing.callback(self._hosts.close)
+            await self._hosts.wait_until_ready()
+        if prefill is not None:
+            assert made.remote is not None, "the role is decode"
+            looking = asyncio.create_task(
+                keep_current(made.remote.peers, lambda: results_of(prefill, "address"))
+            )
+            self.closing.callback(looking.cancel)
 
-    def make_engine(self, arguments: argparse.Namespace) -> MadeEngine:
-        """Returns the engine and what its server needs."""
-        return make_engine(arguments, draft_of(arguments), depth_of(arguments))
+    def check(self) -> None:
+        """Raises EngineFailedError if the engine failed, or another process of its mesh."""
+        super().check()
+        if self._hosts is not None:
+            self._hosts.check()
 
     async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yields the messages of the response to a call.
@@ -58,39 +145,9 @@ class EngineReplica:
           EngineFailedError: the engine failed, and nothing was yielded before.
         """
         has_begun = False
-        async with contextlib.aclosing(answer(self._app, call, self._id)) as batches:
+        async with contextlib.aclosing(answer(self.app, call, self.id)) as batches:
             async for batch in batches:
                 if not has_begun and batch[0]["status"] >= 500:
-                    self._check()
+                    self.check()
                 has_begun = True
                 yield batch
-
-    async def metrics(self) -> tuple[str, str]:
-        """Returns the replica's id and its figures in Prometheus' text format."""
-        text = await self._service.in_thread(self._service.metrics.text)
-        return self._id, text.decode()
-
-    async def check_health(self) -> None:
-        """Raises if the engine failed, or its device seems to be stuck. Ray Serve then replaces
-        the replica."""
-        self._check()
-        seconds, limit = self._service.engine.step_seconds, self._service.settings.stuck_seconds
-        if seconds > limit / 2:
-            raise EngineFailedError(f"engine: a step has taken {seconds:.1f} s so far")
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the figures that the autoscaling policy reads."""
-        stats = await self._service.in_thread(self._service.engine.stats)
-        return {CACHE_USAGE: stats.cache_usage}
-
-    async def __del__(self) -> None:
-        if hasattr(self, "_closing"):
-            await self._closing.aclose()
-
-    def _check(self) -> None:
-        if self._service.failure is not None:
-            raise EngineFailedError(str(self._service.failure))
-
-    def _stop(self) -> None:
-        """Is called when the engine failed. New calls get an error, which sends them elsewhere."""
-        self._service.is_ready = False

@@ -14,8 +14,17 @@ from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.serve import check_arguments
 from dsv3_jax.generation.settings import check
 
-_OF_THE_PROCESS = ("host", "port", "distributed", "one_process")
-"""Flags of ``dsv3 serve`` that a replica has no use for."""
+_OF_THE_PROCESS = ("host", "port", "distributed", "one_process", "transfer_port")
+_OF_THE_ROLE = ("role", "prefill_url", "prefill_api_key_file")
+"""Flags of ``dsv3 serve`` that a replica has no use for: it knows its address and its peers."""
+_OF_ONE_HOST = {
+    "host_cache_gib": "each host has a part of a page",
+    "disk_cache": "each host has a part of a page",
+    "program_store": "compiled programs have only been loaded on one host; compile_cache works",
+}
+"""Flags that replicas of several hosts cannot have, and why."""
+_OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
+"""Flags that prefill replicas do not get."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,23 @@ class Autoscaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefillPool:
+    """Settings of the prefill replicas, where they differ from those of the other replicas."""
+
+    serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Flags of ``dsv3 serve``, in addition to those of the application or instead of them."""
+    autoscaling: Autoscaling = Autoscaling()
+    """Number of replicas. An open request of theirs is a prompt."""
+    resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
+    """Resources that Ray reserves for a replica."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> PrefillPool:
+        """Returns the settings with these values, see :meth:`AppSettings.of`."""
+        return _make(cls, _with_autoscaling(values))
+
+
+@dataclasses.dataclass(frozen=True)
 class AppSettings:
     """Settings of an application: one model, its replicas, and the fronts before them."""
 
@@ -62,8 +88,12 @@ class AppSettings:
     """Number of replicas."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"num_cpus": 1})
     """Resources that Ray reserves for a replica, such as ``{"num_cpus": 4, "num_gpus": 8}``."""
+    prefill: PrefillPool | None = None
+    """Replicas that compute the pages of prompts, see docs/disaggregation.md. The other replicas
+    then pull these pages and generate. None: each replica does both."""
     hosts: int = 1
-    """Hosts of a replica. The engine runs in one process, so that more than one is refused."""
+    """Hosts of a replica, each a node of Ray with ``resources`` of its own. With more than one,
+    ``serve`` needs a ``layout``, which is over the devices of all."""
     fronts: int = 1
     """Processes that receive requests and send them to replicas."""
     attempts: int = 3
@@ -78,14 +108,15 @@ class AppSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> AppSettings:
-        """Returns the settings with these values. Those of ``autoscaling`` may be a mapping.
+        """Returns the settings with these values. Those of ``autoscaling`` and ``prefill`` may be
+        mappings.
 
         Raises:
           ValueError: a value has no setting, or is out of range.
         """
-        given = dict(values)
-        if isinstance(scaling := given.get("autoscaling"), Mapping):
-            given["autoscaling"] = _make(Autoscaling, scaling)
+        given = _with_autoscaling(values)
+        if isinstance(pool := given.get("prefill"), Mapping):
+            given["prefill"] = PrefillPool.of(pool)
         return _make(cls, given)
 
     def __post_init__(self) -> None:
@@ -96,21 +127,47 @@ class AppSettings:
         check("max_queued_requests", self.max_queued_requests, expected, Integral, 1)
         expected = "seconds from 0.1 to 3600"
         check("health_check_period_s", self.health_check_period_s, expected, Real, 0.1, 3600)
-        if self.hosts != 1:
-            raise ValueError(
-                f"hosts: expected 1, got {self.hosts}; the engine does not run on a mesh of several"
-                " processes, so that a replica is one process with the accelerators of one host"
-            )
-        _ = self.arguments  # which checks them
+        check("hosts", self.hosts, "an integer of at least 1", Integral, 1)
+        arguments = self.arguments  # which checks them
+        if self.hosts > 1:
+            self._check_hosts(arguments)
+        if self.prefill is not None:
+            _ = self.prefill_arguments
+
+    def _check_hosts(self, arguments: argparse.Namespace) -> None:
+        """Raises ValueError for what a replica of several hosts cannot have."""
+        if arguments.layout is None:
+            raise ValueError(f"hosts: expected a layout in serve with {self.hosts} hosts, got none")
+        if not any(self.resources.values()):
+            raise ValueError(f"resources: expected some of each of {self.hosts} hosts, got none")
+        if self.prefill is not None:
+            reason = _OF_ONE_HOST["host_cache_gib"]
+            raise ValueError(f"prefill: expected none with {self.hosts} hosts, got one; {reason}")
+        for name, reason in _OF_ONE_HOST.items():
+            if value := getattr(arguments, name):
+                raise ValueError(
+                    f"{name}: expected none with {self.hosts} hosts, got {value}; {reason}"
+                )
 
     @property
     def arguments(self) -> argparse.Namespace:
-        """The arguments of a replica, as ``dsv3 serve`` parses them."""
-        words = ["--model", self.model]
-        for name, value in self.serve.items():
-            flag = name.replace("_", "-")
-            if flag.replace("-", "_") in (*_OF_THE_PROCESS, "model"):
+        """The arguments of a replica that answers requests, as ``dsv3 serve`` parses them."""
+        return self._parsed(self.serve, "both" if self.prefill is None else "decode")
+
+    @property
+    def prefill_arguments(self) -> argparse.Namespace:
+        """The arguments of a prefill replica."""
+        assert self.prefill is not None, "expected settings with a prefill pool"
+        flags = {**_by_name(self.serve), **_by_name(self.prefill.serve)}
+        shared = {name: flags[name] for name in flags if name not in _OF_DECODE}
+        return self._parsed(shared, "prefill")
+
+    def _parsed(self, flags: Mapping[str, Any], role: str) -> argparse.Namespace:
+        words = ["--model", self.model, "--role", role]
+        for name, value in _by_name(flags).items():
+            if name in (*_OF_THE_PROCESS, *_OF_THE_ROLE, "model"):
                 raise ValueError(f"serve: {name}: expected a flag of the engine or its API, got it")
+            flag = name.replace("_", "-")
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 words += [f"--{flag}"] if each is True else [f"--{flag}", str(each)]
         parser = _Parser(prog="serve", add_help=False, allow_abbrev=False)
@@ -127,8 +184,18 @@ class AppSettings:
     @property
     def target_ongoing_requests(self) -> float:
         """Open requests of a replica at which the number of replicas stays."""
-        given = self.autoscaling.target_ongoing_requests
-        return math.ceil(0.75 * self.arguments.max_running) if given is None else given
+        return _target(self.autoscaling, self.arguments)
+
+    @property
+    def prefill_target_ongoing_requests(self) -> float:
+        """Open prompts of a prefill replica at which their number stays."""
+        assert self.prefill is not None, "expected settings with a prefill pool"
+        return _target(self.prefill.autoscaling, self.prefill_arguments)
+
+
+def _target(scaling: Autoscaling, arguments: argparse.Namespace) -> float:
+    given = scaling.target_ongoing_requests
+    return math.ceil(0.75 * arguments.max_running) if given is None else given
 
 
 class _Parser(Parser):
@@ -136,6 +203,19 @@ class _Parser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"serve: {message}")
+
+
+def _by_name(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flags by their names with underscores."""
+    return {name.replace("-", "_"): value for name, value in flags.items()}
+
+
+def _with_autoscaling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values in which ``autoscaling`` is no mapping."""
+    given = dict(values)
+    if isinstance(scaling := given.get("autoscaling"), Mapping):
+        given["autoscaling"] = _make(Autoscaling, scaling)
+    return given
 
 
 def _make(kind: type, values: Mapping[str, Any]) -> Any:

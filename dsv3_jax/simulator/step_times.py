@@ -110,6 +110,7 @@ class StepModel:
             / _MANY
         )
         self._bandwidth = chip.memory_bandwidth
+        self._l2_bandwidth = chip.l2_bandwidth
 
     def reaching(self, efficiency: Efficiency) -> StepModel:
         """Returns the same model with other shares of the peak rates."""
@@ -133,11 +134,21 @@ class StepModel:
         )
         return {
             "weights": (weights + self._embedding_bytes * work.tokens) / memory,
-            "cache": (work.decode_keys + work.prompt_keys) * self._key_bytes / memory,
+            "cache": self._cache_seconds(work, share.memory),
             "arithmetic": flop_seconds / share.arithmetic,
             "network": self._network_seconds * work.tokens / share.network,
             "overhead": share.pass_seconds,
         }
+
+    def _cache_seconds(self, work: StepWork, share: float) -> float:
+        """Returns the time of reading cached tokens. All of them come through the second-level
+        cache. Those that a layer reads repeatedly come from memory once, if it has such a cache,
+        into which a layer's share of them is assumed to fit."""
+        keys = work.decode_keys + work.prompt_keys
+        if self._l2_bandwidth is None:
+            return keys * self._key_bytes / (share * self._bandwidth)
+        distinct = (keys - work.repeated_keys) / self._bandwidth
+        return max(distinct, keys / self._l2_bandwidth) * self._key_bytes / share
 
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch with ``steps`` equal steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.step_plan import ShardPlan, StepPlan
+from dsv3_jax.engine.step_plan import ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.simulator.workload import SimulatedRequest
 
 
@@ -18,8 +18,7 @@ class StepWork:
     decode_queries: int
     """Tokens that decoding requests compute, their drafts included."""
     decode_keys: int
-    """Distinct cached tokens of the decoding requests. A shared prefix counts once: its pages of a
-    layer fit into the device's second-level cache."""
+    """Cached tokens of the decoding requests."""
     decode_pairs: int
     """Pairs of a decoding query and a key that it attends to."""
     chunks: int
@@ -32,6 +31,9 @@ class StepWork:
     """Pairs of a prompt token and a key that it attends to."""
     all_tokens: int
     """Tokens of all shards, of decoding requests and of chunks."""
+    repeated_keys: int = 0
+    """Tokens of shared prefixes in ``decode_keys`` and ``prompt_keys``, beyond the first request of
+    the step that reads them."""
 
     @property
     def tokens(self) -> int:
@@ -49,21 +51,19 @@ class StepWork:
 
 def _amounts(plan: ShardPlan) -> dict[str, int]:
     """Returns the amounts of one shard by the names of the fields above."""
-    queries = keys = pairs = 0
+    queries = keys = pairs = repeated = 0
     families: set[int] = set()
     for request, drafts in zip(plan.decodes, plan.drafts, strict=True):
         length = len(request.tokens)
         queries += 1 + drafts
         keys += length
-        if isinstance(request, SimulatedRequest) and request.prefix:
-            if request.family in families:
-                keys -= request.prefix
-            families.add(request.family)
+        repeated += _repeated(request, length, families)
         pairs += (1 + drafts) * length
     prompt_tokens = prompt_keys = prompt_pairs = 0
     for chunk in plan.chunks:
         prompt_tokens += chunk.count
         prompt_keys += chunk.start + chunk.count
+        repeated += _repeated(chunk.request, chunk.start, families)
         prompt_pairs += chunk.count * (2 * chunk.start + chunk.count + 1) // 2
     return {
         "decodes": len(plan.decodes),
@@ -74,4 +74,16 @@ def _amounts(plan: ShardPlan) -> dict[str, int]:
         "prompt_tokens": prompt_tokens,
         "prompt_keys": prompt_keys,
         "prompt_pairs": prompt_pairs,
+        "repeated_keys": repeated,
     }
+
+
+def _repeated(request: ScheduledRequest, cached: int, families: set[int]) -> int:
+    """Returns the tokens of a shared prefix among the cached tokens of a request, if another one in
+    ``families`` has the same prefix. Adds its own."""
+    if not isinstance(request, SimulatedRequest) or cached < request.prefix or not request.prefix:
+        return 0
+    if request.family in families:
+        return request.prefix
+    families.add(request.family)
+    return 0

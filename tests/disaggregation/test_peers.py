@@ -56,8 +56,25 @@ def test_other_urls_are_refused(url):
         Peers([url])
 
 
-def test_peers_are_different_and_at_least_one():
-    with pytest.raises(ValueError, match="at least one"):
-        Peers([])
+def test_peers_are_different():
     with pytest.raises(ValueError, match="different ones"):
         Peers(["http://a:1", "http://a:1/"])
+
+
+def test_peers_are_replaced():
+    """A peer that stays keeps what is known of it; one with another key is a new one."""
+    peers = Peers([])
+    assert not peers.has_ready
+    assert peers.begin(1) is None
+    peers.replace({"http://a:1": "k", "http://b:1": "k"})
+    a, b = peers.all
+    assert peers.begin(100) is a
+    assert peers.begin(10) is b
+    peers.end(b, 10, succeeded=False)
+    peers.replace({"http://b:1": "k", "http://a:1": "other", "http://c:1": "k"})
+    assert peers.all[0] is b
+    assert peers.up == {"http://b:1": False, "http://a:1": True, "http://c:1": True}
+    assert [peer.open_tokens for peer in peers.all] == [0, 0, 0]
+    peers.end(a, 100, succeeded=True)
+    assert peers.begin(5).api_key == "other"
+    assert peers.begin(4, preferred=a).host == "c", "a peer that is gone is not preferred"

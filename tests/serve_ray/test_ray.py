@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.serve_ray.scripts import result_of
 
 CODE = """
 import asyncio, json, pathlib, sys, urllib.error, urllib.request
@@ -62,27 +56,7 @@ with ray_cluster.cluster(pathlib.Path(sys.argv[1]), 1) as url:
 
 @pytest.mark.slow
 def test_a_killed_replica_costs_only_streams_that_have_begun():
-    pytest.importorskip("ray.serve", reason="needs the extra ray: pip install '.[ray]'")
-    from benchmarks.serving.ray_cluster import ENVIRONMENT
-
-    # Paths of sockets have to be short.
-    with tempfile.TemporaryDirectory(prefix="ray") as directory:
-        run = subprocess.run(
-            [sys.executable, "-c", CODE, directory],
-            env={
-                **os.environ,
-                **ENVIRONMENT,
-                "PYTHONPATH": str(ROOT),
-                "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    assert run.returncode == 0, run.stderr[-4000:]
-    # Ray's own lines are around it.
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith('{"paths"')]
-    result = json.loads(line)
+    result = result_of(CODE)
     assert result["paths"] == {"/ready": 200, "/v1/models": 200, "/": 200}
     assert result["refused"] == 400
     replicas = set(re.findall(r'vllm:num_requests_running\{.*replica="(\w+)"\}', result["figures"]))

@@ -10,7 +10,7 @@ import pytest
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy, wanted_replicas
 from dsv3_jax.serve_ray.metrics import merged
-from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
+from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling, PrefillPool
 
 
 def test_flags_are_those_of_dsv3_serve():
@@ -28,11 +28,62 @@ def test_flags_are_those_of_dsv3_serve():
     assert settings.autoscaling == Autoscaling(max_replicas=4)
 
 
+def test_prefill_replicas_have_flags_of_their_own():
+    settings = AppSettings.of(
+        {
+            "serve": {"max-running": 8, "draft": "mtp", "prefill_seconds": 7},
+            "prefill": {
+                "serve": {"max_running": 4, "host_cache_gib": 2},
+                "autoscaling": {"max_replicas": 3},
+            },
+        }
+    )
+    decode, prefill = settings.arguments, settings.prefill_arguments
+    assert (decode.role, decode.max_running, decode.prefill_seconds) == ("decode", 8, 7)
+    assert decode.host_cache_gib == 0
+    assert (prefill.role, prefill.max_running, prefill.draft) == ("prefill", 4, "mtp")
+    assert (prefill.host_cache_gib, prefill.prefill_seconds) == (2, None)
+    assert settings.prefill_target_ongoing_requests == 3
+    assert settings.prefill == PrefillPool(
+        {"max_running": 4, "host_cache_gib": 2}, Autoscaling(max_replicas=3)
+    )
+
+
+def test_open_prompts_of_prefill_replicas_count_as_requests():
+    context = SimpleNamespace(
+        running_replicas=["a", "b"],
+        aggregated_metrics={
+            "cache_usage": {"a": 0.1, "b": 0.1},
+            "open_requests": {"a": 10.0, "b": 6.0, "ended": 9.0},
+        },
+        total_num_requests=0,
+        config=SimpleNamespace(target_ongoing_requests=8),
+    )
+    assert QueueAndCachePolicy(0.8)(context) == (2, {})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"modle": "demo"}, "modle: expected one of model, serve"),
-        ({"hosts": 2}, "hosts: expected 1, got 2; the engine does not run on a mesh of several"),
+        ({"hosts": 0}, "hosts: expected an integer of at least 1, got 0"),
+        ({"hosts": 2}, "hosts: expected a layout in serve with 2 hosts, got none"),
+        (
+            {"hosts": 2, "serve": {"layout": "dp_attention_ep"}, "resources": {"num_cpus": 0}},
+            "resources: expected some of each of 2 hosts, got none",
+        ),
+        (
+            {"hosts": 2, "serve": {"layout": "dp_attention_ep", "disk_cache": "/x"}},
+            "disk_cache: expected none with 2 hosts, got /x; each host has a part of a page",
+        ),
+        (
+            {"hosts": 2, "serve": {"layout": "dp_attention_ep"}, "prefill": {}},
+            "prefill: expected none with 2 hosts, got one; each host has a part of a page",
+        ),
+        ({"serve": {"role": "prefill"}}, "serve: role: expected a flag of the engine or its API"),
+        ({"serve": {"prefill_seconds": 3}}, "--prefill-seconds: expected --role decode, got both"),
+        ({"prefill": {"hosts": 2}}, "hosts: expected one of serve, autoscaling, resources"),
+        ({"prefill": {"serve": {"x": 1}}}, "serve: unknown argument --x"),
         ({"serve": {"max_runing": 8}}, "serve: unknown argument --max-runing; did you mean --max"),
         ({"serve": {"max_running": 0}}, "--max-running: expected an integer of at least 1, got 0"),
         ({"serve": {"max_running": "x"}}, "serve: argument --max-running: invalid int value"),

@@ -45,6 +45,22 @@ def test_a_request_waits_for_the_step_under_way(late, begins):
     assert served.end == pytest.approx(begins + 0.01 + 0.001 + 64 * 0.0001)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_prompts_do_not_wait_on_the_shard_of_a_long_one(shards):
+    """Each shard prefills two chunks in a step; the long prompt has twenty."""
+    arrivals = [Arrival(0.0, 20 * 64, 2), *(Arrival(0.001 * i, 64, 2) for i in range(1, 7))]
+    outcome = run(ClusterSettings(pool(engine(chunks=2, shards=shards))), *arrivals)
+    served = sorted(outcome.requests, key=lambda each: each.prompt_tokens)
+    long = served.pop()
+    seconds = 10 * (0.01 + 128 * 0.0001)  # of its steps, without decoding requests
+    assert long.ttft == pytest.approx(seconds, rel=0.2)
+    for short in served:
+        if shards == 1:
+            assert short.ttft > 0.8 * seconds
+        else:
+            assert short.ttft < 0.6 * seconds
+
+
 def test_host_time_is_hidden_by_longer_steps_only():
     hidden = engine(host=HostCosts(plan=0.004, read=0.004))
     slow = engine(host=HostCosts(plan=0.02, read=0.004))

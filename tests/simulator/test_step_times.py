@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from dsv3_jax import presets
+from dsv3_jax.engine.step_plan import Chunk, ShardPlan, StepPlan
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.shard_cache import ShardCache
@@ -14,6 +15,7 @@ from dsv3_jax.plan.target import Target
 from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.step_times import StepModel
 from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.workload import Arrival, SimulatedRequest
 
 SHARDS = ShardCache()
 
@@ -71,6 +73,41 @@ def test_shares_of_the_peaks_lengthen_a_step():
     memory = 2 * (bound["weights"] + bound["cache"])
     expected = max(memory, 4 * bound["arithmetic"]) + 10 * bound["network"] + 0.02
     assert model.of(work, 1).seconds == pytest.approx(expected)
+
+
+def test_a_shared_prefix_comes_from_memory_once_and_from_the_cache_each_time():
+    d = deployment("h100", "single", 64, 2048)
+    model, chip = StepModel(SHARDS.of(d), d), d.target.chip
+    work = decoding(64, 2048)
+    alone = model.parts(work)["cache"]
+    few = model.parts(dataclasses.replace(work, repeated_keys=2048))["cache"]
+    assert few == pytest.approx(alone * 63 / 64), "bound by memory"
+    all_but_one = model.parts(dataclasses.replace(work, repeated_keys=63 * 2048))["cache"]
+    assert all_but_one == pytest.approx(alone * chip.memory_bandwidth / chip.l2_bandwidth)
+    d = deployment("tpu:v5p:1x1x1", "single", 64, 2048)
+    model = StepModel(SHARDS.of(d), d)
+    parts = [model.parts(dataclasses.replace(work, repeated_keys=n))["cache"] for n in (0, 2048)]
+    assert parts[0] == parts[1], "no such cache is known"
+
+
+def test_repeated_keys_are_those_of_a_prefix_after_the_first_request():
+    def request(number: int, family: int) -> SimulatedRequest:
+        arrival = (
+            Arrival(0.0, 100, 5, prefix=64, family=family) if family >= 0 else Arrival(0, 9, 5)
+        )
+        return SimulatedRequest.of(arrival, number)
+
+    decodes = tuple(map(request, range(5), (0, 0, 1, -1, 0)))
+    # The first one computes the prefix, the second one has it in its pages.
+    chunks = (
+        Chunk(request(5, 2), 5, 0, 64, True, False),
+        Chunk(request(6, 1), 6, 64, 36, True, True),
+    )
+    shard = ShardPlan(decodes, tuple(range(5)), (0,) * 5, (0,) * 5, chunks)
+    work = StepWork.of(StepPlan((shard,), 1))
+    assert work.decode_keys == 4 * 100 + 9
+    assert work.prompt_keys == 64 + 100
+    assert work.repeated_keys == 2 * 64 + 64
 
 
 @pytest.mark.parametrize("name", ["memory", "arithmetic", "network"])

@@ -1,0 +1,198 @@
+"""An engine on a mesh of several processes: one leads, the others launch what it launches.
+
+A program on a mesh of several processes runs when every process launches it, all in the same order.
+The engine of process 0, the leader, takes the requests, plans and reads the results, which every
+process has. It sends the arguments of each step to the followers before it launches the step. A
+follower has an engine with the same settings that gets no requests; it launches these steps and
+reads nothing.
+
+    leader      plan -> send shape and arguments -> launch -> read results
+    follower            receive them -> launch
+
+A process that is lost takes the others with it: a mesh cannot go on without its devices. The leader
+then fails the engine at its next launch, and a follower ends its process.
+
+What launches other programs than steps, or reads arrays that no process has whole, is refused, see
+:func:`check_settings`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.step_input import StepShape
+from sharding import Layout
+from sharding.distributed import max_over_processes
+
+_END = b"end"
+
+
+class ProcessLostError(EngineError):
+    """Another process of the mesh is lost."""
+
+
+class Leader:
+    """The leader's connections to the followers.
+
+    Args:
+      host: address to listen on.
+      followers: number of followers.
+      key: secret that the followers know. Nobody else can connect.
+    """
+
+    def __init__(self, host: str, followers: int, key: bytes):
+        self._listener = Listener((host, 0), backlog=followers, authkey=key)
+        self._count = followers
+        self._connections: list[Connection] = []
+        self._lost = threading.Event()
+        self._is_closed = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that the followers connect to."""
+        address: Any = self._listener.address
+        return address
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a follower is lost."""
+        return self._lost.is_set()
+
+    def wait_for_followers(self) -> None:
+        """Waits until every follower has connected, which it does once its programs are compiled.
+
+        Raises:
+          ProcessLostError: one is lost already.
+        """
+        while len(self._connections) < self._count:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError):
+                continue  # a stranger
+            self._connections.append(connection)
+            threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
+        self._listener.close()
+        self._check()
+
+    def send(self, buffer: np.ndarray, shape: StepShape) -> None:
+        """Tells the followers to launch a step.
+
+        Raises:
+          ProcessLostError: one of them is lost.
+        """
+        self._check()
+        header = json.dumps({**dataclasses.asdict(shape), "_buffer": buffer.shape}).encode()
+        content = np.ascontiguousarray(buffer, np.int32).data.cast("B")
+        try:
+            for connection in self._connections:
+                connection.send_bytes(header)
+                connection.send_bytes(content)
+        except OSError:
+            self._lost.set()
+            self._check()
+
+    def close(self) -> None:
+        """Ends the followers."""
+        self._is_closed = True
+        for connection in self._connections:
+            try:
+                connection.send_bytes(_END)
+            except OSError:
+                self._lost.set()
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise ProcessLostError("processes: expected all of the mesh, got one that was lost")
+
+    def _watch(self, connection: Connection) -> None:
+        """Waits for the end of a connection, on which a follower sends nothing."""
+        try:
+            connection.recv_bytes()
+        except (EOFError, OSError):
+            if not self._is_closed:
+                self._lost.set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """A follower's part.
+
+    Args:
+      address: of the leader.
+      key: the leader's secret.
+    """
+
+    address: tuple[str, int]
+    key: bytes = dataclasses.field(repr=False)
+
+    def run(
+        self,
+        replay: Callable[[np.ndarray, StepShape], object],
+        *,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Launches the leader's steps until it ends the engine. Call it when all programs are
+        compiled.
+
+        If the leader is lost it ends the process with status 1: a step that waits for the leader's
+        devices may never return.
+
+        Args:
+          replay: launches a step, see :meth:`dsv3_jax.engine.executor.Executor.replay`.
+        """
+        with Client(self.address, authkey=self.key) as connection:
+            try:
+                while (header := connection.recv_bytes()) != _END:
+                    fields = json.loads(header)
+                    buffer_shape = fields.pop("_buffer")
+                    buffer = np.frombuffer(connection.recv_bytes(), np.int32).reshape(buffer_shape)
+                    replay(buffer, StepShape(**fields))
+            except (EOFError, OSError):
+                exit_process(1)
+
+
+def check_settings(**settings: Any) -> None:
+    """Raises ValueError for the first setting that is given and that a mesh of several processes
+    does not support."""
+    for name, value in settings.items():
+        if value:
+            raise ValueError(
+                f"{name}: expected none on a mesh of several processes, got {value!r:.100}; each"
+                " process has a part of the arrays alone"
+            )
+
+
+def spans_processes(layout: Layout | None) -> bool:
+    """Returns whether a layout's mesh has devices of several processes."""
+    mesh = None if layout is None else layout.mesh
+    return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
+
+
+def smallest_over_processes(number: int) -> int:
+    """Returns the smallest number that any process passes. All must call it together."""
+    return -int(max_over_processes(-number))
+
+
+def global_arrays(
+    make: Callable[[], Any], shardings: Sequence[jax.sharding.Sharding], structure: Any
+) -> Any:
+    """Returns a tree of arrays on a mesh of several processes.
+
+    Args:
+      make: makes the tree. It is traced.
+      shardings: of its arrays, in flattening order.
+      structure: of the tree.
+    """
+    leaves = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=list(shardings))()
+    return jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,43 @@
+"""The parts of a server that the flags of a role ask for."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from dsv3_jax.cli.arguments import serve as serve_arguments
+from dsv3_jax.cli.roles import check_prefill_urls, check_role
+from dsv3_jax.cli.run_roles import tiers_of
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve_arguments.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_decode_server_needs_no_tier_but_its_source():
+    arguments = parsed("--role", "decode", "--prefill-url", "http://a:1", "--prefill-seconds", "9")
+    check_role(arguments)
+    check_prefill_urls(arguments)
+    remote = SimpleNamespace(name="remote")
+    tiers = tiers_of(arguments, remote)
+    assert (tiers.sources, tiers.host_bytes, tiers.load_seconds) == ((remote,), 0, 10)
+
+
+def test_a_prefill_server_has_host_memory():
+    tiers = tiers_of(parsed("--role", "prefill"), None)
+    assert (tiers.sources, tiers.host_bytes) == ((), 4 * 2**30)
+    assert tiers_of(parsed(), None) is None
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [([], "--prefill-url: expected at least one"), (["a:1"], "expected http://HOST:PORT")],
+)
+def test_a_decode_server_needs_prefill_servers(urls, message):
+    words = [word for url in urls for word in ("--prefill-url", url)]
+    with pytest.raises(ValueError, match=message):
+        check_prefill_urls(parsed("--role", "decode", *words))

@@ -1,0 +1,36 @@
+"""The prefill replicas that a decode replica knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from dsv3_jax.disaggregation.peers import Peers
+from dsv3_jax.serve_ray import prefill_peers
+from dsv3_jax.serve_ray.prefill_peers import PrefillAddress, keep_current
+
+A, B, C = (PrefillAddress(f"http://{name}:1", f"key of {name}") for name in "abc")
+
+
+def test_peers_follow_the_replicas(monkeypatch):
+    monkeypatch.setattr(prefill_peers, "PERIOD_SECONDS", 0.0)
+    looks = iter([[A], [A, B], None, [B, C], []])
+    seen = []
+    peers = Peers([])
+
+    async def addresses():
+        seen.append({peer.url: peer.api_key for peer in peers.all})
+        given = next(looks, "end")
+        if given == "end":
+            raise asyncio.CancelledError
+        if given is None:
+            raise TimeoutError
+        return given
+
+    async def run():
+        with contextlib.suppress(asyncio.CancelledError):
+            await keep_current(peers, addresses)
+
+    asyncio.run(run())
+    both = {A.url: A.api_key, B.url: B.api_key}
+    assert seen == [{}, {A.url: A.api_key}, both, both, dict([B, C]), {}], "unless one is late"
