@@ -19,6 +19,7 @@ from tests.support.command import run
 from tests.support.documents import DOCUMENTS, PAGES, ROOT, anchors, blocks, links
 
 NO_COMMANDS = {"text", "json", "yaml"}
+ENDLESS = {"serve", "chat"}  # commands that run until they are stopped
 QUICK = {"claims", "kernels", "index", "api", "benchmarks", "troubleshooting", "accuracy"}
 
 
@@ -103,6 +104,8 @@ def test_blocks_that_are_not_run_have_valid_syntax(page):
             for words in block.commands():
                 if "dsv3" in words:
                     before = flags(words, before)
+                # A test that runs these would never end.
+                assert block.needs or not ENDLESS & set(words), f"expected '# needs' before {words}"
 
 
 def flags(words: list[str], before: list[str]) -> list[str]:
