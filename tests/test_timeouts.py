@@ -18,6 +18,7 @@ import sys
 import threading
 
 import pytest
+import uvicorn
 
 
 def lock_twice(library):
@@ -59,6 +60,13 @@ def test_waits_for_a_server():
     connection.getresponse()
 
 
+def test_serves():
+    async def app(scope, receive, send):
+        pass
+
+    uvicorn.Server(uvicorn.Config(app, port=0, log_config=None)).run()
+
+
 def test_waits_in_a_library():
     lock_twice(ctypes.CDLL(None))
 
@@ -93,6 +101,7 @@ def test_hanging_tests_fail_with_their_names(tmp_path):
         ("ERROR", "test_fails_before_its_fixture_waits"),
         ("FAILED", "test_waits_for_a_process"),
         ("FAILED", "test_waits_for_a_server"),
+        ("FAILED", "test_serves"),
         ("FAILED", "test_waits_in_a_library"),
         ("FAILED", "test_waits_in_a_library_with_the_interpreter_locked"),
     }, done.stdout
