@@ -21,6 +21,7 @@ from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import bind
 from dsv3_jax.server.service import Service
@@ -108,6 +109,19 @@ class RunningServer:
                 return
             time.sleep(0.01)
         raise AssertionError(f"open: {self.service.admission.open}, {self.engine.stats()}")
+
+    @contextlib.contextmanager
+    def limited(self, count: int) -> Iterator[None]:
+        """Lets the server have at most ``count`` open completions. A completion has to be closed
+        where it was opened, so that none may be open at the beginning or the end."""
+        before = self.service.admission
+        self.wait_until_idle()
+        self.service.admission = Admission(count)
+        try:
+            yield
+            self.wait_until_idle()
+        finally:
+            self.service.admission = before
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from dsv3_jax.server.admission import Admission
 from tests.support.command import run
 
 
@@ -42,11 +41,11 @@ def test_the_table(server, capsys):
     assert row.split()[3:5] == ["3", "0"]
 
 
-def test_too_many_at_a_time(server, monkeypatch, capsys):
+def test_too_many_at_a_time(server, capsys):
     """The server refuses what its queue has no room for, and the result says so."""
-    monkeypatch.setattr(server.service, "admission", Admission(2))
     words = ["bench", "serve", "--url", server.url, "--num-requests", "8", "--scale", "0.05"]
-    assert run(*words, "--json") == 0
+    with server.limited(2):
+        assert run(*words, "--json") == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["completed"] + result["failed"] == 8

@@ -12,8 +12,6 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from dsv3_jax.server.admission import Admission
-
 CLIENTS = 500
 PATHS = {
     "/v1/completions": {"prompt": "def f("},
@@ -25,10 +23,8 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
-def test_overload(server, monkeypatch):
+def test_overload(server):
     """Two requests may be open. The other eight are refused at once, with the time to come back."""
-    server.wait_until_idle()
-    monkeypatch.setattr(server.service, "admission", Admission(2))
     body = {"model": "demo", "prompt": "x", "max_tokens": 40, "ignore_eos": True}
 
     async def ask(client: aiohttp.ClientSession) -> tuple[int, str | None, dict]:
@@ -39,12 +35,12 @@ def test_overload(server, monkeypatch):
         async with session() as client:
             return await asyncio.gather(*(ask(client) for _ in range(10)))
 
-    answers = asyncio.run(ask_all())
+    with server.limited(2):
+        answers = asyncio.run(ask_all())
     assert sorted(status for status, _, _ in answers) == [200, 200] + [503] * 8
     for status, retry_after, content in answers:
         if status == 503:
             assert (retry_after, content["error"]["code"]) == ("1", "overloaded")
-    server.wait_until_idle()
 
 
 def left(server) -> Counter[str]:
@@ -70,9 +66,8 @@ def left(server) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-def test_nothing_is_left_of_500_clients(server, monkeypatch):
+def test_nothing_is_left_of_500_clients(server):
     """A third vanish in the middle of their streams, some before the first token."""
-    monkeypatch.setattr(server.service, "admission", Admission(CLIENTS))
 
     async def client(i: int, http: aiohttp.ClientSession) -> int:
         path = list(PATHS)[i % 2]
@@ -92,9 +87,10 @@ def test_nothing_is_left_of_500_clients(server, monkeypatch):
         async with session() as http:
             return await asyncio.gather(*(client(i, http) for i in range(count)))
 
-    asyncio.run(all_clients(12))  # fills caches
-    before = left(server)
-    chunks = asyncio.run(all_clients(CLIENTS))
+    with server.limited(CLIENTS):
+        asyncio.run(all_clients(12))  # fills caches
+        before = left(server)
+        chunks = asyncio.run(all_clients(CLIENTS))
     assert sum(count < 0 for count in chunks) == len(range(0, CLIENTS, 3))
     assert all(count < 0 or count >= 2 for count in chunks)
     assert left(server) == before
