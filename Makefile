@@ -22,11 +22,11 @@ $(BIN)/python:
 	@touch $@
 
 .venv/.tested: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[test]'
 	@touch .venv/.installed $@
 
 .venv/.compared: .venv/.tested
-	$(PIP) --editable '.[parity]'
+	$(PIP) --editable '.[dev,parity]'
 	@touch $@
 
 .venv/.served: .venv/.tested

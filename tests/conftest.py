@@ -36,6 +36,8 @@ import pytest
 
 from tests.support import covering
 
+pytest_plugins = ["tests.support.timeouts"]
+
 # JAX traces create many long-lived objects. With Python's default thresholds, garbage collection
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -48,6 +47,8 @@ def test_a_notebook_is_kept_as_it_opens(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_a_notebook_runs(path, monkeypatch):
+    from nbclient import NotebookClient  # quick tests run without it
+
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # one device, as in Colab

@@ -1,5 +1,6 @@
 """Fixtures of the checkpoint tests: an offline Hub, unsynced writes, and a small checkpoint."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 
+from dsv3_jax.checkpoint.convert import convert
 from tests.checkpoint.values import small_config
 from tests.support.checkpoints import random_tensors, write_checkpoint
 
@@ -38,3 +40,19 @@ def checkpoint(tmp_path) -> Callable[..., tuple[Path, dict[str, np.ndarray]]]:
         return directory, write_checkpoint(directory, config, random_tensors(config), **options)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory) -> Callable[..., Path]:
+    """Writes a checkpoint once for each set of options, and its store. Returns the directory of
+    both, ``checkpoint`` and ``store``, for tests that do not change it or copy it."""
+
+    @functools.cache
+    def make(to: str, **options: Any) -> Path:
+        home = tmp_path_factory.mktemp("converted")
+        config = small_config()
+        write_checkpoint(home / "checkpoint", config, random_tensors(config), **options)
+        convert(home / "checkpoint", home / "store", to)
+        return home
+
+    return make

@@ -1,6 +1,7 @@
 """Written checkpoints are complete or absent, readable by other programs, and reproducible."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from dsv3_jax.quantization import BlockQuantization
 from sharding import Placement, make_layout
 from tests.checkpoint.files import CONFIG, INDEX, read, read_directory
 from tests.checkpoint.values import assert_holds, loaded, same_bytes, small_config
+from tests.support import checkpoints
 from tests.support.checkpoints import is_fp8, quantize_blocks, tiny_config
 from tests.support.filled import filled_model
 from tests.support.oracle import dequantize
@@ -31,10 +33,27 @@ SCALE = "_scale_inv"
 BLOCKS = BlockQuantization((24, 40))  # several blocks, with partial ones in both directions
 
 
-@pytest.fixture
-def model(checkpoint):
-    directory, _ = checkpoint()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Returns a model that no test changes."""
+    directory = tmp_path_factory.mktemp("model")
+    config = small_config()
+    checkpoints.write_checkpoint(directory, config, checkpoints.random_tensors(config))
     return dsv3_jax.load(directory)[0]
+
+
+@pytest.fixture(scope="module")
+def wholes(model, tmp_path_factory):
+    """Returns the model's files in one shard, by quantization."""
+
+    @functools.cache
+    def whole(quantization):
+        directory = tmp_path_factory.mktemp("whole") / "checkpoint"
+        write_checkpoint(model, directory, quantization=quantization)
+        assert len(list(directory.glob("*.safetensors"))) == 1
+        return read_directory(directory), loaded(directory)
+
+    return whole
 
 
 @pytest.fixture
@@ -175,7 +194,7 @@ def test_float8_weights_are_not_quantized_otherwise(checkpoint, out, quantizatio
 
 @pytest.mark.parametrize("quantization", [None, BLOCKS])
 @pytest.mark.parametrize("limit", [1, 5_000, 20_000, 60_000])
-def test_shards(model, out, limit, quantization):
+def test_shards(model, wholes, out, limit, quantization):
     write_checkpoint(model, out, quantization=quantization, shard_bytes=limit)
     index = json.loads((out / INDEX).read_text())
     shards = sorted(path.name for path in out.glob("*.safetensors"))
@@ -198,11 +217,9 @@ def test_shards(model, out, limit, quantization):
         assert sum(size) <= limit or len(size) == 1
         assert sum(size) + following[0] > limit  # one more would have exceeded the limit
     assert sum(sizes[-1]) <= limit or len(sizes[-1]) == 1
-    whole = out.with_name("whole")
-    write_checkpoint(model, whole, quantization=quantization)
-    assert len(list(whole.glob("*.safetensors"))) == 1
-    assert read_directory(whole) == read_directory(out)
-    assert same_bytes(loaded(out), loaded(whole))
+    tensors, weights = wholes(quantization)
+    assert read_directory(out) == tensors
+    assert same_bytes(loaded(out), weights)
 
 
 # ---- for others ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 
 import jax
 import ml_dtypes
@@ -229,11 +230,10 @@ def test_mtp_layers_that_are_promised_and_absent(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["fp8", "int4"])
-def test_orbax_opens_it(checkpoint, tmp_path, to):
-    directory, _ = checkpoint(dtype="fp8")
-    convert(directory, tmp_path / "store", to)
-    store = StoreReader(tmp_path / "store")
-    tree = ocp.StandardCheckpointer().restore(tmp_path / "store" / "weights")
+def test_orbax_opens_it(converted, to):
+    made = converted(to, dtype="fp8") / "store"
+    store = StoreReader(made)
+    tree = ocp.StandardCheckpointer().restore(made / "weights")
     flat = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -315,9 +315,8 @@ def test_the_manifest(checkpoint, tmp_path):
     assert not (tmp_path / "store" / "journal.jsonl").exists()
 
 
-def test_an_unfinished_store_is_refused(checkpoint, tmp_path):
-    directory, _ = checkpoint(dtype="fp8")
-    convert(directory, tmp_path / "store")
+def test_an_unfinished_store_is_refused(converted, tmp_path):
+    shutil.copytree(converted("fp8", dtype="fp8") / "store", tmp_path / "store")
     (tmp_path / "store" / "manifest.json").rename(tmp_path / "store" / "journal.jsonl")
     with pytest.raises(ValueError, match=r"unfinished conversion; continue it with .*--resume$"):
         dsv3_jax.load(tmp_path / "store")
@@ -333,9 +332,8 @@ def test_an_unfinished_store_is_refused(checkpoint, tmp_path):
         (b'{"format": "dsv3_jax store 1"}', "damaged"),
     ],
 )
-def test_a_damaged_manifest(checkpoint, tmp_path, content, pattern):
-    directory, _ = checkpoint(dtype="fp8")
-    convert(directory, tmp_path / "store")
+def test_a_damaged_manifest(converted, tmp_path, content, pattern):
+    shutil.copytree(converted("fp8", dtype="fp8") / "store", tmp_path / "store")
     (tmp_path / "store" / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=pattern):
         dsv3_jax.load(tmp_path / "store")

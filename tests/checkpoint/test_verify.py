@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import threading
 import tracemalloc
 
@@ -13,7 +14,6 @@ from dsv3_jax.checkpoint import arrays as arrays_module
 from dsv3_jax.checkpoint import scan as scan_module
 from dsv3_jax.checkpoint.compare import compare
 from dsv3_jax.checkpoint.conversion_plan import plan_conversion
-from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.open_checkpoint import group_by_kind, open_checkpoint
 from dsv3_jax.checkpoint.verify import ValueStats, total_bytes, verify
 from dsv3_jax.cli import byte_progress
@@ -406,13 +406,12 @@ def test_damage_is_reported_on_either_side(two):
 
 
 @pytest.fixture
-def store(checkpoint, tmp_path):
-    """Converts a directory. Returns it and the store."""
+def store(converted, tmp_path):
+    """Returns a directory and its store, which a test may change."""
 
     def make(to, **options):
-        directory, _ = checkpoint(**(options or FP8))
-        convert(directory, tmp_path / "store", to)
-        return directory, tmp_path / "store"
+        shutil.copytree(converted(to, **(options or FP8)), tmp_path, dirs_exist_ok=True)
+        return tmp_path / "checkpoint", tmp_path / "store"
 
     return make
 

@@ -29,11 +29,18 @@ from dsv3_jax.tokenizer import Tokenizer
 from sharding import make_layout
 from tests.server.conftest import RunningServer, running
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.shared_programs import shared_programs
 
 pytestmark = pytest.mark.slow
 
 PAGE, MAX_LEN = 8, 120
 BUCKETS = Buckets(decodes=(4,), chunks=(1,), chunk_tokens=16, max_steps=1).single()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

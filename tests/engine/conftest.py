@@ -10,11 +10,18 @@ from dsv3_jax.engine.programs import Buckets
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.shared_programs import shared_programs
 
 MAX_LEN = 120
 
 # Few programs: a step decodes only, or also has chunks.
 BUCKETS = Buckets(decodes=(4,), chunks=(3,), chunk_tokens=16, max_steps=3)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _shared_programs():
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="session")

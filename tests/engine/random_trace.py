@@ -62,7 +62,7 @@ class Served:
     def of(cls, model: DeepSeekV3, count: int, max_len: int) -> Served:
         made = requests(count, model.config.vocab_size, max_len)
         prompts, new = map(list, zip(*made, strict=True))
-        generator = Generator(model, None, max_len, batch_sizes=(32,), prefill_chunk=64)
+        generator = Generator(model, None, max_len, batch_sizes=(min(count, 32),), prefill_chunk=64)
         done = generator.generate(prompts, max_new_tokens=new, ignore_eos=True)
         return cls(model, made, [completion.tokens for completion in done], max_len)
 
