@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dsv3_jax.checkpoint.load import load
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.engine import Engine
-    from dsv3_jax.generation.generator import Generator
     from dsv3_jax.model import DeepSeekV3
+    from dsv3_jax.offline.generator import Generator
     from dsv3_jax.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __all__ = [
 _MODULES = {
     "DeepSeekV3": "dsv3_jax.model",
     "Engine": "dsv3_jax.engine",
-    "Generator": "dsv3_jax.generation.generator",
+    "Generator": "dsv3_jax.offline.generator",
     "ModelConfig": "dsv3_jax.config",
     "Tokenizer": "dsv3_jax.tokenizer",
     "distributed": None,

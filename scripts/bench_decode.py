@@ -193,7 +193,7 @@ class Bench:
             c.n_routed_experts, c.num_experts_per_tok, len(decode.state.lengths)
         )
         return result | {
-            "experts_visited": statistics.mean(steps.experts_visited(model, decode.state)),
+            "experts_visited": statistics.mean(steps.experts_visited(model, decode)),
             "experts_expected": expected,
         }
 

@@ -65,7 +65,12 @@ def measure(
         generate()
     outs = [generate() for _ in range(repeats)]
     rates = [out.stats.tokens_per_second for out in outs]
-    steps = [out.stats.new_tokens / out.stats.tokens_per_second / out.stats.steps for out in outs]
+    # The first token of each completion is not among those that the rate counts.
+    later = [out.stats.new_tokens - len(out) for out in outs]
+    steps = [
+        n / out.stats.tokens_per_second / out.stats.steps
+        for n, out in zip(later, outs, strict=True)
+    ]
     out = outs[-1]
     drafts = out.stats.speculation
     row = {

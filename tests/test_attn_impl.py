@@ -19,12 +19,12 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token, count_parameters, flops_per_token
 from dsv3_jax.attn_impl import ATTN_IMPLS, check_attn_impl, decode_attention
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers import attention, attention_variants
 from dsv3_jax.layers.attention_variants import materialize
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.covering import slow_except

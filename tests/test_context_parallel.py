@@ -9,11 +9,11 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.layers import attention, context_parallel
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.paged_cache import PageShard
+from dsv3_jax.offline.generator import Generator
 from pallas_kernels.mla_decode import cpu as mla_decode_cpu
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

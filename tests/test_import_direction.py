@@ -89,6 +89,13 @@ def test_siblings_do_not_know_each_other(sibling):
     assert not wrong
 
 
+@pytest.mark.parametrize("below", ["engine", "generation", "checkpoint", "training", "layers"])
+def test_the_generator_is_above_what_it_runs(below):
+    for path in modules(f"dsv3_jax/{below}"):
+        for name in imports(path.read_text("utf-8")):
+            assert not f"{name}.".startswith("dsv3_jax.offline."), path
+
+
 def test_only_the_command_and_replicas_import_the_server():
     """And the server imports the engine and what is below it."""
     above = (

@@ -10,9 +10,9 @@ from flax import nnx
 
 from benchmarks.decode import models
 from dsv3_jax import presets
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.offline.generator import Generator
 from pallas_kernels import dispatch
 from sharding import make_layout
 from tests.pallas_kernels.machine import on_gpu, on_gpus

@@ -22,7 +22,7 @@ from flax import nnx
 
 from benchmarks.decode import machine, models
 from dsv3_jax.cli import compile_cache
-from dsv3_jax.generation.generator import Generator
+from dsv3_jax.offline.generator import Generator
 
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",

@@ -1,4 +1,4 @@
-"""Times decode steps and prefills of the generator's own programs, on a synthetic state."""
+"""Times decode steps and prefills of the Generator's and Engine's programs, on synthetic states."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.pool_layout import PoolLayout
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.state_sharding import shard_state
+from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.program import Program
-from dsv3_jax.generation.programs import Programs
-from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.generation.state import DecodeState
+from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.paged_cache import LayerCache
@@ -49,51 +53,174 @@ class Compiled:
     @classmethod
     def of(
         cls,
-        program: Program,
-        state: DecodeState,
-        *args: Any,
-        static: tuple[Any, ...] = (),
-        options: dict[str, Any] | None = None,
+        programs: Programs,
+        shape: StepShape,
+        num_pages: int,
+        options: Mapping[str, Any] | None = None,
     ) -> Compiled:
-        """Compiles a program.
+        """Compiles a program without allocating its state, so that autotuning has more memory.
 
         Args:
-          static: the program's static arguments, which come last.
+          num_pages: pages of the state's cache.
           options: compiler options in addition to the program's own.
         """
-        state_leaves, structure = jax.tree.flatten(state)
-        return cls.of_leaves(
-            program, state_leaves, structure, *args, static=static, options=options
-        )
-
-    @classmethod
-    def of_leaves(
-        cls,
-        program: Program,
-        state_leaves: list[Any],
-        structure: Any,
-        *args: Any,
-        static: tuple[Any, ...] = (),
-        options: dict[str, Any] | None = None,
-    ) -> Compiled:
-        """Compiles a program for a flattened state: its arrays, or their shapes."""
         began = time.perf_counter()
-        lowered = program.lower(state_leaves, structure, *args, static=static)
-        executable = lowered.compile(program.options | (options or {}))
+        state_leaves, structure = programs.state_shapes(num_pages)
+        lowered = programs.lower(state_leaves, structure, shape)
+        executable = programs.compile(lowered, shape, options)
         elapsed = time.perf_counter() - began
         memory: Any = executable.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         workspace = memory.temp_size_in_bytes + results
         arguments = memory.argument_size_in_bytes
-        return cls(executable, program.leaves, structure, elapsed, arguments, workspace)
+        return cls(executable, programs.leaves, structure, elapsed, arguments, workspace)
 
-    def __call__(self, state: DecodeState, *args: Any) -> tuple[DecodeState, float]:
-        """Runs the program. Returns the new state and the seconds that it took."""
-        state_leaves, rest = jax.tree.leaves(state), jax.tree.leaves(args)
+    def __call__(
+        self, state: SlotState, buffers: Sequence[jax.Array]
+    ) -> tuple[SlotState, list[Any], float]:
+        """Runs the program with each of these arguments. Returns the new state, the outputs, and
+        the seconds that it took."""
+        leaves, outputs = jax.tree.leaves(state), []
         began = time.perf_counter()
-        results = jax.block_until_ready(self.executable(self.leaves, state_leaves, rest))
+        for buffer in buffers:
+            leaves, output = self.executable(self.leaves, leaves, buffer)
+            outputs.append(output)
+        jax.block_until_ready((leaves, outputs))
         elapsed = time.perf_counter() - began
-        return jax.tree.unflatten(self.structure, results), elapsed
+        return jax.tree.unflatten(self.structure, leaves), outputs, elapsed
+
+
+class Slots:
+    """Programs for ``rows`` requests, which all run, and the pages of each.
+
+    Args:
+      longest: most tokens of a request.
+      chunk: tokens of each request in a forward pass that prefills.
+    """
+
+    def __init__(
+        self,
+        model: DeepSeekV3,
+        rows: int,
+        longest: int,
+        drafter: Drafter | None = None,
+        depth: int = 0,
+        chunk: int = 1,
+    ):
+        layout = model.layout
+        default = Buckets.of_devices(rows, layout)
+        one_page = PoolLayout.of(layout, 1, DEFAULT_PAGE_SIZE)
+        local_rows = rows // one_page.shards
+        # In absorbed form, chunks have the engine's length, and several are of the same prompt.
+        is_absorbed = default.chunk_form == "absorbed"
+        chunk_tokens = min(chunk, default.chunk_tokens) if is_absorbed else chunk
+        self.programs = Programs(
+            model,
+            dataclasses.replace(
+                default,
+                decodes=(local_rows,),
+                chunks=(local_rows * -(-chunk // chunk_tokens),),
+                chunk_tokens=chunk_tokens,
+                max_steps=LONG,
+                multi_step_decodes=None,
+                separate=True,
+            ),
+            num_slots=rows,
+            max_len=-(-longest // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE,
+            page_size=DEFAULT_PAGE_SIZE,
+            drafter=drafter,
+            depth=depth,
+            vocab_size=model.config.vocab_size,
+        )
+        self._local_rows = local_rows
+        self._pages_each = self.programs.max_pages // one_page.token_parts
+        self._pool = dataclasses.replace(one_page, pages_per_device=local_rows * self._pages_each)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all requests."""
+        return self._pool.num_pages
+
+    def inputs(self, shape: StepShape) -> tuple[np.ndarray, list[StepInput]]:
+        """Returns a buffer, and the arguments of each shard, whose requests all decode if the shape
+        has decodes."""
+        buffer, inputs = empty_input(shape, self._local_rows)
+        for shard, arguments in enumerate(inputs):
+            arrays: Any = arguments  # NumPy's, on the host
+            self._pool.fill_tables(arrays.decode_tables, shard, self.pages(shard)[: shape.decodes])
+            arrays.decode_slots[:] = range(shape.decodes)
+            arrays.max_drafts[:] = shape.depth
+        return buffer, inputs
+
+    def pages(self, shard: int) -> list[list[int]]:
+        """Returns the pages of each request of a shard."""
+        per_shard = self._pool.token_parts * self._pool.pages_per_device
+        first = shard * per_shard
+        each = self._pages_each
+        return [[*range(first + i * each, first + (i + 1) * each)] for i in range(self._local_rows)]
+
+    def fill_chunks(
+        self, arguments: StepInput, shard: int, begin: int, end: int, chunk_tokens: int
+    ) -> None:
+        """Makes a step prefill the tokens from ``begin`` to ``end`` of every request."""
+        arrays: Any = arguments
+        starts = range(begin, end, chunk_tokens)
+        pages = [each for each in self.pages(shard) for _ in starts]
+        self._pool.fill_tables(arrays.chunk_tables, shard, pages)
+        for i in range(len(pages)):
+            start = starts[i % len(starts)]
+            arrays.chunk_slots[i] = i // len(starts)
+            arrays.starts[i] = start
+            arrays.counts[i] = min(chunk_tokens, end - start)
+
+    def state(self, cached: int) -> SlotState:
+        """Returns a state with random tokens, ``cached`` of each request in the cache."""
+        state = self.programs.empty_state(self.num_pages)
+        pages, pool_structure = jax.tree.flatten(state.pool)
+
+        # In place and some pages at a time, because random bits take more memory than the values.
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
+        def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
+            count = min(1024, len(pages))
+            shape = (count, *pages.shape[1:])
+
+            def fill_some(i: jax.Array, pages: jax.Array) -> jax.Array:
+                key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
+                numbers = jax.random.normal(key, shape, pages.dtype)
+                # The last pages may overlap the previous ones.
+                return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
+
+            return jax.lax.fori_loop(0, -(-len(pages) // count), fill_some, pages)
+
+        filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
+        vocab_size = self.programs.vocab_size
+        tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape, np.int32)
+        mtp_inputs = jax.random.normal(
+            jax.random.key(1), state.mtp_inputs.shape, state.mtp_inputs.dtype
+        )
+        rows = len(state.lengths)
+        # The seeds determine which synthetic drafts are accepted.
+        sampling = dataclasses.replace(state.sampling, seed=jnp.arange(rows, dtype=jnp.uint32))
+        state = dataclasses.replace(
+            state,
+            pool=jax.tree.unflatten(pool_structure, filled),
+            tokens=jnp.asarray(tokens),
+            limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
+            mtp_inputs=mtp_inputs,
+            sampling=sampling,
+        )
+        return self.before_first_step(state, cached)
+
+    def before_first_step(self, state: SlotState, cached: int) -> SlotState:
+        """Returns the state before the first step: ``cached`` tokens of each request, and one."""
+        rows = len(state.lengths)
+        state = dataclasses.replace(
+            state,
+            lengths=jnp.full(rows, cached + 1, jnp.int32),
+            finished=jnp.full(rows, RUNNING, jnp.int32),
+            num_mtp_inputs=jnp.full(rows, min(1, state.mtp_inputs.shape[1]), jnp.int32),
+        )
+        return shard_state(state, self.programs.layout)
 
 
 class Decode:
@@ -109,33 +236,38 @@ class Decode:
         compiled: Compiled | None = None,
     ):
         """``compiled``: result of :meth:`planned` for the same arguments, to save a compilation."""
-        self.longest, self._static = longest, (drafter, depth)
-        programs = _programs(model, longest, depth)
-        self._program = programs.decode
-        state = _random_state(programs, rows, longest, depth, drafter is not None)
-        self.state = self._program.shard(state)
-        # Greedy. The seeds determine which synthetic drafts are accepted.
-        self._sampling = Sampling.pack(seed=np.arange(rows))
+        self.longest = longest
+        self._slots, self._shape = _decoding(model, rows, longest, drafter, depth)
+        self._buffer, self._inputs = self._slots.inputs(self._shape)
         self.compiled = compiled or self.compile()
+        self.state = self._slots.state(longest)
 
     @classmethod
     def planned(cls, model: DeepSeekV3, rows: int, longest: int) -> Compiled:
         """Compiles the program without allocating its state, so that autotuning has more memory."""
-        programs = _programs(model, longest, 0)
-        state_leaves, structure = programs.state_shapes(rows)
-        arguments = structure, Sampling.pack(seed=np.arange(rows)), np.int32(1)
-        return Compiled.of_leaves(programs.decode, state_leaves, *arguments, static=(None, 0))
+        slots, shape = _decoding(model, rows, longest, None, 0)
+        return Compiled.of(slots.programs, shape, slots.num_pages)
 
-    def compile(self, options: dict[str, Any] | None = None) -> Compiled:
-        arguments = self.state, self._sampling, np.int32(1)
-        return Compiled.of(self._program, *arguments, static=self._static, options=options)
+    @property
+    def tables(self) -> np.ndarray:
+        """Block tables of all sequences."""
+        return np.concatenate([np.asarray(each.decode_tables) for each in self._inputs])
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> Compiled:
+        return Compiled.of(self._slots.programs, self._shape, self._slots.num_pages, options)
 
     def dispatch(self, steps: int, cached: int, compiled: Compiled | None = None) -> float:
         """Runs ``steps`` steps after ``cached`` tokens per sequence. Returns the seconds."""
-        state = self._program.shard(_before_first_step(self.state, cached))
-        self.state, elapsed = (compiled or self.compiled)(state, self._sampling, np.int32(steps))
-        assert int(self.state.steps) == steps, f"expected {steps} steps, got {self.state.steps}"
-        self.tokens = int((np.asarray(self.state.lengths) - cached - 1).sum())
+        for arguments in self._inputs:
+            arrays: Any = arguments
+            arrays.steps[0] = steps
+        buffer = self._slots.programs.on_device(self._buffer)
+        state = self._slots.before_first_step(self.state, cached)
+        self.state, (output,), elapsed = (compiled or self.compiled)(state, [buffer])
+        counts = np.asarray(output.counts)
+        taken = int((counts > 0).any(axis=1).sum())
+        assert taken == steps, f"expected {steps} steps, got {taken}"
+        self.tokens = int(counts.sum())
         return elapsed
 
     def measure(self, cached: int) -> dict[str, float]:
@@ -155,25 +287,35 @@ class Decode:
         }
 
 
+def _decoding(
+    model: DeepSeekV3, rows: int, longest: int, drafter: Drafter | None, depth: int
+) -> tuple[Slots, StepShape]:
+    slots = Slots(model, rows, longest + 1 + LONG * (depth + 1), drafter, depth)
+    return slots, slots.programs.shape(slots.programs.slots_per_shard, 0)
+
+
 class Prefill:
-    """Prefill of ``rows`` prompts of ``tokens`` random tokens each, in chunks of ``chunk``."""
+    """Prefill of ``rows`` prompts of ``tokens`` random tokens each, in forward passes of ``chunk``
+    tokens of every prompt. No token is sampled."""
 
     def __init__(self, model: DeepSeekV3, rows: int, tokens: int, chunk: int):
         self._rows, self._tokens = rows, tokens
-        max_len = -(-(tokens + 1) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
-        programs = Programs.of(
-            model, max_len, prefill_chunk=chunk, vocab_size=model.config.vocab_size
-        )
-        self._program = programs.prefill
-        self.state = self._with_empty_cache(_random_state(programs, rows, tokens, 0, False))
-        self._chunks = np.int32(-(-tokens // chunk))
-        self.compiled = Compiled.of(self._program, self.state, self._chunks, static=(None,))
+        self._slots = Slots(model, rows, tokens + 1, chunk=chunk)
+        programs = self._slots.programs
+        shape = programs.shape(0, 1)
+        self._buffers = []
+        for begin in range(0, tokens, chunk):
+            buffer, inputs = self._slots.inputs(shape)
+            for shard, arguments in enumerate(inputs):
+                end = min(begin + chunk, tokens)
+                self._slots.fill_chunks(arguments, shard, begin, end, shape.chunk_tokens)
+            self._buffers.append(programs.on_device(buffer))
+        self.compiled = Compiled.of(programs, shape, self._slots.num_pages)
+        self.state = self._slots.state(tokens)
 
     def measure(self) -> dict[str, float]:
         def run() -> float:
-            state, elapsed = self.compiled(self.state, self._chunks)
-            assert (np.asarray(state.cache.lengths) == self._tokens).all()
-            self.state = self._with_empty_cache(state)
+            self.state, _, elapsed = self.compiled(self.state, self._buffers)
             return elapsed
 
         run()
@@ -185,20 +327,10 @@ class Prefill:
             "spread": (max(windows) - min(windows)) / elapsed,
         }
 
-    def _with_empty_cache(self, state: DecodeState) -> DecodeState:
-        """Returns the state with an empty cache, as before a prefill."""
-        cache = state.cache.with_lengths(jnp.zeros_like(state.cache.lengths))
-        return self._program.shard(dataclasses.replace(state, cache=cache))
 
-
-def _programs(model: DeepSeekV3, longest: int, depth: int) -> Programs:
-    spare_tokens = LONG * (depth + 1)
-    max_len = -(-(longest + 1 + spare_tokens) // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE
-    return Programs.of(model, max_len, prefill_chunk=1, vocab_size=model.config.vocab_size)
-
-
-def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
+def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
     """Returns the number of distinct experts that each MoE layer uses in the next step."""
+    state, tables = decode.state, jnp.asarray(decode.tables)
     starts = state.lengths - 1
     last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
     rotation = rotation_at(model.config, starts[:, None])
@@ -207,62 +339,12 @@ def experts_visited(model: DeepSeekV3, state: DecodeState) -> list[int]:
     @functools.partial(jax.jit, static_argnums=0)
     def run(graph: Any, weights: Any, x: jax.Array, pages: Any) -> tuple[jax.Array, Any]:
         layer: DecoderLayer = nnx.merge(graph, weights)
-        cache = LayerCache(pages, state.cache.block_tables, starts, jnp.ones(last.shape, bool))
+        cache = LayerCache(pages, tables, starts, jnp.ones(last.shape, bool))
         x, _, stats = layer.extend(x, rotation, cache, "absorbed")
         return x, None if stats is None else jnp.sum(stats.counts > 0)
 
     x, visited = model.embed_tokens(last), []
-    for layer, pages in zip(model.layers, state.cache.pool.layers, strict=True):
+    for layer, pages in zip(model.layers, state.pool.layers, strict=True):
         x, count = run(*nnx.split(layer), x, pages)
         visited += [] if count is None else [int(count)]
     return visited
-
-
-def _random_state(programs: Programs, rows: int, cached: int, depth: int, mtp: bool) -> DecodeState:
-    config = programs.signature.config
-    state = programs.empty_state(rows, depth=depth, mtp=mtp)
-
-    pages, pool_structure = jax.tree.flatten(state.cache.pool)
-
-    # In place and some pages at a time, because random bits take more memory than the values.
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
-    def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
-        count = min(1024, len(pages))
-        shape = (count, *pages.shape[1:])
-
-        def fill_some(i: jax.Array, pages: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
-            numbers = jax.random.normal(key, shape, pages.dtype)
-            # The last pages may overlap the previous ones.
-            return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
-
-        return jax.lax.fori_loop(0, -(-len(pages) // count), fill_some, pages)
-
-    filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
-    cache = dataclasses.replace(state.cache, pool=jax.tree.unflatten(pool_structure, filled))
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, state.tokens.shape, np.int32)
-    mtp_inputs = jax.random.normal(
-        jax.random.key(1), state.mtp_inputs.shape, state.mtp_inputs.dtype
-    )
-    state = dataclasses.replace(
-        state,
-        cache=cache,
-        tokens=jnp.asarray(tokens),
-        limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
-        mtp_inputs=mtp_inputs,
-    )
-    return _before_first_step(state, cached)
-
-
-def _before_first_step(state: DecodeState, cached: int) -> DecodeState:
-    """Returns the state before the first step: ``cached`` tokens per sequence plus one uncached."""
-    rows = len(state.lengths)
-    state_leaves = jnp.full(rows, cached, jnp.int32)
-    return dataclasses.replace(
-        state,
-        cache=state.cache.with_lengths(state_leaves),
-        lengths=state_leaves + 1,
-        finished=jnp.zeros(rows, jnp.int32),
-        num_mtp_inputs=jnp.full(rows, min(1, state.mtp_inputs.shape[1]), jnp.int32),
-        steps=jnp.int32(0),
-    )

@@ -27,7 +27,7 @@ from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepShape, empty_input
-from dsv3_jax.generation.state import FULL, RUNNING
+from dsv3_jax.generation.finished import FULL, RUNNING
 from dsv3_jax.traces import chat
 
 

@@ -15,8 +15,10 @@ swap_space.py       host memory for preempted requests in deterministic mode; pu
 draft_depth.py      drafts per step of one request; pure Python
 sla_controller.py   limits of the scheduler that keep latencies; pure Python
 decode_pace.py      decode steps per dispatch, from their time; pure Python
+step_options.py     options of a step that decide which program runs
 step_input.py       what the host sends to the device for one step
 state.py            the device's state: page pool and request slots
+state_sharding.py   shardings of that state
 slot_rows.py        access to the slots on a mesh that shards the batch
 step.py             the compiled step
 programs.py         one compiled program for each bucket of sizes

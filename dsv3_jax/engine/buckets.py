@@ -36,6 +36,9 @@ class Buckets:
     chunk_form: Form = "expanded"
     """Form of the chunks' attention. ``absorbed`` takes more operations per cached token, but has
     no loop over the context, and pads less."""
+    separate: bool = False
+    """Whether a step either prefills or decodes, so that a request's tokens always come from the
+    same two programs."""
     single_shape: bool = False
     """Whether every step runs the program of the largest sizes, with both parts even if one is
     empty, and with every option that a request can ask for."""
@@ -151,7 +154,8 @@ class Buckets:
         max_len: int,
         max_pages: int,
         steps: int = 1,
-        sampling: SamplingMode = "greedy",
+        depth: int = 0,
+        sampling: SamplingMode | None = "greedy",
         num_top_logprobs: int = 0,
         shards: int = 1,
     ) -> StepShape:
@@ -161,13 +165,18 @@ class Buckets:
           max_len: most tokens of a request.
           max_pages: most pages of a request.
           steps: decode steps of the dispatch, no more than such a program has.
+          depth: drafts of each request that decodes.
           shards: number of data-parallel shards.
         """
         if self.single_shape:
             decodes, chunks = self.decodes[-1], self.chunks[-1]
             sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
-        B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
+        if self.separate and chunks:
+            assert not decodes, "a step prefills and decodes"
+            B = 0
+        else:
+            B = _round_up(decodes, self.large_decodes if chunks else self.decodes)
         is_multi_step = not chunks and self.most_multi_step_decodes >= B
         return StepShape(
             decodes=B,
@@ -177,14 +186,17 @@ class Buckets:
             max_len=max_len,
             max_steps=self.max_steps if is_multi_step else 1,
             chunk_form=self.chunk_form,
+            depth=depth if B else 0,
             sampling=sampling,
             num_top_logprobs=num_top_logprobs,
             shards=shards,
         )
 
-    def shapes(self, *, max_len: int, max_pages: int, shards: int = 1) -> list[StepShape]:
+    def shapes(
+        self, *, max_len: int, max_pages: int, depth: int = 0, shards: int = 1
+    ) -> list[StepShape]:
         """Returns every shape that a step without top log-probabilities can have."""
-        limits = {"max_len": max_len, "max_pages": max_pages, "shards": shards}
+        limits = {"max_len": max_len, "max_pages": max_pages, "depth": depth, "shards": shards}
         shapes = [
             self.shape(B, C, sampling=sampling, **limits)
             for B, C in itertools.product(self.decodes, (0, *self.chunks))

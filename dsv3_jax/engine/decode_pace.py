@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
 from dsv3_jax.engine.step_plan import StepPlan
+
+if TYPE_CHECKING:  # importing it takes JAX
+    from dsv3_jax.engine.step_results import RequestResult
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for one."""
 
 _SMOOTHING = 0.9  # weight of earlier measurements
+
+
+class Pace(Protocol):
+    """Chooses the size of dispatches that only decode."""
+
+    def choose(self, most: int) -> tuple[int, int | None]:
+        """Returns the number of decode steps, from 1 to ``most``, and the drafts in each, or None
+        for the most. It is called before every plan."""
+        ...
+
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+        """Takes the results of a dispatch, and the time at which they were read."""
+        ...
 
 
 class DecodePace:
@@ -18,7 +37,7 @@ class DecodePace:
         """Recent mean between two results of dispatches that only decode, per step."""
         self._last_read: float | None = None
 
-    def read(self, plan: StepPlan, now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         """Takes the time at which the results of a plan were read."""
         if plan.chunks:
             self._last_read = None
@@ -31,8 +50,8 @@ class DecodePace:
             )
         self._last_read = now
 
-    def steps(self, most: int) -> int:
+    def choose(self, most: int) -> tuple[int, None]:
         """Returns the number of decode steps for a dispatch, from 1 to ``most``."""
         if self.seconds is None:
-            return 1
-        return max(1, min(int(DISPATCH_SECONDS / self.seconds), most))
+            return 1, None
+        return max(1, min(int(DISPATCH_SECONDS / self.seconds), most)), None

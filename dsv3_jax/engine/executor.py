@@ -24,6 +24,7 @@ from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.state import REWIND_SEED, SlotState
 from dsv3_jax.engine.step import StepOutput
 from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
+from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.engine.step_plan import (
     Chunk,
     PageSave,
@@ -34,9 +35,8 @@ from dsv3_jax.engine.step_plan import (
     SwapOut,
 )
 from dsv3_jax.engine.step_results import RequestResult, StepResults
+from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
-from dsv3_jax.generation.state import RUNNING
 
 _CLOSE_SECONDS = 30.0
 """Longest time that pages are written to the tiers when the engine ends."""
@@ -82,6 +82,7 @@ class Executor:
       copier: copies preempted requests, if the scheduler has a swap space.
       transfer: copies pages from and to the tiers, if the scheduler has a store.
       background: whether a thread launches the programs, see :class:`Launcher`.
+      options: serve the requests of all steps; None for what those of each step ask for.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Executor:
         copier: RequestCopier | None = None,
         transfer: PageTransfer | None = None,
         background: bool = False,
+        options: StepOptions | None = None,
     ):
         self.programs = programs
+        self._options = options
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
         self._pool = pool
@@ -137,15 +140,13 @@ class Executor:
         """Launches a plan, or hands it to the thread that does. It reads nothing from the device
         and transfers one array to it. :meth:`wait` raises an error of the launch."""
         settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
+        prompt_logprobs = any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks)
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
             steps=plan.decode_steps,
-            sampling="sampled" if any(s.temperature for s in settings) else "greedy",
-            num_top_logprobs=MAX_TOP_LOGPROBS if any(s.logprobs for s in settings) else 0,
-            penalties=any(s.has_penalties for s in settings),
-            masks=any(s.allowed is not None for s in settings),
-            prompt_logprobs=any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks),
+            depth=plan.depth,
+            options=self._options or StepOptions.of(settings, prompt_logprobs=prompt_logprobs),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):

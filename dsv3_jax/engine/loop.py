@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from dsv3_jax.engine.decode_pace import DecodePace, Pace
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.open_requests import End, OpenRequests
@@ -76,6 +77,7 @@ class EngineLoop:
         and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
       controller: changes the scheduler's limits; None leaves them as configured.
+      pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class EngineLoop:
         *,
         overlap: bool,
         controller: SlaController | None = None,
+        pace: Pace | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
         self._overlap = overlap
         self._controller = controller
         self._host_times = HostTimes()
+        self._pace: Pace = DecodePace() if pace is None else pace
         self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
         self._step_began: float | None = None  # written by the thread that steps
@@ -350,9 +354,9 @@ class EngineLoop:
             with self._host_times.planning():
                 if self._controller is not None:
                     self._scheduler.limit(self._new_limits(self._controller))
+                steps, depth = self._pace.choose(self._executor.max_decode_steps)
                 plan, ended = self._scheduler.schedule(
-                    time.monotonic(),
-                    max_decode_steps=self._host_times.pace.steps(self._executor.max_decode_steps),
+                    time.monotonic(), max_decode_steps=steps, depth=depth
                 )
                 for request, reason in ended:
                     self._open.end(request, reason)
@@ -399,6 +403,7 @@ class EngineLoop:
             gained, ends = self._open.take(results)
             new_tokens = sum(map(len, gained.values()))
             self._host_times.count(plan, new_tokens)
+            self._pace.read(plan, results, time.perf_counter())
             if self._controller is not None:
                 self._controller.read(plan, new_tokens, time.monotonic())
             self._scheduler.report(plan, gained, ends.keys())

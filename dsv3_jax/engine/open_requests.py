@@ -14,8 +14,8 @@ from dsv3_jax.engine.scheduler import EndReason
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import NON_FINITE, RUNNING
 
 End = int | Exception
 """Reason for which a request is at its end: a value of ``finished``, or an error of its own."""

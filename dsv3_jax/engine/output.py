@@ -60,6 +60,11 @@ class RequestOutput:
         self._streamed = 0  # tokens in the pieces so far
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self._tracker.tokens)
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a stop string has appeared."""
         return self._tracker.stopped

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,17 +19,25 @@ from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.program_store import ProgramStore, environment
 from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.state_sharding import shard_state, state_shapes
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
+from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.program import GPU_OPTIONS, shard_state, state_shapes
-from dsv3_jax.generation.sampling import SamplingMode
+from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.token_mask import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
 
 logger = logging.getLogger(__name__)
+
+GPU_OPTIONS = {
+    # Runs independent kernels of a CUDA graph concurrently: the shared experts with the routed
+    # ones, queries with latents. By default they run one after the other.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+"""XLA compiler options of programs for GPUs that loop over decode steps."""
 
 _ONE_STEP_GPU_OPTIONS = {
     # No CUDA graphs: the host would update one in every dispatch, for kernels that run once.
@@ -46,8 +54,9 @@ class Programs:
       num_slots: number of slots of all shards.
       max_len: most tokens of a request.
       page_size: tokens of a page.
-      depth: drafts per step.
+      depth: most drafts per step.
       count_routing: whether steps count the tokens that choose each expert.
+      arrays: those of the model, if another object has prepared them.
     """
 
     def __init__(
@@ -62,32 +71,38 @@ class Programs:
         depth: int,
         vocab_size: int,
         count_routing: bool = False,
+        arrays: ModelArrays | None = None,
     ):
         self.buckets = buckets
         self.num_slots = num_slots
         self.compiled_after_warm_up = 0
         """Number of programs that were compiled while requests were waiting for them."""
         self._is_warm = False
+        self.vocab_size = vocab_size
+        """Number of token ids that a step can select."""
         self._max_len = max_len
+        self._depth = depth
         self._mask_words = num_words(model.config.vocab_size)
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
-        self._max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
-        self._page_size = page_size
+        self.max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
+        """Pages of the longest request, on all devices that share its tokens."""
+        self.page_size = page_size
         mtp = drafter is not None and drafter.mtp_hidden is not None
         self._num_mtp_inputs = depth + 1 if mtp else 0
         self._cache_spec = model.cache_spec(mtp=mtp)
         shape = len(model.moe_layers()), model.config.n_routed_experts
         self._counts_shape = shape if count_routing else None
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
-        layout = self._layout = model.layout
+        layout = self.layout = model.layout
         shards = self._shards = 1 if layout is None else layout.num_shards("batch")
         if layout is None:
             self._buffer_sharding = None
         else:
             self._buffer_sharding = layout.sharding(("batch",) if shards > 1 else ())
-        arrays = ModelArrays.of(model, whole_sequences=buckets.single_shape)
+        arrays = arrays or ModelArrays.of(model, whole_sequences=buckets.single_shape)
         # The size of the cache depends on the memory that they leave.
-        self._leaves = jax.block_until_ready(arrays.leaves)
+        self.leaves = jax.block_until_ready(arrays.leaves)
+        """The model's arrays in flattening order: the first argument of every program."""
         # The model's attributes are in its repr; its arrays are arguments, whose shapes count.
         self._fingerprint = {
             "model": f"{model.config} {arrays.graph} {arrays.treedef}",
@@ -98,7 +113,7 @@ class Programs:
         }
         # The closure below keeps no arrays.
         arrays = dataclasses.replace(arrays, leaves=[])
-        options = {"drafter": drafter, "depth": depth, "vocab_size": vocab_size}
+        options = {"drafter": drafter, "vocab_size": vocab_size}
 
         # Takes flat lists of arrays: they are the cheapest arguments, and lowering unflattens trees
         # into shapes, which the state classes reject when they check their types.
@@ -126,7 +141,7 @@ class Programs:
     def use(self, arrays: list[jax.Array]) -> None:
         """Replaces the model's arrays, from the next launch on, by those that :meth:`arrays_of` has
         returned for a model of the same signature."""
-        self._leaves = arrays
+        self.leaves = arrays
 
     def shape(
         self,
@@ -134,34 +149,33 @@ class Programs:
         chunks: int,
         *,
         steps: int = 1,
-        sampling: SamplingMode = "greedy",
-        num_top_logprobs: int = 0,
-        penalties: bool = False,
-        masks: bool = False,
-        prompt_logprobs: bool = False,
+        depth: int | None = None,
+        options: StepOptions | None = None,
     ) -> StepShape:
         """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`.
 
         Args:
-          penalties: whether some requests have penalties, biases or ``min_tokens``.
-          masks: whether some requests may not generate all tokens.
-          prompt_logprobs: whether some chunks need the log-probabilities of their tokens.
+          depth: drafts per decode step; None for the most.
+          options: what the step's requests ask for; None for greedy ones without further wishes.
         """
+        options = options or StepOptions()
         shape = self.buckets.shape(
             decodes,
             chunks,
             max_len=self._max_len,
-            max_pages=self._max_pages,
+            max_pages=self.max_pages,
             steps=steps,
-            sampling=sampling,
-            num_top_logprobs=num_top_logprobs,
+            depth=self._depth if depth is None else depth,
+            sampling=options.sampling,
+            num_top_logprobs=MAX_TOP_LOGPROBS if options.top_logprobs else 0,
             shards=self._shards,
         )
-        if self.buckets.single_shape:
-            penalties = masks = True
-        mask_words = self._mask_words if masks else 0
+        all_options = self.buckets.single_shape
         return dataclasses.replace(
-            shape, penalties=penalties, mask_words=mask_words, prompt_logprobs=prompt_logprobs
+            shape,
+            penalties=options.penalties or all_options,
+            mask_words=self._mask_words if options.masks or all_options else 0,
+            prompt_logprobs=options.prompt_logprobs,
         )
 
     @property
@@ -176,7 +190,10 @@ class Programs:
         if self.buckets.single_shape:
             return [self.shape(0, 0)]
         return self.buckets.shapes(
-            max_len=self._max_len, max_pages=self._max_pages, shards=self._shards
+            max_len=self._max_len,
+            max_pages=self.max_pages,
+            depth=self._depth,
+            shards=self._shards,
         )
 
     def warm_up(
@@ -189,6 +206,7 @@ class Programs:
         """Compiles programs in parallel: those of ``shapes``, or all.
 
         Args:
+          state: one that the programs are to take.
           directory: where programs are stored after their compilation, and loaded from instead of
             compiling them; see :class:`~dsv3_jax.engine.program_store.ProgramStore`.
         """
@@ -222,15 +240,23 @@ class Programs:
                 logger.warning("compiling a step after warm-up: %s", shape)
             compiled = self._compiled[shape] = self.compile(self._lower(state, shape), shape)
         leaves, structure = jax.tree.flatten(state)
-        device_buffer = jax.device_put(buffer, self._buffer_sharding)
-        leaves, output = compiled(self._leaves, leaves, device_buffer)
+        device_buffer = self.on_device(buffer)
+        leaves, output = compiled(self.leaves, leaves, device_buffer)
         return jax.tree.unflatten(structure, leaves), output
+
+    def on_device(self, buffer: np.ndarray) -> jax.Array:
+        """Transfers the arguments of a step, see :func:`empty_input`, to the devices."""
+        sharding = self._buffer_sharding
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(buffer, sharding)
+        # Every process has the whole buffer. device_put would compare it between them first.
+        return jax.make_array_from_callback(buffer.shape, sharding, buffer.__getitem__)
 
     def empty_state(self, num_pages: int) -> SlotState:
         """Creates the state that the programs take: empty slots, and a pool of ``num_pages``."""
         state = SlotState.empty(
             PagePool.empty(
-                self._cache_spec, num_pages, page_size=self._page_size, layout=self._layout
+                self._cache_spec, num_pages, page_size=self.page_size, layout=self.layout
             ),
             self.num_slots,
             self._max_len,
@@ -240,12 +266,12 @@ class Programs:
             if self._counts_shape is None
             else jnp.zeros(self._counts_shape, jnp.int32),
         )
-        return shard_state(state, self._layout)
+        return shard_state(state, self.layout)
 
     def state_shapes(self, num_pages: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         """Returns shape, dtype and sharding of each array of :meth:`empty_state`, and the state's
         tree structure, without allocating memory. :meth:`lower` takes both."""
-        return state_shapes(lambda: self.empty_state(num_pages), self._layout)
+        return state_shapes(lambda: self.empty_state(num_pages), self.layout)
 
     def lower(
         self,
@@ -263,11 +289,11 @@ class Programs:
           keep_unused: keep arrays that the step does not read as arguments of the program.
         """
         options: dict[str, Any] = {"keep_unused": keep_unused}
-        if self._layout is not None:
+        if self.layout is not None:
             # The state comes out as it went in, so that the next step can take it. Results are on
             # every device: the host reads them from one instead of a part from each.
             shardings = [leaf.sharding for leaf in state_leaves]
-            options["out_shardings"] = shardings, self._layout.sharding(())
+            options["out_shardings"] = shardings, self.layout.sharding(())
         buffer, _ = empty_input(shape, self.slots_per_shard)
         buffer_shape = jax.ShapeDtypeStruct(
             buffer.shape, buffer.dtype, sharding=self._buffer_sharding
@@ -279,19 +305,19 @@ class Programs:
         # Its name in profiles.
         program.__name__ = _name(shape)
         jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
-        return jitted.lower(self._leaves, list(state_leaves), buffer_shape, shape, structure)
+        return jitted.lower(self.leaves, list(state_leaves), buffer_shape, shape, structure)
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
         return self.lower(*jax.tree.flatten(state), shape)
 
     def _store(self, state: SlotState, directory: str | os.PathLike[str]) -> ProgramStore:
         """Returns the store of programs that take this state."""
-        if self._layout is None:
+        if self.layout is None:
             # On their default device, all arrays have one device.
-            devices = list(self._leaves[0].devices())
+            devices = list(self.leaves[0].devices())
         else:
-            devices = list(np.ravel(np.asarray(self._layout.mesh.devices)))
-        leaves = [*self._leaves, *jax.tree.leaves(state)]
+            devices = list(np.ravel(np.asarray(self.layout.mesh.devices)))
+        leaves = [*self.leaves, *jax.tree.leaves(state)]
         arguments = [f"{x.shape} {x.dtype} {x.sharding}" for x in leaves]
         fingerprint = {**environment(devices), **self._fingerprint, "arguments": str(arguments)}
         return ProgramStore(directory, fingerprint, devices)
@@ -304,12 +330,21 @@ class Programs:
             store.save(_name(shape), repr(shape), compiled)
         return compiled
 
-    def compile(self, lowered: jax.stages.Lowered, shape: StepShape) -> jax.stages.Compiled:
-        """Compiles the lowered program of a shape."""
-        if self._platform != "gpu":
-            return lowered.compile()
-        options = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
-        return lowered.compile({**options})
+    def compile(
+        self,
+        lowered: jax.stages.Lowered,
+        shape: StepShape,
+        options: Mapping[str, Any] | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles the lowered program of a shape.
+
+        Args:
+          options: compiler options in addition to those of the platform.
+        """
+        own: dict[str, Any] = {}
+        if self._platform == "gpu":
+            own = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
+        return lowered.compile({**own, **(options or {})} or None)
 
 
 def _name(shape: StepShape) -> str:

@@ -76,12 +76,19 @@ class SchedulerConfig:
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
 
+    separate: bool = False
+    """Whether a step either prefills or decodes. Prompts come first."""
+    refill_steps: int = 1
+    """While requests wait: decode steps of a dispatch during which the slot of a request that has
+    ended may stay empty."""
+
     aligned_prefixes: bool = False
     """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
     no part of a chunk, and no tokens that were generated."""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "chunk_tokens", "max_chunks", "max_waiting"):
+        names = ("max_running", "chunk_tokens", "max_chunks", "max_waiting", "refill_steps")
+        for name in names:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
 
@@ -214,13 +221,14 @@ class Scheduler:
         request.is_cancelled = self._has_cancelled = True
 
     def schedule(
-        self, now: float, *, max_decode_steps: int = 1
+        self, now: float, *, max_decode_steps: int = 1, depth: int | None = None
     ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, EndReason]]]:
         """Plans the next dispatch. The caller has to dispatch the plan.
 
         Args:
           now: time on the caller's clock.
           max_decode_steps: most decode steps in the dispatch if it prefills nothing.
+          depth: drafts per decode step that the dispatch has room for; None for the most.
 
         Returns:
           The plan, or None if there is nothing to compute, and the requests that ended here.
@@ -228,9 +236,12 @@ class Scheduler:
         ended = self._end_overdue(now)
         # Pages that this plan's own chunks fill are saved by the next one.
         unsaved = len(self._saves or ())
-        decodes = [shard.plan_decodes() for shard in self.shards]
+        separate = self.config.separate
+        decodes = [[] if separate else shard.plan_decodes() for shard in self.shards]
         chunks = [shard.plan_prefills(self._limits.chunks) for shard in self.shards]
         self._admit(decodes, chunks, now)
+        if separate and not any(chunks):
+            decodes = [shard.plan_decodes() for shard in self.shards]
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
@@ -240,6 +251,7 @@ class Scheduler:
         plan = StepPlan(
             tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
             steps,
+            depth,
             self._saves.take(unsaved) if self._saves else (),
             tuple(load for shard in self.shards for load in shard.take_loads()),
         )
@@ -459,7 +471,7 @@ class Scheduler:
         """Returns how many decode steps a dispatch can take, and gives each request its pages.
 
         While requests wait, for a slot or for pages, no dispatch goes past the step in which one of
-        its requests may reach its limit.
+        its requests may reach its limit, unless ``refill_steps`` allows it.
         """
         requests = list(itertools.chain.from_iterable(decodes))
         remaining = [request.max_length - request.least_length for request in requests]
@@ -468,7 +480,7 @@ class Scheduler:
                 return 1  # results in flight will free a slot
             # A step adds up to 1 + drafts tokens.
             least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
-            most = min(most, *least)
+            most = min(most, max(min(least), self.config.refill_steps))
         steps = max(1, min(most, max(remaining)))
         while steps > 1:
             needs = [

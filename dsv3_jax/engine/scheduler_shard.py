@@ -76,8 +76,8 @@ class SchedulerShard:
             return None
         hit = self._cached_prefix(request)
         needed = self._pages_at_admission(request) - len(hit)
-        # Pages that running requests will soon need are left to them.
-        reserve = len(self.running)
+        # Pages that running requests will soon need are left to them: one for each.
+        reserve = sum(len(r.pages) < self._most_pages(r) for r in self.running)
         return hit if self.pages.available_beside(hit) >= needed + reserve else None
 
     def can_be_swapped(self, request: ScheduledRequest) -> bool:
@@ -85,7 +85,7 @@ class SchedulerShard:
         if self.swap is None or request in self.swap:
             return True
         started = [*self.running, *self.retiring, *self.swap.requests]
-        longest = [self.pages.pages_for(r.max_length + r.drafts) for r in (*started, request)]
+        longest = [self._most_pages(each) for each in (*started, request)]
         return self.swap.has_room(self.pages.num_pages, longest)
 
     def admit(self, request: ScheduledRequest, hit: list[int]) -> None:
@@ -236,7 +236,7 @@ class SchedulerShard:
         for request in self.running:
             room = len(request.pages) * self.pages.page_size
             assert request.computed <= room, "a request has written past its pages"
-            most = self.pages.pages_for(request.max_length + request.drafts)
+            most = self._most_pages(request)
             assert len(request.pages) <= most, "a request has pages that it cannot fill"
 
     def _cached_prefix(self, request: ScheduledRequest) -> list[int]:
@@ -250,6 +250,10 @@ class SchedulerShard:
             unit = math.lcm(self._chunk_tokens, self.pages.page_size) // self.pages.page_size
             pages = pages[: len(pages) // unit * unit]
         return pages
+
+    def _most_pages(self, request: ScheduledRequest) -> int:
+        """Returns the number of pages with which a request reaches its limit."""
+        return self.pages.pages_for(request.max_length + request.drafts)
 
     def _pages_at_admission(self, request: ScheduledRequest) -> int:
         return self.pages.pages_for(len(request.tokens) + 1 + request.drafts)

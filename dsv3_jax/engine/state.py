@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.step_input import StepInput
+from dsv3_jax.generation.finished import RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
-from dsv3_jax.generation.state import RUNNING, STOPPED
 from dsv3_jax.kv_cache import PagePool
 
 REWIND_SEED = 0x9E3779B9
@@ -46,7 +46,7 @@ class SlotState:
     """Length at which the request ends."""
 
     finished: Int[Array, " R"]
-    """RUNNING, STOPPED, FULL or NON_FINITE, see :class:`dsv3_jax.generation.state.DecodeState`."""
+    """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.finished`."""
 
     sampling: Sampling
     """Sampling settings of each request."""

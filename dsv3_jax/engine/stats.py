@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
 from dsv3_jax.pages import TierStats
@@ -120,7 +119,6 @@ class HostTimes:
         self.accepted_tokens = 0
         names = ("planning", "dispatching", "waiting", "processing")
         self.seconds: dict[str, float] = dict.fromkeys(names, 0.0)
-        self.pace = DecodePace()
 
     @property
     def us_per_step(self) -> float:
@@ -161,7 +159,6 @@ class HostTimes:
         self.steps += 1
         self.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
         self.output_tokens += output_tokens
-        self.pace.read(plan, time.perf_counter())
 
     @contextlib.contextmanager
     def _measure(self, part: str) -> Iterator[None]:

@@ -23,9 +23,9 @@ from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step_input import StepInput, StepShape, unpack
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
+from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.selection import NewTokens, select_tokens
-from dsv3_jax.generation.state import RUNNING
 from dsv3_jax.kv_cache import LatentKVCache, SequenceTables, TokenBatch
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.outputs import Hidden
@@ -95,19 +95,17 @@ def step(
     *,
     shape: StepShape,
     drafter: Drafter | None,
-    depth: int,
     vocab_size: int,
 ) -> tuple[SlotState, StepOutput]:
     """Runs one dispatch.
 
     Args:
       buffer: the arguments, see :func:`dsv3_jax.engine.step_input.unpack`.
-      depth: drafts per decode step; 0 without a drafter.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     inputs = unpack(buffer, shape)
     rows = SlotRows(model.layout)
-    options = _Options(drafter, depth, vocab_size, shape.num_top_logprobs, rows)
+    options = _Options(drafter, shape.depth, vocab_size, shape.num_top_logprobs, rows)
     state = state.rewind(inputs, rows)
     if shape.max_steps > 1:
         return _decode(model, state, inputs, shape, options)

@@ -43,8 +43,11 @@ class StepShape:
     """Most decode steps in a dispatch; 1 in a step that prefills."""
     chunk_form: Form = "expanded"
     """Form of the chunks' attention."""
-    sampling: SamplingMode = "greedy"
-    """``greedy`` if no request of the step samples."""
+    depth: int = 0
+    """Drafts of each request that decodes; 0 without a drafter."""
+    sampling: SamplingMode | None = "greedy"
+    """``greedy`` if no request of the step samples. None serves all requests: the program reads
+    their temperatures."""
     num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""
     shards: int = 1
@@ -64,7 +67,7 @@ class StepShape:
     @property
     def name(self) -> str:
         """The sizes and settings that distinguish the shapes of an engine."""
-        common = ("chunk_tokens", "chunk_form", "max_pages", "max_len", "shards")
+        common = ("chunk_tokens", "chunk_form", "max_pages", "max_len", "depth", "shards")
         values = {n: v for n, v in dataclasses.asdict(self).items() if v and n not in common}
         return " ".join(f"{name}={value}" for name, value in values.items())
 

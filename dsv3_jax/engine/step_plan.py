@@ -208,6 +208,8 @@ class StepPlan:
     shards: tuple[ShardPlan, ...]
     decode_steps: int
     """Decode steps in the dispatch: 1 if it prefills anything."""
+    depth: int | None = None
+    """Drafts per decode step that the program has room for; None for the most."""
     saves: tuple[PageSave, ...] = ()
     """Pages to copy to a store before anything else."""
     loads: tuple[PageLoad, ...] = ()

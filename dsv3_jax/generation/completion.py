@@ -100,15 +100,16 @@ class Stats:
     """Statistics of one call of :meth:`Generator.generate`."""
 
     steps: int
-    """Number of forward passes of the main model in the decode loop."""
+    """Number of decode steps, each a forward pass of the main model. The first token of a
+    completion comes from the prefill of its prompt, without one."""
     new_tokens: int
     """Number of generated tokens of all completions."""
     time_to_first_token: float
-    """Seconds from the call to the first token of the first batch, including any compilation."""
+    """Seconds from the call to its first token, including any compilation."""
     seconds: float
     """Duration of the call."""
     tokens_per_second: float
-    """Throughput after the first step of each batch."""
+    """Throughput after the first tokens."""
     speculation: Speculation | None = None
     """Sum over all requests; None without a drafter."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dsv3_jax.generation.completion import Completion, FinishReason, Speculation, TopLogprobs
+from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.text import TextTracker
 
 FINISH_REASONS: dict[int, FinishReason] = {
@@ -15,7 +15,7 @@ FINISH_REASONS: dict[int, FinishReason] = {
     FULL: "length",
     NON_FINITE: "error",
 }
-"""Finish reason for each value of ``DecodeState.finished``."""
+"""Finish reason for each value of ``finished``."""
 
 
 # A sampled token was possible, so that its log-probability must not be reported as -inf.

@@ -27,7 +27,7 @@ SamplingMode = Literal["greedy", "sampled"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of B sequences. Written by the Generator, read by the decode loop."""
+    """Sampling settings of B sequences. Written at admission, read by every step."""
 
     temperature: Float32[Array, " B"]
     """0 selects the most probable token."""

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.drafters import Drafts
+from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
-from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.verification import verify
 
 

@@ -12,17 +12,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from flax import nnx
 
-from dsv3_jax.engine import programs as engine
-from dsv3_jax.generation import programs as generator
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.sizes import chunked_buckets
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import model_shapes
@@ -66,7 +65,7 @@ def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
     """Compiles the program of a decode step, or of a prefill.
 
     A Generator's prefill has a chunk of all sequences. An Engine's is its largest step: all chunks,
-    and a token of every sequence; its decode step runs several times in one dispatch. Programs have
+    and a token of every sequence. Decode steps run several times in one dispatch. Programs have
     every layer of the model.
 
     Raises:
@@ -86,8 +85,7 @@ def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
 
 def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> CompiledProgram:
     began = time.perf_counter()
-    lower = _loop if deployment.engine is None else _step
-    executable = _compile(lower(layout, deployment, phase), deployment)
+    executable = _compile(_lower(layout, deployment, phase), deployment)
     memory: Any = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledProgram(
@@ -99,43 +97,24 @@ def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> Compil
     )
 
 
-def _loop(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
-    """Lowers a program of the Generator."""
-    programs = generator.Programs.of(
-        _model(deployment, layout),
-        deployment.max_len,
-        prefill_chunk=deployment.chunk_tokens,
-        vocab_size=deployment.config.vocab_size,
-    )
-    program = getattr(programs, phase)
-    state_leaves, structure = programs.state_shapes(
-        deployment.batch, depth=deployment.draft_depth, mtp=deployment.mtp
-    )
-    drafter = MTPDrafter() if deployment.mtp else None
-    arguments, static = (np.int32(1),), (drafter,)
-    if phase == "decode":
-        arguments = Sampling.pack(seed=np.arange(deployment.batch)), np.int32(1)
-        static = (drafter, deployment.draft_depth)
-    lowered = program.lower(state_leaves, structure, *arguments, static=static, keep_unused=True)
-    return functools.partial(lowered.compile, {**program.options})
-
-
-def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
-    """Lowers a step of the Engine."""
-    assert deployment.engine is not None
+def _lower(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
+    """Lowers a program."""
     decodes = deployment.batch // layout.num_shards("batch")
-    chunks = deployment.engine.chunks
-    buckets = engine_state.default_buckets(deployment.target, deployment.layout_name, decodes)
-    programs = engine.Programs(
-        _model(deployment, layout),
-        dataclasses.replace(
-            buckets,
+    default = engine_state.default_buckets(deployment.target, deployment.layout_name, decodes)
+    if deployment.engine is None:
+        buckets = chunked_buckets(default, decodes, deployment.chunk_tokens)
+    else:
+        buckets = dataclasses.replace(
+            default,
             decodes=(decodes,),
-            chunks=(chunks,),
+            chunks=(deployment.engine.chunks,),
             chunk_tokens=deployment.chunk_tokens,
             chunk_form=deployment.engine.chunk_form,
             multi_step_decodes=None,
-        ),
+        )
+    programs = Programs(
+        _model(deployment, layout),
+        buckets,
         num_slots=deployment.batch,
         max_len=deployment.max_len,
         page_size=DEFAULT_PAGE_SIZE,
@@ -145,11 +124,12 @@ def _step(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     )
     shard = model_shapes(deployment).shard(deployment.layout)
     pages = engine_state.local_pages(shard, deployment) * layout.num_shards(PAGE_AXES[0])
+    is_prefill = phase == "prefill"
     shape = programs.shape(
-        decodes,
-        chunks if phase == "prefill" else 0,
+        0 if is_prefill and buckets.separate else decodes,
+        buckets.chunks[-1] if is_prefill else 0,
         steps=buckets.max_steps,
-        sampling="sampled",
+        options=StepOptions(sampling="sampled"),
     )
     lowered = programs.lower(*programs.state_shapes(pages), shape, keep_unused=True)
     return functools.partial(programs.compile, lowered, shape)

@@ -1,4 +1,4 @@
-"""The arrays of an :class:`~dsv3_jax.engine.Engine`: its cache pages and its request slots."""
+"""The arrays of an Engine's or a Generator's state: cache pages and request slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv3_jax.engine.cache_size import default_pages, page_bytes
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
-from dsv3_jax.plan.deployment import Deployment, EngineSettings
+from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ModelShard
 from sharding import abstract_layout
@@ -41,14 +41,18 @@ def bytes_per_page(deployment: Deployment) -> int:
 def local_pages(shard: ModelShard, deployment: Deployment) -> int:
     """Returns the number of cache pages on one device.
 
-    By default it is what an Engine takes, but at least the pages of one request.
+    A Generator has the pages of the longest requests in all slots. By default, an Engine takes what
+    fits, but at least the pages of one request.
     """
-    cache_tokens = _settings(deployment).cache_tokens
+    sharers = shard.layout.num_shards("cached_tokens")
+    if deployment.engine is None:
+        longest = deployment.max_len + deployment.draft_depth
+        return shard.local_batch(deployment.batch) * -(-longest // (DEFAULT_PAGE_SIZE * sharers))
+    cache_tokens = deployment.engine.cache_tokens
     if cache_tokens is not None:
         return cache_tokens // (DEFAULT_PAGE_SIZE * shard.layout.num_shards(PAGE_AXES[0]))
     model = shard.weight_bytes + shard.up_projection_bytes
     free = max(0, deployment.target.chip.memory - model)
-    sharers = shard.layout.num_shards("cached_tokens")
     of_a_request = -(
         -(deployment.context + deployment.draft_depth) // (DEFAULT_PAGE_SIZE * sharers)
     )
@@ -91,8 +95,3 @@ def slot_bytes(shard: ModelShard, deployment: Deployment) -> int:
 
 def _tokens(shard: ModelShard, pages: int) -> int:
     return pages * DEFAULT_PAGE_SIZE * shard.layout.num_shards(PAGE_AXES[0])
-
-
-def _settings(deployment: Deployment) -> EngineSettings:
-    assert deployment.engine is not None
-    return deployment.engine

@@ -7,15 +7,8 @@ Weights, cache and state are the arrays themselves, built from shapes. The rest 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from dsv3_jax.generation.state import DecodeState
-from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, LatentKVCache
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
@@ -37,7 +30,7 @@ class MemoryUse:
     cache: int
     """Pages of the latent cache."""
     state: int
-    """Tokens, log-probabilities and counters of the sequences."""
+    """Tokens, settings and counters of the sequences."""
     up_projections: int
     """bfloat16 up-projections that decode keeps in addition to the weights: see
     ``DeepSeekV3.precompute_for_decode``."""
@@ -108,19 +101,18 @@ def _decode(shard: ModelShard, deployment: Deployment, cache: int, state: int) -
 
 
 def _prefill(shard: ModelShard, deployment: Deployment, cache: int, state: int) -> MemoryUse:
-    engine = deployment.engine
+    engine, sequences = deployment.engine, shard.local_batch(deployment.batch)
     if engine is None:
-        tokens = shard.local_batch(deployment.batch) * deployment.chunk_tokens
+        tokens = sequences * deployment.chunk_tokens
         return MemoryUse(
             weights=shard.weight_bytes,
             cache=cache,
             state=state,
-            up_projections=0,
+            up_projections=shard.up_projection_bytes,
             dequantized=dequantized_bytes(shard, deployment, tokens),
-            tiled=tiled_bytes(shard, deployment, except_for="lm_head"),  # it samples no token
-            **_temporary_bytes(shard, deployment, [("expanded", tokens)], sampled=0),
+            tiled=tiled_bytes(shard, deployment),
+            **_temporary_bytes(shard, deployment, [("expanded", tokens)], sampled=sequences),
         )
-    sequences = shard.local_batch(deployment.batch)
     decoding = sequences * (1 + deployment.draft_depth)
     prompt = engine.chunks * deployment.chunk_tokens
     return MemoryUse(
@@ -156,35 +148,6 @@ def _temporary_bytes(
 
 def _state_bytes(shard: ModelShard, deployment: Deployment) -> tuple[int, int]:
     """Returns the bytes of the device's cache pages, and of everything else in its state."""
-    if deployment.engine is not None:
-        pages = engine_state.local_pages(shard, deployment)
-        cache = pages * engine_state.bytes_per_page(deployment)
-        return cache, engine_state.slot_bytes(shard, deployment)
-    config, depth = shard.shapes.config, deployment.draft_depth
-    batch = shard.local_batch(deployment.batch)
-    max_len = deployment.max_len
-    # Pages of a sequence on all devices that share its cached tokens, and on this one.
-    pages = -(-(max_len + depth) // DEFAULT_PAGE_SIZE)
-    local_pages = -(-pages // shard.layout.num_shards("cached_tokens"))
-
-    def empty_state() -> tuple[list[jax.Array], list[jax.Array]]:
-        cache = LatentKVCache.init(
-            deployment.cache_spec, batch, max_len + depth, platform=deployment.target.platform
-        )
-        state = DecodeState.empty(
-            cache,
-            max_len,
-            depth=depth,
-            num_mtp_inputs=depth + 1 if deployment.mtp else 0,
-            hidden_size=config.hidden_size,
-            dtype=jnp.bfloat16,
-            num_top_logprobs=0,
-        )
-        return jax.tree.leaves(cache.pool), jax.tree.leaves(state)
-
-    cache, everything = map(_nbytes, jax.eval_shape(empty_state))
-    return cache // (batch * pages) * batch * local_pages, everything - cache
-
-
-def _nbytes(leaves: list[Any]) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    pages = engine_state.local_pages(shard, deployment)
+    cache = pages * engine_state.bytes_per_page(deployment)
+    return cache, engine_state.slot_bytes(shard, deployment)

@@ -196,7 +196,7 @@ class Replica:
         most = self.settings.max_steps
         if self.settings.stored_prompts:
             self._promote()
-        steps = self._pace.steps(most) if self.settings.adaptive_steps else most
+        steps = self._pace.choose(most)[0] if self.settings.adaptive_steps else most
         if self.controller is not None:
             waiting = self.scheduler.waiting
             since = waiting[0].arrival if waiting else None
@@ -255,7 +255,7 @@ class Replica:
         gained = self._gains(plan)
         host = self.settings.host
         now += host.read + host.read_request * len(plan.requests)
-        self._pace.read(plan, now)
+        self._pace.read(plan, (), now)
         if self.controller is not None:
             self.controller.read(plan, sum(map(len, gained.values())), now)
         finished: set[SimulatedRequest] = set()

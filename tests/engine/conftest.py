@@ -7,8 +7,8 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.engine.programs import Buckets
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 MAX_LEN = 120

@@ -17,8 +17,8 @@ import dsv3_jax
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.programs import Buckets
 from dsv3_jax.engine.stats import EngineStats
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from sharding import make_layout
 
 OPTIONS = {

@@ -16,8 +16,8 @@ from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import NewTokens, RequestResult
 from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import FULL, NON_FINITE, RUNNING, STOPPED
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages
 
 BROKEN = 99

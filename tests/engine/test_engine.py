@@ -16,7 +16,7 @@ from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.engine.launcher import Launcher
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.generator import Generator
+from dsv3_jax.offline.generator import Generator
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
 from tests.engine.test_loop import consume, in_threads

@@ -14,7 +14,8 @@ from dsv3_jax.engine.grammar import GrammarTracker
 from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import REWIND_SEED
 from dsv3_jax.engine.step_input import empty_input
-from dsv3_jax.generation.state import FULL, RUNNING, STOPPED
+from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from tests.engine.conftest import BUCKETS
@@ -240,7 +241,7 @@ def test_refusals(engine):
 def test_rewind_changes_its_requests_alone(small):
     """Slots 1 and 3 of four lose one and two tokens. They run on, with another seed."""
     engine = make_small(small, draft="mtp", draft_depth=2)
-    shape = engine._executor.programs.shape(4, 0, masks=True)
+    shape = engine._executor.programs.shape(4, 0, options=StepOptions(masks=True))
     rows = jnp.arange(4)
     state = dataclasses.replace(
         engine._executor._launcher.state,

@@ -22,8 +22,9 @@ from dsv3_jax.engine.slot_rows import SlotRows
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.step import _decode_batch, _Requests
 from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.state import RUNNING
+from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.target import Target
 from tests.engine.conftest import BUCKETS, MAX_LEN
@@ -60,7 +61,7 @@ def operations(programs: Programs, state: SlotState, shape: StepShape) -> Counte
 @pytest.mark.parametrize(("decodes", "chunks"), [(1, 0), (1, 1)])
 def test_greedy_steps_do_not_sort(programs, state, decodes, chunks):
     greedy, sampled = (
-        operations(programs, state, programs.shape(decodes, chunks, sampling=mode))
+        operations(programs, state, programs.shape(decodes, chunks, options=StepOptions(mode)))
         for mode in ("greedy", "sampled")
     )
     # The experts of the CPU sort tokens too.
@@ -77,7 +78,9 @@ def test_a_program_is_named_for_its_shape(programs, state):
 
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_sampled_steps_have_no_branch(programs, state, chunks):
-    shape = dataclasses.replace(programs.shape(1, chunks, sampling="sampled"), **LIKE_GPUS)
+    shape = dataclasses.replace(
+        programs.shape(1, chunks, options=StepOptions("sampled")), **LIKE_GPUS
+    )
     assert operations(programs, state, shape)["case"] == 0
 
 

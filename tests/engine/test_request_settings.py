@@ -10,7 +10,7 @@ import pytest
 
 from dsv3_jax.engine import Engine, QueueFullError, RequestError
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.generation.generator import Generator
+from dsv3_jax.offline.generator import Generator
 from tests.engine.conftest import MAX_LEN
 from tests.engine.test_engine import make, run, trace
 from tests.support.running import forward

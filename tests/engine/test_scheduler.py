@@ -194,6 +194,59 @@ class TestOneStep:
         assert [len(plan.decodes) for plan in simulation.plans] == [0] + [1] * 9
 
 
+class TestSeparateSteps:
+    """As a Generator has them: pages for every slot, and a program for each kind of step."""
+
+    SLOTS, LONGEST = 3, 24
+
+    def run(self, lengths: list[tuple[int, int]], refill_steps: int = 1, **options) -> Simulation:
+        pages = self.SLOTS * (self.LONGEST // 4)
+        simulation = Simulation(
+            num_pages=pages,
+            max_running=self.SLOTS,
+            separate=True,
+            refill_steps=refill_steps,
+            prefix_cache=False,
+            delay=0,
+            **options,
+        )
+        requests = [request(prompts(i + 1, n)[-1], new) for i, (n, new) in enumerate(lengths)]
+        simulation.scheduler.add(*requests)
+        simulation.run()
+        for each, (n, _) in zip(requests, lengths, strict=True):
+            assert each.tokens[n:] == completion(each.tokens[:n], each.max_length)
+        return simulation
+
+    @given(
+        lengths=st.lists(
+            st.integers(1, 23).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 24 - n))),
+            min_size=1,
+            max_size=10,
+        ),
+        refill_steps=st.integers(1, 5),
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_prefill_or_decode_and_never_lack_pages(self, lengths, refill_steps):
+        simulation = self.run(lengths, refill_steps, max_decode_steps=8)
+        assert not any(plan.chunks and plan.decodes for plan in simulation.plans)
+        assert simulation.scheduler.preemptions == 0
+
+    def test_every_slot_is_used_though_no_page_is_spare(self):
+        simulation = self.run([(20, 4)] * 6)
+        assert max(len(plan.decodes) for plan in simulation.plans) == self.SLOTS
+
+    @pytest.mark.parametrize("refill_steps", [1, 4])
+    def test_a_slot_stays_empty_for_a_few_steps_at_most(self, refill_steps):
+        lengths = [(3, 2), (3, 20), (3, 20), (3, 5)]
+        simulation = self.run(lengths, refill_steps, max_decode_steps=8)
+        # The first request needs one decode step. The last one waits for its slot.
+        first, last = (
+            next(i for i, plan in enumerate(simulation.plans) if plan.decodes and not plan.chunks),
+            max(i for i, plan in enumerate(simulation.plans) if plan.chunks),
+        )
+        assert [p.decode_steps for p in simulation.plans[first:last]] == [refill_steps]
+
+
 class TestPrefixCache:
     def test_saves_the_shared_pages(self):
         simulation = Simulation(num_pages=200)
@@ -499,8 +552,9 @@ class RandomOperations(RuleBasedStateMachine):
         lookahead=st.integers(0, 1),
         num_pages=st.integers(12, 24),
         shards=st.integers(1, 3),
+        separate=st.booleans(),
     )
-    def begin(self, delay, drafts, lookahead, num_pages, shards):
+    def begin(self, delay, drafts, lookahead, num_pages, shards, separate):
         self.simulation = Simulation(
             num_pages=num_pages,
             delay=delay,
@@ -509,6 +563,7 @@ class RandomOperations(RuleBasedStateMachine):
             max_waiting=6,
             max_decode_steps=2,
             stop=STOP,
+            separate=separate,
             **self.OPTIONS,
         )
         self.drafts = drafts

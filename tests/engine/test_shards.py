@@ -20,9 +20,9 @@ import dsv3_jax
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.pool_layout import PoolLayout
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.layer_collectives import COLLECTIVES
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
 from tests.engine.conftest import MAX_LEN
 from tests.engine.test_engine import run, trace

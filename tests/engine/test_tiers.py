@@ -10,8 +10,8 @@ import pytest
 import dsv3_jax
 from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from dsv3_jax.pages import PageFormat
 from dsv3_jax.server.metrics import Metrics
 from sharding import make_layout

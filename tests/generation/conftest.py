@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from dsv3_jax.tokenizer import Tokenizer
 from tests.generation.fragments import MAX_LEN, write_tokenizer
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

@@ -6,13 +6,15 @@ last two bytes of a "€" and ends with its first byte. Some pairs of neighbours
 characters, and others leave invalid UTF-8.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from dsv3_jax.engine.executor import Executor
+from dsv3_jax.engine.step_plan import StepPlan
 from dsv3_jax.tokenizer import Tokenizer
 
 MAX_LEN = 96  # of the shared Generators: more than one page of the cache
@@ -76,3 +78,14 @@ def _spelled(fragment: bytes) -> str:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(0x100 + others.index(b)) for b in fragment)
+
+
+def watch_dispatches(monkeypatch, seen: Callable[[StepPlan], None]) -> None:
+    """Calls ``seen`` with the plan of every dispatch, once it has been launched."""
+    dispatch = Executor.dispatch
+
+    def watched(self: Executor, plan: StepPlan) -> None:
+        dispatch(self, plan)
+        seen(plan)
+
+    monkeypatch.setattr(Executor, "dispatch", watched)

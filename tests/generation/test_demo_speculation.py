@@ -11,7 +11,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.generation.completion import Generation
-from dsv3_jax.generation.generator import Generator
+from dsv3_jax.offline.generator import Generator
 from dsv3_jax.training.corpus import is_held_out
 from scripts.train_demo import modules
 from tests.support.running import optimized
@@ -19,9 +19,11 @@ from tests.support.running import optimized
 pytestmark = pytest.mark.slow
 
 PROMPTS, LENGTH, NEW = 200, 48, 32
-# Measured with these prompts on 2026-11-21 (Python 3.11.7): greedy 0.777 and 0.516, at
-# temperature 1 0.684 and 0.376. A loss of 0.02 is a fault, not chance.
-MIN_ACCEPTANCE = {0.0: (0.757, 0.496), 1.0: (0.664, 0.356)}
+# Measured with these prompts (Python 3.11.7): greedy 0.777 and 0.516 on 2026-11-21; at temperature 1
+# 0.668 and 0.355 on 2026-11-26, since the first token comes from the prefill. Before, the same seeds
+# gave 0.684 and 0.376; means over three sets of seeds are 0.668 and 0.370 before, and 0.665 and 0.363
+# now, with standard errors of 0.005. With the same tokens, a loss of 0.02 is a fault, not chance.
+MIN_ACCEPTANCE = {0.0: (0.757, 0.496), 1.0: (0.648, 0.335)}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Ctrl-C ends generation soon, with the completions so far, and never in mid-update."""
 
-import dataclasses
 import gc
 import signal
 import threading
@@ -8,31 +7,33 @@ import threading
 import jax
 import pytest
 
-from dsv3_jax.generation import batch, step_times
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.step_results import NewTokens, RequestResult
+from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.generator import Generator
-from dsv3_jax.generation.programs import Programs
-from dsv3_jax.generation.step_times import StepTimes
-from tests.generation.fragments import letters
+from dsv3_jax.generation.finished import RUNNING
+from dsv3_jax.offline import step_times
+from dsv3_jax.offline.pace import OfflinePace
+from dsv3_jax.offline.step_times import StepTimes
+from tests.generation.fragments import letters, watch_dispatches
 
 PROMPTS = [letters(text) for text in ("one", "another", "a third", "four", "and the last")]
 SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 
 
-def signal_at(generator: Generator, monkeypatch, *dispatches: int, program: str = "decode") -> None:
+def signal_at(monkeypatch, *dispatches: int, program: str = "decode") -> None:
     """Sends SIGINT to this process during the dispatches with these numbers, counted from 1."""
-    run, count = getattr(generator._programs, program), 0
+    count = 0
 
-    def counted(*args):
+    def counted(plan: StepPlan) -> None:
         nonlocal count
-        count += 1
-        state = run(*args)
-        for _ in range(dispatches.count(count)):
-            signal.raise_signal(signal.SIGINT)
-        return state
+        count += bool(plan.chunks) == (program == "prefill")
+        if bool(plan.chunks) == (program == "prefill"):
+            for _ in range(dispatches.count(count)):
+                signal.raise_signal(signal.SIGINT)
 
-    programs = dataclasses.replace(generator._programs, **{program: counted})
-    monkeypatch.setattr(generator, "_programs", programs)
+    watch_dispatches(monkeypatch, counted)
 
 
 @pytest.fixture
@@ -49,49 +50,50 @@ def want(generator):
 @pytest.mark.slow
 def test_completions_so_far(generator, want, monkeypatch, short_dispatches):
     before = signal.getsignal(signal.SIGINT)
-    signal_at(generator, monkeypatch, 7)
+    signal_at(monkeypatch, 7)
     with pytest.raises(Interrupted) as error:
         generator.generate(PROMPTS, **SETTINGS)
     assert signal.getsignal(signal.SIGINT) is before
     assert isinstance(error.value, KeyboardInterrupt)
     got = error.value.generation
     assert [c.finish_reason for c in got] == ["interrupted"] * 5
-    assert [len(c.tokens) for c in got] == [7, 7, 7, 7, 0]  # batches of four
+    assert [len(c.tokens) for c in got] == [8, 8, 8, 8, 0]  # one of the prefill; four at a time
     for a, b in zip(got, want, strict=True):
         assert a.tokens == b.tokens[: len(a.tokens)]
         assert a.logprobs == b.logprobs[: len(a.tokens)]
         assert a.prompt_tokens == b.prompt_tokens
-    assert got.stats.new_tokens == 28
+    assert got.stats.new_tokens == 32
     assert list(generator.generate(PROMPTS, **SETTINGS)) == want
 
 
 def test_those_at_their_end_are_whole(generator, want, monkeypatch, short_dispatches):
-    signal_at(generator, monkeypatch, 7)
+    signal_at(monkeypatch, 7)
     lengths = [3, 40, 40, 7, 40]
     with pytest.raises(Interrupted) as error:
         generator.generate(PROMPTS, **SETTINGS | {"max_new_tokens": lengths})
     got = error.value.generation
     reasons = ["length", "interrupted", "interrupted", "length", "interrupted"]
     assert [c.finish_reason for c in got] == reasons
-    assert [len(c.tokens) for c in got] == [3, 7, 7, 7, 0]
+    # The last one has the slot of the first one since the second decode step.
+    assert [len(c.tokens) for c in got] == [3, 8, 8, 7, 6]
 
 
 @pytest.mark.parametrize(("dispatches", "program"), [((3, 3), "decode"), ((1,), "prefill")])
 def test_at_other_moments(generator, want, monkeypatch, short_dispatches, dispatches, program):
     """A second signal is delivered during the dispatch. Prefill can be interrupted too."""
-    signal_at(generator, monkeypatch, *dispatches, program=program)
+    signal_at(monkeypatch, *dispatches, program=program)
     with pytest.raises(Interrupted) as error:
         generator.generate(PROMPTS, **SETTINGS)
     for a, b in zip(error.value.generation, want, strict=True):
         assert a.tokens == b.tokens[: len(a.tokens)]
-        assert len(a.tokens) <= 2
+        assert len(a.tokens) <= 3
 
 
 def test_a_handler_of_the_program_decides(generator, want, monkeypatch, short_dispatches):
     seen = []
     before = signal.signal(signal.SIGINT, lambda *args: seen.append(args))
     try:
-        signal_at(generator, monkeypatch, 2, 5)
+        signal_at(monkeypatch, 2, 5)
         assert list(generator.generate(PROMPTS, **SETTINGS)) == want
     finally:
         signal.signal(signal.SIGINT, before)
@@ -109,78 +111,69 @@ def test_in_another_thread(generator, want):
 def test_short_dispatches_change_nothing_and_compile_nothing(
     generator, want, compilations, monkeypatch, short_dispatches
 ):
-    counts = {"prefill": [], "decode": []}
-    originals = generator._programs
-
-    def counted(name, at):
-        def run(*args):
-            counts[name].append(int(args[at]))
-            return getattr(originals, name)(*args)
-
-        return run
-
-    programs = dataclasses.replace(
-        originals, prefill=counted("prefill", 1), decode=counted("decode", 2)
-    )
-    monkeypatch.setattr(generator, "_programs", programs)
+    plans: list[StepPlan] = []
+    watch_dispatches(monkeypatch, plans.append)
     assert list(generator.generate(PROMPTS, **SETTINGS)) == want
-    assert set(counts["decode"]) == {1}
-    assert counts["prefill"] == [1] * (2 + 3)  # 6 tokens, then 11, in chunks of 4
+    assert {plan.decode_steps for plan in plans} == {1}
+    # Chunks of 4 of prompts of 3, 7, 7, 4 and 12 tokens, at most 4 in a step.
+    assert [len(plan.chunks) for plan in plans if plan.chunks] == [4, 2, 3]
     assert compilations == []
 
 
-def test_dispatches_take_as_long_as_they_should(generator, want, monkeypatch):
+def test_dispatches_take_as_long_as_they_should():
     """The number of steps follows from the seconds per step that were measured last."""
+    chooser, clock = DepthChooser((0,)), Clock()
+    pace = OfflinePace(
+        chooser, StepTimes(), "program", tokens=None, max_over_processes=float, clock=clock
+    )
     asked = []
-    decode = generator._programs.decode
-
-    def counted(state, sampling, steps, *drafting):
-        asked.append(int(steps))
-        return decode(state, sampling, steps, *drafting)
-
-    programs = dataclasses.replace(generator._programs, decode=counted, step_times=StepTimes())
-    monkeypatch.setattr(generator, "_programs", programs)
-    monkeypatch.setattr(batch, "time", Clock(step=0.1))
-    generator.generate(PROMPTS[0], **SETTINGS)
-    assert asked[:2] == [1, 1]  # the first included a compilation, as far as the Batch knows
-    assert asked[2] == 5  # 0.1 s per step
-    assert asked[3] == 25  # 5 steps in 0.1 s
+    for seconds in (9.0, 0.1, 0.1, 0.1):
+        steps, depth = pace.choose(100)
+        asked.append(steps)
+        plan = StepPlan((), steps, depth)
+        clock.now += seconds
+        pace.read(plan, [decoded(steps)], clock.now)
+    assert asked == [1, 1, 5, 25]  # the first one loads the program; 0.1 s a step; 0.1 s for 5
+    assert pace.choose(100)[0] == 100  # the program has no more
 
 
 class Clock:
-    """A clock that advances by ``step`` seconds each time it is read."""
+    """A clock that a test sets."""
 
-    def __init__(self, step: float):
-        self.step, self.now = step, 0.0
+    now = 0.0
 
-    def perf_counter(self) -> float:
-        self.now += self.step
+    def __call__(self) -> float:
         return self.now
 
 
-def test_one_cache_at_a_time(generator, monkeypatch):
-    """The previous batch has been freed when the next one is created."""
-    empty_state, num_caches = Programs.empty_state, []
-    shape = generator._programs.empty_state(4).cache.pool.layers[0]["latent"].shape
+def decoded(steps: int) -> RequestResult:
+    """Returns the result of a request that gained a token in every step."""
+    tokens = [NewTokens([7], [0.0], 0)] * steps
+    return RequestResult(ScheduledRequest([5], 200), tokens, RUNNING, True)
 
-    def watched(self, *args, **kwargs):
-        num_caches.append(sum(x.shape == shape for x in jax.live_arrays()))
-        return empty_state(self, *args, **kwargs)
+
+def test_one_cache_for_all_prompts(generator, monkeypatch):
+    """Ten prompts take turns in the slots of four, and the cache is freed after the last."""
+    states = []
+    empty_state = Programs.empty_state
+
+    def watched(self, *args):
+        states.append(empty_state(self, *args))
+        return states[-1]
 
     monkeypatch.setattr(Programs, "empty_state", watched)
-    gc.collect()  # garbage of other tests
     generator.generate(PROMPTS * 2, **SETTINGS)
-    assert len(num_caches) == 3
-    assert num_caches == num_caches[:1] * 3
+    (state,) = states
+    assert state.tokens.shape[0] == 4
+    assert all(array.is_deleted() for array in jax.tree.leaves(state))
 
 
 def test_an_interrupted_call_frees_its_cache(generator, monkeypatch, short_dispatches):
     """The exception and its traceback may exist for long, but the cache does not."""
-    shape = generator._programs.empty_state(4).cache.pool.layers[0]["latent"].shape
     gc.collect()  # garbage of other tests
-    before = sum(x.shape == shape for x in jax.live_arrays())
-    signal_at(generator, monkeypatch, 2)
+    before = len(jax.live_arrays())
+    signal_at(monkeypatch, 2)
     with pytest.raises(Interrupted) as error:
         generator.generate(PROMPTS, **SETTINGS)
     assert error.value.generation[0].tokens
-    assert sum(x.shape == shape for x in jax.live_arrays()) == before
+    assert len(jax.live_arrays()) == before

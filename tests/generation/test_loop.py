@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv3_jax.generation.generator import Generator
-from dsv3_jax.generation.loop import decode
+from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.step import step
+from dsv3_jax.engine.step_input import StepShape, empty_input
+from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, sample
-from dsv3_jax.generation.state import FULL, RUNNING, STOPPED, DecodeState
-from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.generation.settings import MAX_STOP_TOKENS
+from dsv3_jax.kv_cache import PagePool
+from dsv3_jax.offline import sizes
+from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 from tests.support.covering import slow_except
 
@@ -130,13 +134,13 @@ class TestBatches:
             assert got == alone[n]  # tokens, text, and log-probabilities bit for bit
 
     def test_all_at_once(self, generator, alone):
-        """More prompts than the largest batch size run in several batches, in their order."""
+        """More prompts than the largest batch size take turns, and keep their order."""
         assert list(run(generator, *range(len(REQUESTS)))) == alone
 
     @pytest.mark.slow
     def test_smaller_programs(self, ladder, alone):
         """Other batch sizes may round differently, but these tokens do not change."""
-        out = run(ladder, *range(len(REQUESTS)))  # three batches of size 2 and one of size 1
+        out = run(ladder, *range(len(REQUESTS)))  # two at a time
         for got, expected in zip(out, alone, strict=True):
             assert got.tokens == expected.tokens
             np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=LOGPROB_TOLERANCE)
@@ -281,67 +285,95 @@ class TestLogprobs:
 
 
 class TestFinishedSequences:
-    S = 40
+    S, PAGES = 40, 5  # pages of each sequence, of 8 tokens
     LENGTHS = (9, 5, 1, 3)
     FINISHED = (STOPPED, FULL, RUNNING, RUNNING)
 
-    def state(self, model) -> DecodeState:
+    def state(self, model) -> SlotState:
         rng = np.random.default_rng(0)
-        B, S = len(self.LENGTHS), self.S
-        lengths = jnp.array(np.array(self.LENGTHS, np.int32))
-        cache = LatentKVCache.init(model.cache_spec(), B, S, page_size=8)
-        before = np.array(self.LENGTHS, np.int32) - 1
-        pool = jax.tree.map(
-            lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32)), cache.pool
-        )
-        cache = dataclasses.replace(cache, pool=pool).with_lengths(jnp.array(before))
-        return DecodeState(
-            cache=cache,
-            tokens=jnp.asarray(rng.integers(0, 160, (B, S)), jnp.int32),
-            lengths=lengths,
+        B = len(self.LENGTHS)
+        pool = PagePool.empty(model.cache_spec(), B * self.PAGES, page_size=8)
+        pool = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32)), pool)
+        state = SlotState.empty(pool, B, self.S, mtp_inputs=(0, 0), dtype=jnp.float32)
+        return dataclasses.replace(
+            state,
+            tokens=jnp.asarray(rng.integers(0, 160, (B, self.S)), jnp.int32),
+            lengths=jnp.array(self.LENGTHS),
             limits=jnp.array([30, 5, 30, 6]),
             finished=jnp.array(self.FINISHED),
-            logprobs=jnp.asarray(rng.standard_normal((B, S), np.float32)),
-            top_tokens=jnp.asarray(rng.integers(0, 160, (B, S, 2)), jnp.int32),
-            top_logprobs=jnp.asarray(rng.standard_normal((B, S, 2), np.float32)),
-            mtp_inputs=jnp.zeros((B, 0, model.config.hidden_size)),
-            num_mtp_inputs=jnp.zeros(B, jnp.int32),
-            drafted=jnp.zeros((B, 0), jnp.int32),
-            accepted=jnp.zeros((B, 0), jnp.int32),
-            sequence_steps=jnp.zeros(B, jnp.int32),
-            steps=jnp.int32(0),
+            sampling=Sampling.pack(
+                seed=np.zeros(B), temperature=1.0, stop_tokens=np.full((B, MAX_STOP_TOKENS), -1)
+            ),
         )
 
     def test_never_change(self, dense):
-        sampling = Sampling.pack(seed=np.zeros(4), temperature=1.0)
-        graph, weights = nnx.split(dense)
+        graph, weights = nnx.split(dense.precompute_for_decode())
+        shape = StepShape(
+            decodes=4,
+            chunks=0,
+            chunk_tokens=0,
+            max_pages=self.PAGES,
+            max_len=self.S,
+            max_steps=100,
+            sampling=None,
+        )
 
         @jax.jit
-        def step(weights: nnx.State, state: DecodeState, steps: jax.Array) -> DecodeState:
-            return decode(nnx.merge(graph, weights), state, sampling, steps, vocab_size=160)
+        def decode(weights, state, buffer):
+            model = nnx.merge(graph, weights)
+            return step(model, state, buffer, shape=shape, drafter=None, vocab_size=160)
+
+        def run(state, steps):
+            buffer, (inputs,) = empty_input(shape, 4)
+            inputs.steps[0] = steps
+            inputs.decode_slots[:] = range(4)
+            inputs.decode_tables[:] = np.arange(4 * self.PAGES).reshape(4, self.PAGES)
+            state, output = decode(weights, state, buffer)
+            return state, np.asarray(output.counts).sum(axis=0).tolist()
 
         before = self.state(dense)
-        after = step(weights, before, jnp.int32(7))
-        assert after.steps == 7
+        after, counts = run(before, 7)
+        assert counts == [0, 0, 7, 3]
         assert after.lengths.tolist() == [9, 5, 8, 6]
-        assert after.cache.lengths.tolist() == [8, 4, 7, 5]
         assert after.finished.tolist() == [STOPPED, FULL, RUNNING, FULL]
         self.check_unchanged(before, after, sequences=(0, 1))
         # Sequence 3 is full too; only sequence 2 continues.
-        later = step(weights, after, jnp.int32(100))
-        assert later.steps == 7 + 22
+        later, counts = run(after, 100)
+        assert counts == [0, 0, 22, 0]
         assert later.lengths.tolist() == [9, 5, 30, 6]
         self.check_unchanged(after, later, sequences=(0, 1, 3))
-        last = step(weights, later, jnp.int32(100))
-        assert last.steps == later.steps, "no sequence is running, so no step may run"
+        last, counts = run(later, 100)
+        assert counts == [0] * 4, "no sequence is running, so no step may run"
         self.check_unchanged(later, last, sequences=range(4))
 
-    def check_unchanged(self, before: DecodeState, after: DecodeState, sequences) -> None:
-        for name in ("tokens", "lengths", "finished", "logprobs", "top_tokens", "top_logprobs"):
-            for b in sequences:
-                old, new = (np.asarray(getattr(state, name))[b] for state in (before, after))
-                np.testing.assert_array_equal(new, old, err_msg=f"{name} of sequence {b}")
-        pages = np.asarray(before.cache.block_tables)[list(sequences)].ravel()
-        pools = (jax.tree.leaves(state.cache.pool) for state in (before, after))
-        for old, new in zip(*pools, strict=True):
+    def check_unchanged(self, before: SlotState, after: SlotState, sequences) -> None:
+        rows = list(sequences)
+        for old, new in zip(*(jax.tree.leaves(s.slots) for s in (before, after)), strict=True):
+            np.testing.assert_array_equal(np.asarray(new)[rows], np.asarray(old)[rows])
+        pages = np.arange(4 * self.PAGES).reshape(4, self.PAGES)[rows].ravel()
+        for old, new in zip(*(jax.tree.leaves(s.pool) for s in (before, after)), strict=True):
             np.testing.assert_array_equal(np.asarray(new)[pages], np.asarray(old)[pages])
+
+
+class TestRefill:
+    """More prompts than slots."""
+
+    LENGTHS = (2, 30, 3, 4, 5, 6, 7, 8)
+
+    def test_a_slot_is_used_again_as_soon_as_it_is_free(self, generator, monkeypatch):
+        """The long completion runs at the same time as all the short ones."""
+        monkeypatch.setattr(sizes, "REFILL_STEPS", 1)
+        prompts = [PROMPTS[i % 3] for i in range(len(self.LENGTHS))]
+        out = generator.generate(prompts, max_new_tokens=self.LENGTHS, ignore_eos=True)
+        assert [len(c.tokens) for c in out] == list(self.LENGTHS)
+        assert out.stats.steps == max(self.LENGTHS) - 1
+
+    def test_nothing_else_changes(self, generator):
+        """Tokens and log-probabilities, bit for bit."""
+        settings = {"temperature": 1.0, "ignore_eos": True}
+        prompts = [PROMPTS[i % 3] for i in range(len(self.LENGTHS))]
+        seeds = range(len(self.LENGTHS))
+        together = generator.generate(prompts, max_new_tokens=self.LENGTHS, seed=seeds, **settings)
+        for prompt, length, seed, got in zip(prompts, self.LENGTHS, seeds, together, strict=True):
+            alone = generator.generate(prompt, max_new_tokens=length, seed=seed, **settings)
+            assert got == alone[0]

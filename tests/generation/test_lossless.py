@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from tests.generation.test_adjustments import adjusted
 from tests.generation.test_sampling import Options, bound, chi_square, reference
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

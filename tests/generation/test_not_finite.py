@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import VOCAB_SIZE, letters
 
 SETTINGS = {"max_new_tokens": 12, "ignore_eos": True}
@@ -52,16 +52,17 @@ def run(generator: Generator, prompts, **settings) -> NonFiniteLogitsError:
 
 
 def test_everywhere(generator, tiny):
+    prompts = [letters("some"), *PROMPTS[1:]]  # a chunk each, and so in one step
     with edited(generator, tiny, set_rows("norm", 0, jnp.nan)):
-        error = run(generator, PROMPTS, temperature=[0.0, 1.0, 0.5])
+        error = run(generator, prompts, temperature=[0.0, 1.0, 0.5])
         assert [c.finish_reason for c in error.generation] == ["error"] * 3
         assert [c.tokens for c in error.generation] == [[]] * 3
         message = str(error)
         assert message.startswith(
-            "prompt 0 (and 2 other sequences): expected finite logits for position 11 "
-            "(11 prompt and 0 generated tokens before it), got NaN or an infinity; "
+            "prompt 0 (and 2 other sequences): expected finite logits for position 4 "
+            "(4 prompt and 0 generated tokens before it), got NaN or an infinity; "
         )
-        assert str(run(generator, PROMPTS[:2])).startswith("prompt 0 (and 1 other sequence): ")
+        assert str(run(generator, prompts[:2])).startswith("prompt 0 (and 1 other sequence): ")
         stream = generator.stream(PROMPTS[0], **SETTINGS)
         with pytest.raises(NonFiniteLogitsError, match="expected finite logits"):
             next(stream)
@@ -69,22 +70,23 @@ def test_everywhere(generator, tiny):
 
 
 def test_latents_of_the_prompt(generator, tiny):
-    """The first decode step detects NaN in the only sequence whose cache contains it."""
+    """NaN is detected in the only sequence whose cache contains it, prefilled after the others."""
     poisoned = letters("q")[0]
-    want = [c.tokens for c in generator.generate(PROMPTS, **SETTINGS)]
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
+    want = [c.tokens for c in generator.generate(prompts, **SETTINGS)]
     assert not any(poisoned in tokens for tokens in want)
     with edited(generator, tiny, set_rows("embed_tokens", poisoned, jnp.nan)):
-        error = run(generator, PROMPTS)
-        assert str(error).startswith("prompt 1: expected finite logits for position 4 ")
-        assert [c.finish_reason for c in error.generation][1] == "error"
-        assert error.generation[1].tokens == []
-        # The others have the tokens so far, and are unaffected without the first one.
-        for b in (0, 2):
+        error = run(generator, prompts)
+        assert str(error).startswith("prompt 2: expected finite logits for position 4 ")
+        assert [c.finish_reason for c in error.generation][2] == "error"
+        assert error.generation[2].tokens == []
+        # The others have the tokens so far, and are unaffected without the third one.
+        for b in (0, 1):
             tokens = error.generation[b].tokens
             assert tokens
             assert tokens == want[b][: len(tokens)]
-        clean = generator.generate([PROMPTS[0], PROMPTS[2]], **SETTINGS)
-        assert [c.tokens for c in clean] == [want[0], want[2]]
+        clean = generator.generate(prompts[:2], **SETTINGS)
+        assert [c.tokens for c in clean] == want[:2]
 
 
 def test_after_finite_tokens(generator, tiny):

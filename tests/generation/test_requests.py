@@ -1,14 +1,13 @@
 """Invalid requests are rejected with a clear message before anything runs."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
+from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import MAX_LEN, letters
 
 PROMPT = letters("abc")
@@ -118,8 +117,7 @@ def idle(generator, monkeypatch) -> Generator:
     def refuse(*args: object) -> None:
         pytest.fail("nothing may run before everything is checked")
 
-    programs = dataclasses.replace(generator._programs, prefill=refuse, decode=refuse)
-    monkeypatch.setattr(generator, "_programs", programs)
+    monkeypatch.setattr(generator, "_programs_of", refuse)
     return generator
 
 

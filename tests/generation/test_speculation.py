@@ -6,7 +6,6 @@ Generator serves all three with the same compiled programs.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.generation import loop, plan, selection
+from dsv3_jax.generation import plan, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (
     DraftContext,
@@ -25,13 +24,14 @@ from dsv3_jax.generation.drafters import (
     NgramDrafter,
     SyntheticDrafter,
 )
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.program import Program
 from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.generation.step_times import StepTimes
 from dsv3_jax.generation.verification import verify
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline import step_times
+from dsv3_jax.offline.generator import Generator
+from dsv3_jax.offline.step_times import StepTimes
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 from tests.generation.test_loop import LOGPROB_TOLERANCE, PROMPTS
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -213,7 +213,8 @@ class TestGreedy:
         got = plain.generate(PROMPTS, **SETTINGS, draft=oracle, draft_depth=4)
         check_same(got, want)
         steps = [completion.speculation.steps for completion in got]
-        assert (steps[0], steps[2]) == (5, 24)
+        # After the first token, which comes from the prefill.
+        assert (steps[0], steps[2]) == (5, 23)
         # Two of three tokens are accepted drafts, and the third is the model's own.
         assert all(8 <= steps[b] <= 9 for b in (1, 3))
 
@@ -224,11 +225,8 @@ class TestGreedy:
         check_same(got, want)
         assert len({token for c in want for token in c.tokens}) > 10
         assert got.stats.acceptance_rate == 1.0
-        for completion, prompt in zip(got, PROMPTS, strict=True):
-            # In its first step, a prompt of one token has no hidden state to draft from.
-            steps_without = int(len(prompt) == 1)
-            steps = -(-(24 - steps_without) // (depth + 1))
-            assert completion.speculation.steps == steps + steps_without
+        # The first of 24 tokens comes from the prefill.
+        assert [c.speculation.steps for c in got] == [-(-23 // (depth + 1))] * 4
 
     @pytest.mark.parametrize("depth", DEPTHS)
     def test_wrong_drafts(self, wrong, depth):
@@ -236,7 +234,7 @@ class TestGreedy:
         got = wrong.generate(PROMPTS, **SETTINGS, draft="mtp", draft_depth=depth)
         check_same(got, want)
         assert got.stats.acceptance_rate == 0.0
-        assert [c.speculation.steps for c in got] == [24] * 4
+        assert [c.speculation.steps for c in got] == [23] * 4
 
     def test_settings_of_each_sequence(self, plain):
         """Sequences end at different times, and a sampled one does not affect greedy ones."""
@@ -280,7 +278,7 @@ class TestEndsInsideAStep:
             check_same(got, want)
             for completion, token in zip(got, tokens, strict=True):
                 assert completion.tokens[-1] == token
-                assert completion.speculation.tokens == len(completion.tokens)
+                assert completion.speculation.tokens == len(completion.tokens) - 1
 
     def test_lengths(self, right, endless):
         for n in range(1, 13):
@@ -341,10 +339,10 @@ class TestDrafts:
             return verify(logits, drafts, sampling, positions, acceptance)
 
         monkeypatch.setattr(selection, "verify", spy)
-        decode = functools.partial(loop.decode, vocab_size=VOCAB_SIZE)
-        spied = Program.of(model, decode, static=plain._programs.decode.static)
-        programs = dataclasses.replace(plain._programs, decode=spied, step_times=StepTimes())
-        monkeypatch.setattr(plain, "_programs", programs)
+        monkeypatch.setattr(plain, "_programs", {})
+        # All steps after two in one dispatch, so that the same requests are in all of its rows.
+        monkeypatch.setattr(plain, "_step_times", StepTimes())
+        monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 1e9)
         out = plain.generate(PROMPTS, **SETTINGS, draft=MTPDrafter(mtp_hidden), draft_depth=2)
         sequences = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
         padded = np.array([[*seq, *[0] * (MAX_LEN - len(seq))] for seq in sequences])
@@ -359,10 +357,10 @@ class TestDrafts:
                     checked += 1
         assert checked > 60
 
-    def test_prompt_lookup_on_examples(self, without_mtp, models):
+    def test_prompt_lookup_on_examples(self, models):
         """The drafts follow the latest earlier occurrence of the last four, three or two tokens."""
         sampling = Sampling.pack(seed=np.arange(4))
-        idle = without_mtp._programs.empty_state(4)
+        cache = LatentKVCache.init(models["random"].cache_spec(), 4, MAX_LEN)
 
         @jax.jit
         def draft(tokens, lengths):
@@ -370,14 +368,14 @@ class TestDrafts:
                 tokens=tokens,
                 lengths=lengths,
                 is_running=jnp.ones(4, bool),
-                cache=idle.cache,
-                mtp_inputs=idle.mtp_inputs,
-                num_mtp_inputs=idle.num_mtp_inputs,
+                cache=cache,
+                mtp_inputs=jnp.zeros((4, 0, models["random"].config.hidden_size)),
+                num_mtp_inputs=jnp.zeros(4, jnp.int32),
             )
             return NgramDrafter().draft(models["random"], context, sampling, 3, VOCAB_SIZE)[0]
 
         def drafts_for(prompts):
-            tokens = np.zeros(idle.tokens.shape, np.int32)
+            tokens = np.zeros((4, MAX_LEN), np.int32)
             for b, prompt in enumerate(prompts):
                 tokens[b, : len(prompt)] = prompt
             lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -428,8 +426,9 @@ class TestStatistics:
         for name in ("steps", "tokens"):
             assert getattr(total, name) == sum(getattr(c.speculation, name) for c in out)
         for c in out:
-            assert c.speculation.tokens == len(c.tokens)
-            assert c.speculation.steps == len(c.tokens) - sum(c.speculation.accepted)
+            # The first token comes from the prefill.
+            assert c.speculation.tokens == len(c.tokens) - 1
+            assert c.speculation.steps == c.speculation.tokens - sum(c.speculation.accepted)
             assert len(c.speculation.acceptance) == 2
         assert out.stats.drafted == sum(total.drafted)
         assert out.stats.accepted == sum(total.accepted)
@@ -439,7 +438,8 @@ class TestStatistics:
     @pytest.mark.slow
     def test_synthetic_is_named_in_the_statistics(self, plain):
         """test_verification.py checks the rates."""
-        out = plain.generate(PROMPTS[1:], **SETTINGS, draft="synthetic:1", draft_depth=2)
+        settings = SETTINGS | {"max_new_tokens": 1 + 8 * 3}  # the prefill's token, then whole steps
+        out = plain.generate(PROMPTS[1:], **settings, draft="synthetic:1", draft_depth=2)
         assert out.stats.speculation.draft == "synthetic:1"
         assert {c.as_json()["speculation"]["draft"] for c in out} == {"synthetic:1"}
         assert out.stats.speculation.accept_length == 3.0
@@ -462,11 +462,11 @@ class TestRefusals:
 
 
 def test_only_mtp_drafts_have_an_mtp_cache(plain):
-    cache = plain._programs.empty_state(2).cache
-    assert cache.pool.mtp == ()
-    cache = plain._programs.empty_state(2, depth=1, mtp=True).cache
-    assert len(cache.pool.mtp) == 1
-    assert jnp.shape(cache.pool.mtp[0]["latent"]) == jnp.shape(cache.pool.layers[0]["latent"])
+    pool = plain._programs_of(4, DraftPlan()).empty_state(2).pool
+    assert pool.mtp == ()
+    pool = plain._programs_of(4, DraftPlan(MTPDrafter(), (1,))).empty_state(2).pool
+    assert len(pool.mtp) == 1
+    assert jnp.shape(pool.mtp[0]["latent"]) == jnp.shape(pool.layers[0]["latent"])
 
 
 def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypatch):

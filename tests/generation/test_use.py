@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from sharding import Placement
 from tests.generation.fragments import MAX_LEN, letters
 from tests.support.running import forward

@@ -17,8 +17,8 @@ from dsv3_jax.engine import EngineRequest
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.engine.step_results import NewTokens
+from dsv3_jax.generation.finished import STOPPED
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.state import STOPPED
 from dsv3_jax.tokenizer import SpecialTokenDecoder
 from tests.server.conftest import RunningServer, running
 from tests.server.scripted import ScriptedEngine, family_tokenizer

@@ -3,7 +3,6 @@
 DIRECTORY has a checkpoint, OUT receives each process's results, SIZES are the mesh's axes in JSON.
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import dsv3_jax
 from dsv3_jax.generation import plan
 from dsv3_jax.generation.depth import DepthChooser
-from sharding import MESH_AXES, make_mesh
+from sharding import make_mesh
 from sharding.distributed import host_values, initialize
 
 PROMPTS = [[3, 9, 27, 81], [5, 25, 125], [7]]
@@ -33,32 +30,9 @@ def model(directory: str, out: str, sizes: str) -> None:
 
 
 def reads(directory: str, out: str, sizes: str) -> None:
-    """Writes what the host reads of a sharded state, and measures draft depths."""
-    network, generator = loaded(directory, sizes)
-    programs = generator._programs
-    by_sequence = NamedSharding(network.lm_head.weight.get_value().sharding.mesh, P(MESH_AXES))
-
-    @jax.jit
-    def shard_by_sequence(state):
-        return jax.tree.map(
-            lambda leaf: (
-                jax.lax.with_sharding_constraint(leaf, by_sequence)
-                if leaf.shape[:1] == (4,)
-                else leaf
-            ),
-            state,
-        )
-
-    def decode(*arguments):
-        """Runs the decode program and shards its result by sequence."""
-        # Waits for each program. XLA's CPU client launches and runs programs on one small thread
-        # pool, where many collectives at a time can block each other.
-        return jax.block_until_ready(shard_by_sequence(programs.decode(*arguments)))
-
-    generator._programs = dataclasses.replace(programs, decode=decode)
+    """Writes completions of a sharded batch, and the measurements that choose draft depths."""
+    _, generator = loaded(directory, sizes)
     sharded = completions(generator)
-    generator._programs = programs
-
     plan.AUTO_DEPTHS = (0, 1)  # two programs to compile instead of four
     observed, observe = [], DepthChooser.observe
 

@@ -1,6 +1,5 @@
 """Compiled calls of a model. Models of one config share a compiled program."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,10 +9,10 @@ import numpy.typing as npt
 from flax import nnx
 
 from dsv3_jax.config import MTPHidden
-from dsv3_jax.generation.generator import Generator
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.generator import Generator
 from dsv3_jax.outputs import Aux
 
 
@@ -70,11 +69,13 @@ def optimized(generator: Generator) -> Generator:
     The suite disables them (tests/conftest.py). Tests that run a program for a minute are faster
     with them.
     """
-    programs = generator._programs
-    options = {"xla_backend_optimization_level": "2"}
-    generator._programs = dataclasses.replace(
-        programs,
-        prefill=dataclasses.replace(programs.prefill, options=options),
-        decode=dataclasses.replace(programs.decode, options=options),
-    )
+    programs_of = generator._programs_of
+
+    def optimized_programs(*args):
+        programs = programs_of(*args)
+        options = {"xla_backend_optimization_level": "2"}
+        programs.compile = lambda lowered, shape: lowered.compile(options)
+        return programs
+
+    generator._programs_of = optimized_programs
     return generator

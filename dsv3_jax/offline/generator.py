@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import itertools
 import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,18 +12,26 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dsv3_jax.generation.batch import Batch
+from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.model_arrays import ModelArrays
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.interruption import InterruptsDeferred
 from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.programs import Programs
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
-from dsv3_jax.generation.tally import Tally, non_finite_error
+from dsv3_jax.generation.signature import ModelSignature
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.offline.call import Call
+from dsv3_jax.offline.interruption import InterruptsDeferred
+from dsv3_jax.offline.pace import OfflinePace
+from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
+from dsv3_jax.offline.step_times import StepTimes
+from dsv3_jax.offline.tally import Tally
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
 
@@ -33,11 +41,12 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Generator:
     """Generates text with a model, many tokens per dispatch.
 
-    All shapes are static. A call pads its batch to the next of ``batch_sizes``. For each batch size
-    that is used, one prefill and one decode program are compiled; another decode program when
-    ``logprobs``, penalties (or biases, or ``min_tokens``), or allowed (or banned) tokens are first
-    asked for; and the same for each drafter and depth. After that nothing compiles again, for any
-    prompts and settings.
+    It runs the programs of an :class:`~dsv3_jax.engine.Engine` in the caller's thread. All shapes
+    are static. A call takes the next of ``batch_sizes`` that holds its requests, or the largest,
+    whose requests then make room for the others as they end. For each batch size that is used, one
+    program that prefills and one that decodes are compiled; two others when ``logprobs``, penalties
+    (or biases, or ``min_tokens``), or allowed (or banned) tokens are first asked for; and the same
+    for each drafter and depth. After that nothing compiles again, for any prompts and settings.
 
     The tokens of a request depend only on the request: its randomness comes from its own seed, and
     sequences of a batch do not influence each other. Programs of different batch sizes may round
@@ -48,10 +57,11 @@ class Generator:
       tokenizer: None if prompts are token ids; completions then have no text.
       max_len: maximum number of tokens of a sequence, prompt and completion together. It determines
         the size of the cache.
-      batch_sizes: batch sizes to compile for. More prompts than the largest run in several batches.
-        If a mesh shards the batch, sizes are rounded up to multiples of its number of shards.
-      prefill_chunk: number of prompt tokens per sequence in one forward pass. The default is 512;
-        on a CPU it is 32, because padding of a chunk costs more there than another pass.
+      batch_sizes: numbers of requests at a time to compile for. Of more prompts than the largest,
+        each starts when another has ended. If a mesh shards the batch, sizes are rounded up to
+        multiples of its number of shards.
+      prefill_chunk: number of prompt tokens of every request in one forward pass. By default a
+        pass has chunks of some of them, see :mod:`dsv3_jax.offline.sizes`.
       stride: number of tokens between two checks of the text, for stop strings and streaming.
       count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
 
@@ -89,9 +99,8 @@ class Generator:
             raise ValueError("batch_sizes: expected sizes of at least 1, got none")
         for size in batch_sizes:
             check("batch_sizes", size, "sizes of at least 1", integer, 1)
-        if prefill_chunk is None:
-            prefill_chunk = 32 if jax.default_backend() == "cpu" else 512
-        check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
+        if prefill_chunk is not None:
+            check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
         check("stride", stride, "an integer of at least 1", integer, 1)
         self.tokenizer = tokenizer
         self.max_len = max_len
@@ -99,18 +108,20 @@ class Generator:
         shards = 1 if model.layout is None else model.layout.batch_multiple
         self.batch_sizes = tuple(sorted({-(-size // shards) * shards for size in batch_sizes}))
         self.stride = stride
+        self._prefill_chunk = prefill_chunk
         self._reader = RequestReader(model.config, tokenizer, max_len)
-        vocab_size = model.config.vocab_size
+        self._vocab_size = model.config.vocab_size
         if tokenizer is not None:
-            vocab_size = min(vocab_size, tokenizer.vocab_size)
-        self._programs = Programs.of(
-            model,
-            max_len,
-            prefill_chunk=prefill_chunk,
-            vocab_size=vocab_size,
-            count_routing=count_routing,
-        )
+            self._vocab_size = min(self._vocab_size, tokenizer.vocab_size)
+        self._signature = ModelSignature.of(model)
+        self._arrays = ModelArrays.of(model)
+        self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
+        self._step_times = StepTimes()
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
+        self._routing_counts: np.ndarray | None = None
+        if count_routing:
+            shape = len(model.moe_layers()), model.config.n_routed_experts
+            self._routing_counts = np.zeros(shape, np.int64)
 
     def generate(
         self,
@@ -219,51 +230,23 @@ class Generator:
             progress=progress,
         )
         plan = self._plan({"draft": draft, "draft_depth": draft_depth})
-        tally = Tally(requests, began, n)
-        with InterruptsDeferred() as interrupts:
-
-            def after_dispatch() -> None:
-                if progress is not None:
-                    progress(tally.new_tokens)
-                # An interrupt stops all processes of a mesh. Otherwise some would wait forever.
-                in_any_process = (
-                    self._programs.spans_processes and max_over_processes(interrupts.is_pending) > 0
-                )
-                interrupts.deliver(in_other_process=in_any_process)
-
+        with InterruptsDeferred() as interrupts, self._call(requests, plan) as call:
+            tally = Tally(call, began, n)
             try:
-                self._run(requests, plan, tally, after_dispatch)
+                while call.step():
+                    tally.update()
+                    if progress is not None:
+                        progress(call.new_tokens)
+                    call.raise_errors()
+                    tally.raise_non_finite()
+                    # An interrupt stops all processes of a mesh. Otherwise some would wait forever.
+                    in_any_process = (
+                        self._spans_processes and max_over_processes(interrupts.is_pending) > 0
+                    )
+                    interrupts.deliver(in_other_process=in_any_process)
             except KeyboardInterrupt:
                 raise Interrupted(tally.generation()) from None
-        return tally.generation()
-
-    def _run(
-        self,
-        requests: Sequence[Request],
-        plan: DraftPlan,
-        tally: Tally,
-        after_dispatch: Callable[[], None],
-    ) -> None:
-        """Runs all requests, batch by batch, and adds each batch to ``tally``."""
-        largest = self.batch_sizes[-1]
-        for first in range(0, len(requests), largest):
-            batch = self._batch(
-                requests[first : first + largest], plan, after_dispatch=after_dispatch
-            )
-            tally.begin(batch)
-            try:
-                batch.prefill()
-                batch.advance(1)
-                tally.record_first_tokens()
-                while batch.is_running and not batch.non_finite:
-                    batch.advance(self.stride if batch.has_stop_strings else None)
-            finally:
-                # Frees the cache before the next batch allocates one, even if a traceback still
-                # refers to this batch.
-                batch.free()
-                tally.end()
-            if batch.non_finite:
-                raise non_finite_error(batch, tally, first)
+            return tally.generation()
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
         """Completes one prompt piece by piece, ``stride`` tokens at a time.
@@ -286,29 +269,16 @@ class Generator:
             raise ValueError(f"stream: expected one prompt, got {len(requests)}")
 
         def pieces() -> Iterator[Piece]:
-            tally = Tally(requests, time.perf_counter())
-            batch = self._batch(requests, plan)
-            tally.begin(batch)
-            tracker = batch.trackers[0]
-            num_sent = 0
-            batch.prefill()
-            batch.advance(1)
-            while True:
-                is_finished = not batch.is_running and not batch.non_finite
-                reason = batch.finish_reason(0) if is_finished else None
-                text = tracker.piece(final=is_finished)
-                new_tokens = tracker.tokens[num_sent:]
-                if text or is_finished or (new_tokens and self.tokenizer is None):
-                    logprobs = batch.logprobs(0, num_sent, len(tracker.tokens))
-                    yield Piece(text, new_tokens, reason, *logprobs)
-                    num_sent = len(tracker.tokens)
-                if is_finished:
-                    return
-                if batch.non_finite:
-                    batch.free()
-                    tally.end()
-                    raise non_finite_error(batch, tally, 0)
-                batch.advance(self.stride)
+            began, position = time.perf_counter(), 0
+            with self._call(requests, plan, tokens=self.stride) as call:
+                tally, handle = Tally(call, began), call.outputs[0].handle
+                while call.step():
+                    tally.update()
+                    call.raise_errors()
+                    fresh = handle.pieces_from(position)
+                    yield from fresh
+                    position += len(fresh)
+                    tally.raise_non_finite()
 
         return pieces()
 
@@ -329,18 +299,25 @@ class Generator:
         requests = self.requests(
             [[0]] * batch_size, max_new_tokens=None, ignore_eos=True, **settings
         )
-        plan, largest = self._plan(settings), self.batch_sizes[-1]
+        plan = self._plan(settings)
         # To measure its cost, a depth runs a second time after its compilation.
-        runs = [1] if len(plan.depths) == 1 else [None, None]
-        for size in {min(batch_size, largest), batch_size % largest} - {0}:
-            batch: Batch | None = None
-            for depth, tokens in itertools.product(plan.depths, runs):
-                if batch is None or not batch.is_running:
-                    batch = None  # frees its cache before the next one is allocated
-                    batch = self._batch(requests[:size], plan, is_warm_up=True)
-                    batch.prefill()
-                batch.advance(tokens, depth=depth)
+        left = [d for d in plan.depths for _ in range(1 if len(plan.depths) == 1 else 2)]
+        while left:
+            left = self._decode_each(requests[: self.batch_sizes[-1]], plan, left)
         return time.perf_counter() - began
+
+    def _decode_each(
+        self, requests: Sequence[Request], plan: DraftPlan, depths: list[int]
+    ) -> list[int]:
+        """Decodes made-up requests with each of these depths in turn. Returns the depths for which
+        they were too short."""
+        with self._call(requests, plan, is_warm_up=True) as call:
+            for number, depth in enumerate(depths):
+                call.pace.depth, steps = depth, call.pace.steps
+                while call.pace.steps == steps:
+                    if not call.step():
+                        return depths[max(1, number) :]
+        return []
 
     def use(self, model: DeepSeekV3) -> None:
         """Replaces the model by another one with the same config, options and array shapes.
@@ -354,7 +331,10 @@ class Generator:
           ValueError: the model differs in its config, layout, ``attn_impl``, dtype or quantization,
             or its arrays differ in number, shape, dtype or sharding.
         """
-        self._programs.use(model)
+        self._signature.check(model)
+        self._arrays = ModelArrays.of(model)
+        for programs in self._programs.values():
+            programs.use(self._arrays.leaves)
 
     def take_routing_counts(self) -> np.ndarray:
         """Returns how many tokens chose each expert since the last call, int64 [L_moe, E].
@@ -365,11 +345,10 @@ class Generator:
         Raises:
           ValueError: this Generator was created without ``count_routing``.
         """
-        counts = self._programs.routing_counts
-        if counts is None:
+        if self._routing_counts is None:
             raise ValueError("count_routing: expected True in the constructor, got False")
-        taken = counts.copy()
-        counts[...] = 0
+        taken = self._routing_counts.copy()
+        self._routing_counts[...] = 0
         return taken
 
     def requests(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Request]:
@@ -390,9 +369,73 @@ class Generator:
 
     def _plan(self, settings: Mapping[str, Any]) -> DraftPlan:
         draft, depth = settings.get("draft"), settings.get("draft_depth", 1)
-        return DraftPlan.read(draft, depth, self._programs.signature.config)
+        return DraftPlan.read(draft, depth, self._signature.config)
 
-    def _batch(self, requests: Sequence[Request], plan: DraftPlan, **options: Any) -> Batch:
-        size = next(size for size in self.batch_sizes if size >= len(requests))
-        chooser = self._choosers.setdefault((plan, size), DepthChooser(plan.depths))
-        return Batch(self._programs, self.tokenizer, requests, size, plan, chooser, **options)
+    @property
+    def _spans_processes(self) -> bool:
+        """Whether the model's mesh contains devices of several processes."""
+        mesh = None if self._signature.layout is None else self._signature.layout.mesh
+        return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
+
+    @contextlib.contextmanager
+    def _call(
+        self,
+        requests: Sequence[Request],
+        plan: DraftPlan,
+        *,
+        tokens: int | None = None,
+        is_warm_up: bool = False,
+    ) -> Iterator[Call]:
+        """Returns a new call, whose memory on the device is freed at the end of the block.
+
+        Args:
+          tokens: most tokens per request in a dispatch; None for no limit, except where stop
+            strings are to be noticed.
+          is_warm_up: the requests are made up. Their drafts and expert choices are not counted.
+        """
+        size = next((s for s in self.batch_sizes if s >= len(requests)), self.batch_sizes[-1])
+        if tokens is None and any(request.stop for request in requests):
+            tokens = self.stride
+        options = StepOptions.of(requests)
+        pace = OfflinePace(
+            self._choosers.setdefault((plan, size), DepthChooser(plan.depths)),
+            self._step_times,
+            (size, plan, options),
+            tokens=tokens,
+            max_over_processes=max_over_processes if self._spans_processes else float,
+            counts_drafts=not is_warm_up,
+        )
+        counts = None if is_warm_up else self._routing_counts
+        call = Call(self._programs_of(size, plan), self.tokenizer, requests, plan, pace, counts)
+        try:
+            yield call
+        finally:
+            call.close()
+
+    def _programs_of(self, size: int, plan: DraftPlan) -> Programs:
+        """Returns the programs for a batch size and a drafter. They compile when they are used."""
+        key = (size, plan.drafter, plan.max_depth)
+        if key not in self._programs:
+            self._programs[key] = Programs(
+                self._arrays.model(self._arrays.leaves),
+                self._buckets(size),
+                num_slots=size,
+                max_len=self.max_len,
+                page_size=DEFAULT_PAGE_SIZE,
+                drafter=plan.drafter,
+                depth=plan.max_depth,
+                vocab_size=self._vocab_size,
+                count_routing=self._routing_counts is not None,
+                arrays=self._arrays,
+            )
+        return self._programs[key]
+
+    def _buckets(self, size: int) -> Buckets:
+        """Returns the sizes of the programs for a batch size."""
+        layout = self._signature.layout
+        default = Buckets.of_devices(size, layout)
+        local_batch = size if layout is None else size // layout.num_shards("batch")
+        if self._prefill_chunk is not None:
+            return chunked_buckets(default, local_batch, self._prefill_chunk)
+        multiple = 1 if layout is None else layout.micro_batches
+        return generator_buckets(default, local_batch, multiple=multiple)

@@ -1,0 +1,1 @@
+"""The Generator: prompts completed in the caller's thread, by the engine's programs."""

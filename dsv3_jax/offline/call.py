@@ -1,0 +1,160 @@
+"""The requests of one call of a Generator, on their way through the engine's loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int64
+
+from dsv3_jax.engine.executor import Executor
+from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.pool_layout import PoolLayout
+from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.request import EngineRequest
+from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.text import Decoder
+from dsv3_jax.offline import sizes
+from dsv3_jax.offline.pace import OfflinePace
+
+
+class Call:
+    """Runs requests in the caller's thread, as many at a time as the programs have slots.
+
+    A request that ends makes room for the next one. The cache has all pages that the slots can
+    need, so that no request waits for pages or is preempted, and no prefix is shared: the tokens of
+    a request do not depend on the others.
+
+    Args:
+      programs: prefill and decode for a number of slots.
+      pace: chooses the steps of each dispatch.
+      routing_counts: the tokens that chose each expert are added to it after every dispatch.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        tokenizer: Decoder | None,
+        requests: Sequence[Request],
+        plan: DraftPlan,
+        pace: OfflinePace,
+        routing_counts: Int64[np.ndarray, "L_moe E"] | None = None,
+    ):
+        self.pace = pace
+        self._routing_counts = routing_counts
+        self.outputs = [
+            _output(number, request, tokenizer, plan) for number, request in enumerate(requests)
+        ]
+        """The results of the requests so far, in their order."""
+        pool = _pool(programs)
+        buckets = programs.buckets
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=programs.slots_per_shard,
+                chunk_tokens=buckets.chunk_tokens,
+                max_chunks=buckets.chunks[-1],
+                max_waiting=len(requests),
+                separate=True,
+                refill_steps=sizes.REFILL_STEPS,
+            ),
+            pool.allocators(lookahead=0, prefix_cache=False),
+        )
+        options = dataclasses.replace(StepOptions.of(requests), sampling=None)
+        state = programs.empty_state(pool.num_pages)
+        programs.warm_up(state, _shapes(programs, options, plan))
+        settings: dict[ScheduledRequest, Request] = {}
+        self._executor = Executor(programs, state, pool, settings.get, options=options)
+        self._loop = EngineLoop(scheduler, self._executor, settings, overlap=False, pace=pace)
+        self._loop.add(*self.outputs)
+
+    def step(self) -> bool:
+        """Runs one dispatch and reads its results. Returns False if all requests have ended."""
+        has_run = self._loop.step()
+        assert has_run or all(output.handle.is_done for output in self.outputs), "one was forgotten"
+        if self._routing_counts is not None and has_run:
+            self._routing_counts += self._executor.take_routing_counts()
+        return has_run
+
+    def close(self) -> None:
+        """Frees the memory on the device. Results on the host stay."""
+        self._loop.shutdown(drain=False)
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens generated so far, for all requests together."""
+        return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def non_finite(self) -> list[int]:
+        """Numbers of the requests that ended because their logits were not finite."""
+        return [
+            number
+            for number, output in enumerate(self.outputs)
+            if isinstance(output.handle.error, NonFiniteLogitsError)
+        ]
+
+    def raise_errors(self) -> None:
+        """Raises the error of a request other than that of logits that are not finite."""
+        for output in self.outputs:
+            error = output.handle.error
+            if error is not None and not isinstance(error, NonFiniteLogitsError):
+                raise error.__cause__ or error
+
+    def completions(self) -> list[Completion]:
+        """Returns the completion of each request, as far as it has been generated."""
+        return [_completion(output) for output in self.outputs]
+
+
+def _output(
+    number: int, request: Request, tokenizer: Decoder | None, plan: DraftPlan
+) -> RequestOutput:
+    drafter = plan.drafter
+    scheduled = ScheduledRequest(
+        tokens=list(request.prompt),
+        max_length=len(request.prompt) + request.max_new_tokens,
+        drafts=plan.max_depth,
+        arrival=float(number),
+    )
+    return RequestOutput(
+        EngineRequest(_nothing_to_cancel),
+        request,
+        scheduled,
+        tokenizer,
+        draft=None if drafter is None else drafter.name,
+        depth=plan.max_depth,
+    )
+
+
+def _nothing_to_cancel(handle: EngineRequest) -> None:
+    """Does nothing: nobody but the call itself has the handle."""
+
+
+def _pool(programs: Programs) -> PoolLayout:
+    """Returns a division of the cache that gives every slot the pages of the longest request."""
+    one_page = PoolLayout.of(programs.layout, 1, programs.page_size)
+    pages = programs.slots_per_shard * programs.max_pages // one_page.token_parts
+    return dataclasses.replace(one_page, pages_per_device=pages)
+
+
+def _shapes(programs: Programs, options: StepOptions, plan: DraftPlan) -> list[StepShape]:
+    """Returns the shapes of the programs that a call runs: prefill, and decode for each depth."""
+    prefill = programs.shape(0, 1, options=options)
+    return [prefill, *(programs.shape(1, 0, depth=d, options=options) for d in plan.depths)]
+
+
+def _completion(output: RequestOutput) -> Completion:
+    error = output.handle.error
+    if isinstance(error, NonFiniteLogitsError):
+        return error.generation[0]
+    if output.handle.is_done and error is None:
+        return output.handle.result()
+    return output.completion("interrupted")

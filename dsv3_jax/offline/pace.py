@@ -1,0 +1,88 @@
+"""Chooses how many steps a dispatch of a Generator decodes, and how many drafts each has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from dsv3_jax.engine.step_plan import StepPlan
+from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
+from dsv3_jax.offline.step_times import StepTimes
+
+
+class OfflinePace:
+    """Lets a dispatch take about DISPATCH_SECONDS, or fewer steps if the text is needed sooner or
+    the depth is chosen anew for each dispatch.
+
+    Args:
+      chooser: chooses the drafts of each dispatch, from the results of earlier ones.
+      times: measured durations of the programs.
+      program: identifies the decode program, together with the depth.
+      tokens: most tokens per request in a dispatch; None for no limit.
+      max_over_processes: returns the maximum of a number over all processes of the mesh, so that
+        they make the same choices.
+      counts_drafts: whether drafts are counted. Those of made-up prompts are not: they show what
+        drafts cost, but not how often they are accepted.
+      clock: the one with which results are read.
+    """
+
+    def __init__(
+        self,
+        chooser: DepthChooser,
+        times: StepTimes,
+        program: Hashable,
+        *,
+        tokens: int | None,
+        max_over_processes: Callable[[float], float],
+        counts_drafts: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._chooser = chooser
+        self._times = times
+        self._program = program
+        self._tokens = tokens
+        self._max_over_processes = max_over_processes
+        self._counts_drafts = counts_drafts
+        self._clock = clock
+        self._began = 0.0
+        self.depth: int | None = None
+        """Drafts of the next dispatch; None leaves them to the chooser."""
+        self.steps = 0
+        """Number of decode steps so far."""
+
+    def choose(self, most: int) -> tuple[int, int]:
+        """Returns the number of decode steps, from 1 to ``most``, and the drafts in each."""
+        depth = self._chooser.choose() if self.depth is None else self.depth
+        program = self._program, depth
+        if self._tokens is not None:
+            steps = max(1, self._tokens // (depth + 1))
+        elif self._chooser.is_fixed:
+            steps = self._times.steps_per_dispatch(program)
+        else:
+            steps = min(self._times.steps_per_dispatch(program, default=AUTO_STEPS), AUTO_STEPS)
+        self._began = self._clock()
+        return min(steps, most), depth
+
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+        """Takes the results of a dispatch, and the time at which they were read."""
+        if plan.chunks:
+            return
+        assert plan.depth is not None, "choose() returns it"
+        program = self._program, plan.depth
+        seconds = self._max_over_processes(now - self._began)
+        # A first run of a program also loads it. It is no measurement.
+        is_measured = self._times.has_run(program)
+        decoded = [step for result in results for step in result.steps]
+        steps = max((len(result.steps) for result in results), default=0)
+        self.steps += steps
+        self._times.record(program, steps, seconds)
+        positions = range(self._chooser.depths[-1])
+        weight = 1 if self._counts_drafts else 0
+        self._chooser.observe(
+            plan.depth,
+            [weight * sum(step.drafted > i for step in decoded) for i in positions],
+            [weight * sum(len(step.tokens) > i + 1 for step in decoded) for i in positions],
+            steps,
+            seconds if is_measured else None,
+        )
