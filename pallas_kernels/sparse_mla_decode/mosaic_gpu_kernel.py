@@ -110,7 +110,13 @@ def attend(
         )  # fmt: skip
         wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
         first_piece = lax.axis_index("program") * work.share
-        piece_count = jnp.minimum(work.total - first_piece, work.share)
+        # Only the last program may have fewer pieces. With a minimum instead, ptxas serialized the
+        # matmuls of some shapes (C7518).
+        piece_count = jnp.int32(work.share)
+        if work.total % work.share:
+            piece_count = jnp.where(
+                first_piece + work.share <= work.total, work.share, work.total % work.share
+            )
         begin = work.first_pair(first_piece)
 
         def producer_warpgroup():
