@@ -6,6 +6,8 @@ In the order a request moves through it:
 request.py          the handle that the caller holds
 intake.py           what callers ask for, checked
 scheduler.py        what the next step computes: queue, admission, plan; pure Python
+scheduler_config.py  limits of the scheduler; pure Python
+admission.py        which waiting request comes next, and to which shard; pure Python
 scheduler_shard.py  slots, pages and running requests of one data-parallel shard; pure Python
 balancers.py        the shard of each request; pure Python
 page_allocator.py   cache pages and the prefix index; pure Python
@@ -47,7 +49,7 @@ from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.grammar import Grammar
 from dsv3_jax.engine.processes import Follower, Leader
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import QueueFullError
+from dsv3_jax.engine.scheduler_config import QueueFullError
 from dsv3_jax.engine.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.pages import CacheTiers

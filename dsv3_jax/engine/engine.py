@@ -45,7 +45,8 @@ from dsv3_jax.engine.processes import (
 )
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits

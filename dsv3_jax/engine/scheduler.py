@@ -30,16 +30,16 @@ from :mod:`dsv3_jax.engine.balancers`; after a preemption it may get another one
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
-from dsv3_jax.engine.balancers import choose_shard, shard_load
+from dsv3_jax.engine.admission import next_admission, shard_with_room
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.page_saves import PageSaves
 from dsv3_jax.engine.prefix_loads import PageStore, PrefixLoads
+from dsv3_jax.engine.scheduler_config import QueueFullError, SchedulerConfig
 from dsv3_jax.engine.scheduler_shard import SchedulerShard
 from dsv3_jax.engine.step_plan import (
     Chunk,
@@ -53,44 +53,6 @@ from dsv3_jax.engine.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
 """Reason for which the scheduler itself ended a request."""
-
-
-class QueueFullError(RuntimeError):
-    """The waiting queue holds as many requests as it may."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a scheduler."""
-
-    max_running: int
-    """Number of slots of each shard."""
-    chunk_tokens: int
-    """Most tokens in a chunk; one chunk is one segment of the compiled step."""
-    max_chunks: int
-    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
-    budget of a step."""
-    multi_step_decodes: int | None = None
-    """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
-    max_waiting: int = 4096
-    priority_seconds: float = 10.0
-    """Head start, in seconds, that a request has over one with the next higher priority number."""
-
-    separate: bool = False
-    """Whether a step either prefills or decodes. Prompts come first."""
-    refill_steps: int = 1
-    """While requests wait: decode steps of a dispatch during which the slot of a request that has
-    ended may stay empty."""
-
-    aligned_prefixes: bool = False
-    """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
-    no part of a chunk, and no tokens that were generated."""
-
-    def __post_init__(self) -> None:
-        names = ("max_running", "chunk_tokens", "max_chunks", "max_waiting", "refill_steps")
-        for name in names:
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
 class Scheduler:
@@ -399,11 +361,11 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
-        while (request := self._next_admission(now)) is not None:
+        while (request := next_admission(self.waiting, self.shards, self._loads, now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
             rooms = [self._limits.chunks - len(planned) for planned in chunks]
-            choice = self._choose_shard(request, rooms)
+            choice = shard_with_room(request, self.shards, rooms, self._limits.running)
             if choice is None:
                 return
             shard, hit = choice
@@ -420,48 +382,6 @@ class Scheduler:
                     decodes[shard.number].append(request)
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
-
-    def _next_admission(self, now: float) -> ScheduledRequest | None:
-        """Returns the first waiting request, or the first one in host memory if the first one lacks
-        room there on every shard that has a slot for it."""
-        loads = self._loads
-        first = next((r for r in self.waiting if not (loads and loads.is_loading(r, now))), None)
-        if first is None:
-            return None
-        shards = [shard for shard in self.shards if shard.has_free_slot]
-        if not shards or any(shard.can_be_swapped(first) for shard in shards):
-            return first
-        swapped = [r for r in self.waiting if any(s.swap and r in s.swap for s in shards)]
-        return swapped[0] if swapped else first
-
-    def _choose_shard(
-        self, request: ScheduledRequest, rooms: Sequence[int]
-    ) -> tuple[SchedulerShard, list[int]] | None:
-        """Returns the shard for a request, and the cached pages that it reuses there, or None if no
-        shard has room.
-
-        Args:
-          rooms: number of chunks that each shard can still prefill in this step.
-        """
-        hits: dict[int, list[int]] = {}
-
-        home = [s.number for s in self.shards if s.swap and request in s.swap]
-
-        def hit_with_room(number: int) -> int | None:
-            if home and number not in home:
-                return None
-            shard = self.shards[number]
-            if rooms[number] < 1 or len(shard.running) >= self._limits.running:
-                return None
-            hit = shard.hit_with_room(request)
-            if hit is None:
-                return None
-            hits[number] = hit
-            return len(hit) * shard.pages.page_size
-
-        loads = [shard_load(s.pages.used * s.pages.page_size, len(s.running)) for s in self.shards]
-        number = choose_shard(loads, hit_with_room, len(request.tokens))
-        return None if number is None else (self.shards[number], hits[number])
 
     def _is_multi_step(self, decodes: Sequence[Sequence[ScheduledRequest]]) -> bool:
         most = self.config.multi_step_decodes

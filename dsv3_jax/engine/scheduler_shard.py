@@ -25,7 +25,7 @@ class SchedulerShard:
       number: number of the shard.
       slots: number of slots.
       chunk_tokens: most tokens in a chunk.
-      aligned_prefixes: see :class:`dsv3_jax.engine.scheduler.SchedulerConfig`.
+      aligned_prefixes: see :class:`dsv3_jax.engine.scheduler_config.SchedulerConfig`.
       swap: host memory for preempted requests. Without it they are prefilled again.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.

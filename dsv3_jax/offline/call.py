@@ -14,7 +14,8 @@ from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.engine.step_plan import ScheduledRequest

@@ -19,7 +19,8 @@ from dsv3_jax.engine.decode_pace import DecodePace
 from dsv3_jax.engine.forecast import Forecast
 from dsv3_jax.engine.loop import LEAD_SECONDS
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.step_plan import Phase, ScheduledRequest, StepLimits, StepPlan
 from dsv3_jax.engine.swap_space import SwapSpace

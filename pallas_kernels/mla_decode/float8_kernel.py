@@ -276,6 +276,7 @@ def attend(
                 p = jnp.exp2(
                     s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0])
                 )
+                meet(interpret)  # the matmuls of all four warps have read the rope keys
                 rope_s[own] = p.astype(jnp.bfloat16)
                 publish(interpret)
                 arrive_once(p_ready(own))

@@ -12,7 +12,8 @@ from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
 from dsv3_jax.engine.step_results import NewTokens, RequestResult
 from dsv3_jax.engine.swap_space import SwapSpace

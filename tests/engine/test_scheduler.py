@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dsv3_jax.engine.draft_depth import DraftDepth
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import QueueFullError, SchedulerConfig
 from dsv3_jax.engine.step_plan import Phase, ScheduledRequest
 from tests.engine.simulated_device import VOCABULARY, Simulation, completion
 

@@ -11,7 +11,8 @@ import pytest
 
 from dsv3_jax.engine import sla_controller
 from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
