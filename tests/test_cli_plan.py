@@ -145,9 +145,12 @@ def test_gpus_without_our_kernels_are_noted(capsys):
 
 def test_sparse_attention_without_kernels_is_noted(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sparse_config()))
-    assert plan(model=str(tmp_path), context="64") == 0
+    tpus = {"target": "tpu:v5p:2x2x1", "layout": "dp_attention_ep", "batch": "4"}
+    assert plan(model=str(tmp_path), context="64", **tpus) == 0
     out = capsys.readouterr().out
     assert "note: this project has no kernels for sparse attention" in out
+    assert plan(model=str(tmp_path), context="64") == 0
+    assert "kernels for sparse attention have not been timed" in capsys.readouterr().out
 
 
 def test_a_cache_in_float8(capsys, tmp_path):

@@ -198,6 +198,11 @@ def _note(deployment: Deployment) -> list[str]:
     if deployment.target.chip.has_kernels:
         if not deployment.config.has_indexer:
             return []
+        if deployment.target.platform == "gpu":
+            return [
+                "note: this project's kernels for sparse attention have not been timed on a GPU."
+                " Nothing shows how close programs come to these bounds"
+            ]
         return [
             "note: this project has no kernels for sparse attention and uses plain XLA for it. No"
             " program comes near these bounds"
