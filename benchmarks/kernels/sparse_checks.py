@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.kernels import sparse_inputs
 from benchmarks.kernels.sparse_inputs import Arrays, Host, options
 from benchmarks.kernels.sparse_shapes import PAGE, Index, SparseAttention, SparseCase, TopK
+from pallas_kernels.mla_decode.float8_cache import dequantize_latent
 from pallas_kernels.sparse_index import blocked
 from pallas_kernels.sparse_mla_decode import reference as decode
 from pallas_kernels.sparse_mla_prefill import reference as prefill
@@ -101,6 +102,9 @@ def _attend(case: SparseAttention, arrays: Arrays) -> Checked:
     }
     if case.op == "sparse_mla_prefill":
         return prefill.sparse_mla_prefill(**wide, **options(case))
+    if case.dtype == "fp8":  # what the cache stores, rounded as the tensor cores take it
+        stored = dequantize_latent(arrays["pages"], jnp.bfloat16)
+        wide["pages"] = jnp.concatenate(stored, axis=-1).astype(jnp.float32)
     return decode.sparse_mla_decode(**wide, **options(case))
 
 

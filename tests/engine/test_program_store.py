@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import dsv3_jax.engine.engine
 from dsv3_jax.engine import Engine, program_store
 from dsv3_jax.engine.programs import Programs, _name
 from dsv3_jax.engine.step_input import empty_input
@@ -54,12 +55,15 @@ def warm(model, directory, *, compiled=None, **settings) -> tuple[Programs, int]
 
 @pytest.fixture(scope="module", autouse=True)
 def no_compilation_cache():
-    """Nothing is stored on CPUs while JAX's compilation cache is in use."""
+    """Nothing is stored on CPUs while JAX's compilation cache is in use. A program that another
+    test has taken from that cache cannot be stored either."""
     name = "jax_enable_compilation_cache"
     before = jax.config.values[name]
     jax.config.update(name, False)
     compilation_cache.reset_cache()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dsv3_jax.engine.engine, "Programs", Programs)  # not those that tests share
+        yield
     jax.config.update(name, before)
     compilation_cache.reset_cache()
 

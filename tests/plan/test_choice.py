@@ -122,7 +122,7 @@ def test_16_h100s_fit_deepseek_v3_with_float8_activations():
         estimate(plan, shards)
     assert "--activations float8" in refused.value.remedies
     assert "--prefill-chunk 1" not in refused.value.remedies
-    assert estimate(dataclasses.replace(plan, activations="float8"), shards).largest_batch == 176
+    assert estimate(dataclasses.replace(plan, activations="float8"), shards).largest_batch == 160
     assert choose(plan, OPEN_SETTINGS, shards).deployment.activations == "float8"
     with pytest.raises(DoesNotFitError) as refused:
         estimate(dataclasses.replace(plan, quantization="bf16"), shards)
