@@ -49,12 +49,13 @@ def demo(target: str) -> Deployment:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_arguments_are_the_planners(target, phase):
-    """The program's arguments are the weights, the cache and the state."""
+    """The program's arguments are the weights, also in the form that decode takes, the cache and
+    the state."""
     plan = demo(target)
     program = compile_program(plan, phase)
     shard = model_shapes(plan).shard(plan.layout)
     use = (memory.decode if phase == "decode" else memory.prefill)(shard, plan)
-    arguments = use.weights + use.cache + use.state
+    arguments = use.weights + use.up_projections + use.cache + use.state
     assert program.arguments == pytest.approx(arguments, rel=0.01)
     assert program.peak == program.arguments + program.workspace
 
