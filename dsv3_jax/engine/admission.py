@@ -1,4 +1,4 @@
-"""Which waiting request is admitted next, and to which data-parallel shard. Pure Python."""
+"""Chooses the waiting request that is admitted next, and its data-parallel shard. Pure Python."""
 
 from __future__ import annotations
 
