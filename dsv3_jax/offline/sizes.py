@@ -19,8 +19,8 @@ def generator_buckets(default: Buckets, local_batch: int, *, multiple: int = 1) 
     one that decodes, so that a request's tokens do not depend on other requests.
 
     A prefill takes about 512 tokens per request of a batch of up to four, and no more in larger
-    batches. Where chunks have no more than 32 tokens, as on a CPU, whose padding costs more, it
-    takes a chunk per request of a batch of up to eight.
+    batches. Where chunks have no more than 32 tokens, it takes a chunk per request of a batch of up
+    to eight: these are the chunks of CPUs, on which padding costs more.
 
     Args:
       default: sizes of an engine on these devices.
@@ -32,7 +32,8 @@ def generator_buckets(default: Buckets, local_batch: int, *, multiple: int = 1) 
 
 
 def chunked_buckets(default: Buckets, local_batch: int, prefill_chunk: int) -> Buckets:
-    """Returns the same with prefills of up to ``prefill_chunk`` tokens of every request."""
+    """Returns sizes for prefills of up to ``prefill_chunk`` tokens of every request at once, in
+    expanded form."""
     chunked = dataclasses.replace(default, chunk_tokens=prefill_chunk, chunk_form="expanded")
     return _separate(chunked, local_batch, local_batch)
 

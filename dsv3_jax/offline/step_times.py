@@ -10,8 +10,7 @@ sequence only after it. The host needs about a millisecond between two dispatche
 
 
 class StepTimes:
-    """Seconds per step of each compiled program, as measured by its last run. A step of prefill is
-    one chunk.
+    """Seconds per decode step of each compiled program, as measured by its last run.
 
     A program is identified by its static arguments and shapes. Its first run includes compilation,
     and is therefore not measured.
