@@ -469,8 +469,8 @@ def test_only_mtp_drafts_have_an_mtp_cache(plain):
     assert jnp.shape(pool.mtp[0]["latent"]) == jnp.shape(pool.layers[0]["latent"])
 
 
-def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypatch):
-    """Its prompt is made up."""
+def test_a_warm_up_measures_costs_and_learns_no_acceptance(right, monkeypatch):
+    """Its prompt is made up. The MTP layer of this model is always right."""
     seen = []
     observe = DepthChooser.observe
 
@@ -479,14 +479,14 @@ def test_a_warm_up_measures_costs_and_learns_no_acceptance(without_mtp, monkeypa
         observe(self, depth, drafted, accepted, steps, seconds)
 
     monkeypatch.setattr(DepthChooser, "observe", watched)
-    drafting = {"draft": "ngram", "draft_depth": 1}
-    without_mtp.warm_up(4, **drafting)
-    without_mtp.warm_up(4, **drafting)
+    drafting = {"draft": "mtp", "draft_depth": 2}
+    right.warm_up(4, **drafting)
+    right.warm_up(4, **drafting)
     assert [s[:2] for s in seen] == [(0, 0)] * 2
     assert seen[-1][2] == 1
     assert seen[-1][3] > 0
     seen.clear()
-    without_mtp.generate([5, 6] * 8, **drafting, ignore_eos=True)
+    right.generate([5, 6] * 8, **drafting, ignore_eos=True)
     assert sum(s[0] for s in seen) > 0
 
 
