@@ -14,8 +14,8 @@ from pallas_kernels.hopper.tiles import spread_columns
 from pallas_kernels.hopper.warpgroup import meet, publish
 from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
-from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT
+from pallas_kernels.mla_decode.work import Work
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """O^T [512, N], running maximum [N] in base 2, and sums of exponentials [N], of one consumer."""

@@ -16,9 +16,10 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel
 from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
-from pallas_kernels.mla_decode.kernel import Config, attend
+from pallas_kernels.mla_decode.kernel import attend
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
+from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES_COSTS, Costs, Schedule, schedule
 
 

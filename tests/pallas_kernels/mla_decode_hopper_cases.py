@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.kernel import Config
+from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import schedule, whole_sequences
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run

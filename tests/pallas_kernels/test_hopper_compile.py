@@ -31,7 +31,7 @@ from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvd
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.kernel import Config as DecodeConfig
+from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 
