@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 
 from benchmarks.ceiling import READ_GBS
-from benchmarks.kernels import checks, clock, hlo, inputs, ours, pack_peers, report
-from benchmarks.kernels.ours import Session, call_of, counted, program, results_differ
+from benchmarks.kernels import (
+    checks,
+    clock,
+    compiler,
+    hlo,
+    inputs,
+    pack_peers,
+    report,
+    xla_lowering,
+)
+from benchmarks.kernels.calls import call_of
+from benchmarks.kernels.jax_timing import counted, program
+from benchmarks.kernels.ours import Session, results_differ
 from benchmarks.kernels.shapes import (
     CALLS,
     OPS,
@@ -296,15 +307,15 @@ def test_xla_decodes_from_a_dense_cache(case):
 
 
 def test_xla_does_not_fill_a_cache_that_is_almost_empty():
-    why = ours.xla_call(ragged("", [10] * 63 + [5000], 1, 16))
+    why = xla_lowering.xla_call(ragged("", [10] * 63 + [5000], 1, 16))
     assert why == "a dense cache padded to the longest sequence would be almost empty"
 
 
 def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
     case = TINY[1]
     besides = jax.ShapeDtypeStruct((), jnp.int32)
-    monkeypatch.setattr(ours, "plan", lambda case, arrays: {"besides": besides})
-    ours.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
+    monkeypatch.setattr(compiler, "plan", lambda case, arrays: {"besides": besides})
+    compiler.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
     assert "besides" not in inputs.structs(case)
 
 

@@ -1,0 +1,37 @@
+"""The call of each op that the kernel benchmark makes, and its planned arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pallas_kernels
+from benchmarks.kernels import checks, inputs
+from benchmarks.kernels.inputs import Arrays
+from benchmarks.kernels.jax_timing import Call
+from benchmarks.kernels.shapes import Case, Decode
+
+
+def call_of(case: Case, implementation: str) -> Call:
+    """Returns a function that calls the case's op."""
+    op = getattr(pallas_kernels, case.op)
+    keywords = inputs.options(case) | {"implementation": implementation}
+
+    def call(arrays: Arrays) -> checks.Checked:
+        out = op(**arrays, **keywords)
+        return out if isinstance(out, tuple) else (out, None)
+
+    return call
+
+
+def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
+    """Returns additional arguments of the op that a model computes once per step for all layers."""
+    if not isinstance(case, Decode):
+        return {}
+    queries, heads = arrays["q_latent"].shape[1:3]
+    made = pallas_kernels.mla_decode_schedule(
+        arrays["lengths"],
+        queries=queries,
+        heads=heads,
+        max_pages=arrays["block_tables"].shape[1],
+    )
+    return {"schedule": made}
