@@ -40,6 +40,7 @@ from pallas_kernels.grouped_matmul.few_tokens_ring import Stages, produce
 from pallas_kernels.grouped_matmul.few_tokens_tiles import Tile, Tiles, for_width
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
+from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.tiles import ACC
 
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
@@ -273,7 +274,7 @@ class Consumer:
                 plgpu.wgmma(accumulator, a, tokens.at[x_first + b].T)
             product = accumulator[...]
             if config.keep_operands:
-                registers.keep(*operands)
+                keep(*operands)
             return product
 
         return pl.run_scoped(multiply_with_wgmma, ACC((64, width), jnp.float32))

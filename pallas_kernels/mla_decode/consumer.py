@@ -64,6 +64,9 @@ class Consumer:
 
     interpret: Any
 
+    hides_rope: bool = True
+    """Whether ``zero`` also applies to the rope queries."""
+
     def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
         """Starts adding the scores of its block n over ``halves`` of the latents to ``acc``."""
         memory, zero = self.memory, self.zero(n)
@@ -73,7 +76,8 @@ class Consumer:
             keys = memory.values.at[slot, half].transpose((1, 0))
             plgpu.wgmma(acc, memory.q_latent.at[half + zero], keys)
         if 1 in halves:
-            plgpu.wgmma(acc, memory.q_rope.at[0], memory.rope.at[slot].transpose((1, 0)))
+            q_rope = memory.q_rope.at[zero if self.hides_rope else 0]
+            plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
 
     def scores(self, n: Any, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
         """Returns the scores of its block n."""

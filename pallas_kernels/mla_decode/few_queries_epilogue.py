@@ -89,6 +89,12 @@ class Results:
     partial_out: Any
     partial_lse: Any
 
+    rows: Any = None
+    """The program's query rows, a ``pl.ds``. None if it has all."""
+
+    swapped: bool = False
+    """Whether O^T is in the order of :func:`registers.store` with ``swapped``."""
+
     def store(self, work: Work, b: Any, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""
         acc, maximum, total = state
@@ -101,10 +107,15 @@ class Results:
         @pl.when(jnp.logical_not(is_split))
         def _():
             rounded = out.astype(jnp.bfloat16)
-            registers.store(self.out.at[b], self.lse.at[b], rounded, lse, gpu=gpu)
+            target = self._rows_of(self.out.at[b]), self._rows_of(self.lse.at[b])
+            registers.store(*target, rounded, lse, gpu=gpu, swapped=self.swapped)
 
         @pl.when(is_split)
         def _():
             partial = work.partial(b)
             target = self.partial_out.at[partial], self.partial_lse.at[partial]
-            registers.store(*target, out, lse, gpu=gpu)
+            target = tuple(map(self._rows_of, target))
+            registers.store(*target, out, lse, gpu=gpu, swapped=self.swapped)
+
+    def _rows_of(self, result: Any) -> Any:
+        return result if self.rows is None else result.at[self.rows]

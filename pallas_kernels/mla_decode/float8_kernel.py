@@ -101,6 +101,7 @@ def attend(
                 ),
                 lambda k: lax.shift_right_logical(k, jnp.int32(24)),
                 interpret,
+                hides_rope=False,
             )
 
             def softmax(s, before, length, block, own_max, total):

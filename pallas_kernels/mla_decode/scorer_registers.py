@@ -177,9 +177,7 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
         token = arith.addi(arith.shli(warp, const(4)), row)
         offset = arith.addi(
             arith.muli(odd_tile, const(_TILE_BYTES)),
-            arith.ori(
-                arith.shli(token, const(7)), arith.shli(arith.xori(chunk, row), const(4))
-            ),
+            arith.ori(arith.shli(token, const(7)), arith.shli(arith.xori(chunk, row), const(4))),
         )
         address = arith.addi(shared_address(slot), offset)
         words = [llvm.bitcast(i32(), pair) for pair in operand.registers.flat]
