@@ -1,5 +1,6 @@
 """The pure functions of scripts/bench_kernels.py, and a whole run with tiny shapes on a CPU."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -45,6 +46,7 @@ from benchmarks.kernels.shapes import (
     uniform_lengths,
     zipf_sizes,
 )
+from benchmarks.kernels.variants import VARIANTS
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels
 
@@ -61,6 +63,22 @@ TINY = [
     ragged("2-150", (2, 150, 65), 2, 4),
 ]
 BEST = {"bf16_tflops": 650.0, "fp8_tflops": 1250.0}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_settings_of_a_backend(name, monkeypatch):
+    """A variant is called with its config, and refuses the cases that it does not change."""
+    for case in cases():
+        if case.op not in VARIANTS[name] or case.dtype != "fp8":
+            with pytest.raises(NotImplementedError, match=f"{name} takes fp8 cases of"):
+                call_of(case, name)
+            continue
+        variant = VARIANTS[name][case.op]
+        called = dataclasses.replace(variant, op=lambda **arguments: (arguments, None))
+        monkeypatch.setitem(VARIANTS[name], case.op, called)
+        got, _ = call_of(case, name)({"x": jnp.zeros(())})
+        assert got.pop("config") == variant.config
+        assert set(got) == {"x", *inputs.options(case)}
 
 
 def test_every_case_is_named_once():

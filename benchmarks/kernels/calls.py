@@ -9,12 +9,21 @@ from benchmarks.kernels import checks, inputs
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
 from benchmarks.kernels.shapes import Case, Decode
+from benchmarks.kernels.variants import VARIANTS, variant_of
 
 
 def call_of(case: Case, implementation: str) -> Call:
-    """Returns a function that calls the case's op."""
-    op = getattr(pallas_kernels, case.op)
-    keywords = inputs.options(case) | {"implementation": implementation}
+    """Returns a function that calls the case's op.
+
+    Args:
+      implementation: a back-end's name, or that of one of :data:`variants.VARIANTS`.
+    """
+    keywords = inputs.options(case)
+    if implementation in VARIANTS:
+        op = variant_of(case, implementation)
+    else:
+        op = getattr(pallas_kernels, case.op)
+        keywords = keywords | {"implementation": implementation}
 
     def call(arrays: Arrays) -> checks.Checked:
         out = op(**arrays, **keywords)

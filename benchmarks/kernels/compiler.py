@@ -17,6 +17,7 @@ from benchmarks.kernels.calls import call_of, plan
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call, compile_program, counted, lowered_program
 from benchmarks.kernels.shapes import Case, Decode, check_key, guessed_us, key, rotation
+from benchmarks.kernels.variants import VARIANTS
 from benchmarks.kernels.workers import Reply
 from benchmarks.kernels.xla_lowering import in_order, xla_call
 
@@ -150,7 +151,7 @@ class Compiler:
             began = time.perf_counter()
             executable = compile_program(lowered)
             seconds = time.perf_counter() - began
-            kernels = self._implementation == "mosaic_gpu"
+            kernels = self._implementation in ("mosaic_gpu", *VARIANTS)
             counts = counted(lowered, executable, sets * laps, kernels=kernels)
             return executable, {"compile_s": seconds} | counts
 

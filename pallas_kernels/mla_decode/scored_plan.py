@@ -92,4 +92,4 @@ class Plan:
 
         Four warpgroups have 512 together.
         """
-        return 152, 176, 24
+        return (152, 176, 24) if self.rows > 24 else (152, 168, 32)

@@ -203,7 +203,8 @@ def score_blocks(
         if plan.queries > 1:
             row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA) + first_query_row
             visible = visible + lax.div(row, i32(plan.heads))
-        end = plan.max_pages * BLOCK - block * BLOCK
+        # Padded query rows come after the last query, and must not see past the end either.
+        end = jnp.minimum(length, plan.max_pages * BLOCK) - block * BLOCK
         return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
 
     def put(s: jax.Array, maximum: jax.Array) -> jax.Array:
