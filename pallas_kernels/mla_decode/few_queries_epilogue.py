@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,8 +90,8 @@ class Results:
     partial_out: Any
     partial_lse: Any
 
-    rows: Any = None
-    """The program's query rows, a ``pl.ds``. None if it has all."""
+    rows: Callable[[], Any] | None = None
+    """Returns the program's query rows, a ``pl.ds``. None if it has all."""
 
     swapped: bool = False
     """Whether O^T is in the order of :func:`registers.store` with ``swapped``."""
@@ -118,4 +119,4 @@ class Results:
             registers.store(*target, out, lse, gpu=gpu, swapped=self.swapped)
 
     def _rows_of(self, result: Any) -> Any:
-        return result if self.rows is None else result.at[self.rows]
+        return result if self.rows is None else result.at[self.rows()]

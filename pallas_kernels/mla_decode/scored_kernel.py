@@ -79,14 +79,18 @@ def attend(
         )
         signals = Signals.of(plan, barriers)
         signals.initialise()
-        first_query_row = lax.axis_index("tile") * N
+
+        def first_query_row():
+            """Returns the program's first query row, recomputed to save a register."""
+            return lax.axis_index("tile") * N
+
         q_barriers = (Barriers(each, interpret) for each in (q_full, q_free))
         query_buffer = QueryBuffer((ql_g, qr_g), (ql_s, qr_s), *q_barriers, first_query_row)
         query_buffer.initialise(consumers=SCORERS)
         overlap_preceding_kernel(config.early, interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
         work = Work(schedule_g, tables_g, partitions, partition, kv_g.shape[0])
-        outputs = Results(*results_g, rows=pl.ds(first_query_row, N), swapped=plan.gpu)
+        outputs = Results(*results_g, rows=lambda: pl.ds(first_query_row(), N), swapped=plan.gpu)
 
         @pl.when(wg < SCORERS)
         def _score():

@@ -8,6 +8,7 @@ unpacked, and no tensor core instruction of the scores reads them there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,13 +41,13 @@ def score_blocks(
     signals: Signals,
     queries: QueryBuffer,
     work: Work,
-    first_query_row: Any,
+    first_query_row: Callable[[], Any],
 ) -> None:
     """Scores every other key block of a partition.
 
     Args:
       own: parity of this warpgroup's key blocks, and their slot.
-      first_query_row: the program's first query row.
+      first_query_row: returns the program's first query row.
     """
     gpu, N, other, i32 = plan.gpu, plan.rows, 1 - own, jnp.int32
     q_latent, q_rope = queries.targets
@@ -201,7 +202,7 @@ def score_blocks(
         token = plgpu.broadcasted_iota(i32, (BLOCK, N), 0, layout=WGMMA)
         visible = length - (plan.queries - 1) - block * BLOCK
         if plan.queries > 1:
-            row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA) + first_query_row
+            row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA) + first_query_row()
             visible = visible + lax.div(row, i32(plan.heads))
         # Padded query rows come after the last query, and must not see past the end either.
         end = jnp.minimum(length, plan.max_pages * BLOCK) - block * BLOCK

@@ -100,7 +100,7 @@ def test_ring_that_does_not_fit(stages):
 
 @pytest.mark.parametrize(
     ("rows", "tiles", "per_program"),
-    [(8, 1, 8), (32, 1, 32), (48, 2, 24), (64, 2, 32), (80, 3, 32)],
+    [(8, 1, 8), (16, 1, 16), (24, 1, 32), (48, 2, 32), (64, 2, 32), (80, 3, 32)],
 )
 def test_programs_per_sequence(rows, tiles, per_program):
     plan = Plan(SCORED, rows, 1, rows, 0.1, 4, None)
