@@ -1,4 +1,4 @@
-"""What a JAX user would write for each op without kernels, as a peer of ours."""
+"""XLA's lowering of each op, as a JAX user would write it without kernels: a peer of ours."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from pallas_kernels.mla_decode.tile_memory import HALF, TileMemory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConsumerSignals:
-    """What a consumer waits for and signals. ``n`` is the use of the barrier."""
+    """Waits and signals of a consumer. ``n`` is the use of the barrier."""
 
     wait_full: Callable[[int, Any], None]
     """Waits until half ``half`` of the own slot is filled: (half, n)."""

@@ -8,7 +8,7 @@ through barriers:
 * The producer copies pages as they are cached, by TMA, a quarter per stage of a ring buffer.
 * Two scorers (:mod:`scorer`) process the even and the odd key blocks. Each unpacks its block in
   registers, which are the operand of S^T = K Q^T, and stores it as bfloat16 in a slot of its own.
-  It writes P = exp(S - maximum) beside it. The running maximum passes from one to the other.
+  It writes P = exp(S - maximum) next to it. The running maximum passes from one to the other.
 * One warpgroup accumulates O^T += V^T P^T of all blocks in registers.
 
 No GPU has run it. benchmarks/NOTES.md has the prediction that it was designed for.

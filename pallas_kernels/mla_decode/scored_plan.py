@@ -32,7 +32,7 @@ class ScoredQueries:
     the four warps of a scorer wait for each other. By default as many as fit, at most 12."""
 
     prefetch: int = 1
-    """How many key blocks before its copy a page is prefetched into the L2 cache. 0 for never."""
+    """Key blocks between a page's prefetch into the L2 cache and its copy. 0 for no prefetch."""
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
