@@ -3,19 +3,16 @@
     pip install aiperf    # in an environment of its own: it pins many packages
     python -m scripts.bench_clients --aiperf PATH --out benchmarks/results/clients_cpu.json
 
-Both clients send the same requests, ``--concurrency`` at a time, in alternating rounds: ours as
-token ids, aiperf as text. The device sleeps for ``--step-ms`` in every step, so that the server
-answers both equally fast and their figures should agree.
+Both commands send as many requests of the same lengths, ``--concurrency`` at a time, in alternating
+rounds. The device sleeps for ``--step-ms`` in every step, so that the server answers both equally
+fast and their figures should agree.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import concurrent.futures
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -30,14 +27,10 @@ from benchmarks.decode import machine
 from benchmarks.serving.local_server import serving_in_a_process
 from benchmarks.serving.sleeping_device import sleeping_engine
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.client.completions import CompletionClient
-from dsv3_jax.client.load import closed_loop
-from dsv3_jax.client.results import results
 from dsv3_jax.engine import Engine
 from dsv3_jax.files import atomic_write
-from dsv3_jax.tokenizer import Tokenizer
 
-_PROMPT_TOKENS = 32  # at most
+PROMPT_TOKENS = 32
 FIGURES = {
     "median_ttft_ms": ("time_to_first_token", "p50"),
     "p99_ttft_ms": ("time_to_first_token", "p99"),
@@ -61,27 +54,25 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def prompts(count: int) -> list[str]:
-    """Returns prompts without a common beginning."""
-    return [f"{i} is the number of this prompt" for i in range(count)]
+def ours(url: str, count: int, concurrency: int, new_tokens: int, seed: int) -> dict[str, float]:
+    """Sends requests with ``dsv3 bench serve``, and returns its figures.
 
-
-def ours(url: str, count: int, concurrency: int, new_tokens: int) -> dict[str, float]:
-    """Sends the requests with our client, and returns its figures."""
-    tokenizer = Tokenizer(DEMO)
-    ids = [tokenizer.encode(text) for text in prompts(count)]
-
-    async def send() -> dict[str, Any]:
-        async with CompletionClient(url) as client:
-            return results(
-                await closed_loop(
-                    lambda i: client.complete("demo", ids[i], new_tokens), count, concurrency
-                )
-            )
-
-    figures = asyncio.run(send())
+    Raises:
+      RuntimeError: the command failed, or some of its requests did.
+    """
+    words = [
+        *("bench", "serve", "--url", url, "--json", "--seed", str(seed)),
+        *("--input-len", str(PROMPT_TOKENS), "--output-len", str(new_tokens)),
+        *("--num-requests", str(count), "--concurrency", str(concurrency)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv3_jax", *words], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"dsv3 bench: status {done.returncode}: {done.stderr[-2000:]}")
+    figures = json.loads(done.stdout)
     if figures["completed"] != count:
-        raise RuntimeError(f"our client: expected {count} answers, got {figures['completed']}")
+        raise RuntimeError(f"dsv3 bench: expected {count} answers, got {figures['completed']}")
     return {name: figures[name] for name in FIGURES}
 
 
@@ -94,14 +85,6 @@ def theirs(
       RuntimeError: aiperf failed, or some of its requests did.
     """
     with tempfile.TemporaryDirectory() as folder:
-        turns = Path(folder) / "turns.jsonl"
-        turns.write_text(
-            "".join(
-                json.dumps({"text": text, "output_length": new_tokens}) + "\n"
-                for text in prompts(count)
-            ),
-            "utf-8",
-        )
         words = [
             *("profile", "--model", "demo", "--url", url, "--endpoint-type", "completions"),
             *(
@@ -111,7 +94,9 @@ def theirs(
                 "--extra-inputs",
                 "ignore_eos:true",
             ),
-            *("--input-file", str(turns), "--custom-dataset-type", "single_turn"),
+            *("--isl", str(PROMPT_TOKENS), "--isl-stddev", "0"),
+            *("--osl", str(new_tokens), "--osl-stddev", "0"),
+            *("--num-dataset-entries", str(count)),
             *("--tokenizer", str(DEMO)),
             *("--request-count", str(count), "--concurrency", str(concurrency)),
             *(
@@ -141,18 +126,13 @@ def measure(engine: Engine, url: str, arguments: argparse.Namespace) -> dict[str
     """Returns the figures of both clients, round by round, and the ratios of their medians."""
     clients: dict[str, list[dict[str, float]]] = {"dsv3_bench": [], "aiperf": []}
     load = url, arguments.count, arguments.concurrency, arguments.new_tokens
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
-        process.submit(ours, url, arguments.concurrency, arguments.concurrency, 2).result()
-        for _ in range(arguments.rounds):
-            for name, figures in clients.items():
-                engine.clear_prefix_cache()
-                gc.collect()
-                if name == "aiperf":
-                    got = theirs(arguments.aiperf, *load)
-                else:
-                    got = process.submit(ours, *load).result()
-                figures.append({figure: round(value, 3) for figure, value in got.items()})
+    ours(url, arguments.concurrency, arguments.concurrency, 2, 0)
+    for number in range(1, arguments.rounds + 1):
+        for name, figures in clients.items():
+            engine.clear_prefix_cache()
+            gc.collect()
+            got = theirs(arguments.aiperf, *load) if name == "aiperf" else ours(*load, number)
+            figures.append({figure: round(value, 3) for figure, value in got.items()})
     medians = {
         name: {figure: statistics.median(each[figure] for each in rounds) for figure in FIGURES}
         for name, rounds in clients.items()
@@ -169,7 +149,8 @@ def main(words: Sequence[str]) -> int:
     if shutil.which(arguments.aiperf) is None:
         print(f"--aiperf: expected a command, got {arguments.aiperf!r}", file=sys.stderr)
         return 2
-    max_len = _PROMPT_TOKENS + arguments.new_tokens
+    # The server's tokenizer may add a token to a text.
+    max_len = PROMPT_TOKENS + arguments.new_tokens + 8
     engine, tokenizer = sleeping_engine(arguments.concurrency, max_len, arguments.step_ms / 1e3)
     with serving_in_a_process(
         engine, tokenizer, "demo", max_requests=2 * arguments.concurrency, max_len=max_len
