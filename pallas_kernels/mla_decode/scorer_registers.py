@@ -42,10 +42,10 @@ from pallas_kernels.hopper.ir import (
 from pallas_kernels.hopper.tiles import TILES, WGMMA
 from pallas_kernels.mla_decode.float8_cache import GROUP, ROPE_AT, SCALES_AT, TOKEN_BYTES
 from pallas_kernels.mla_decode.float8_registers import (
-    _pairs,
-    _singles,
-    _store_all,
-    _times,
+    pack_words,
+    store_all,
+    unpack_pair,
+    words_of,
 )
 
 WARP_TOKENS = 16
@@ -97,7 +97,7 @@ def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
     def load(ring: Any, stage: Any) -> Any:
         group, half = divmod(unit, 2)
         address = _token_address(ring, stage)
-        return _pairs(_load_rows(address, GROUP * group + 16 * half))
+        return pack_words(_load_rows(address, GROUP * group + 16 * half))
 
     return load(ring, stage)
 
@@ -126,7 +126,7 @@ def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
         for i, scale in enumerate(_load_rows(address, SCALES_AT)):
             token = arith.addi(first, const(8 * (i // 4)))
             factors.append(asm(text, "=r,r,r,r", scale, token, word(tokens), result=i32()))
-        return _pairs(factors)
+        return pack_words(factors)
 
     return load(ring, stage, tokens)
 
@@ -136,10 +136,10 @@ def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:
 
     @inline(WGMMA, WGMMA, returns=_OPERAND)
     def convert(words: Any, factors: Any) -> Any:
-        words, factors = _singles(words), _singles(factors)
+        words, factors = words_of(words), words_of(factors)
         rows = [
             [
-                _times(each, factors[4 * row + unit // 2], pair)
+                unpack_pair(each, factors[4 * row + unit // 2], pair)
                 for each in words[4 * row : 4 * row + 4]
                 for pair in range(2)
             ]
@@ -189,7 +189,7 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
                 flipped = 16 * (2 * half + e)
                 offset = 2 * group * _TILE_BYTES + 1024 * row_half
                 stores.append((flipped, offset, pairs[4 * e : 4 * e + 4]))
-        _store_all(address, stores)
+        store_all(address, stores)
 
     store(slot, operand)
 
