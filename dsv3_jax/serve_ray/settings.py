@@ -208,7 +208,7 @@ class AppSettings:
 
 
 def _caches_drafts(arguments: argparse.Namespace) -> bool:
-    """Returns whether pages have a part of the MTP layer's. Drafters other than ``ngram`` use it."""
+    """Returns whether pages have entries of the MTP layer, which all drafters but ``ngram`` use."""
     return arguments.draft not in ("none", "ngram")
 
 

@@ -73,15 +73,13 @@ def test_both_pools_have_the_same_pages_and_transfer():
 )
 def test_pools_that_would_refuse_each_other(name, given, expected):
     message = f"^prefill: serve: {name}: expected {expected}, as in serve, got {given}$"
+    other = {} if expected == "None" else {name: expected}
     with pytest.raises(ValueError, match=message):
-        other = {} if expected == "None" else {name: expected}
         AppSettings.of({"serve": other, "prefill": {"serve": {name: given}}})
     message = f"^prefill: serve: {name}: expected {given}, as in serve, got {expected}$"
-    if expected != "None":
+    if other:
         with pytest.raises(ValueError, match=message):
-            AppSettings.of(
-                {"serve": {name: given}, "prefill": {"serve": {name: expected}}},
-            )
+            AppSettings.of({"serve": {name: given}, "prefill": {"serve": other}})
 
 
 def test_open_prompts_of_prefill_replicas_count_as_requests():
@@ -123,8 +121,14 @@ def test_open_prompts_of_prefill_replicas_count_as_requests():
         ({"serve": {"max_running": 0}}, "--max-running: expected an integer of at least 1, got 0"),
         ({"serve": {"max_running": "x"}}, "serve: argument --max-running: invalid int value"),
         ({"serve": {"transfer": "jax"}}, "--transfer: expected --role prefill or decode, got both"),
-        ({"serve": {"transfer": "nixl"}}, "serve: argument --transfer: expected one of http, jax; got"),
-        ({"serve": {"cache_dtype": "fp4"}}, "serve: argument --cache-dtype: expected one of fp8, fp8"),
+        (
+            {"serve": {"transfer": "nixl"}},
+            "serve: argument --transfer: expected one of http, jax; got",
+        ),
+        (
+            {"serve": {"cache_dtype": "fp4"}},
+            "serve: argument --cache-dtype: expected one of fp8, fp8",
+        ),
         ({"serve": {"transfer_port": 1}}, "serve: transfer_port: expected a flag of the engine"),
         ({"serve": {"port": 80}}, "serve: port: expected a flag of the engine or its API"),
         ({"serve": {"distributed": True}}, "serve: distributed: expected a flag of the engine"),
