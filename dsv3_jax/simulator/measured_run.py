@@ -38,7 +38,7 @@ class MeasuredRun:
     """Step times at peak rates."""
     replays: Sequence[Mapping[str, Any]]
     submit: SubmitCosts = dataclasses.field(default_factory=SubmitCosts)
-    """Of the client, which had the engine's process."""
+    """Time that the client, a thread of the engine's process, took for each submission."""
 
     @classmethod
     def read(

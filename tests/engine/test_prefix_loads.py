@@ -187,10 +187,10 @@ class TestPreempted:
         chunks = [c for p in self.simulation.plans for c in p.chunks if c.request is self.second]
         return self.simulation.scheduler.reloaded_tokens, sum(c.count for c in chunks) - 12
 
-    def evict(self, kept: int) -> None:
-        """Takes the second request's pages from the cache, except the first ones."""
+    def evict(self, begin: int) -> None:
+        """Takes the second request's pages from the cache, from number ``begin`` on."""
         (shard,) = self.simulation.scheduler.shards
-        for page in reversed(shard.pages.cached_prefix(self.second.tokens)[kept:]):
+        for page in reversed(shard.pages.cached_prefix(self.second.tokens)[begin:]):
             shard.pages._cached.move_to_end(page, last=False)
             shard.pages._free.append(shard.pages._evict())
 
