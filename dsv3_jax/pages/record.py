@@ -45,6 +45,9 @@ class PageRecord:
     format: PageFormat
     payload: np.ndarray
     """Its contents: ``format.num_bytes`` of uint8."""
+    pinned: Any = None
+    """What ``payload`` is a view of, if that is in pinned host memory: arrays that a device can
+    read."""
 
     @classmethod
     def of(

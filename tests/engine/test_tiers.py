@@ -84,12 +84,13 @@ def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path
 
 @pytest.mark.slow
 def test_preempted_requests_load_what_the_device_lost(tiny_mtp, alone, tmp_path):
-    """Prompts that share nothing need twice the pages that there are, also in host memory."""
+    """Prompts that share nothing need twice the pages that there are, also in host memory, which is
+    pinned: what comes back from the disk is in ordinary memory."""
     random = np.random.default_rng(2)
     prompts = [random.integers(0, 64, n).tolist() for n in (40, 33, 25, 37)]
     expected = alone.generate(prompts, max_new_tokens=70, ignore_eos=True)
     page = PageFormat.of(tiny_mtp.cache_spec(mtp=True), PAGE_SIZE)
-    tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path)
+    tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path, pinned=True)
     with make(tiny_mtp, tiers, cache_tokens=28 * PAGE_SIZE, draft="mtp") as engine:
         handles = [engine.submit(each, max_new_tokens=70, ignore_eos=True) for each in prompts]
         while engine.step():

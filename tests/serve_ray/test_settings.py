@@ -120,6 +120,7 @@ def test_open_prompts_of_prefill_replicas_count_as_requests():
         ({"serve": {"max_runing": 8}}, "serve: unknown argument --max-runing; did you mean --max"),
         ({"serve": {"max_running": 0}}, "--max-running: expected an integer of at least 1, got 0"),
         ({"serve": {"max_running": "x"}}, "serve: argument --max-running: invalid int value"),
+        ({"serve": {"host_cache_pinned": True}}, "--host-cache-pinned: expected --host-cache-gib"),
         ({"serve": {"transfer": "jax"}}, "--transfer: expected --role prefill or decode, got both"),
         (
             {"serve": {"transfer": "nixl"}},
