@@ -46,8 +46,7 @@ class PageRecord:
     payload: np.ndarray
     """Its contents: ``format.num_bytes`` of uint8."""
     pinned: Any = None
-    """What ``payload`` is a view of, if that is in pinned host memory: arrays that a device can
-    read."""
+    """The arrays that ``payload`` is a view of, if they are in pinned host memory; else None."""
 
     @classmethod
     def of(
