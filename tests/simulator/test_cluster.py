@@ -46,11 +46,12 @@ def test_a_request_waits_for_the_step_under_way(late, begins):
 
 
 def test_nothing_is_launched_while_a_client_of_the_process_submits():
-    arrivals = [Arrival(0.1 * i, 64, 1, client_busy=0.5) for i in range(1, 6)]
+    arrivals = [Arrival(0.1 * i, 64, 1, client_busy=0.55) for i in range(1, 6)]
     arrivals.append(Arrival(2.0, 64, 1, client_busy=2.0))
-    *five, last = run(ClusterSettings(pool(engine())), *arrivals).requests
+    settings = ClusterSettings(pool(engine(plans_late=False)))
+    *five, last = run(settings, *arrivals).requests
     assert {each.submitted for each in five} == {each.seconds for each in arrivals[:5]}
-    assert [each.end for each in five] == [pytest.approx(0.5 + 0.01 + 5 * 64 * 0.0001)] * 5
+    assert [each.end for each in five] == [pytest.approx(0.55 + 0.01 + 5 * 64 * 0.0001)] * 5
     assert last.end == pytest.approx(2.0 + 0.01 + 64 * 0.0001)
 
 
