@@ -114,8 +114,10 @@ class Results:
         @pl.when(is_split)
         def _():
             partial = work.partial(b)
-            target = self.partial_out.at[partial], self.partial_lse.at[partial]
-            target = tuple(map(self._rows_of, target))
+            target = (
+                self._rows_of(self.partial_out.at[partial]),
+                self._rows_of(self.partial_lse.at[partial]),
+            )
             registers.store(*target, out, lse, gpu=gpu, swapped=self.swapped)
 
     def _rows_of(self, result: Any) -> Any:

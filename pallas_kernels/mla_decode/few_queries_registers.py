@@ -237,7 +237,7 @@ def store(
             arith.shli(low, const(1)), high)  # fmt: skip
         column = arith.addi(column, arith.shli(warp, const(4)))
         offset = arith.addi(arith.muli(row, const(stride)), column)
-        first_at = at = arith.addi(base, arith.extui(i64(), arith.muli(offset, const(bytes_))))
+        first_at = odd_at = arith.addi(base, arith.extui(i64(), arith.muli(offset, const(bytes_))))
         if swapped:
             odd = arith.subi(const(16), arith.shli(arith.andi(warp, const(1)), const(5)))
             odd = arith.muli(arith.addi(offset, odd), const(bytes_))

@@ -74,14 +74,19 @@ def attend(
     def mla_decode_float8(ql_g, qr_g, kv_g, tables_g, schedule_g, *refs):
         results_g, scratch = refs[:4], refs[4:]
         memory = TileMemory(*scratch[: len(buffers)])
-        signals = Signals(*scratch[len(buffers) :], interpret)
+        signals = Signals(*scratch[len(buffers) :], interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
         m0 = lax.axis_index("tile") * TILE
         work = Work(schedule_g, tables_g, partitions, partition, pages.shape[0])
         first_sequence, last_sequence = schedule_g[partition, 0], schedule_g[partition, 1]
         sequence_count = last_sequence - first_sequence + 1
         outputs = TileResults(
-            *results_g, memory.lse, lambda: m0, rows, rows_per_copy=rows, interpret=interpret
+            *results_g,
+            lse_staging=memory.lse,
+            first_row=lambda: m0,
+            rows=rows,
+            rows_per_copy=rows,
+            interpret=interpret,
         )
 
         def consumer_warpgroup(own):

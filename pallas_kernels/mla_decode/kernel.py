@@ -85,7 +85,12 @@ def attend(
             return (lax.axis_index("tile") * pair + lax.axis_index("pair")) * TILE
 
         outputs = TileResults(
-            *results_g, memory.lse, m0, plan.rows, rows_per_copy=8, interpret=interpret
+            *results_g,
+            lse_staging=memory.lse,
+            first_row=m0,
+            rows=plan.rows,
+            rows_per_copy=8,
+            interpret=interpret,
         )
 
         @pl.when(wg >= 2)

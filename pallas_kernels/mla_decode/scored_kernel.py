@@ -85,7 +85,9 @@ def attend(
             return lax.axis_index("tile") * N
 
         q_barriers = (Barriers(each, interpret) for each in (q_full, q_free))
-        query_buffer = QueryBuffer((ql_g, qr_g), (ql_s, qr_s), *q_barriers, first_query_row)
+        query_buffer = QueryBuffer(
+            (ql_g, qr_g), (ql_s, qr_s), *q_barriers, first_row=first_query_row
+        )
         query_buffer.initialise(consumers=SCORERS)
         overlap_preceding_kernel(config.early, interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")

@@ -47,7 +47,7 @@ class Signals:
     @classmethod
     def of(cls, scratch: Sequence[Any], interpret: Any) -> Signals:
         *barriers, kv_free = scratch
-        return cls(*(Barriers(each, interpret) for each in barriers), kv_free)
+        return cls(*(Barriers(each, interpret) for each in barriers), kv_free=kv_free)
 
     def initialise(self) -> None:
         """Initialises all barriers. Every thread calls it."""

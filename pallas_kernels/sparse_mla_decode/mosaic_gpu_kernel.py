@@ -107,7 +107,12 @@ def attend(
         penalties_s = memory.sums
         wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
         outputs = TileResults(
-            *results_g, memory.lse, lambda: m0, rows, rows_per_copy=rows, interpret=interpret
+            *results_g,
+            lse_staging=memory.lse,
+            first_row=lambda: m0,
+            rows=rows,
+            rows_per_copy=rows,
+            interpret=interpret,
         )
         first_piece = lax.axis_index("program") * work.share
         # Only the last program may have fewer pieces. With a minimum instead, ptxas serialized the
@@ -214,7 +219,7 @@ def attend(
                     state = lax.fori_loop(1, count, step, state)
                 else:
 
-                    def step(k, state):
+                    def step_of_second(k, state):
                         return keep_last(k, add_block(done + k, *state))
 
                     def keep_last(k, state):
@@ -222,7 +227,7 @@ def attend(
                         pl.when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
                         return state
 
-                    state = lax.fori_loop(0, count, step, state)
+                    state = lax.fori_loop(0, count, step_of_second, state)
                 acc, *sums = state
                 signals.by_both.arrive(Q_FREE)
                 if own == 0:
