@@ -46,7 +46,7 @@ def _short_blocks():
     """Sets the blocks of keys to three pages, and those of queries to 16 of a whole sequence."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK_TOKENS", 3 * PAGE)
-        patch.setattr(indexer_module, "_SCORE_BYTES", 16 * 4 * BATCH * LENGTHS.max())
+        patch.setattr(indexer_module, "SCORE_BYTES", 16 * 4 * BATCH * LENGTHS.max())
         yield
 
 

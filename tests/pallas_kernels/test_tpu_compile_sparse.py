@@ -95,6 +95,17 @@ def test_float8_keys_take_132_bytes_a_token():
     assert memory.temp_size_in_bytes < 8 * scores + copies
 
 
+def test_a_selection_takes_three_arrays_of_scores():
+    """``dsv3_jax.plan.workspace`` counts on it."""
+
+    def select(*arrays):
+        return top_k(sparse_index(*arrays), 2048)
+
+    arrays, _ = index(1, 512, BF16)
+    memory = compile_for(CHIP, select, *arrays).memory_analysis()
+    assert memory.temp_size_in_bytes == pytest.approx(3 * 4 * 512 * CONTEXT, rel=0.02)
+
+
 def test_top_k():
     f = functools.partial(top_k, k=2048)
     check(compile_for(CHIP, f, shape((8, 1, 8192), F32)), 2**28)
