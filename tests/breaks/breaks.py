@@ -215,7 +215,7 @@ BREAKS: dict[str, Break] = {
         "dsv3_jax/layers/indexer.py",
         "visible = starts[:, None] + 1 + jnp.arange(T)",
         "visible = starts[:, None] + 2 + jnp.arange(T)",
-        (_ENGINE + "test_sparse_attention.py",),
+        ("tests/test_sparse_attention.py",),
     ),
     "with context parallelism a device attends to its tokens in place of others": Break(
         "dsv3_jax/layers/sparse_attention.py",
