@@ -42,13 +42,12 @@ def test_it_is_the_demo_with_indexers(config):
     assert config.index_topk <= 32, "expected attention to be sparse in short texts"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (SPARSE / name).read_bytes() == (DEMO / name).read_bytes()
-    stored, dense = (
-        {name: (t.shape, t.dtype) for name, t in read_directory(directory).items()}
-        for directory in (SPARSE, DEMO)
-    )
-    assert stored == {name: (spec.shape, spec.dtype) for name, spec in tensor_table(config).items()}
+    stored, dense = (read_directory(directory) for directory in (SPARSE, DEMO))
+    table = {name: (spec.shape, spec.dtype) for name, spec in tensor_table(config).items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()} == table
     without = {name: each for name, each in stored.items() if ".indexer." not in name}
-    assert without == dense
+    shapes = [{name: each.shape for name, each in some.items()} for some in (without, dense)]
+    assert shapes[0] == shapes[1]
     assert len(without) < len(stored)
     sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in (SPARSE, DEMO)]
     assert sizes[0] < 1.03 * sizes[1] < 16_500_000
@@ -68,8 +67,8 @@ def test_its_page_shows_the_record(config):
 
 
 def test_sparse_attention_costs_little():
-    """In the record, random indexers cost much, training pays, and most of dense attention is on
-    the selected tokens."""
+    """In the record, random indexers cost much, each stage of training pays, and in every layer
+    the selected tokens have more of dense attention than random ones."""
     result = json.loads((ROOT / "benchmarks/results/sparse_demo.json").read_text("utf-8"))
     rows = {(row["model"], row["length"]): row for row in result["rows"]}
     for length in {row["length"] for row in result["rows"]}:
@@ -78,8 +77,9 @@ def test_sparse_attention_costs_little():
         )
         demo = rows["demo", length]["dense_loss"]
         assert random["sparse_loss"] > warm["sparse_loss"] > trained["sparse_loss"]
-        assert trained["sparse_loss"] < demo + 0.2 * (random["sparse_loss"] - demo)
-        assert min(trained["mass"]) > max(0.5, *random["mass"])
+        assert trained["sparse_loss"] < demo + 0.05 * (random["sparse_loss"] - demo)
+        for ours, by_chance in zip(trained["mass"], random["mass"], strict=True):
+            assert ours > 1.5 * by_chance
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def probes() -> list[Probe]:
     gate, up = (normal(4, 128, 128) * bfloat16(0.1) for _ in range(2))
     index_weights = generator.standard_normal((1, 1, 8), np.float32) / 64
     scores = generator.standard_normal((2, 600), np.float32)
-    # 64 of 70 tokens for each of two queries, of which one has a single token.
+    # 64 of 70 tokens for the first query, and a single one for the second.
     selected = np.stack([np.arange(6, 70), np.full(64, -1)]).astype(np.int32)[None]
     selected[0, 1, 0] = 69
     return [
