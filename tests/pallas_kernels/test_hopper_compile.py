@@ -347,6 +347,11 @@ def kernels() -> dict[str, Kernel]:
         table[f"token_exchange {devices} devices"] = Kernel(
             "pallas_kernels.token_exchange.mosaic_gpu", rows, {"axes": ("x",)}, devices
         )
+    for checked in (False, True):
+        words = "with words" if checked else "alone"
+        options = {"programs": 132, "rounds": 1000, "checked": checked}
+        arrays = {"counter": Struct((32,), I32)}
+        table[f"grid_barrier {words}"] = Kernel("benchmarks.grid_barrier", arrays, options)
     return table
 
 
