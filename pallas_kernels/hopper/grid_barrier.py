@@ -27,7 +27,18 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 from jaxtyping import Array, Int32
 
 from pallas_kernels.hopper.device import multiprocessors
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, inline, instruction, word
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    instruction,
+    scalar,
+    word,
+)
 
 FLIP = 1 << 31
 """Sum of all arrivals of one use of the barrier."""
@@ -39,19 +50,26 @@ this is more than a second, and no phase of a kernel takes a thousandth of that.
 _COUNTER_WORDS = 32  # a cache line, so that polls disturb nothing else
 _BARRIER = 12  # hardware barrier of the programs' warpgroups; see warpgroup for those in use
 
-# The leader ($3) arrives, and polls with relaxed loads. An acquiring load invalidates the L1 cache,
-# so there is only one, after the last poll. $0 is 1 if the top bit has not flipped by poll $4.
-_ARRIVE_AND_WAIT = """{
+# The leader ($3) adds $2 to the counter. Who sees that also sees what its program wrote before.
+_ARRIVE = """{
+    .reg .pred there;
+    mov.u32 $0, 0;
+    setp.ne.u32 there, $3, 0;
+    @there atom.add.release.gpu.global.u32 $0, [$1], $2;
+}"""
+
+# The leader ($3) polls until the top bit differs from that of $2, with relaxed loads. An acquiring
+# load invalidates the L1 cache, so there is only one, at the end. $0 is 1 if $4 polls were too few.
+_WAIT = """{
     .reg .pred there, seen;
-    .reg .b32 old, now, left;
+    .reg .b32 now, left;
     mov.u32 $0, 0;
     setp.ne.u32 there, $3, 0;
     @!there bra DONE;
-    atom.add.release.gpu.global.u32 old, [$1], $2;
     mov.u32 left, $4;
   POLL:
     ld.relaxed.gpu.global.u32 now, [$1];
-    xor.b32 now, now, old;
+    xor.b32 now, now, $2;
     setp.lt.s32 seen, now, 0;
     @seen bra SEEN;
     sub.u32 left, left, 1;
@@ -140,30 +158,59 @@ class GridBarrier:
         They then see what any of them wrote to global memory before. Data read before the barrier
         must be read again by ordinary loads, not by ``ld.global.nc``.
         """
+        self.wait(self.arrive())
+
+    def arrive(self) -> Any:
+        """Announces this program to the others, when all threads that take part have come here.
+
+        Returns:
+          A token for :meth:`wait`.
+        """
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory)
-            plgpu.barrier_wait(self.memory)
-            return
+            return jnp.int32(0)
         amount = jnp.where(
             lax.axis_index(self.axis) == 0,
             jnp.int32(arrival(0, self.programs)),
             jnp.int32(arrival(1, self.programs)),
         )
 
-        @inline(REF, SCALAR)
-        def sync(counter: Any, amount: Any) -> None:
-            threads = 128 * self.warpgroups
-            instruction(f"bar.sync {_BARRIER}, {threads};")
-            thread = mgpu.utils.thread_idx()
-            is_leader = arith.cmpi(arith.CmpIPredicate.eq, thread, const(128 * self.first))
-            address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(counter))
-            operands = address, word(amount), arith.extui(i32(), is_leader), const(self.most_polls)
-            constraints = "=r,l,r,r,r,~{memory}"
-            late = asm(_ARRIVE_AND_WAIT, constraints, *operands, result=i32(), effects=True)
-            self._trap_if(late)
-            instruction(f"bar.sync {_BARRIER}, {threads};")
+        @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def arrive(counter: Any, amount: Any) -> Any:
+            self._meet()
+            operands = self._address(counter), word(amount), self._is_leader()
+            constraints = "=&r,l,r,r,~{memory}"
+            return scalar(asm(_ARRIVE, constraints, *operands, result=i32(), effects=True))
 
-        sync(self.memory, amount)
+        return arrive(self.memory, amount)
+
+    def wait(self, token: Any) -> None:
+        """Waits for the programs' arrivals. Threads then see what was written before these."""
+        if self.interpret is not None:
+            plgpu.barrier_wait(self.memory)
+            return
+
+        @inline(REF, SCALAR)
+        def wait(counter: Any, token: Any) -> None:
+            operands = self._address(counter), word(token), self._is_leader()
+            operands = *operands, const(self.most_polls)
+            constraints = "=&r,l,r,r,r,~{memory}"
+            self._trap_if(asm(_WAIT, constraints, *operands, result=i32(), effects=True))
+            self._meet()
+
+        wait(self.memory, token)
+
+    def _meet(self) -> None:
+        instruction(f"bar.sync {_BARRIER}, {128 * self.warpgroups};")
+
+    def _address(self, counter: Any) -> Any:
+        return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(counter))
+
+    def _is_leader(self) -> Any:
+        thread = mgpu.utils.thread_idx()
+        return arith.extui(
+            i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(128 * self.first))
+        )
 
     def _trap_if(self, late: Any) -> None:
         """Ends the kernel with a message in threads where ``late`` is not zero."""

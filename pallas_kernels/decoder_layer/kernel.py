@@ -1,0 +1,540 @@
+"""The feed-forward half of a decoder layer in one Hopper kernel, for one to eight tokens.
+
+One program per multiprocessor stays for the whole half. In each, a producer warp streams weights
+through a ring, phase after phase of a static list, and two consumer warpgroups multiply
+(:mod:`stream`). Activations pass from phase to phase through global memory, with a grid barrier
+between. Each program norms the tokens and chooses the experts for itself, which takes less time
+than another barrier.
+
+    phase               weights                     activations             results
+    router              [E, D]                      norm of h               logits
+    gate_up             shared gate, up [F, D]      norm of h               hidden rows
+    -- grid barrier --
+    down                shared down [D, F]          hidden rows             sums, kept
+    routed_gate_up      chosen gates, ups           norm of h               hidden rows
+    -- grid barrier --
+    routed_down         chosen downs                hidden rows             sums, kept
+
+Then ``out = h + sums``. A dense layer has only gate_up and down. The producer passes the first
+barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
+and passes the second barrier with their downs.
+
+A pair of a token and an expert is a matrix of its own: if several tokens choose an expert, its
+weights are read for each. Eight tokens of a model with 256 experts and 8 choices read 12 % more
+than they need.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from pallas_kernels.decoder_layer.choice import choose
+from pallas_kernels.decoder_layer.plan import Phase, Plan
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.decoder_layer.registers import SCALE_BLOCK
+from pallas_kernels.decoder_layer.stream import (
+    CONSUMERS,
+    ROWS,
+    Half,
+    Rows,
+    Stream,
+    Totals,
+    count_units,
+)
+from pallas_kernels.decoder_layer.vectors import (
+    copy_row,
+    load_block,
+    norm_row,
+    store_block,
+    token_and_number,
+)
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.grid_barrier import GridBarrier
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.ring import PipelineState, Ring
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
+
+# Registers per thread of the producer and of a consumer.
+_REGISTERS = 40, 232
+_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barrier 0, 1
+
+
+class Refs(NamedTuple):
+    """References to the kernel's arrays in global memory."""
+
+    h: Any
+    flat_h: Any
+    norm: Any
+    router: Any
+    bias: Any
+    shared: Any
+    """gate, up and down, and their scales, flat."""
+    routed: Any
+    out: Any
+    scores: Any
+    experts: Any
+    weights: Any
+    logits: Any
+    hidden: Any
+    routed_hidden: Any
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def feed_forward(
+    h: Float[Array, "M D"],
+    norm: Float[Array, " D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    counter: Int32[Array, " words"],
+    *,
+    plan: Plan,
+    interpret: Any,
+) -> tuple[Float[Array, "M D"], Chosen | None, Int32[Array, " words"]]:
+    """Returns ``h + ffn(norm(h))``, the routing, and the grid barrier's counter.
+
+    Args:
+      router, routed: of an MoE layer, or None.
+      shared: the MLP of a dense layer, the shared experts of an MoE layer, or None.
+    """
+    M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
+    programs = plan.config.programs
+    f32, i32 = jnp.float32, jnp.int32
+    arrays = {
+        "h": h,
+        "flat_h": h.reshape(-1),
+        "norm": norm,
+        "router": None if router is None else router.weight,
+        "bias": None if router is None else router.bias,
+        "shared": _flat_scales(shared),
+        "routed": _flat_scales(routed),
+    }
+    results = {
+        "out": ((M * D,), h.dtype),
+        "scores": ((M * E,), f32),
+        "experts": ((programs * pairs,), i32),
+        "weights": ((programs * pairs,), f32),
+        "logits": ((M * E,), f32),
+        "hidden": ((M * plan.ffn,), h.dtype),
+        "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
+    }
+    inputs, structure = jax.tree.flatten(arrays)
+    existing = {name: it for name, it in results.items() if it[0][0]}
+    scratch = _scratch(plan, h.dtype, interpret)
+    counts = [len(each) for each in scratch.values()]
+
+    def feed_forward(*refs: Any) -> None:
+        refs = list(refs)
+        given = structure.unflatten(refs[: len(inputs)])
+        del refs[: len(inputs)]
+        counter_g = refs.pop(0) if interpret is None else None
+        stored = dict(zip(existing, refs[: len(existing)], strict=True))
+        del refs[: len(existing)]
+        memory = {}
+        for name, count in zip(scratch, counts, strict=True):
+            memory[name], refs = refs[:count], refs[count:]
+        names = dict.fromkeys(results) | stored
+        _Program(plan, Refs(**given, **names), memory, counter_g, interpret).run()
+
+    kernel = plgpu.kernel(
+        feed_forward,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in existing.values()],
+        scratch_types=[each for group in scratch.values() for each in group],
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **GridBarrier.launch(programs, interpret),
+    )
+    if interpret is None:
+        shared_counter = jax.new_ref(counter)
+        made = kernel(*inputs, shared_counter)
+        counter = jax.freeze(shared_counter)
+    else:
+        made = kernel(*inputs)
+    by_name = dict(zip(existing, made, strict=True))
+    chosen = None
+    if router is not None:
+        chosen = Chosen(
+            by_name["scores"].reshape(M, E),
+            by_name["experts"][:pairs].reshape(M, -1),
+            by_name["weights"][:pairs].reshape(M, -1),
+        )
+    return by_name["out"].reshape(M, D), chosen, counter
+
+
+def _flat_scales(matrices: Matrices | None) -> Matrices | None:
+    if matrices is None:
+        return None
+    return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
+
+
+def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
+    """Returns the scratch types by what they are for."""
+    f32 = jnp.float32
+    signals = [Barriers.scratch(3, CONSUMERS, interpret)]
+    return {
+        "stages": plan.stages.scratch(),
+        "ring": Ring.scratch(plan.stages.count, 2, CONSUMERS, interpret),
+        "totals": Totals.scratch(interpret),
+        "signals": signals,
+        "activations": [plgpu.SMEM((plan.activations,), dtype)],
+        "sums": [plgpu.SMEM((plan.own_outputs, *SHAPE), f32)],
+        "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
+        "grid": GridBarrier.scratch(CONSUMERS, interpret),
+    }
+
+
+class _Program:
+    """One program of the grid. Its methods emit the roles' code."""
+
+    def __init__(self, plan: Plan, refs: Refs, memory: Any, counter: Any, interpret: Any):
+        self.plan, self.refs, self.interpret = plan, refs, interpret
+        self.programs, self.on_gpu = plan.config.programs, interpret is None
+        ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
+        self.stream = Stream(ring, plan.stages.bind(memory["stages"]))
+        self.totals = Totals.of(memory["totals"], interpret)
+        self.signals = Barriers(memory["signals"][0], interpret)
+        (self.activations,), (self.sums,), (self.norms,) = (
+            memory[name] for name in ("activations", "sums", "norms")
+        )
+        self.grid = GridBarrier(
+            counter if self.on_gpu else memory["grid"][0],
+            self.programs,
+            CONSUMERS,
+            interpret=interpret,
+        )
+        self.program = lax.axis_index("program")
+        self.wg = lax.axis_index("wg")
+
+    def run(self) -> None:
+        self.stream.ring.initialise()
+        self.signals.initialise([CONSUMERS * WARPS] * 3, cluster=False)
+        overlap_preceding_kernel(interpret=self.interpret)
+
+        @pl.when(self.wg == CONSUMERS)
+        def _() -> None:
+            if self.on_gpu:
+                plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            pl.when(first_warp(self.on_gpu))(self.produce)
+
+        @pl.when(self.wg < CONSUMERS)
+        def _() -> None:
+            if self.on_gpu:
+                plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            self.stream.ring.release_all()
+            self.consume()
+
+    # ---- which weights ----
+
+    def count(self, phase: Phase) -> jax.Array:
+        """Returns the number of this program's units."""
+        if phase.name == "routed_down":
+            return self.own_outputs() * phase.matrices
+        return count_units(self.shifted(phase), phase.units * phase.matrices, self.programs)
+
+    def own_outputs(self) -> jax.Array:
+        return count_units(self.program, self.plan.width // ROWS, self.programs)
+
+    def shifted(self, phase: Phase) -> jax.Array:
+        """Returns the program's number in a phase."""
+        if phase.shift % self.programs == 0:
+            return self.program
+        return lax.rem(self.program + phase.shift % self.programs, jnp.int32(self.programs))
+
+    def locate(self, phase: Phase, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the matrix and the first output feature of the program's i-th unit.
+
+        For a program without units, they are those of any unit.
+        """
+        if phase.name == "routed_down":
+            own = jnp.maximum(self.own_outputs(), 1)
+            unit = self.program + lax.rem(i, own) * self.programs
+            return lax.div(i, own), jnp.minimum(unit, phase.units - 1) * ROWS
+        unit = self.shifted(phase) + i * self.programs
+        unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
+        if phase.matrices == 1:
+            return jnp.int32(0), unit * ROWS
+        units = jnp.int32(phase.units)
+        return lax.div(unit, units), lax.rem(unit, units) * ROWS
+
+    def halves(self, phase: Phase, i: jax.Array) -> tuple[Half, Half]:
+        """Returns the weights of the program's i-th unit."""
+        pair, row = self.locate(phase, i)
+        if phase.name == "router":
+            return tuple(Half(self.refs.router, row, n * phase.operand.columns) for n in (0, 1))
+        index: tuple[jax.Array, ...] = ()
+        matrices = self.refs.shared
+        if phase.name.startswith("routed"):
+            matrices = self.refs.routed
+            index = (self.refs.experts[self.first_pair() + pair],)
+        names = ("down", "down") if phase.operand.is_split else ("gate", "up")
+        halves = []
+        for n, name in enumerate(names):
+            matrix = getattr(matrices, name)
+            column = n * phase.operand.columns if phase.operand.is_split else 0
+            if not matrices.scales:
+                halves.append(Half(matrix, row, column, index))
+                continue
+            scales = matrices.scales[Matrices._fields.index(name)]
+            rows, columns = (-(-size // SCALE_BLOCK) for size in matrix.shape[-2:])
+            scale_row = lax.div(row, jnp.int32(SCALE_BLOCK))
+            if index:
+                scale_row = index[0] * rows + scale_row
+            halves.append(Half(matrix, row, column, index, scales, scale_row * columns))
+        return tuple(halves)
+
+    def first_pair(self) -> jax.Array:
+        """Returns where this program's choice of experts begins."""
+        return self.program * self.plan.choices
+
+    # ---- the producer ----
+
+    def produce(self) -> None:
+        state, passed = self.stream.ring.start(), 0
+        for phase in self.plan.phases:
+            if phase.barriers > passed and self.plan.config.ahead == "arrived":
+                self.signals.wait(_ARRIVED + passed, 0)
+            passed = phase.barriers
+            if phase.name == "routed_gate_up":
+                self.signals.wait(_CHOSEN, 0)
+
+            def unit(i: jax.Array, state: PipelineState, phase: Phase = phase) -> PipelineState:
+                return self.stream.produce(phase.operand, self.halves(phase, i), state)
+
+            state = lax.fori_loop(0, self.count(phase), unit, state)
+        self.stream.ring.drain(state)
+
+    # ---- the consumers ----
+
+    def consume(self) -> None:
+        plan = self.plan
+        state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
+        self.norm_tokens()
+        for phase in plan.phases:
+            if phase.barriers > passed:
+                self.sync_grid(passed)
+                passed = phase.barriers
+                if passed == 1:
+                    self.enter_second_part()
+            if phase.name == "routed_down":
+                state, number = self.consume_batches(phase, state, number)
+            else:
+                rows, store = self.rows_of(phase), self.epilogue(phase)
+                state, number = self.consume_units(
+                    phase, 0, self.count(phase), rows, store, state, number
+                )
+        self.store_out()
+
+    def norm_tokens(self) -> None:
+        """Norms the tokens, alternately by both warpgroups."""
+        plan, refs = self.plan, self.refs
+        for t in range(plan.tokens):
+
+            @pl.when(self.wg == t % CONSUMERS)
+            def _(t: int = t) -> None:
+                norm_row(
+                    refs.h.at[t],
+                    refs.norm,
+                    self.activations.at[pl.ds(t * plan.stride(plan.width), plan.width)],
+                    self.norms.at[self.wg],
+                    eps=plan.eps,
+                    dtype=plan.dtype,
+                    interpret=self.interpret,
+                )
+
+        self.totals.meet()
+
+    def sync_grid(self, barrier: int) -> None:
+        token = self.grid.arrive()
+        if self.plan.config.ahead == "arrived":
+            self.signals.arrive(_ARRIVED + barrier)
+        self.grid.wait(token)
+
+    def enter_second_part(self) -> None:
+        """Chooses the experts, and copies the shared experts' hidden rows to shared memory."""
+        plan, refs = self.plan, self.refs
+        if plan.rule is not None:
+            choose(
+                refs.logits,
+                refs.bias,
+                refs.scores,
+                refs.experts,
+                refs.weights,
+                token=thread_index(0) + self.wg * WARPS,
+                first=self.first_pair(),
+                is_reporter=self.program == 0,
+                tokens=plan.tokens,
+                experts=plan.experts,
+                rule=plan.rule,
+                interpret=self.interpret,
+            )
+            self.totals.meet()
+            self.signals.arrive(_CHOSEN)
+        if plan.ffn:
+            starts = [plan.ffn_start + t * plan.stride(plan.ffn) for t in range(plan.tokens)]
+            self.copy_rows(refs.hidden, plan.ffn, starts)
+        else:
+            for i in range(plan.own_outputs):
+                zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
+                pl.when(self.wg == i % CONSUMERS)(
+                    lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
+                )
+
+    def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: int = 0) -> None:
+        """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.
+
+        Args:
+          first: number of the first row in ``source``.
+        """
+        for n, start in enumerate(starts):
+
+            @pl.when(self.wg == n % CONSUMERS)
+            def _(n: int = n, start: int = start) -> None:
+                window = pl.ds((first + n) * width, width)
+                copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
+
+        self.totals.meet()
+
+    def rows_of(self, phase: Phase) -> Any:
+        """Returns a function from a unit's pair to the activation rows that it meets."""
+        plan = self.plan
+        normed = plan.stride(plan.width)
+        if phase.name == "down":
+            return lambda _: Rows(
+                self.activations, plan.ffn_start, plan.stride(plan.ffn), plan.tokens
+            )
+        if phase.name == "routed_gate_up":
+            assert plan.rule is not None
+            K = jnp.int32(plan.rule.num_experts_per_tok)
+            return lambda pair: Rows(self.activations, lax.div(pair, K) * normed, normed, 1)
+        return lambda _: Rows(self.activations, 0, normed, plan.tokens)
+
+    def consume_units(
+        self, phase: Phase, first: Any, last: Any, rows_of: Any, epilogue: Any,
+        state: PipelineState, number: jax.Array,
+    ) -> tuple[PipelineState, jax.Array]:  # fmt: skip
+        """Multiplies this program's units of a phase, from ``first`` up to ``last``.
+
+        The scales of each unit are loaded one unit ahead.
+
+        Args:
+          rows_of: function from a unit's pair to its activation rows.
+          epilogue: called by one warpgroup per unit, with the unit's index, its pair, its first
+            output feature, and the totals of its halves.
+          number: number of exchanges before.
+        """
+        stream, operand = self.stream, phase.operand
+        is_scaled = operand.dtype.itemsize == 1
+
+        def scales_of(i: jax.Array) -> list[Any]:
+            i = jnp.clip(i, 0, jnp.maximum(last - 1, 0))
+            return stream.scales(operand, self.halves(phase, i))
+
+        def unit(i: jax.Array, carry: Any) -> Any:
+            state, number, scales = carry
+            pair, row = self.locate(phase, i)
+            following = scales_of(i + 1) if is_scaled else []
+            rows = rows_of(pair)
+            state, sums = stream.consume(operand, rows, scales, state)
+            self.totals.exchange(number, sums)
+
+            @pl.when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
+            def _() -> None:
+                epilogue(i, pair, row, *self.totals.load(number, rows.count))
+
+            return state, number + 1, following
+
+        begin = jnp.asarray(first, jnp.int32)
+        carry = state, number, scales_of(begin) if is_scaled else []
+        state, number, _ = lax.fori_loop(begin, last, unit, carry)
+        return state, number
+
+    def epilogue(self, phase: Phase) -> Any:
+        """Returns what becomes of a unit's totals."""
+        plan, refs, interpret = self.plan, self.refs, self.interpret
+
+        def store_logits(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            store_block(refs.logits, row, plan.experts, left + right, plan.tokens, interpret)
+
+        def store_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+            store_block(refs.hidden, row, plan.ffn, hidden, plan.tokens, interpret)
+
+        def store_routed_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+            start = pair * plan.expert_ffn + row
+            store_block(refs.routed_hidden, start, 0, hidden, 1, interpret)
+
+        def keep(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            _store(self.sums.at[i], left + right)
+
+        by_name = {
+            "router": store_logits,
+            "gate_up": store_hidden,
+            "down": keep,
+            "routed_gate_up": store_routed_hidden,
+        }
+        return by_name[phase.name]
+
+    def consume_batches(
+        self, phase: Phase, state: PipelineState, number: jax.Array
+    ) -> tuple[PipelineState, jax.Array]:
+        """Multiplies the routed experts' downs, for as many pairs at a time as have room."""
+        plan, refs = self.plan, self.refs
+        assert plan.rule is not None
+        own, stride = self.own_outputs(), plan.stride(plan.expert_ffn)
+        K = jnp.int32(plan.rule.num_experts_per_tok)
+        token, _ = token_and_number()
+
+        def add(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            weight = refs.weights[self.first_pair() + pair]
+            kept = self.sums.at[lax.rem(i, own)]
+            values = jnp.where(token == lax.div(pair, K), (left + right) * weight, 0.0)
+            _store(kept, load_with_layout(kept, LAYOUT) + values)
+
+        for low in range(0, plan.choices, plan.batch):
+            high = min(low + plan.batch, plan.choices)
+            if low:
+                self.totals.meet()  # both warpgroups have read the last batch
+            starts = [(pair - low) * stride for pair in range(low, high)]
+            self.copy_rows(refs.routed_hidden, plan.expert_ffn, starts, low)
+
+            def rows_of(pair: jax.Array, low: int = low) -> Rows:
+                return Rows(self.activations, (pair - low) * stride, stride, 1)
+
+            state, number = self.consume_units(
+                phase, low * own, high * own, rows_of, add, state, number
+            )
+        return state, number
+
+    def store_out(self) -> None:
+        """Adds the sums to the residual."""
+        plan, refs = self.plan, self.refs
+        self.totals.meet()  # any warpgroup may have added to them
+        for i in range(plan.own_outputs):
+            row = (self.program + i * self.programs) * ROWS
+            is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
+
+            @pl.when(is_own)
+            def _(i: int = i, row: jax.Array = row) -> None:
+                sums = load_with_layout(self.sums.at[i], LAYOUT)
+                sums = sums.astype(plan.dtype).astype(jnp.float32)
+                h = load_block(refs.flat_h, row, plan.width, plan.tokens, self.interpret)
+                store_block(refs.out, row, plan.width, h + sums, plan.tokens, self.interpret)
+
+
+def _store(ref: Any, values: jax.Array) -> None:
+    ref[...] = values
