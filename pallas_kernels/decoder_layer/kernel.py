@@ -34,8 +34,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decoder_layer.choice import choose
 from pallas_kernels.decoder_layer.plan import Phase, Plan
@@ -59,6 +62,7 @@ from pallas_kernels.decoder_layer.vectors import (
 )
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.grid_barrier import GridBarrier
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, i64, inline, word
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -88,6 +92,7 @@ class Refs(NamedTuple):
     logits: Any
     hidden: Any
     routed_hidden: Any
+    clocks: Any
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -97,16 +102,24 @@ def feed_forward(
     router: Router | None,
     shared: Matrices | None,
     routed: Matrices | None,
-    counter: Int32[Array, " words"],
+    counter: Any,
     *,
     plan: Plan,
     interpret: Any,
-) -> tuple[Float[Array, "M D"], Chosen | None, Int32[Array, " words"]]:
-    """Returns ``h + ffn(norm(h))``, the routing, and the grid barrier's counter.
+) -> tuple[
+    Float[Array, "M D"],
+    Chosen | None,
+    Int32[Array, "programs events"] | None,
+]:
+    """Returns ``h + ffn(norm(h))`` and the routing.
+
+    If ``plan.config.timed``, it also returns each program's clock cycles, modulo 2**32, at
+    ``plan.events``.
 
     Args:
       router, routed: of an MoE layer, or None.
       shared: the MLP of a dense layer, the shared experts of an MoE layer, or None.
+      counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
     M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
     programs = plan.config.programs
@@ -128,6 +141,7 @@ def feed_forward(
         "logits": ((M * E,), f32),
         "hidden": ((M * plan.ffn,), h.dtype),
         "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
+        "clocks": ((programs * len(plan.events) * plan.config.timed,), i32),
     }
     inputs, structure = jax.tree.flatten(arrays)
     existing = {name: it for name, it in results.items() if it[0][0]}
@@ -158,12 +172,7 @@ def feed_forward(
         ),
         **GridBarrier.launch(programs, interpret),
     )
-    if interpret is None:
-        shared_counter = jax.new_ref(counter)
-        made = kernel(*inputs, shared_counter)
-        counter = jax.freeze(shared_counter)
-    else:
-        made = kernel(*inputs)
+    made = kernel(*inputs, *([counter] if interpret is None else []))
     by_name = dict(zip(existing, made, strict=True))
     chosen = None
     if router is not None:
@@ -172,7 +181,8 @@ def feed_forward(
             by_name["experts"][:pairs].reshape(M, -1),
             by_name["weights"][:pairs].reshape(M, -1),
         )
-    return by_name["out"].reshape(M, D), chosen, counter
+    clocks = by_name["clocks"].reshape(programs, -1) if plan.config.timed else None
+    return by_name["out"].reshape(M, D), chosen, clocks
 
 
 def _flat_scales(matrices: Matrices | None) -> Matrices | None:
@@ -260,7 +270,7 @@ class _Program:
         For a program without units, they are those of any unit.
         """
         if phase.name == "routed_down":
-            own = jnp.maximum(self.own_outputs(), 1)
+            own = self.own_outputs() if phase.units > self.programs else jnp.int32(1)
             unit = self.program + lax.rem(i, own) * self.programs
             return lax.div(i, own), jnp.minimum(unit, phase.units - 1) * ROWS
         unit = self.shifted(phase) + i * self.programs
@@ -322,13 +332,17 @@ class _Program:
     def consume(self) -> None:
         plan = self.plan
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
+        self.record("start")
         self.norm_tokens()
+        self.record("norm")
         for phase in plan.phases:
             if phase.barriers > passed:
                 self.sync_grid(passed)
                 passed = phase.barriers
+                self.record(f"barrier {passed}")
                 if passed == 1:
                     self.enter_second_part()
+                    self.record("choice and rows")
             if phase.name == "routed_down":
                 state, number = self.consume_batches(phase, state, number)
             else:
@@ -336,7 +350,31 @@ class _Program:
                 state, number = self.consume_units(
                     phase, 0, self.count(phase), rows, store, state, number
                 )
+            self.record(phase.name)
         self.store_out()
+        self.record("out")
+
+    def record(self, event: str) -> None:
+        """Stores the multiprocessor's clock, if this is timed."""
+        if not self.plan.config.timed:
+            return
+        events = self.plan.events
+        at = self.program * len(events) + events.index(event)
+
+        @inline(REF, SCALAR)
+        def store(clocks: Any, at: Any) -> None:
+            address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(clocks))
+            four = arith.constant(i64(), ir.IntegerAttr.get(i64(), 4))
+            address = arith.addi(address, arith.muli(arith.extui(i64(), word(at)), four))
+            text = """{
+                .reg .pred first; .reg .b32 now;
+                setp.eq.u32 first, $1, 0;
+                mov.u32 now, %clock;
+                @first st.global.b32 [$0], now;
+            }"""
+            asm(text, "l,r,~{memory}", address, mgpu.utils.thread_idx(), effects=True)
+
+        store(self.refs.clocks, at)
 
     def norm_tokens(self) -> None:
         """Norms the tokens, alternately by both warpgroups."""
@@ -440,7 +478,7 @@ class _Program:
         is_scaled = operand.dtype.itemsize == 1
 
         def scales_of(i: jax.Array) -> list[Any]:
-            i = jnp.clip(i, 0, jnp.maximum(last - 1, 0))
+            i = jnp.where(i < last, i, 0)  # past the end, those of a unit that exists
             return stream.scales(operand, self.halves(phase, i))
 
         def unit(i: jax.Array, carry: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -31,9 +32,15 @@ def feed_forward(
     rule: Rule | None,
     eps: float,
     config: Config | None = None,
+    counter: Any = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`.
+
+    Args:
+      counter: Ref of the grid barrier's counter, ``jax.new_ref(new_counter())``, which all kernels
+        of a program should share: XLA then neither fills it for each kernel nor runs two of them at
+        the same time. None makes one for this call.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations and matrices that are not
@@ -41,6 +48,31 @@ def feed_forward(
         :func:`pallas_kernels.route` refuses on Hopper; or too little shared memory.
     """
     require_hopper(interpret)
+    config = config or Config(multiprocessors() if interpret is None else 2)
+    plan = make_plan(
+        h, router, shared, routed, rule=rule, eps=eps, config=config, interpret=interpret
+    )
+    if counter is None and interpret is None:
+        counter = jax.new_ref(new_counter())
+    made: Any = kernel.feed_forward(
+        h, norm, router, shared, routed, counter, plan=plan, interpret=interpret
+    )
+    out, chosen, _ = made
+    return out, chosen
+
+
+def make_plan(
+    h: Float[Array, "M D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    *,
+    rule: Rule | None,
+    eps: float,
+    config: Config,
+    interpret: Any = None,
+) -> Plan:
+    """Returns the plan for these arguments. It raises as :func:`feed_forward`."""
     matrices = [each for each in (shared, routed) if each is not None]
     dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
     (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
@@ -56,8 +88,7 @@ def feed_forward(
         raise NotImplementedError(f"takes matrices of {h.dtype} or float8_e4m3fn, got {names}")
     if is_float8 and any(len(each.scales) != 3 for each in matrices):
         raise NotImplementedError("takes float8 matrices with scales, got none")
-    config = config or Config(multiprocessors() if interpret is None else 2)
-    plan = Plan.of(
+    return Plan.of(
         tokens=h.shape[0],
         width=h.shape[1],
         ffn=0 if shared is None else shared.gate.shape[-2],
@@ -71,8 +102,3 @@ def feed_forward(
         config=config,
         interpret=interpret,
     )
-    made: Any = kernel.feed_forward(
-        h, norm, router, shared, routed, new_counter(), plan=plan, interpret=interpret
-    )
-    out, chosen, _ = made
-    return out, chosen

@@ -60,6 +60,8 @@ class Config:
     ahead: Literal["always", "arrived"] = "always"
     """When the weights behind a grid barrier may be copied: at any time, or only when this program
     has arrived at the barrier. Arriving takes longer while copies are in flight."""
+    timed: bool = False
+    """Whether each program records its clock at :attr:`Plan.events`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,17 @@ class Plan:
     def own_outputs(self) -> int:
         """The most units of a D-wide output that a program has."""
         return count_most(self.width // ROWS, self.config.programs)
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """What the first consumer warpgroup has completed, in order."""
+        events, passed = ["start", "norm"], 0
+        for phase in self.phases:
+            if phase.barriers > passed:
+                passed = phase.barriers
+                events += [f"barrier {passed}"] + ["choice and rows"] * (passed == 1)
+            events.append(phase.name)
+        return (*events, "out")
 
     def stride(self, columns: int) -> int:
         """Returns the distance of activation rows in shared memory.

@@ -40,7 +40,7 @@ from pallas_kernels.decoder_layer.registers import (
     no_sums,
 )
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import asm, const, i32, i64, inline, instruction, shared_address, word
+from pallas_kernels.hopper.ir import asm, i32, i64, inline, instruction, shared_address, word
 from pallas_kernels.hopper.ring import PipelineState, Ring
 
 CONSUMERS = 2

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper.ir import REF, array, asm, const, i32, i64, inline, item
+from pallas_kernels.hopper.ir import REF, array, asm, const, i64, inline, item
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, WARPS, thread_index
