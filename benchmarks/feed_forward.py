@@ -1,4 +1,4 @@
-"""The second half of decoder layers in one kernel, beside the model's own operations."""
+"""The second half of decoder layers: in one kernel, and as the model's own operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def arguments_of(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
     def matrices(mlp: Any) -> Matrices:
         weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         scales = () if weights[0].quantization is None else tuple(w.scale for w in weights)
-        return Matrices(*(w.weight[...] for w in weights), scales)
+        gate, up, down = (w.weight[...] for w in weights)
+        return Matrices(gate, up, down, scales)
 
     norm = layer.post_attention_layernorm
     arrays: dict[str, Any] = {"norm": norm.weight[...], "router": None, "routed": None}

@@ -10,10 +10,10 @@ than another barrier.
     router              [E, D]                      norm of h               logits
     gate_up             shared gate, up [F, D]      norm of h               hidden rows
     -- grid barrier --
-    down                shared down [D, F]          hidden rows             sums, kept
+    down                shared down [D, F]          hidden rows             sums in shared memory
     routed_gate_up      chosen gates, ups           norm of h               hidden rows
     -- grid barrier --
-    routed_down         chosen downs                hidden rows             sums, kept
+    routed_down         chosen downs                hidden rows             added to these
 
 Then ``out = h + sums``. A dense layer has only gate_up and down. The producer passes the first
 barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
@@ -26,6 +26,7 @@ than they need.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -148,8 +149,8 @@ def feed_forward(
     scratch = _scratch(plan, h.dtype, interpret)
     counts = [len(each) for each in scratch.values()]
 
-    def feed_forward(*refs: Any) -> None:
-        refs = list(refs)
+    def feed_forward(*given_refs: Any) -> None:
+        refs = list(given_refs)
         given = structure.unflatten(refs[: len(inputs)])
         del refs[: len(inputs)]
         counter_g = refs.pop(0) if interpret is None else None
@@ -284,14 +285,15 @@ class _Program:
         """Returns the weights of the program's i-th unit."""
         pair, row = self.locate(phase, i)
         if phase.name == "router":
-            return tuple(Half(self.refs.router, row, n * phase.operand.columns) for n in (0, 1))
+            left = Half(self.refs.router, row)
+            return left, dataclasses.replace(left, column=phase.operand.columns)
         index: tuple[jax.Array, ...] = ()
         matrices = self.refs.shared
         if phase.name.startswith("routed"):
             matrices = self.refs.routed
             index = (self.refs.experts[self.first_pair() + pair],)
         names = ("down", "down") if phase.operand.is_split else ("gate", "up")
-        halves = []
+        halves: Any = []
         for n, name in enumerate(names):
             matrix = getattr(matrices, name)
             column = n * phase.operand.columns if phase.operand.is_split else 0
@@ -304,7 +306,8 @@ class _Program:
             if index:
                 scale_row = index[0] * rows + scale_row
             halves.append(Half(matrix, row, column, index, scales, scale_row * columns))
-        return tuple(halves)
+        first, second = halves
+        return first, second
 
     def first_pair(self) -> jax.Array:
         """Returns where this program's choice of experts begins."""
@@ -539,9 +542,9 @@ class _Program:
 
         def add(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
             weight = refs.weights[self.first_pair() + pair]
-            kept = self.sums.at[lax.rem(i, own)]
+            total = self.sums.at[lax.rem(i, own)]
             values = jnp.where(token == lax.div(pair, K), (left + right) * weight, 0.0)
-            _store(kept, load_with_layout(kept, LAYOUT) + values)
+            _store(total, load_with_layout(total, LAYOUT) + values)
 
         for low in range(0, plan.choices, plan.batch):
             high = min(low + plan.batch, plan.choices)

@@ -51,15 +51,15 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned."""
+    """Settings that change the speed, not the result."""
 
     programs: int
     """Thread blocks, at most one per multiprocessor."""
     stages: int | None = None
     """Stages of the ring. None: as many as fit, up to 12."""
     ahead: Literal["always", "arrived"] = "always"
-    """When the weights behind a grid barrier may be copied: at any time, or only when this program
-    has arrived at the barrier. Arriving takes longer while copies are in flight."""
+    """The time from which weights of phases after a grid barrier are copied: always, or only when
+    this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 
@@ -114,7 +114,7 @@ class Plan:
         return dataclasses.replace(plan, stages=Stages.of(operands, plan._ring_stages(), interpret))
 
     def _ring_stages(self) -> int:
-        """Returns the number of stages that fit beside everything else."""
+        """Returns the number of stages that fit in addition to everything else."""
         used = self.activations * 2 + _RESERVED
         used += 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
         used += 4 * self.own_outputs * _WARPGROUP
@@ -123,7 +123,7 @@ class Plan:
         if not _FEWEST_STAGES <= wanted <= fitting:
             raise NotImplementedError(
                 f"takes {_FEWEST_STAGES} to {max(fitting, 0)} ring stages of"
-                f" {self.stages.stage_bytes} bytes beside {used} bytes of activations of"
+                f" {self.stages.stage_bytes} bytes in addition to {used} bytes for"
                 f" {self.tokens} tokens, got {wanted}"
             )
         return wanted
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def events(self) -> tuple[str, ...]:
-        """What the first consumer warpgroup has completed, in order."""
+        """Names of what the first consumer warpgroup has completed, in order."""
         events, passed = ["start", "norm"], 0
         for phase in self.phases:
             if phase.barriers > passed:
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def ffn_start(self) -> int:
-        """Where the dense or shared MLP's hidden rows begin in the activations' memory."""
+        """Index of the dense or shared MLP's hidden rows in the activations' memory."""
         return self.tokens * self.stride(self.width)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def mlp(
     """
 
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
-        weight = matrices[n] if expert is None else matrices[n][expert]
+        weight: Any = matrices[n] if expert is None else matrices[n][expert]
         if matrices.scales:
             scale = matrices.scales[n] if expert is None else matrices.scales[n][expert]
             weight = block_dequant(weight, scale, (128, 128), x.dtype)

@@ -140,7 +140,7 @@ def multiply(
                 continue
             index = arith.addi(first_block, const(block))
             exists = arith.cmpi(arith.CmpIPredicate.ult, index, end)
-            branch = scf.IfOp(exists, [f32] * 4, has_else=True)
+            branch: Any = scf.IfOp(exists, [f32] * 4, has_else=True)
             with ir.InsertionPoint(branch.then_block):
                 scf.yield_(of_block(block, numbers))
             with ir.InsertionPoint(branch.else_block):

@@ -55,7 +55,7 @@ _CONSUMER_BARRIER = 13  # hardware barrier of the consumers; see warpgroup for t
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is static about the matrices of a phase."""
+    """Static description of the matrices of a phase."""
 
     dtype: Any
     """bfloat16, float8_e4m3fn with scales of 128x128 blocks, or in the interpreter float32."""
@@ -257,7 +257,11 @@ class Stream:
             return []
         return [
             load_scales(
-                half.scales, half.scales_start, half.column, operand.columns, self.stages.interpret
+                half.scales,
+                jnp.asarray(half.scales_start, jnp.int32),
+                half.column,
+                operand.columns,
+                self.stages.interpret,
             )
             for half in halves
         ]

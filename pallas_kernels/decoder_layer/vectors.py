@@ -99,7 +99,7 @@ def token_and_number() -> tuple[jax.Array, jax.Array]:
 
 
 def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: Any) -> jax.Array:
-    """Loads the block of which token t's numbers begin at ``start + t * stride``, as float32.
+    """Loads a block as float32. Token t's numbers begin at ``start + t * stride``.
 
     Args:
       ref: flat array in global memory. Threads of absent tokens read the last token's.

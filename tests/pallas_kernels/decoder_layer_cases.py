@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,7 +23,7 @@ class Layer:
     tokens: int = 1
     width: int = 128
     ffn: int = 128
-    """Of the dense or shared MLP, or 0."""
+    """Hidden width of the dense or shared MLP, or 0."""
     expert_ffn: int = 0
     experts: int = 0
     rule: Rule | None = None
@@ -43,9 +44,10 @@ class Layer:
                 normal(*stack, D, F, scale=F**-0.5),
             ]
             if self.weights != FLOAT8:
-                return Matrices(*(matrix.astype(self.weights) for matrix in made))
-            values, scales = zip(*(block_quant(m, (128, 128)) for m in made), strict=True)
-            return Matrices(*values, tuple(scales))
+                gate, up, down = (matrix.astype(self.weights) for matrix in made)
+                return Matrices(gate, up, down)
+            (gate, up, down), scales = zip(*(block_quant(m, (128, 128)) for m in made), strict=True)
+            return Matrices(gate, up, down, tuple(scales))
 
         router = None
         if E:
@@ -53,6 +55,27 @@ class Layer:
         return {
             "h": normal(self.tokens, D).astype(self.dtype),
             "norm": (1 + normal(D, scale=0.1)).astype(self.dtype),
+            "router": router,
+            "shared": matrices(self.ffn) if self.ffn else None,
+            "routed": matrices(self.expert_ffn, E) if E else None,
+        }
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns the shapes of :meth:`arguments`, also for layers too large to make."""
+        D, E = self.width, self.experts
+        struct = jax.ShapeDtypeStruct
+
+        def matrices(F: int, *stack: int) -> Matrices:
+            shapes = (*stack, F, D), (*stack, F, D), (*stack, D, F)
+            made = [struct(shape, self.weights) for shape in shapes]
+            scales = [(*shape[:-2], *(-(-n // 128) for n in shape[-2:])) for shape in shapes]
+            of_float8 = tuple(struct(shape, jnp.float32) for shape in scales)
+            return Matrices(*made[:3], of_float8 if self.weights == FLOAT8 else ())  # pyright: ignore
+
+        router = Router(struct((E, D), self.dtype), struct((E,), jnp.float32)) if E else None  # pyright: ignore
+        return {
+            "h": struct((self.tokens, D), self.dtype),
+            "norm": struct((D,), self.dtype),
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,

@@ -73,10 +73,10 @@ class Kernel:
     arrays: dict[str, Any]
     """Shapes by argument; trees of them are allowed."""
     options: dict[str, Any]
-    function: str | None = None
-    """The function's name, by default the operation's."""
     devices: int = 1
     """Devices along axis ``x``, over which the first dimension of every array is sharded."""
+    function: str | None = None
+    """The function's name, by default the operation's."""
 
     @property
     def op(self) -> str:
@@ -360,7 +360,7 @@ def kernels() -> dict[str, Kernel]:
     for name, layer in feed_forward_layers().items():
         table[f"feed_forward {name}"] = Kernel(
             "pallas_kernels.decoder_layer.mosaic_gpu",
-            jax.eval_shape(layer.arguments),
+            layer.shapes(),
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
