@@ -70,8 +70,6 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
 
-# Registers per thread of the producer and of a consumer.
-_REGISTERS = 40, 232
 _CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barrier 0, 1
 
 
@@ -237,14 +235,10 @@ class _Program:
 
         @pl.when(self.wg == CONSUMERS)
         def _() -> None:
-            if self.on_gpu:
-                plgpu.set_max_registers(_REGISTERS[0], action="decrease")
             pl.when(first_warp(self.on_gpu))(self.produce)
 
         @pl.when(self.wg < CONSUMERS)
         def _() -> None:
-            if self.on_gpu:
-                plgpu.set_max_registers(_REGISTERS[1], action="increase")
             self.stream.ring.release_all()
             self.consume()
 
