@@ -75,13 +75,14 @@ def multiply(
     """
     if interpret is not None:
         return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
+    half_scales = scales
     blocks = operand.step_bytes // BLOCK_BYTES
     columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
     second = operand.columns if operand.is_split else 0  # first column of the second half
     is_float8 = operand.dtype.itemsize == 1
     row_bytes, x_bytes = halves_row_bytes(halves), 2 * rows.stride
-    chunks = len(scales[0]) if scales else 0
-    types = REF, REF, REF, SCALAR, SCALAR, [LAYOUT] * (2 * chunks), SUMS, SUMS
+    flat_scales = [chunk for half in scales for chunk in half]
+    types = REF, REF, REF, SCALAR, SCALAR, [LAYOUT] * len(flat_scales), SUMS, SUMS
 
     @inline(*types, returns=(plgpu.ShapeDtypeStruct(SUMS_SHAPE, jnp.float32, layout=SUMS),) * 2)
     def add(first_w: Any, second_w: Any, x: Any, x_start: Any, step: Any, scales: Any, *sums: Any):
@@ -128,7 +129,8 @@ def multiply(
                 k_block = arith.addi(column, const(first + block * columns))
                 k_block = arith.shrui(k_block, const(SCALE_BLOCK.bit_length() - 1))
                 k_block = arith.subi(k_block, const(first // SCALE_BLOCK))
-                scale = _of_lane(scales[half * chunks : (half + 1) * chunks], k_block)
+                middle = len(half_scales[0])
+                scale = _of_lane(scales[middle:] if half else scales[:middle], k_block)
                 after += [llvm.intr_fma(p, scale, s) for p, s in zip(products, two, strict=True)]
             return after
 
@@ -151,9 +153,8 @@ def multiply(
             for half in range(2)
         )
 
-    flat = [chunk for half in scales for chunk in half]
     start = jnp.asarray(rows.start, jnp.int32)
-    return add(*halves, rows.memory, start, jnp.asarray(step, jnp.int32), flat, *sums)
+    return add(*halves, rows.memory, start, jnp.asarray(step, jnp.int32), flat_scales, *sums)
 
 
 def halves_row_bytes(halves: Sequence[Any]) -> int:
