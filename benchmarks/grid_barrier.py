@@ -23,7 +23,7 @@ _WORDS = 256  # words that a round exchanges, a multiple of a warpgroup's thread
     donate_argnames=("counter",),
 )
 def grid_barrier(
-    counter: Int32[Array, " words"],
+    counter: Int32[Array, 1],
     *,
     programs: int,
     rounds: int,
@@ -31,7 +31,7 @@ def grid_barrier(
     absent: int = 0,
     most_polls: int = MOST_POLLS,
     interpret: Any = None,
-) -> tuple[Int32[Array, " programs"], Int32[Array, " words"]]:
+) -> tuple[Int32[Array, " programs"], Int32[Array, 1]]:
     """Runs ``rounds`` barriers in one launch.
 
     Args:

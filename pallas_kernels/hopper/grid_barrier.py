@@ -47,7 +47,6 @@ MOST_POLLS = 1 << 22
 """Polls of the counter until a wait ends with a trap. A poll takes about 0.4 microseconds, so that
 this is more than a second, and no phase of a kernel takes a thousandth of that."""
 
-_COUNTER_WORDS = 32  # a cache line, so that polls disturb nothing else
 _BARRIER = 12  # hardware barrier of the programs' warpgroups; see warpgroup for those in use
 
 # The leader ($3) adds $2 to the counter. Who sees that also sees what its program wrote before.
@@ -87,9 +86,9 @@ def arrival(program: int, programs: int) -> int:
     return int(np.uint32(FLIP - (programs - 1) if program == 0 else 1).astype(np.int32))
 
 
-def new_counter() -> Int32[Array, " words"]:
+def new_counter() -> Int32[Array, 1]:
     """Returns the initial counter. Later kernels may use it as earlier ones left it."""
-    return jnp.zeros((_COUNTER_WORDS,), jnp.int32)
+    return jnp.zeros((1,), jnp.int32)
 
 
 def check_programs(programs: int, interpret: Any = None) -> None:
