@@ -1,8 +1,9 @@
 """Request traces that serving is measured with, made from fixed seeds.
 
-Prompt and output lengths are log-normal, as in public chat traces, and arrivals are Poisson. In the
-``prefixed`` trace every prompt begins with one of eight shared prefixes, as system prompts do. The
-same name always gives the same trace, so that several engines can be measured with it.
+Prompt and output lengths are log-normal, as in public chat traces, or fixed, and arrivals are
+Poisson. In the ``prefixed`` trace every prompt begins with one of eight shared prefixes, as system
+prompts do. The same arguments always give the same trace, so that several engines can be measured
+with it.
 """
 
 from __future__ import annotations
@@ -89,6 +90,13 @@ def prefixed(count: int = 512, seed: int = 12, families: int = 8, prefix: int = 
             for tokens, output, arrival, number in zip(own, outputs, arrivals, family, strict=True)
         ),
     )
+
+
+def fixed(prompt_tokens: int, output_tokens: int, count: int = 1000, seed: int = 13) -> Trace:
+    """Returns requests of equal lengths. Nothing is shared."""
+    arrivals = _arrivals(np.random.default_rng(seed), count)
+    requests = (TracedRequest(prompt_tokens, output_tokens, arrival) for arrival in arrivals)
+    return Trace("fixed", seed, tuple(requests))
 
 
 TRACES: dict[str, Callable[[], Trace]] = {"chat": chat, "prefixed": prefixed}

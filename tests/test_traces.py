@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3_jax.traces import TRACES, chat
+from dsv3_jax.traces import TRACES, chat, fixed
 
 SHARED = Path(__file__).parents[2] / "shared" / "bench"
 
@@ -47,6 +47,14 @@ def test_prompts_share_exactly_their_prefix():
     a, b = trace.prompt(first, 1000), trace.prompt(second, 1000)
     assert a[:1536] == b[:1536]
     assert a[1536:1552] != b[1536:1552]
+
+
+def test_fixed_lengths():
+    trace = fixed(5, 3, count=4)
+    assert [(r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(5, 3)] * 4
+    prompts = {tuple(trace.prompt(i, 1000)) for i in range(4)}
+    assert len(prompts) == 4
+    assert set(map(len, prompts)) == {5}
 
 
 def test_prompts_have_ids_between_the_special_ones():

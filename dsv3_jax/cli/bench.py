@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         check("--concurrency", concurrency, "1 to 10000 clients", Integral, 1, 10000)
     if arguments.num_requests is not None:
         check("--num-requests", arguments.num_requests, "an integer of at least 1", Integral, 1)
+    _check_lengths(arguments)
     check("--scale", arguments.scale, "a factor from 0.001 to 100", Real, 1e-3, 100)
     check("--vocab-size", arguments.vocab_size, "an integer of at least 21", Integral, 21)
     check("--seed", arguments.seed, "an integer of at least 0", Integral, 0)
@@ -45,6 +46,17 @@ def run(arguments: argparse.Namespace) -> None:
     from dsv3_jax.cli.run_bench import run_bench
 
     run_bench(arguments)
+
+
+def _check_lengths(arguments: argparse.Namespace) -> None:
+    lengths = {"--input-len": arguments.input_len, "--output-len": arguments.output_len}
+    given = {flag: length for flag, length in lengths.items() if length is not None}
+    for flag, length in given.items():
+        check(flag, length, "an integer of at least 1", Integral, 1)
+    if len(given) == 1:
+        raise ValueError(f"{', '.join(lengths)}: expected both or neither, got {next(iter(given))}")
+    if given and arguments.trace is not None:
+        raise ValueError(f"--trace: expected no trace with --input-len, got {arguments.trace}")
 
 
 def check_url(url: str) -> None:

@@ -18,7 +18,7 @@ from dsv3_jax.client.completions import CompletionClient, RequestRecord, ServedM
 from dsv3_jax.client.load import closed_loop, load_name, open_loop
 from dsv3_jax.client.results import details, results
 from dsv3_jax.client.workload import Workload
-from dsv3_jax.traces import TRACES
+from dsv3_jax.traces import TRACES, Trace, fixed
 from dsv3_jax.words import counted
 
 _COLUMNS = (
@@ -77,7 +77,7 @@ async def _measure_load(
     rate: float | None,
     concurrency: int | None,
 ) -> dict[str, Any]:
-    trace = TRACES[arguments.trace]()
+    trace = _trace(arguments)
     # Every load has other prompts, which no earlier one has left in the server's prefix cache.
     trace = dataclasses.replace(trace, seed=trace.seed + 1000 * arguments.seed + number)
     work = Workload.of(
@@ -113,7 +113,7 @@ async def _measure_load(
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "backend": "openai",
         "model_id": model.name,
-        "trace": arguments.trace,
+        "trace": trace.name,
         "scale": arguments.scale,
         "num_prompts": len(records),
         "shortened": work.shortened,
@@ -123,6 +123,13 @@ async def _measure_load(
         **results(records),
         **(details(records) if arguments.details else {}),
     }
+
+
+def _trace(arguments: argparse.Namespace) -> Trace:
+    if arguments.input_len is None:
+        return TRACES[arguments.trace or "chat"]()
+    count = {} if arguments.num_requests is None else {"count": arguments.num_requests}
+    return fixed(arguments.input_len, arguments.output_len, **count)
 
 
 def _report_failures(records: Sequence[RequestRecord]) -> None:
@@ -159,7 +166,7 @@ def _draw(arguments: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> 
         for result in measured
     ]
     first = measured[0]
-    title = f"{first['model_id']}, {arguments.trace} trace, {first['num_prompts']} requests a load"
+    title = f"{first['model_id']}, {first['trace']} trace, {first['num_prompts']} requests a load"
     save(sweep(points, title), arguments.picture)
 
 

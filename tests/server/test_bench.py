@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.command import run
 
 
@@ -39,6 +41,33 @@ def test_the_table(server, capsys):
     assert head.split()[:3] == ["load", "completed", "failed"]
     assert row.startswith("50 per second")
     assert row.split()[3:5] == ["3", "0"]
+
+
+def test_fixed_lengths(server, capsys):
+    words = ["bench", "serve", "--url", server.url, "--num-requests", "3", "--concurrency", "2"]
+    assert run(*words, "--input-len", "7", "--output-len", "4", "--json", "--details") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["trace"], result["input_lens"], result["output_lens"]) == (
+        "fixed",
+        [7] * 3,
+        [4] * 3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--input-len", "7"], "--input-len, --output-len: expected both or neither"),
+        (["--output-len", "0"], "--output-len: expected an integer of at least 1, got 0"),
+        (
+            ["--input-len", "7", "--output-len", "4", "--trace", "chat"],
+            "--trace: expected no trace with --input-len, got chat",
+        ),
+    ],
+)
+def test_lengths_that_are_refused(words, message, capsys):
+    assert run("bench", "serve", *words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_too_many_at_a_time(server, capsys):

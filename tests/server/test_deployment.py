@@ -7,6 +7,9 @@ import importlib
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,40 @@ def test_flags_exist(name):
     assert program.endswith("dsv3")
     arguments = parser().parse_args(words)
     assert (arguments.command, arguments.host, arguments.port) == ("serve", "0.0.0.0", 8000)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path):
+    """Its program and its user, which this machine lacks, are replaced."""
+    text = (FILES / "dsv3.service").read_text("utf-8")
+    program = unit()["ExecStart"].split()[0]
+    here = text.replace(program, sys.executable).replace("User=dsv3", "User=root")
+
+    def complaints(text: str) -> str:
+        (tmp_path / "dsv3.service").write_text(text, "utf-8")
+        done = subprocess.run(
+            ["systemd-analyze", "verify", str(tmp_path / "dsv3.service")],
+            capture_output=True,
+            text=True,
+        )
+        return "" if done.returncode == 0 and "dsv3.service" not in done.stderr else done.stderr
+
+    assert not complaints(here)
+    assert "RestartSecs" in complaints(here.replace("RestartSec=", "RestartSecs="))
+
+
+@pytest.mark.slow
+def test_kubernetes_accepts_the_manifests():
+    """Their fields are those of the published schemas, and no others."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs extra clients")
+    documents = list(yaml.safe_load_all((FILES / "kubernetes.yaml").read_text("utf-8")))
+    for document in documents:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    documents[0]["spec"]["template"]["spec"]["containers"][0]["port"] = 8000
+    with pytest.raises(kubernetes_validate.ValidationError, match="port"):
+        kubernetes_validate.validate(
+            documents[0], kubernetes_validate.latest_version(), strict=True
+        )
 
 
 def test_the_process_has_time_to_drain():
@@ -126,6 +163,7 @@ def test_an_application_of_replicas_can_be_built(name):
     assert settings.autoscaling.target_ongoing_requests <= settings.arguments.max_running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["serve", "kuberay"])
 def test_ray_serve_reads_the_configs(name):
     schema = pytest.importorskip(

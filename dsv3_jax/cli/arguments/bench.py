@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trace",
         choices=TRACE_NAMES,
-        default="chat",
         help="lengths of prompts and outputs; prompts of prefixed share beginnings (default: chat)",
     )
+    add("--input-len", type=int, metavar="N", help="tokens of every prompt, instead of a trace")
+    add("--output-len", type=int, metavar="N", help="tokens of every output, with --input-len")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--rate",
@@ -45,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed loop: number of clients that wait for one answer before they send the next"
         " request",
     )
-    add("--num-requests", type=int, metavar="N", help="number of requests (default: all)")
+    add(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help="number of requests (default: all of the trace; 1000 of fixed lengths)",
+    )
     add(
         "--scale",
         type=float,
